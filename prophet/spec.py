@@ -335,6 +335,14 @@ class Split:
             raise SpecError("Split.tokens must not be negative")
         object.__setattr__(self, "tokens", tokens)
 
+    @classmethod
+    def to_homes(cls, load: IntArray, placement: Placement) -> Split:
+        """Every token of `load` [R, E] goes to its expert's home, whatever replicas there are."""
+        ranks, experts = load.shape
+        tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
+        tokens[:, np.arange(experts), placement.home] = load
+        return cls(tokens)
+
     @property
     def ranks(self) -> int:
         return int(self.tokens.shape[0])
