@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from prophet.comm import Collective, Operation, processes
 from prophet.experts import Replica, ReplicaMemoryError, ReplicaPool
-from prophet.layer import MoE, PlanMismatch
+from prophet.layer import MoE, PlanMismatch, Port, plain_port
 from prophet.planner import get_planner
 from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
@@ -156,6 +156,10 @@ class _LayerPort:
 
     def backward_ran(self) -> None:
         self._engine.runtime.backward_ran(self._at)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Port:
+        layer = self._engine.layers[self._at]
+        return plain_port(layer)  # a copied layer is balanced only once it is attached itself
 
 
 class Engine:
@@ -492,7 +496,10 @@ def attach(
     except BaseException:
         engine.close()
         raise
-    engine._hooks.append(model.register_forward_pre_hook(lambda m, _: engine.ensure_step() if m.training else None))
+    engine._hooks.append(
+        # a copy of the model has the hook, too: it must not drive this engine
+        model.register_forward_pre_hook(lambda m, _: engine.ensure_step() if m is model and m.training else None)
+    )
     if optimizer is not None:
         engine._hooks.append(optimizer.register_step_pre_hook(engine._before_optimizer))
         engine._hooks.append(optimizer.register_step_post_hook(engine._after_optimizer))

@@ -128,6 +128,11 @@ class _PlainPort:
     def backward_ran(self) -> None: ...
 
 
+def plain_port(layer: MoE) -> Port:
+    """A port for `layer` that balances nothing."""
+    return _PlainPort(layer.collective.size, layer.num_experts)
+
+
 @dataclass(slots=True)
 class LossBook:
     """Auxiliary losses of one forward pass, in the order in which the layers ran."""
@@ -192,7 +197,7 @@ class MoE(nn.Module):
             bias=bias,
         )
         self.stats: LayerStats | None = None
-        self._port: Port = _PlainPort(ranks, num_experts)
+        self._port: Port = plain_port(self)
         self._book: LossBook | None = None
 
     def extra_repr(self) -> str:
