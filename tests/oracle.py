@@ -1,6 +1,7 @@
 """The definition of a mixture-of-experts model, written straight from the formulas and in no hurry.
 
-Every expert is applied to every token and weighted by the gate's combine matrix, which is zero where a token does not
+Every expert is applied to every token and weighted by the gate's combine matrix, which is zero where a token
+does not
 visit an expert. Nothing is imported from the library: agreement with this file is evidence.
 
 Shape legend: N tokens of all ranks, D model dim, E experts, K top-k, V vocabulary.
@@ -132,7 +133,8 @@ def tiny_model(
 
 
 def loss_of(p: Params, ids_by_rank: Sequence[Tensor], c: OracleConfig, scale: float) -> Tensor:
-    """Mean over ranks of the summed next-id losses times `scale`, plus the auxiliary losses of the whole batch.
+    """Mean over ranks of the summed next-id losses times `scale`, plus the auxiliary losses of the whole
+    batch.
 
     A token's target is the id that follows it on its rank, in a circle.
     """

@@ -1,4 +1,4 @@
-"""Shared by the tests: planners that move things at random, a model small enough for float64, and ranks to run it on."""
+"""Shared by the tests: planners that move things at random, a small model, and ranks to run it on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class RandomPlanner:
-    """Any placement within the limits and any split over it; equal on all ranks, different in every call's load."""
+    """Any placement within the limits and any split over it; a function of the seed and the load."""
 
     name = "random"
 
@@ -75,7 +75,7 @@ class HomesPlanner:
 
 
 class FixedPlanner:
-    """The same replicas, (expert, rank) pairs, in every step; tokens are dealt out evenly, lower ranks first."""
+    """The same replicas, (expert, rank) pairs, in every step; tokens dealt out evenly, lower ranks first."""
 
     name = "fixed"
 
@@ -102,7 +102,8 @@ def everywhere(experts: int, ranks: int) -> list[tuple[int, int]]:
 class TinyModel(nn.Module):
     """Embedding, `blocks` residual MoE layers with a linear mix between them, and a read-out.
 
-    uses: how often each MoE layer runs in a forward pass. checkpointing: recompute every MoE layer in the backward
+    uses: how often each MoE layer runs in a forward pass. checkpointing: recompute every MoE layer in the
+    backward
     pass, "reentrant" or "non-reentrant".
     """
 
@@ -146,13 +147,13 @@ class TinyModel(nn.Module):
 
 
 def next_id_loss(out: Tensor, ids: Tensor, scale: float) -> Tensor:
-    """Summed cross-entropy, times `scale`, of predicting for each id the one after it, in a circle; 0 for no ids."""
+    """Summed cross-entropy, times `scale`, of each id predicting the next, in a circle; 0 for no ids."""
     targets = ids.reshape(-1).roll(-1)
     return nn.functional.cross_entropy(out.flatten(0, -2), targets, reduction="sum") * scale
 
 
 def random_state(model: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Another value for every float in the model's state dict, of ordinary size; zeros for balancing biases."""
+    """Another value for every float in the model's state dict, of ordinary size; balancing biases are 0."""
     rng = np.random.default_rng(seed)
     state = {}
     for name, value in model.state_dict().items():
@@ -197,7 +198,7 @@ def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {n: p for n, p in model.named_parameters() if not getattr(p, "prophet_expert", False)}
 
 
-# --- ranks that are processes -------------------------------------------------------------------------------------
+# --- ranks that are processes -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -227,9 +228,11 @@ def _process_main(
 def process_outcomes(
     size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0
 ) -> list[Outcome]:
-    """Run `body(*args)` in `size` gloo processes, and say how each ended; what still runs after `timeout_s` is killed.
+    """Run `body(*args)` in `size` gloo processes, and say how each ended; what still runs after `timeout_s`
+    is killed.
 
-    `body` must be importable; it finds the process group initialised. Results travel by pipe, so keep them small.
+    `body` must be importable; it finds the process group initialised. Results travel by pipe, so keep them
+    small.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch._dynamo", "tests.training"])
@@ -278,7 +281,7 @@ def process_outcomes(
 
 
 def on_processes(size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """The results by rank of `body(*args)` in `size` gloo processes; an error in one of them is raised here."""
+    """The results by rank of `body(*args)` in `size` gloo processes; a rank's error is raised here."""
     outcomes = process_outcomes(size, body, *args, timeout_s=timeout_s)
     for rank, outcome in enumerate(outcomes):
         if outcome.error is not None or outcome.exit_code != 0:

@@ -32,7 +32,7 @@ SCALE = 1 / 7  # any constant: a loss summed over tokens is defined for ranks wi
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run. shapes: the shape of each rank's ids. favourites: experts that every token prefers."""
+    """One training run. shapes: of each rank's ids. favourites: experts that every token prefers."""
 
     ranks: int = 2
     experts_per_rank: int = 2
@@ -59,7 +59,8 @@ class Case:
         return self.ranks * self.experts_per_rank
 
     def gate_config(self) -> prophet.GateConfig:
-        # a bias that shifts the selection is there only where balancing by bias is on; the rate is too small to matter
+        # a bias that shifts the selection is there only where balancing by bias is on; the rate is too small
+        # to matter
         rate = {"bias_update_rate": 1e-9} if self.favourites else {}
         return prophet.GateConfig(**{**rate, **self.gate})
 
@@ -124,7 +125,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """One rank's view of one step: mean loss over ranks, averaged dense gradients, home experts' gradients."""
+    """One rank's step: mean loss over ranks, averaged dense gradients, home experts' gradients."""
 
     loss: float
     dense: dict[str, Array]
@@ -132,8 +133,10 @@ class Step:
     report: StepReport | None
 
 
-def train(case: Case, group: Collective, planner: Planner | None = None, *, balanced: bool = True) -> list[Step]:
-    """Train on one rank of `group` with SGD; every step's gradients are recorded before the optimizer uses them."""
+def train(
+    case: Case, group: Collective, planner: Planner | None = None, *, balanced: bool = True
+) -> list[Step]:
+    """Train on one rank of `group` with SGD; gradients are recorded before the optimizer uses them."""
     model = case.model(group)
     model.load_state_dict(case.state())
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
@@ -196,7 +199,9 @@ def compare(
         if union != set(grads):
             raise AssertionError(f"step {at}: parameters differ: {sorted(union ^ set(grads))}")
         for rank, step in enumerate(steps):
-            np.testing.assert_allclose(step.loss, loss, rtol=0, atol=atol, err_msg=f"loss, step {at}, rank {rank}")
+            np.testing.assert_allclose(
+                step.loss, loss, rtol=0, atol=atol, err_msg=f"loss, step {at}, rank {rank}"
+            )
             for name, grad in {**step.dense, **step.experts}.items():
                 where = f"{name}, step {at}, rank {rank}"
                 np.testing.assert_allclose(grad, grads[name], rtol=0, atol=atol, err_msg=where)

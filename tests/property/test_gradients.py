@@ -1,8 +1,7 @@
-"""Invariant 1: loss and gradients are those of the same model on one rank, for any placement and any split."""
+"""Invariant 1: loss and gradients are those of the same model on one rank, for any placement and split."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
