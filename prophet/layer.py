@@ -313,19 +313,23 @@ class MoE(nn.Module):
                 )
 
     def _record(self, routing: Routing, known: Agreement, split: Split, training: bool) -> None:
-        """Keep statistics, hand out auxiliary losses; a recomputed forward pass has done both already."""
-        if recomputing():
-            return
-        self.stats = LayerStats(known.load, split.rank_load(), known.dropped)
+        """Keep statistics, hand out auxiliary losses; a recomputed forward pass has done both already.
+
+        It computes the losses all the same: checkpointing expects it to save what the first pass saved.
+        """
+        again = recomputing()
+        if not again:
+            self.stats = LayerStats(known.load, split.rank_load(), known.dropped)
         if not training:
             return
         config = self.gate.config
-        extra = None if config.aux_loss == "gshard" else known.extra
-        choices: IntArray = (known.load if extra is None else extra).sum(axis=0)
-        self._port.observe(known.load, split, choices, known.dropped)
+        if not again:
+            extra = None if config.aux_loss == "gshard" else known.extra
+            choices: IntArray = (known.load if extra is None else extra).sum(axis=0)
+            self._port.observe(known.load, split, choices, known.dropped)
         if config.aux_loss == "none" and config.z_loss_weight == 0:
             return
-        if self._book is None:
+        if self._book is None and not again:
             raise RuntimeError(
                 f"{self.label} has an auxiliary loss that nothing collects: run the forward pass inside "
                 f"`with prophet.collect_losses(model) as losses:` and add `losses.total()` to the loss"
@@ -333,7 +337,8 @@ class MoE(nn.Module):
         counts = known.load if known.extra is None else known.extra
         total = torch.from_numpy(counts.sum(axis=0)).to(routing.probs.device)
         losses = self.gate.losses(routing, total, known.tokens, self.collective.size)
-        self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
+        if self._book is not None and not again:
+            self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
 
     def _exchange(self, rows: Tensor, send: list[int], recv: list[int], name: str) -> Tensor:
         return all_to_all(
