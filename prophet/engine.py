@@ -181,6 +181,7 @@ class Engine:
         self.last_step: StepReport | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
         self._owns_collective = owns_collective
+        self._closed = False
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
         self._planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
@@ -262,6 +263,7 @@ class Engine:
     def ensure_step(self) -> None:
         """Begin a step unless one is under way: planned placements come into force and Trans starts."""
         if self.runtime.running:
+            self.runtime.resume()
             return
         before = time.perf_counter()
         for i, future in enumerate(self._plans):
@@ -309,9 +311,9 @@ class Engine:
     def _before_optimizer(self, *_: Any) -> None:
         if self.runtime.finish_gradients():
             warnings.warn(
-                f"optimizer.step() came before {self.config.accumulation_steps} backward passes had run: the gradients "
-                f"were completed just now, so code that read them earlier (gradient clipping) saw them without the "
-                f"replicas' part",
+                f"optimizer.step() came before {self.config.accumulation_steps} backward passes had run outside "
+                f"engine.no_sync(): the gradients were completed just now, so code that read them earlier (gradient "
+                f"clipping) saw them without the replicas' part",
                 stacklevel=2,
             )
 
@@ -435,9 +437,16 @@ class Engine:
         return norm
 
     def close(self) -> None:
-        """Detach: layers go back to plain expert parallelism, hooks and threads end."""
+        """Detach: layers go back to plain expert parallelism, hooks and threads end; again is harmless.
+
+        Not collective, so it can follow an error: transfers under way are left to themselves. Gradients that replicas
+        still hold are lost; `runtime.finish_gradients()` brings them home first.
+        """
+        if self._closed:
+            return
+        self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self.runtime.end()
+        self.runtime.end(wait=False)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -133,34 +133,82 @@ class Step:
     report: StepReport | None
 
 
+class Run:
+    """A case's model, SGD optimizer and engine on one rank of `group`, to be driven by hand."""
+
+    def __init__(
+        self,
+        case: Case,
+        group: Collective,
+        planner: Planner | None = None,
+        *,
+        balanced: bool = True,
+        hooked: bool = True,
+        **options: Any,
+    ) -> None:
+        self.case, self.group = case, group
+        self.model = case.model(group)
+        self.model.load_state_dict(case.state())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=case.lr)
+        self.loss = torch.zeros((), dtype=torch.float64)
+        self._engine: prophet.Engine | None = None
+        if balanced:
+            config = case.engine_config(planner, **options)
+            self._engine = prophet.attach(self.model, self.optimizer if hooked else None, config=config)
+
+    @property
+    def engine(self) -> prophet.Engine:
+        if self._engine is None:
+            raise RuntimeError("this run is not balanced")
+        return self._engine
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.loss = torch.zeros((), dtype=torch.float64)
+
+    def forward(self, step: int, microbatch: int = 0) -> Tensor:
+        """This rank's loss on one microbatch."""
+        ids = self.case.ids(step, microbatch)[self.group.rank]
+        with prophet.collect_losses(self.model) as book:
+            loss = next_id_loss(self.model(ids), ids, SCALE)
+        return loss + book.total() if book.entries else loss
+
+    def backward(self, step: int, microbatch: int = 0) -> None:
+        loss = self.forward(step, microbatch)
+        loss.backward()
+        self.loss += loss.detach()
+
+    def averaged(self) -> Step:
+        """Average over ranks as DDP would, and record."""
+        average(self.model, self.group, self.loss)
+        return Step(*measure(self.model, self.loss), None)
+
+    def step(self) -> Step:
+        """Average over ranks as DDP would, record, and let the optimizer go on."""
+        seen = self.averaged()
+        self.optimizer.step()
+        return replace(seen, report=self._engine.last_step if self._engine else None)
+
+    def whole_step(self, step: int) -> Step:
+        self.zero_grad()
+        for microbatch in range(self.case.microbatches):
+            self.backward(step, microbatch)
+        return self.step()
+
+    def close(self) -> None:
+        if self._engine is not None:
+            if self._engine.pool.in_use_bytes:
+                raise RuntimeError("replicas outlived their step")
+            self._engine.close()
+
+
 def train(
     case: Case, group: Collective, planner: Planner | None = None, *, balanced: bool = True
 ) -> list[Step]:
     """Train on one rank of `group` with SGD; gradients are recorded before the optimizer uses them."""
-    model = case.model(group)
-    model.load_state_dict(case.state())
-    optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
-    engine = prophet.attach(model, optimizer, config=case.engine_config(planner)) if balanced else None
-    steps = []
-    for step in range(case.steps):
-        optimizer.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64)
-        for microbatch in range(case.microbatches):
-            ids = case.ids(step, microbatch)[group.rank]
-            with prophet.collect_losses(model) as book:
-                here = next_id_loss(model(ids), ids, SCALE)
-            if book.entries:
-                here = here + book.total()
-            here.backward()
-            loss += here.detach()
-        average(model, group, loss)
-        seen = measure(model, loss)
-        optimizer.step()
-        steps.append(Step(*seen, engine.last_step if engine else None))
-    if engine is not None:
-        if engine.pool.in_use_bytes:
-            raise RuntimeError("replicas outlived their step")
-        engine.close()
+    run = Run(case, group, planner, balanced=balanced)
+    steps = [run.whole_step(step) for step in range(case.steps)]
+    run.close()
     return steps
 
 
