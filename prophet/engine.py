@@ -2,9 +2,9 @@
 
 One training step of the engine spans all microbatches between two `optimizer.step()` calls:
 
-  the model's forward begins      placements planned during the last step come into force; Trans of the first block starts
+  the model's forward begins      placements planned during the last step come into force; Trans(0) starts
   every MoE layer, forward        exact counts -> split; the plan for the next step starts on a host thread
-  every backward pass ends        the replicas' gradients are home, before the user's next line (clipping, unscaling, ...)
+  every backward pass ends        the replicas' gradients are home, before the user's next line (clipping, ...)
   optimizer.step() has returned   replicas vanish; the step's report is written
 
 Shape legend: L layers, R ranks, E experts.
@@ -205,7 +205,7 @@ class Engine:
             layer.collective = collective
             layer._port = _LayerPort(self, index)
 
-    # --- set-up -------------------------------------------------------------------------------------------------------
+    # --- set-up ---
 
     def _context(self, layer: MoE) -> PlanContext:
         ranks = self.collective.size
@@ -253,7 +253,7 @@ class Engine:
                     f"rank {self.collective.rank} has: {mine}"
                 )
 
-    # --- the step, driven by hooks -----------------------------------------------------------------------------------
+    # --- the step, driven by hooks ---
 
     def ensure_step(self) -> None:
         """Begin a step unless one is under way: planned placements come into force and Trans starts."""
@@ -358,7 +358,7 @@ class Engine:
             actions=actions,
         )
 
-    # --- called by the layers ------------------------------------------------------------------------------------------
+    # --- called by the layers ---
 
     def header(self, layer: int, training: bool) -> tuple[int, int, int]:
         """Step, placement digest and last split digest, for comparison over ranks."""
@@ -383,7 +383,9 @@ class Engine:
         values, votes = found.unique(return_counts=True)
         if values.numel() > 1:
             differ = (found != values[votes.argmax()]).nonzero().flatten().tolist()
-            raise PlanMismatch(f"MoE layer {layer}, step {self.step}: the split of rank(s) {differ} differs from the others'")
+            raise PlanMismatch(
+                f"MoE layer {layer}, step {self.step}: the split of rank(s) {differ} differs from the others'"
+            )
 
     def observe(self, layer: int, load: IntArray, split: Split, choices: IntArray, dropped: int) -> None:
         """Take in a microbatch's counts, and plan the next step from them on the host thread."""
@@ -402,7 +404,7 @@ class Engine:
         placement = self._planner.place(load, replace(context, previous=previous))
         return placement, time.perf_counter() - before
 
-    # --- for the user ----------------------------------------------------------------------------------------------------
+    # --- for the user ---
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """The drop-in Mixture-of-Experts layer.
 
-Shape legend: N tokens on this rank, K top-k, E experts, m experts per rank, R ranks, D model dim, A choices sent, B rows
-received.
+Shape legend: N tokens on this rank, K top-k, E experts, m experts per rank, R ranks, D model dim, A choices
+sent, B rows received.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LayerStats:
 
 @dataclass(slots=True)
 class Agreement:
-    """What all ranks know after they have exchanged their counts: load [R, E], extra [R, E] or None, tokens, dropped."""
+    """What all ranks know once counts are exchanged: load [R, E], extra [R, E] or None, tokens, dropped."""
 
     load: IntArray
     extra: IntArray | None
@@ -153,8 +153,8 @@ class MoE(nn.Module):
     biases. gate: how tokens are routed. group: the expert-parallel group; None means all processes, or a single rank
     where `torch.distributed` is not initialised. A `prophet.comm.Collective` may be given instead.
 
-    Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all other
-    parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer step fits
+    Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
+    other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer step fits
     both. On its own the layer is plain expert parallelism; `prophet.attach` balances it.
     """
 
@@ -260,7 +260,7 @@ class MoE(nn.Module):
         self._window("FNEC")
         return y.view(*x.shape[:-1], self.dim)
 
-    # --- parts of the forward pass ---------------------------------------------------------------------------------
+    # --- parts of the forward pass ---
 
     def _agree(self, routing: Routing, tokens: int, training: bool) -> Agreement:
         """Exchange counts with all ranks, and check that all are in the same place and sane."""

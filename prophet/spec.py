@@ -139,7 +139,8 @@ class Topology:
     def relative_speed(self) -> FloatArray:
         """Compute speed of every rank relative to the fastest, [R] in (0, 1]."""
         speed = np.asarray(self.flops_per_s, dtype=np.float64)
-        return speed / speed.max()
+        relative: FloatArray = speed / speed.max()
+        return relative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +260,7 @@ class Placement:
         """Build from homes [E] and (expert, rank) pairs."""
         home_array = np.asarray(home, dtype=np.int64)
         holds = np.zeros((home_array.size, ranks), dtype=np.bool_)
-        if home_array.size and 0 <= home_array.min() and home_array.max() < ranks:
+        if home_array.size and home_array.min() >= 0 and home_array.max() < ranks:
             holds[np.arange(home_array.size), home_array] = True
         for expert, rank in replicas:
             if not (0 <= expert < home_array.size and 0 <= rank < ranks):

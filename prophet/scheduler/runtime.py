@@ -99,7 +99,7 @@ class Runtime:
         self._agg: list[_Inflight] = []
         self._graph_task = -1
 
-    # --- the step --------------------------------------------------------------------------------------------------
+    # --- the step ---
 
     def begin(self, placements: Sequence[Placement]) -> None:
         """Start a step with these placements, one per block; launches what belongs to the START window."""
@@ -129,7 +129,7 @@ class Runtime:
         """The placement in force for a block, or None outside a step."""
         return None if self._states is None else self._states[block].placement
 
-    # --- windows: called by the layers -------------------------------------------------------------------------------
+    # --- windows: called by the layers ---
 
     def enter(self, window: Window) -> None:
         """Launch the transfers that belong to `window`, which is about to start."""
@@ -162,9 +162,9 @@ class Runtime:
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
-    # --- Trans --------------------------------------------------------------------------------------------------------
+    # --- Trans ---
 
     def _launch_trans(self, action: Action) -> None:
         block, chunk = action.block, action.chunk
@@ -218,7 +218,7 @@ class Runtime:
         state.ready = True
         self.stopwatch.add("exposed_trans", time.perf_counter() - before)
 
-    # --- Agg ----------------------------------------------------------------------------------------------------------
+    # --- Agg ---
 
     def _final(self, state: _BlockState) -> bool:
         """Whether this block's experts have run backward for the last microbatch of the step."""
