@@ -206,7 +206,7 @@ def wrong_communication(source: str, path: Path) -> list[str]:
     return found
 
 
-# --------------------------------------------------------------------------------------- the repository
+# --------------------------------------------------------------------------------------------- the repository
 
 
 def test_there_is_something_to_check() -> None:
@@ -301,7 +301,7 @@ def test_importing_prophet_is_light() -> None:
     assert done.stdout.strip() == "[]"
 
 
-# --------------------------------------------------------------------------------------- the checks themselves
+# -------------------------------------------------------------------------------------- the checks themselves
 
 
 def check(text: str, path: str) -> list[str]:
