@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from prophet.spec import IntArray
+
 Bytes = npt.NDArray[np.uint8]
 
 VOCABULARY = 256
@@ -131,7 +133,7 @@ def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> C
 
 def rank_batch(
     data: Bytes, *, seed: int, step: int, sequences: int, length: int, rank: int, ranks: int
-) -> npt.NDArray[np.int64]:
+) -> IntArray:
     """This rank's rows of the step's global batch, [b, T + 1] token ids; the next byte of each is its target.
 
     The global batch of B = `sequences` rows is drawn from (seed, step) alone, and rank r takes rows r*b ..
@@ -145,14 +147,19 @@ def rank_batch(
     starts = rng.integers(0, data.size - length, size=sequences)
     share = sequences // ranks
     mine = starts[rank * share : (rank + 1) * share]
-    return data[mine[:, None] + np.arange(length + 1)].astype(np.int64)
+    return _rows(data, mine, length)
 
 
-def held_out_rows(data: Bytes, *, sequences: int, length: int) -> npt.NDArray[np.int64]:
+def held_out_rows(data: Bytes, *, sequences: int, length: int) -> IntArray:
     """Rows spread evenly over the held-out text, [`sequences`, T + 1]; the same at every call."""
     _check_length(data, length)
     starts = np.linspace(0, data.size - length - 1, num=sequences).astype(np.int64)
-    return data[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    return _rows(data, starts, length)
+
+
+def _rows(data: Bytes, starts: IntArray, length: int) -> IntArray:
+    rows: IntArray = data[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    return rows
 
 
 def _check_length(data: Bytes, length: int) -> None:
