@@ -154,8 +154,8 @@ class MoE(nn.Module):
     where `torch.distributed` is not initialised. A `prophet.comm.Collective` may be given instead.
 
     Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
-    other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer step fits
-    both. On its own the layer is plain expert parallelism; `prophet.attach` balances it.
+    other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
+    step fits both. On its own the layer is plain expert parallelism; `prophet.attach` balances it.
     """
 
     def __init__(
