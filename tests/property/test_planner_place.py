@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_cases import Case, cases
+from tests.property.planner_cases import Case, cases
 
 from prophet.planner import get_planner, search
 from prophet.planner.cost import step_cost

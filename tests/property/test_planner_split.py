@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_cases import Case, cases
+from tests.property.planner_cases import Case, cases
 
 from prophet.planner import get_planner
 from prophet.planner.naive import naive_bottleneck, naive_split
