@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.property.planner_cases import Case, cases
 
 from prophet.planner import get_planner, search
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import Machine, ProphetPlanner
 from prophet.spec import Placement, PlanContext
+from tests.property.planner_cases import Case, cases
 
 MANY = settings(max_examples=120, deadline=None)
 PLACING = ["prophet", "static", "top2", "top3", "pro-prophet"]
