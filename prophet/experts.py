@@ -73,19 +73,19 @@ class ExpertBank(nn.Module):
         self.reset_parameters()
 
     def _mark(self) -> None:
-        """Put on the parameters what DeepSpeed reads: the gradient belongs to an expert, and to which group of ranks."""
+        """Mark the parameters with what DeepSpeed reads: an expert's gradient, and of which group of ranks."""
         for p in self.parameters():
             p.allreduce = False  # type: ignore[attr-defined]
             p.group_name = f"ep_size_{self.ep_size}"  # type: ignore[attr-defined]
             p.prophet_expert = True  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._mark()  # moving off the meta device makes new parameters
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark()  # a copied parameter has lost its attributes
 
     @torch.no_grad()

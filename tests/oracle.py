@@ -54,6 +54,10 @@ def expert(x: Tensor, p: Params, name: str, e: int, activation: str) -> Tensor:
     return y
 
 
+def _order(values: list[float]) -> list[int]:
+    return sorted(range(len(values)), key=lambda e: -values[e])
+
+
 def within_capacity(ids: list[list[int]], rank_of: Sequence[int], c: OracleConfig) -> list[list[bool]]:
     """Which choices are kept: per rank and expert, first choices first, earlier tokens first."""
     kept = [[True] * c.top_k for _ in ids]
@@ -70,9 +74,7 @@ def within_capacity(ids: list[list[int]], rank_of: Sequence[int], c: OracleConfi
     return kept
 
 
-def moe(
-    x: Tensor, p: Params, name: str, c: OracleConfig, rank_of: Sequence[int]
-) -> tuple[Tensor, Tensor, int]:
+def moe(x: Tensor, p: Params, name: str, c: OracleConfig, rank_of: Sequence[int]) -> tuple[Tensor, Tensor, int]:
     """One layer on the tokens of all ranks: output [N, D], auxiliary loss (scalar), dropped choices."""
     tokens = x.shape[0]
     logits = x @ p[f"{name}.gate.weight"].T
@@ -84,10 +86,7 @@ def moe(
         scores = 1 / (1 + torch.exp(-logits))
         probs = scores / scores.sum(dim=1, keepdim=True)
     preference = scores.detach() + p.get(f"{name}.gate.bias", torch.zeros(c.num_experts, dtype=x.dtype))
-    ids = [
-        sorted(range(c.num_experts), key=lambda e, n=n: -preference[n, e].item())[: c.top_k]
-        for n in range(tokens)
-    ]
+    ids = [_order(preference[n].tolist())[: c.top_k] for n in range(tokens)]
     kept = within_capacity(ids, rank_of, c)
 
     chosen = torch.zeros(tokens, c.num_experts, dtype=x.dtype)
@@ -116,9 +115,7 @@ def moe(
     return y, aux, int((chosen - sent).sum().item())
 
 
-def tiny_model(
-    p: Params, ids: Tensor, c: OracleConfig, rank_of: Sequence[int]
-) -> tuple[Tensor, Tensor, list[int]]:
+def tiny_model(p: Params, ids: Tensor, c: OracleConfig, rank_of: Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
     """Logits [N, V], auxiliary loss and dropped choices by layer, of the tests' model on token `ids` [N]."""
     x = p["embed.weight"][ids]
     aux = torch.zeros((), dtype=x.dtype)
@@ -157,6 +154,4 @@ def gradients(
         p[k].requires_grad_()
     total = sum((loss_of(p, m, c, scale) for m in microbatches), start=torch.zeros((), dtype=torch.float64))
     grads = torch.autograd.grad(total, [p[k] for k in learned], allow_unused=True)
-    return total.detach(), {
-        k: torch.zeros_like(p[k]) if g is None else g for k, g in zip(learned, grads, strict=True)
-    }
+    return total.detach(), {k: torch.zeros_like(p[k]) if g is None else g for k, g in zip(learned, grads, strict=True)}

@@ -133,6 +133,16 @@ class TinyModel(nn.Module):
             )
             self.head = nn.Linear(dim, vocab)
 
+    def moe(self, block: int) -> prophet.MoE:
+        layer = self.moes[block]
+        if not isinstance(layer, prophet.MoE):
+            raise TypeError(f"block {block} is a {type(layer).__name__}")
+        return layer
+
+    def mix(self, block: int) -> nn.Parameter:
+        """The weight of a block's non-MoE layer."""
+        return dict(self.mixes.named_parameters())[f"{block}.weight"]
+
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for mix, moe in zip(self.mixes, self.moes, strict=True):
@@ -171,9 +181,7 @@ def expert_gradients(model: nn.Module, prefix_layers: str = "moes") -> dict[str,
             for part, p in bank.stacked():
                 for local in range(bank.experts):
                     key = f"{name}.experts.{part}.{bank.first_expert + local}"
-                    found[key] = (
-                        torch.zeros_like(p[local]) if p.grad is None else p.grad[local].detach().clone()
-                    )
+                    found[key] = torch.zeros_like(p[local]) if p.grad is None else p.grad[local].detach().clone()
     return found
 
 
@@ -225,9 +233,7 @@ def _process_main(
     dist.destroy_process_group()
 
 
-def process_outcomes(
-    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0
-) -> list[Outcome]:
+def process_outcomes(size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Outcome]:
     """Run `body(*args)` in `size` gloo processes, and say how each ended; what still runs after `timeout_s`
     is killed.
 

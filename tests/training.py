@@ -202,9 +202,7 @@ class Run:
             self._engine.close()
 
 
-def train(
-    case: Case, group: Collective, planner: Planner | None = None, *, balanced: bool = True
-) -> list[Step]:
+def train(case: Case, group: Collective, planner: Planner | None = None, *, balanced: bool = True) -> list[Step]:
     """Train on one rank of `group` with SGD; gradients are recorded before the optimizer uses them."""
     run = Run(case, group, planner, balanced=balanced)
     steps = [run.whole_step(step) for step in range(case.steps)]
@@ -247,9 +245,7 @@ def compare(
         if union != set(grads):
             raise AssertionError(f"step {at}: parameters differ: {sorted(union ^ set(grads))}")
         for rank, step in enumerate(steps):
-            np.testing.assert_allclose(
-                step.loss, loss, rtol=0, atol=atol, err_msg=f"loss, step {at}, rank {rank}"
-            )
+            np.testing.assert_allclose(step.loss, loss, rtol=0, atol=atol, err_msg=f"loss, step {at}, rank {rank}")
             for name, grad in {**step.dense, **step.experts}.items():
                 where = f"{name}, step {at}, rank {rank}"
                 np.testing.assert_allclose(grad, grads[name], rtol=0, atol=atol, err_msg=where)

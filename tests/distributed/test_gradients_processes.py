@@ -19,9 +19,7 @@ def cases(ranks: int) -> list[Case]:
     aux: dict[str, Any] = {"aux_loss": "gshard", "aux_loss_weight": 0.3, "z_loss_weight": 0.2}
     return [
         Case(ranks=ranks, top_k=1, experts_per_rank=1, shapes=shapes, seed=1),
-        Case(
-            ranks=ranks, top_k=2, experts_per_rank=2, activation="swiglu", bias=False, shapes=nested, seed=2
-        ),
+        Case(ranks=ranks, top_k=2, experts_per_rank=2, activation="swiglu", bias=False, shapes=nested, seed=2),
         Case(ranks=ranks, top_k=2, favourites=(0, 1), shapes=nested, gate=aux, density=1.0, slots=32, seed=3),
         Case(
             ranks=ranks,

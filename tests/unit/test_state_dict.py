@@ -17,9 +17,7 @@ EXPERTS = 8
 
 
 def build(group: Collective, seed: int = 3) -> TinyModel:
-    return TinyModel(
-        num_experts=EXPERTS, group=group, seed=seed, gate=prophet.GateConfig(bias_update_rate=0.01)
-    )
+    return TinyModel(num_experts=EXPERTS, group=group, seed=seed, gate=prophet.GateConfig(bias_update_rate=0.01))
 
 
 def alone() -> Collective:
@@ -59,8 +57,7 @@ def test_initial_values_are_the_same_at_every_ep_size(ranks: int) -> None:
 
 
 def test_experts_start_out_different_from_one_another() -> None:
-    bank = build(alone()).moes[0].experts
-    assert isinstance(bank, nn.Module)
+    bank = build(alone()).moe(0).experts
     flat = bank.w_in.reshape(EXPERTS, -1)
     assert torch.pdist(flat).min() > 0.1
 
@@ -177,22 +174,18 @@ def test_an_unexpected_expert_is_named(name: str) -> None:
 def test_a_wrong_shape_says_what_was_expected(wrong: object) -> None:
     model = build(alone())
     state = model.state_dict()
-    state["moes.0.experts.w_in.2"] = wrong  # type: ignore[assignment]
-    with pytest.raises(
-        RuntimeError, match=r"moes\.0\.experts\.w_in\.2: expected a tensor of shape \[12, 8\], got"
-    ):
+    state["moes.0.experts.w_in.2"] = wrong
+    with pytest.raises(RuntimeError, match=r"moes\.0\.experts\.w_in\.2: expected a tensor of shape \[12, 8\], got"):
         model.load_state_dict(state)
 
 
 def test_values_are_copied_and_keep_their_dtype() -> None:
     model = build(alone())
-    state = {
-        k: v.double() if v.is_floating_point() else v for k, v in build(alone(), seed=5).state_dict().items()
-    }
+    state = {k: v.double() if v.is_floating_point() else v for k, v in build(alone(), seed=5).state_dict().items()}
     model.load_state_dict(state)
-    assert model.moes[0].experts.w_in.dtype == torch.float32
+    assert model.moe(0).experts.w_in.dtype == torch.float32
     state["moes.0.experts.w_in.0"].zero_()
-    assert model.moes[0].experts.w_in[0].abs().sum() > 0
+    assert model.moe(0).experts.w_in[0].abs().sum() > 0
 
 
 def test_a_saved_state_does_not_require_gradients() -> None:
