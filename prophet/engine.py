@@ -33,7 +33,7 @@ from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import block_wise, blocking
 from prophet.scheduler.runtime import Runtime, Stopwatch
-from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, Windows
+from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology, Windows
 
 
 class ConfigMismatch(RuntimeError):
@@ -286,11 +286,28 @@ class Engine:
 
     def _result(self, layer: int, future: Future[tuple[Placement, float]]) -> tuple[Placement, float]:
         try:
-            return future.result(timeout=self.collective.timeout_s)
+            placement, seconds = future.result(timeout=self.collective.timeout_s)
         except TimeoutError:
             raise TimeoutError(
                 f"rank {self.collective.rank}: planning of layer {layer} took more than {self.collective.timeout_s:g} s"
             ) from None
+
+        self._check_placement(layer, placement)
+        return placement, seconds
+
+    def _check_placement(self, layer: int, placement: Placement) -> None:
+        """Raise `SpecError` where the planner has not kept to its context: an own planner may be wrong."""
+        context, who = self._contexts[layer], f"planner {self._planner.name!r}, MoE layer {layer}"
+        shape = (placement.experts, placement.ranks)
+        if shape != (context.experts, context.ranks):
+            raise SpecError(f"{who}: placed {shape} experts and ranks, expected {(context.experts, context.ranks)}")
+        if not np.array_equal(placement.home, context.home):
+            raise SpecError(f"{who}: the placement moves homes; expected those of the context")
+        copies, limits = placement.copies_per_rank(), context.slot_limits()
+        if (copies > limits).any():
+            raise SpecError(
+                f"{who}: {copies.tolist()} replicas by rank; slots_per_rank and memory allow {limits.tolist()}"
+            )
 
     def _fit_memory(self) -> None:
         """Drop replicas until every rank is within the budget: planned per layer, they share one pool."""
@@ -387,6 +404,7 @@ class Engine:
         self._split_digest = split.digest()
         if self.step % self.config.check_split_every == 0 or self.step < 2:
             self._compare_split(layer)
+            split.check(load, placement)
         return placement, split
 
     def _compare_split(self, layer: int) -> None:
