@@ -36,9 +36,11 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "layer": _RANKS | {"planner", "history", "scheduler", "dispatch"},
     "engine": _RANKS | {"planner", "history", "traces", "scheduler", "layer"},
     "convert": _RANKS | {"layer"},
+    "topology": _VALUES,
+    "calibrate": _RANKS | {"topology"},
     "report": _VALUES | {"planner", "history", "traces", "scheduler"},
     "demo": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert", "report", ""},
-    "cli": _VALUES | {"planner", "history", "traces", "scheduler", "report", "demo", ""},
+    "cli": _VALUES | {"planner", "history", "traces", "scheduler", "report", "demo", "topology", "calibrate", ""},
     "__main__": {"cli"},
     "": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert"},  # prophet/__init__.py
 }
