@@ -38,9 +38,7 @@ class History:
         SpecError: for sizes below one, or a weight outside 1..256.
     """
 
-    def __init__(
-        self, layers: int, ranks: int, experts: int, *, window: int = 16, ema_weight_256: int = 64
-    ) -> None:
+    def __init__(self, layers: int, ranks: int, experts: int, *, window: int = 16, ema_weight_256: int = 64) -> None:
         for name, value in (("layers", layers), ("ranks", ranks), ("experts", experts), ("window", window)):
             if value < 1:
                 raise SpecError(f"History.{name} must be at least 1, got {value}")

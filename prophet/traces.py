@@ -179,14 +179,10 @@ def _read_member(
             raise ValueError(f"expected a shape of non-negative sizes, got {shape!r}")
         n_bytes = math.prod(shape) * dtype.itemsize
         if n_bytes > max_bytes:
-            raise ValueError(
-                f"expected at most {max_bytes} bytes, its shape {list(shape)} asks for {n_bytes}"
-            )
+            raise ValueError(f"expected at most {max_bytes} bytes, its shape {list(shape)} asks for {n_bytes}")
         declared = info.file_size - buffer.tell()
         if n_bytes != declared:
-            raise ValueError(
-                f"expected {n_bytes} bytes for {dtype} {list(shape)}, the archive declares {declared}"
-            )
+            raise ValueError(f"expected {n_bytes} bytes for {dtype} {list(shape)}, the archive declares {declared}")
         data = bytearray(n_bytes)
         rest = head[buffer.tell() :]
         data[: len(rest)] = rest
@@ -243,9 +239,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_TRACE_BYTES
         members = archive.infolist()
         names = [m.filename for m in members]
         if len(members) > _MAX_MEMBERS or len(set(names)) != len(names):
-            raise TraceError(
-                f"{file}: expected at most {_MAX_MEMBERS} arrays of different names, got {len(members)}"
-            )
+            raise TraceError(f"{file}: expected at most {_MAX_MEMBERS} arrays of different names, got {len(members)}")
 
         def member(name: str, kinds: str, expected: str, limit: int) -> npt.NDArray[Any]:
             info = archive.NameToInfo.get(f"{name}.npy")
@@ -317,9 +311,7 @@ class TraceWriter:
         self.path = Path(path)
         self.shape = (layers, ranks, experts)
         if min(self.shape) < 1:
-            raise TraceError(
-                f"{self.path}: counts: expected at least one layer, rank and expert, got {self.shape}"
-            )
+            raise TraceError(f"{self.path}: counts: expected at least one layer, rank and expert, got {self.shape}")
         self._meta = _encode_meta(self.path, meta or {})
         self._iteration: list[int] = []
         self._max = 0
@@ -349,9 +341,7 @@ class TraceWriter:
         number = self.steps if iteration is None else int(iteration)
         last = self._iteration[-1] if self._iteration else 0
         if not last <= number <= MAX_COUNT:
-            raise TraceError(
-                f"{self.path}: iteration: expected a number from {last} to {MAX_COUNT}, got {number}"
-            )
+            raise TraceError(f"{self.path}: iteration: expected a number from {last} to {MAX_COUNT}, got {number}")
         self._spool.write(np.ascontiguousarray(step, dtype="<u4").tobytes())
         self._iteration.append(number)
         self._max = max(self._max, int(step.max()))
@@ -389,9 +379,7 @@ def write_trace(path: str | os.PathLike[str], trace: RoutingTrace) -> None:
     meta = _encode_meta(file, trace.meta)
     counts = trace.counts
     chunks = (np.ascontiguousarray(counts[t]).tobytes() for t in range(trace.steps))
-    _write_archive(
-        file, shape=counts.shape, dtype=counts.dtype, chunks=chunks, iteration=trace.iteration, meta=meta
-    )
+    _write_archive(file, shape=counts.shape, dtype=counts.dtype, chunks=chunks, iteration=trace.iteration, meta=meta)
 
 
 def _encode_meta(file: Path, meta: Mapping[str, Any]) -> str:

@@ -32,23 +32,22 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "gate": _VALUES | {"comm", "kernels"},
     "experts": _VALUES | {"comm", "kernels"},
     "scheduler": _RANKS | {"planner", "history"},
-    "layer": _RANKS | {"planner", "history", "scheduler"},
+    "dispatch": _RANKS | {"scheduler"},
+    "layer": _RANKS | {"planner", "history", "scheduler", "dispatch"},
     "engine": _RANKS | {"planner", "history", "traces", "scheduler", "layer"},
     "convert": _RANKS | {"layer"},
     "report": _VALUES | {"planner", "history", "traces", "scheduler"},
-    "demo": _RANKS
-    | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert", "report", ""},
+    "demo": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert", "report", ""},
     "cli": _VALUES | {"planner", "history", "traces", "scheduler", "report", "demo", ""},
     "__main__": {"cli"},
-    "": _RANKS
-    | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert"},  # prophet/__init__.py
+    "": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert"},  # prophet/__init__.py
 }
 
 # Third-party packages a room may import. Rooms that are not listed may import torch, numpy and rich.
 _NUMERIC = {"numpy"}
 _PACKAGES: dict[str, set[str]] = {
     "spec": _NUMERIC,
-    "planner": _NUMERIC | {"numba"},
+    "planner": _NUMERIC | {"numba", "scipy"},
     "history": _NUMERIC,
     "traces": _NUMERIC,
     "kernels": _NUMERIC | {"torch", "triton"},
@@ -255,16 +254,12 @@ def test_the_two_halves_meet_only_in_integrations() -> None:
 
 
 def test_nothing_imports_tests_or_benchmarks() -> None:
-    wrong = [
-        f"{i.where}: {i.module}" for i in imports_in(*_SHIPPED) if i.module.split(".")[0] in _NEVER_IMPORTED
-    ]
+    wrong = [f"{i.where}: {i.module}" for i in imports_in(*_SHIPPED) if i.module.split(".")[0] in _NEVER_IMPORTED]
     assert not wrong
 
 
 def test_no_module_hides_a_library() -> None:
-    assert not [
-        p.as_posix() for p in sources(*_SHIPPED, "benchmarks", "examples") if p.name in _FORBIDDEN_NAMES
-    ]
+    assert not [p.as_posix() for p in sources(*_SHIPPED, "benchmarks", "examples") if p.name in _FORBIDDEN_NAMES]
 
 
 def test_libraries_read_no_environment_and_no_pickle() -> None:
@@ -278,11 +273,7 @@ def test_libraries_read_no_environment_and_no_pickle() -> None:
                 "os.putenv",
             ):
                 wrong.append(f"{path.as_posix()}:{node.lineno}: {ast.unparse(node)}")
-            if (
-                isinstance(node, ast.keyword)
-                and node.arg == "allow_pickle"
-                and ast.unparse(node.value) != "False"
-            ):
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
                 wrong.append(f"{path.as_posix()}:{node.value.lineno}: allow_pickle")
         wrong += [
             f"{i.where}: {i.module}"

@@ -100,9 +100,7 @@ def _python_sources(root: Path) -> list[Path]:
 
 
 def _stable_hash(name: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big"
-    )
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")
 
 
 def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> Corpus:
@@ -125,15 +123,11 @@ def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> C
         total += len(data)
         used += 1
     if used < _HELD_OUT_ONE_IN:
-        raise TextError(
-            f"{root}: expected at least {_HELD_OUT_ONE_IN} text files in this folder, found {used}"
-        )
+        raise TextError(f"{root}: expected at least {_HELD_OUT_ONE_IN} text files in this folder, found {used}")
     return Corpus(_array(train), _array(held_out), source, used)
 
 
-def rank_batch(
-    data: Bytes, *, seed: int, step: int, sequences: int, length: int, rank: int, ranks: int
-) -> IntArray:
+def rank_batch(data: Bytes, *, seed: int, step: int, sequences: int, length: int, rank: int, ranks: int) -> IntArray:
     """This rank's rows of the step's global batch, [b, T + 1] token ids; the next byte of each is its target.
 
     The global batch of B = `sequences` rows is drawn from (seed, step) alone, and rank r takes rows r*b ..

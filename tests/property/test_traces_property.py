@@ -27,9 +27,7 @@ def traces(draw: st.DrawFn) -> RoutingTrace:
         lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
         max_leaves=4,
     )
-    return RoutingTrace(
-        counts, iteration, draw(st.dictionaries(st.text(max_size=4), json_values, max_size=3))
-    )
+    return RoutingTrace(counts, iteration, draw(st.dictionaries(st.text(max_size=4), json_values, max_size=3)))
 
 
 @given(traces())
@@ -60,9 +58,7 @@ def test_damage_anywhere_is_a_trace_error_or_harmless(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "t.npz"
         save = np.savez_compressed if compressed else np.savez
-        save(
-            path, counts=rng.integers(0, 9, (3, 2, 2, 4)), iteration=np.arange(3), meta=np.asarray('{"a": 1}')
-        )
+        save(path, counts=rng.integers(0, 9, (3, 2, 2, 4)), iteration=np.arange(3), meta=np.asarray('{"a": 1}'))
         raw = bytearray(path.read_bytes())
         for where, value in edits:
             raw[int(where * len(raw))] = value

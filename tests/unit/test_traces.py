@@ -68,9 +68,7 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_what_numpy_writes_is_read(tmp_path: Path) -> None:
     for save in (np.savez, np.savez_compressed):
-        save(
-            tmp_path / "t.npz", counts=np.asfortranarray(good_counts().astype(">i8")), iteration=np.arange(3)
-        )
+        save(tmp_path / "t.npz", counts=np.asfortranarray(good_counts().astype(">i8")), iteration=np.arange(3))
         trace = read_trace(tmp_path / "t.npz")
         assert np.array_equal(trace.counts, good_counts())
         assert trace.counts.dtype == np.int64  # native byte order
