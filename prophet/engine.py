@@ -140,6 +140,12 @@ class _LayerPort:
     def header(self, training: bool) -> tuple[int, int, int]:
         return self._engine.header(self._at, training)
 
+    def stale(self, training: bool) -> bool:
+        return training and self._engine.runtime.stale(self._at)
+
+    def refresh(self) -> None:
+        self._engine.runtime.refresh(self._at)
+
     def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
         return self._engine.plan(self._at, load, training)
 
