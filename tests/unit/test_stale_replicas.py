@@ -34,7 +34,7 @@ def test_replicas_follow_parameters_that_changed_in_place_on_one_rank_only() -> 
         assert placement is not None
         copies = len(placement.replicas())
         model.eval()  # evaluation uses home parameters only
-        return float((balanced - model(mine)).abs().max()), copies
+        return float((balanced - model(mine)).detach().abs().max()), copies
 
     for difference, copies in on_threads(RANKS, body):  # type: ignore[misc]
         assert copies > 0
