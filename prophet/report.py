@@ -76,9 +76,7 @@ class Report:
         if self.before.rank_load.shape[1:] != self.after.rank_load.shape[1:]:
             raise ReportError("expected the same layers and ranks in both runs")
         if self.counts.ndim != 4 or not self.counts.size:
-            raise ReportError(
-                f"expected counts [T, L, R, E] with at least one step, got {list(self.counts.shape)}"
-            )
+            raise ReportError(f"expected counts [T, L, R, E] with at least one step, got {list(self.counts.shape)}")
 
 
 # --- the numbers behind the figures -------------------------------------------------------------------
@@ -158,9 +156,7 @@ def _draw(draw: Callable[[Any], None], *, height_in: float = 2.5, label: str) ->
         "axes.linewidth": 0.6,
         "lines.linewidth": 1.4,
         "legend.frameon": False,
-        **dict.fromkeys(
-            ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK
-        ),
+        **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
     }
     with matplotlib.rc_context(style):
         figure = Figure(figsize=(4.5, height_in), layout="constrained")
@@ -193,9 +189,7 @@ def _balance_over_steps(report: Report) -> str:
         for run, colour in ((report.before, _BEFORE), (report.after, _AFTER)):
             ratio = max_mean(run.rank_load)  # [T, L]
             steps = np.arange(1, len(ratio) + 1)
-            axes.fill_between(
-                steps, ratio.min(axis=1), ratio.max(axis=1), color=colour, alpha=0.2, linewidth=0
-            )
+            axes.fill_between(steps, ratio.min(axis=1), ratio.max(axis=1), color=colour, alpha=0.2, linewidth=0)
             axes.plot(steps, np.median(ratio, axis=1), color=colour, label=run.name)
         axes.axhline(1.0, color=_INK, linewidth=0.6, linestyle=(0, (3, 3)))
         axes.set(xlabel="step", ylabel="busiest rank / mean", ylim=(0.95, None))
@@ -302,9 +296,7 @@ def _losses(report: Report) -> str:
         top.set_ylabel("loss, nats / byte")
         top.legend()
         difference = relative_difference(report.before.loss, report.after.loss)
-        bottom.plot(
-            np.arange(1, len(difference) + 1), np.maximum(difference, 1e-9), color=_THIRD, linewidth=1.0
-        )
+        bottom.plot(np.arange(1, len(difference) + 1), np.maximum(difference, 1e-9), color=_THIRD, linewidth=1.0)
         bottom.set_yscale("log")
         bottom.set(xlabel="step", ylabel="relative\ndifference")
 
@@ -404,9 +396,7 @@ def render_report(report: Report) -> str:
         for title, caption, draw in _SECTIONS
     )
     lines = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
-    notes = (
-        f"<section><h2>What this shows, and what it cannot</h2><ul>{lines}</ul></section>" if lines else ""
-    )
+    notes = f"<section><h2>What this shows, and what it cannot</h2><ul>{lines}</ul></section>" if lines else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
