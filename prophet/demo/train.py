@@ -155,7 +155,11 @@ def train(
     """
     torch.manual_seed(config.seed)
     model = MoEGPT(config.model, group=group, timeout_s=config.timeout_s)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    # Adam divides each gradient by its own size: with the usual eps of 1e-8, parameters that get next to no gradient
+    # turn the rounding of a re-ordered sum into full steps, and two equal runs drift apart for no good reason.
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0
+    )
     engine = attach(model, optimizer, config=EngineConfig(planner=planner, slots_per_rank=config.slots_per_rank))
     try:
         records: list[StepRecord] = []
