@@ -20,6 +20,7 @@ from prophet.comm import Collective, Operation
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, held_out_rows, rank_batch
 from prophet.engine import Engine, EngineConfig, StepReport, attach
+from prophet.planner.presets import CLUSTERS
 from prophet.spec import FloatArray, IntArray
 from prophet.traces import TraceWriter
 
@@ -160,7 +161,15 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0
     )
-    engine = attach(model, optimizer, config=EngineConfig(planner=planner, slots_per_rank=config.slots_per_rank))
+    engine = attach(
+        model,
+        optimizer,
+        config=EngineConfig(
+            planner=planner,
+            slots_per_rank=config.slots_per_rank,
+            topology=CLUSTERS["gloo-loopback"].topology(model.ranks),
+        ),
+    )
     try:
         records: list[StepRecord] = []
         listeners = list(listeners)
