@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,7 +104,7 @@ def test_one_rank_evaluates_while_the_others_train() -> None:
         {"windows": prophet.EngineConfig(planner=FixedPlanner(())).windows.__class__(fnec_s=1.0)},
     ],
 )
-def test_another_engine_configuration(odd: dict[str, object]) -> None:
+def test_another_engine_configuration(odd: dict[str, Any]) -> None:
     def body(group: Collective) -> None:
         Run(CASE, group, FixedPlanner(ALL), **(odd if group.rank == 1 else {}))
 
