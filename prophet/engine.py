@@ -281,6 +281,7 @@ class Engine:
                 self._plans[i] = None
         self._fit_memory()
         self._digests = [p.digest() for p in self._placements]
+        self._compare_placements()
         self.stopwatch.add("exposed_plan", time.perf_counter() - before)
         self.runtime.begin(self._placements)
 
@@ -294,6 +295,26 @@ class Engine:
 
         self._check_placement(layer, placement)
         return placement, seconds
+
+    def _compare_placements(self) -> None:
+        """Raise `PlanMismatch` unless all ranks are about to use the same placements.
+
+        It has to happen before the first Trans: a backend that receives more than was announced may end the process.
+        On the weights channel, so that a rank which does not begin a step meets a time limit and no other message.
+        """
+        if self.collective.size == 1 or self._planner.name == "static":
+            return
+        mine = torch.tensor(self._digests, dtype=torch.int64, device=self.layers[0].experts.w_in.device)
+        op = Operation("comparison of placements")
+        found = self.collective.all_gather(mine, op=op, channel="weights").cpu()
+        for layer, column in enumerate(found.unbind(1)):
+            values, votes = column.unique(return_counts=True)
+            if values.numel() > 1:
+                differ = (column != values[votes.argmax()]).nonzero().flatten().tolist()
+                raise PlanMismatch(
+                    f"MoE layer {layer}, step {self.step}: the placement of rank(s) {differ} differs from the other "
+                    f"ranks'; all ranks must run the same configuration and versions"
+                )
 
     def _check_placement(self, layer: int, placement: Placement) -> None:
         """Raise `SpecError` where the planner has not kept to its context: an own planner may be wrong."""

@@ -219,7 +219,7 @@ def average(model: torch.nn.Module, group: Collective, loss: Tensor) -> None:
 def measure(model: torch.nn.Module, loss: Tensor) -> tuple[float, dict[str, Array], dict[str, Array]]:
     """Loss, dense and expert gradients as arrays."""
     dense = {n: p.grad.numpy().copy() for n, p in dense_parameters(model).items() if p.grad is not None}
-    return float(loss), dense, {n: g.numpy() for n, g in expert_gradients(model).items()}
+    return float(loss.detach()), dense, {n: g.numpy() for n, g in expert_gradients(model).items()}
 
 
 def expected(case: Case) -> list[tuple[float, dict[str, Array]]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import prophet
-from prophet.comm import Collective, ThreadCollective, ThreadWorld
+from prophet.comm import Collective, CollectiveTimeout, ThreadCollective, ThreadWorld
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
 from tests.support import FixedPlanner, TinyModel, everywhere, on_threads
 from tests.training import Case, Run
@@ -83,10 +84,24 @@ def test_another_step() -> None:
 
 def test_one_rank_evaluates_while_the_others_train() -> None:
     def body(group: Collective) -> None:
-        run = Run(CASE, group, FixedPlanner(ALL), slots_per_rank=8)
+        run = Run(CASE, group, FixedPlanner(ALL), slots_per_rank=8, timeout_s=0.5)
         run.whole_step(0)
         run.model.train(group.rank != 1)
         run.forward(1)
+
+    for rank, error in enumerate(errors(body)):
+        assert isinstance(error, CollectiveTimeout)
+        where = "exchange of counts of layer 0" if rank == 1 else "comparison of placements"
+        assert f"rank {rank}: {where} failed: no answer" in str(error)
+
+
+def test_one_rank_evaluates_in_the_middle_of_the_others_step() -> None:
+    def body(group: Collective) -> None:
+        run = Run(CASE, group, FixedPlanner(ALL), slots_per_rank=8)
+        run.whole_step(0)
+        run.backward(1)
+        run.model.train(group.rank != 1)
+        run.forward(2)
 
     check(errors(body), prophet.PlanMismatch, "rank(s) [1]", "MoE layer 0")
 
@@ -103,7 +118,7 @@ def test_one_rank_evaluates_while_the_others_train() -> None:
         {"windows": prophet.EngineConfig(planner=FixedPlanner(())).windows.__class__(fnec_s=1.0)},
     ],
 )
-def test_another_engine_configuration(odd: dict[str, object]) -> None:
+def test_another_engine_configuration(odd: dict[str, Any]) -> None:
     def body(group: Collective) -> None:
         Run(CASE, group, FixedPlanner(ALL), **(odd if group.rank == 1 else {}))
 
@@ -226,7 +241,7 @@ def test_a_rank_that_does_nothing_is_waited_for_only_so_long() -> None:
 
     found = on_threads(RANKS, body)
     for rank in (0, 2):
-        assert f"rank {rank}: exchange of counts of layer 0" in found[rank]
+        assert f"rank {rank}: comparison of placements failed" in found[rank]
         assert "no answer from rank 1 within 0.3 s" in found[rank]
 
 
