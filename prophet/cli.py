@@ -220,13 +220,7 @@ def _add_plan(commands: Any) -> None:
         help="replicas a rank may hold per layer (default: %(default)s)",
     )
     add("--top-k", type=_positive, metavar="N", help="experts per token (default: the trace's, else the model's)")
-    add(
-        "--iterations",
-        type=_positive,
-        default=50,
-        metavar="N",
-        help="judge at most this many, evenly spread (default: 50)",
-    )
+    add("--iterations", type=_positive, default=25, metavar="N", help="judge at most this many (default: %(default)s)")
     add("--json", action="store_true", help="print JSON instead of a table")
     plan.set_defaults(run=_plan)
 
