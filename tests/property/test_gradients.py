@@ -46,25 +46,25 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(cases(ranks=2))
 def test_two_ranks(case: Case) -> None:
     check_on_threads(case)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(cases(ranks=4))
 def test_four_ranks(case: Case) -> None:
     check_on_threads(case)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(cases(ranks=8))
 def test_eight_ranks(case: Case) -> None:
     check_on_threads(case)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(cases(ranks=1))
 def test_one_rank(case: Case) -> None:
     check_on_threads(case)
