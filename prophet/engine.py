@@ -86,7 +86,7 @@ class EngineConfig:
         return (
             f"planner={planner} topology={self.topology} windows={self.windows} slots={self.slots_per_rank} "
             f"memory={self.replica_memory_bytes} accumulation={self.accumulation_steps} schedule={self.schedule} "
-            f"check={self.check_split_every}"
+            f"check={self.check_split_every} timeout={self.timeout_s}"
         )
 
 
@@ -248,23 +248,6 @@ class Engine:
                 f"replica_memory_bytes is {budget}, but one replica takes {need} bytes (parameters and gradients): "
                 f"raise it, or turn balancing off with planner='static'"
             )
-
-    def check_equal(self) -> None:
-        """Raise `ConfigMismatch` unless all ranks have the same configuration and layers; collective."""
-        parts = [self.config.signature(), *(layer.signature() for layer in self.layers)]
-        digests = [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=7).digest(), "little") for p in parts]
-        head = torch.tensor([len(parts), digests[0], hash_of(digests[1:])], dtype=torch.int64)
-        device = self.layers[0].experts.w_in.device
-        table = self.collective.all_gather(head.to(device), op=Operation("comparison of configurations")).cpu()
-        for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
-            values, votes = table[:, column].unique(return_counts=True)
-            if values.numel() > 1:
-                differ = (table[:, column] != values[votes.argmax()]).nonzero().flatten().tolist()
-                mine = parts[0] if column == 1 else "; ".join(parts[1:])
-                raise ConfigMismatch(
-                    f"the {what} of rank(s) {differ} differ from the other ranks'; "
-                    f"rank {self.collective.rank} has: {mine}"
-                )
 
     # --- the step, driven by hooks ---
 
@@ -505,6 +488,23 @@ class Engine:
             self.collective.close()
 
 
+def check_equal(layers: list[MoE], config: EngineConfig, collective: Collective) -> None:
+    """Raise `ConfigMismatch` unless all ranks have the same configuration and layers; collective."""
+    parts = [config.signature(), *(layer.signature() for layer in layers)]
+    digests = [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=7).digest(), "little") for p in parts]
+    head = torch.tensor([len(parts), digests[0], hash_of(digests[1:])], dtype=torch.int64)
+    device = layers[0].experts.w_in.device
+    table = collective.all_gather(head.to(device), op=Operation("comparison of configurations")).cpu()
+    for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
+        values, votes = table[:, column].unique(return_counts=True)
+        if values.numel() > 1:
+            differ = (table[:, column] != values[votes.argmax()]).nonzero().flatten().tolist()
+            mine = parts[0] if column == 1 else "; ".join(parts[1:])
+            raise ConfigMismatch(
+                f"the {what} of rank(s) {differ} differ from the other ranks'; rank {collective.rank} has: {mine}"
+            )
+
+
 def hash_of(digests: list[int]) -> int:
     """One 56-bit integer from several."""
     return int.from_bytes(hashlib.blake2b(repr(digests).encode(), digest_size=7).digest(), "little")
@@ -547,13 +547,15 @@ def attach(
             "init_process_group; build them afterwards, or pass their group",
             stacklevel=2,
         )
+    elif first.size < processes():
+        warnings.warn(
+            f"{processes()} processes, but an expert-parallel group of {first.size}: nothing averages expert "
+            f"gradients over several such groups yet, so the copies of one expert drift apart unless you average them",
+            stacklevel=2,
+        )
+    check_equal(layers, config, first)
     collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
     engine = Engine(layers, collective, config, owns_collective=collective is not first)
-    try:
-        engine.check_equal()
-    except BaseException:
-        engine.close()
-        raise
     engine._hooks.append(
         # a copy of the model has the hook, too: it must not drive this engine
         model.register_forward_pre_hook(lambda m, _: engine.ensure_step() if m is model and m.training else None)
