@@ -1,0 +1,1 @@
+"""Keeps the pipeline stages of a dynamic model equally busy and moves training state between layouts."""
