@@ -1,3 +1,28 @@
-"""moe-prophet: keeps expert-parallel Mixture-of-Experts training balanced."""
+"""moe-prophet: keeps expert-parallel Mixture-of-Experts training balanced.
+
+>>> import prophet                                              # doctest: +SKIP
+>>> layer = prophet.MoE(dim=512, hidden=2048, num_experts=16)   # instead of your own MoE layer
+>>> engine = prophet.attach(model, optimizer)                   # and train as before
+"""
+
+from prophet.engine import ConfigMismatch, Engine, EngineConfig, StepReport, attach
+from prophet.experts import ReplicaMemoryError
+from prophet.gate import GateConfig
+from prophet.layer import LossBook, MoE, PlanMismatch, RoutingError, collect_losses
 
 __version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ConfigMismatch",
+    "Engine",
+    "EngineConfig",
+    "GateConfig",
+    "LossBook",
+    "MoE",
+    "PlanMismatch",
+    "ReplicaMemoryError",
+    "RoutingError",
+    "StepReport",
+    "attach",
+    "collect_losses",
+]

@@ -139,7 +139,8 @@ class Topology:
     def relative_speed(self) -> FloatArray:
         """Compute speed of every rank relative to the fastest, [R] in (0, 1]."""
         speed = np.asarray(self.flops_per_s, dtype=np.float64)
-        return speed / speed.max()
+        relative: FloatArray = speed / speed.max()
+        return relative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +260,7 @@ class Placement:
         """Build from homes [E] and (expert, rank) pairs."""
         home_array = np.asarray(home, dtype=np.int64)
         holds = np.zeros((home_array.size, ranks), dtype=np.bool_)
-        if home_array.size and 0 <= home_array.min() and home_array.max() < ranks:
+        if home_array.size and home_array.min() >= 0 and home_array.max() < ranks:
             holds[np.arange(home_array.size), home_array] = True
         for expert, rank in replicas:
             if not (0 <= expert < home_array.size and 0 <= rank < ranks):
@@ -334,6 +335,14 @@ class Split:
         if tokens.size and tokens.min() < 0:
             raise SpecError("Split.tokens must not be negative")
         object.__setattr__(self, "tokens", tokens)
+
+    @classmethod
+    def to_homes(cls, load: IntArray, placement: Placement) -> Split:
+        """Every token of `load` [R, E] goes to its expert's home, whatever replicas there are."""
+        ranks, experts = load.shape
+        tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
+        tokens[:, np.arange(experts), placement.home] = load
+        return cls(tokens)
 
     @property
     def ranks(self) -> int:

@@ -1,0 +1,532 @@
+"""Collectives: the one place where ranks talk to each other.
+
+Logic is handed a `Collective` and never calls `torch.distributed`. There are three implementations: a process group
+(`ProcessGroupCollective`), R ranks as threads of one process (`ThreadWorld`), and a recorder without peers
+(`RecordingCollective`). Each has two channels that never block one another: "tokens" carries the all-to-alls of
+dispatch and combine, "weights" carries Trans and Agg.
+
+Every wait ends: after `timeout_s` a `CollectiveTimeout` names the rank, the layer and the operation.
+
+Shape legend: R ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Channel = Literal["tokens", "weights"]
+T = TypeVar("T")
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What is being communicated, for error messages and timelines."""
+
+    name: str
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed; carries the rank that noticed, and the operation it was in."""
+
+    def __init__(self, rank: int, operation: Operation, reason: str) -> None:
+        super().__init__(f"rank {rank}: {operation} failed: {reason}")
+        self.rank = rank
+        self.operation = operation
+
+
+class CollectiveTimeout(CollectiveError):
+    """A collective did not finish within its time limit."""
+
+
+class PeerLost(CollectiveError):
+    """A peer ended or closed its connection in the middle of a collective."""
+
+
+class Pending(ABC):
+    """A collective under way."""
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """Return the result, waiting for it at most the collective's time limit; may be called again."""
+
+
+class Done(Pending):
+    """A collective that had nothing to wait for."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def wait(self) -> Tensor:
+        return self._result
+
+
+class Collective(ABC):
+    """A group of ranks that communicate. All ranks issue the same operations on a channel in the same order."""
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        x: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        *,
+        op: Operation,
+        channel: Channel = "tokens",
+    ) -> Pending:
+        """Send `send_rows[d]` consecutive rows of `x` to each rank d; the result has `recv_rows[s]` rows from each s.
+
+        `x` must not be written to before the result was waited for.
+        """
+
+    @abstractmethod
+    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+        """Gather equal-shaped `x` from all ranks, [R, *x.shape]; blocks."""
+
+    @abstractmethod
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        op: Operation,
+        channel: Channel = "weights",
+    ) -> Pending:
+        """Point-to-point: send contiguous tensors to peers while filling tensors from peers, in place.
+
+        Between two ranks messages match in the order in which they are listed. Only the ranks involved take part.
+        """
+
+    def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
+        """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""
+        if self.size == 1 or not tensors:
+            return
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        gathered = self.all_gather(flat, op=op or Operation("mean over ranks"))
+        total = gathered[0].clone()
+        for r in range(1, self.size):
+            total += gathered[r]
+        total /= self.size
+        for t, piece in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
+            t.copy_(piece.view_as(t))
+
+    def with_timeout(self, timeout_s: float) -> Collective:
+        """A collective over the same ranks with another time limit; itself where the limit is the same already."""
+        if timeout_s == self.timeout_s:
+            return self
+        return self._renewed(timeout_s)
+
+    @abstractmethod
+    def _renewed(self, timeout_s: float) -> Collective: ...
+
+    def close(self) -> None:  # noqa: B027 (most collectives own nothing)
+        """Release communicators. The collective cannot be used afterwards."""
+
+
+def _check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int) -> None:
+    if len(send_rows) != size or len(recv_rows) != size:
+        raise ValueError(f"expected one row count per rank ({size}), got {len(send_rows)} and {len(recv_rows)}")
+    if sum(send_rows) != x.shape[0]:
+        raise ValueError(f"send_rows add up to {sum(send_rows)}, but there are {x.shape[0]} rows")
+
+
+# --- a process group ---
+
+
+class _WorkPending(Pending):
+    def __init__(
+        self, owner: ProcessGroupCollective, works: list[Any], result: Tensor, keep: Any, op: Operation
+    ) -> None:
+        self._owner = owner
+        self._works = works
+        self._result = result
+        self._keep = keep  # inputs stay alive until the transfer is over
+        self._op = op
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            self._owner.guard(work.wait, self._op)
+        self._works = []
+        self._keep = None
+        return self._result
+
+
+class ProcessGroupCollective(Collective):
+    """Ranks are processes of a `torch.distributed` group (gloo or NCCL).
+
+    Two communicators over the same ranks are created with `timeout_s` of their own, so a long limit on the user's
+    group does not make a lost peer wait. Creation is collective over the members of `group`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
+        base = group if group is not None else dist.group.WORLD
+        super().__init__(dist.get_rank(base), dist.get_world_size(base), timeout_s)
+        ranks = dist.get_process_group_ranks(base)
+        limit = timedelta(seconds=timeout_s)
+        self._groups: dict[Channel, Any] = {
+            channel: dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+            for channel in ("tokens", "weights")
+        }
+        self._broken: CollectiveError | None = None
+
+    def guard(self, call: Callable[[], T], op: Operation) -> T:
+        """Run `call`, turning the backend's failures into errors that name rank, layer and operation."""
+        if self._broken is not None:
+            raise CollectiveError(self.rank, op, f"an earlier operation failed ({self._broken})") from self._broken
+        try:
+            return call()
+        except RuntimeError as error:
+            text = str(error)
+            kind: type[CollectiveError] = CollectiveError
+            reason = text.splitlines()[0] if text else type(error).__name__
+            if "timed out" in text.lower() or "timeout" in text.lower():
+                kind = CollectiveTimeout
+                reason = f"no answer within {self.timeout_s:g} s ({reason})"
+            elif "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+                kind = PeerLost
+                reason = f"a peer is gone ({reason})"
+            self._broken = kind(self.rank, op, reason)
+            raise self._broken from error
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        *,
+        op: Operation,
+        channel: Channel = "tokens",
+    ) -> Pending:
+        _check_rows(x, send_rows, recv_rows, self.size)
+        if self.size == 1:
+            return Done(x)
+        source = x.contiguous()
+        out = x.new_empty((sum(recv_rows), *x.shape[1:]))
+        work = self.guard(
+            lambda: dist.all_to_all_single(
+                out, source, list(recv_rows), list(send_rows), group=self._groups[channel], async_op=True
+            ),
+            op,
+        )
+        return _WorkPending(self, [work], out, source, op)
+
+    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+        if self.size == 1:
+            return x.unsqueeze(0)
+        source = x.contiguous()
+        out = x.new_empty((self.size, *x.shape))
+
+        def gather() -> None:
+            dist.all_gather_into_tensor(out.view(-1), source.view(-1), group=self._groups[channel])
+
+        self.guard(gather, op)
+        return out
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        op: Operation,
+        channel: Channel = "weights",
+    ) -> Pending:
+        group = self._groups[channel]
+        peers = dist.get_process_group_ranks(group)
+        ops = [dist.P2POp(dist.irecv, t, peers[p], group=group) for p, t in recvs]
+        ops += [dist.P2POp(dist.isend, t, peers[p], group=group) for p, t in sends]
+        if not ops:
+            return Done(torch.empty(0))
+        works = self.guard(lambda: dist.batch_isend_irecv(ops), op)
+        return _WorkPending(self, works, torch.empty(0), (list(sends), list(recvs)), op)
+
+    def _renewed(self, timeout_s: float) -> Collective:
+        return ProcessGroupCollective(self._groups["tokens"], timeout_s=timeout_s)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+        self._groups.clear()
+        self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
+
+
+# --- R ranks as threads of one process ---
+
+
+class ThreadWorld:
+    """R ranks in one process: real blocking semantics and real time limits, without processes or sockets.
+
+    `run(fn)` calls `fn(collective)` on R threads and returns their results by rank. If one raises, the others are
+    woken and the first error is raised.
+    """
+
+    def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
+        if size < 1:
+            raise ValueError(f"a world needs at least one rank, got {size}")
+        self.size = size
+        self.timeout_s = timeout_s
+        self._mail: dict[tuple[Channel, int, int, int], tuple[Operation, Tensor]] = {}
+        self._arrived = threading.Condition()
+        self._failure: BaseException | None = None
+
+    def collective(self, rank: int) -> ThreadCollective:
+        return ThreadCollective(self, rank)
+
+    def run(self, fn: Callable[[ThreadCollective], T]) -> list[T]:
+        results: dict[int, T] = {}
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = fn(self.collective(rank))
+            except BaseException as error:
+                self.abort(error)
+
+        threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(self.size)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if self._failure is not None:
+            raise self._failure
+        return [results[r] for r in range(self.size)]
+
+    def abort(self, error: BaseException) -> None:
+        """Wake every waiting rank: `error` happened on one of them."""
+        with self._arrived:
+            self._failure = self._failure or error
+            self._arrived.notify_all()
+
+    def put(self, key: tuple[Channel, int, int, int], op: Operation, x: Tensor) -> None:
+        with self._arrived:
+            self._mail[key] = (op, x.detach().clone())
+            self._arrived.notify_all()
+
+    def take(self, key: tuple[Channel, int, int, int], op: Operation, timeout_s: float) -> Tensor:
+        _, _, source, rank = key
+        deadline = time.monotonic() + timeout_s
+        with self._arrived:
+            while key not in self._mail:
+                if self._failure is not None:
+                    raise PeerLost(rank, op, f"a peer ended ({self._failure})") from self._failure
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise CollectiveTimeout(rank, op, f"no answer from rank {source} within {timeout_s:g} s")
+                self._arrived.wait(left)
+            theirs, x = self._mail.pop(key)
+        if theirs != op:
+            raise CollectiveError(rank, op, f"rank {source} is in {theirs} instead")
+        return x
+
+
+class _ThreadPending(Pending):
+    def __init__(self, collect: Callable[[], Tensor]) -> None:
+        self._collect = collect
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            self._result = self._collect()
+        return self._result
+
+
+class ThreadCollective(Collective):
+    """One rank of a `ThreadWorld`."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(rank, world.size, world.timeout_s)
+        self._world = world
+        self._issued: dict[Channel, int] = {"tokens": 0, "weights": 0}
+        self._exchanged: dict[tuple[Channel, int, int], int] = {}
+
+    def _renewed(self, timeout_s: float) -> Collective:
+        self.timeout_s = timeout_s
+        return self
+
+    def _take(self, key: tuple[Channel, int, int, int], op: Operation) -> Tensor:
+        return self._world.take(key, op, self.timeout_s)
+
+    def _next(self, channel: Channel) -> int:
+        self._issued[channel] += 1
+        return self._issued[channel]
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        *,
+        op: Operation,
+        channel: Channel = "tokens",
+    ) -> Pending:
+        _check_rows(x, send_rows, recv_rows, self.size)
+        if self.size == 1:
+            return Done(x)
+        number = self._next(channel)
+        for d, piece in enumerate(x.split(list(send_rows))):
+            self._world.put((channel, number, self.rank, d), op, piece)
+
+        def collect() -> Tensor:
+            pieces = [self._take((channel, number, s, self.rank), op) for s in range(self.size)]
+            for s, piece in enumerate(pieces):
+                if piece.shape[0] != recv_rows[s]:
+                    reason = f"rank {s} sent {piece.shape[0]} rows, expected {recv_rows[s]}"
+                    raise CollectiveError(self.rank, op, reason)
+            return torch.cat(pieces)
+
+        return _ThreadPending(collect)
+
+    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+        if self.size == 1:
+            return x.unsqueeze(0)
+        number = self._next(channel)
+        for d in range(self.size):
+            self._world.put((channel, number, self.rank, d), op, x)
+        return torch.stack([self._take((channel, number, s, self.rank), op) for s in range(self.size)])
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        op: Operation,
+        channel: Channel = "weights",
+    ) -> Pending:
+        # Numbers below zero keep point-to-point messages apart from the collectives'.
+        def number(source: int, target: int) -> int:
+            key = (channel, source, target)
+            self._exchanged[key] = self._exchanged.get(key, 0) + 1
+            return -self._exchanged[key]
+
+        for peer, x in sends:
+            self._world.put((channel, number(self.rank, peer), self.rank, peer), op, x)
+        expected = [(channel, number(peer, self.rank), peer, self.rank) for peer, _ in recvs]
+
+        def collect() -> Tensor:
+            for key, (_, out) in zip(expected, recvs, strict=True):
+                out.copy_(self._take(key, op))
+            return torch.empty(0)
+
+        return _ThreadPending(collect)
+
+
+# --- a recorder without peers ---
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """One call made on a `RecordingCollective`; bytes are counted by destination rank."""
+
+    kind: Literal["all_to_all", "all_gather", "exchange"]
+    op: Operation
+    channel: Channel
+    sent_bytes: tuple[int, ...] = field(default=())
+
+
+class RecordingCollective(Collective):
+    """Remembers every call. Peers are imagined: they route as this rank does and send zeros."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, timeout_s=1.0)
+        self.calls: list[Recorded] = []
+
+    def _renewed(self, timeout_s: float) -> Collective:
+        self.timeout_s = timeout_s
+        return self
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        *,
+        op: Operation,
+        channel: Channel = "tokens",
+    ) -> Pending:
+        _check_rows(x, send_rows, recv_rows, self.size)
+        row_bytes = x[0].numel() * x.element_size() if x.shape[0] else 0
+        self.calls.append(Recorded("all_to_all", op, channel, tuple(n * row_bytes for n in send_rows)))
+        out = x.new_zeros((sum(recv_rows), *x.shape[1:]))
+        mine = sum(send_rows[: self.rank])
+        start = sum(recv_rows[: self.rank])
+        kept = min(send_rows[self.rank], recv_rows[self.rank])
+        out[start : start + kept] = x[mine : mine + kept]
+        return Done(out)
+
+    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+        self.calls.append(Recorded("all_gather", op, channel, (x.numel() * x.element_size(),) * self.size))
+        return torch.stack([x] * self.size)
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        op: Operation,
+        channel: Channel = "weights",
+    ) -> Pending:
+        sent = [0] * self.size
+        for peer, x in sends:
+            sent[peer] += x.numel() * x.element_size()
+        self.calls.append(Recorded("exchange", op, channel, tuple(sent)))
+        for _, out in recvs:
+            out.zero_()
+        return Done(torch.empty(0))
+
+
+# --- which collective a layer gets ---
+
+
+def processes() -> int:
+    """How many processes `torch.distributed` knows of; 1 where it is not initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+# Communicators belong to a process, as torch.distributed's own registry does; layers over one group share them.
+_shared: weakref.WeakKeyDictionary[Any, ProcessGroupCollective] = weakref.WeakKeyDictionary()
+
+
+def collective_for(group: dist.ProcessGroup | Collective | None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Collective:
+    """The collective for `group`.
+
+    A `Collective` is returned as it is. None means all processes, or a single rank where `torch.distributed` is not
+    initialised. Calls with the same group share one pair of communicators (the first call's time limit holds).
+    """
+    if isinstance(group, Collective):
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return ThreadWorld(1).collective(0)
+    base = group if group is not None else dist.group.WORLD
+    if dist.get_rank(base) < 0:
+        raise ValueError("this process is not a member of the group it was given")
+    if dist.get_world_size(base) == 1:
+        return ThreadWorld(1).collective(0)
+    found = _shared.get(base)
+    if found is None or not found._groups:
+        found = ProcessGroupCollective(base, timeout_s=timeout_s)
+        _shared[base] = found
+    return found

@@ -1,0 +1,517 @@
+"""attach(model, optimizer): balances a model's MoE layers while the user's own loop trains it.
+
+One training step of the engine spans all microbatches between two `optimizer.step()` calls:
+
+  the model's forward begins      placements planned during the last step come into force; Trans(0) starts
+  every MoE layer, forward        exact counts -> split; the plan for the next step starts on a host thread
+  every backward pass ends        the replicas' gradients are home, before the user's next line (clipping, ...)
+  optimizer.step() has returned   replicas vanish; the step's report is written
+
+Shape legend: L layers, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prophet.comm import Collective, Operation, processes
+from prophet.experts import Replica, ReplicaMemoryError, ReplicaPool
+from prophet.layer import MoE, PlanMismatch
+from prophet.planner import get_planner
+from prophet.planner.base import Planner
+from prophet.scheduler.actions import Action, Window, WindowKind
+from prophet.scheduler.blockwise import block_wise, blocking
+from prophet.scheduler.runtime import Runtime, Stopwatch
+from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, Windows
+
+
+class ConfigMismatch(RuntimeError):
+    """The ranks were configured differently; the message names those that differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How a model is balanced. Must be the same on all ranks.
+
+    planner: a name from `prophet.planner.PLANNER_NAMES`, or an object with the `Planner` protocol.
+    topology: the machine, for the performance model; None assumes equal ranks on one node.
+    windows: seconds of non-MoE compute per block, under which Trans and Agg can be hidden.
+    slots_per_rank: replicas of one layer that a rank may hold.
+    replica_memory_bytes: budget per rank for the replicas of all layers, parameters and gradients; None is no limit.
+    accumulation_steps: backward passes per optimizer step. Agg then runs once, with the last of them. With the default
+        of 1 every backward pass brings its own gradients home, which is correct for any number of them.
+    schedule: "block-wise" (Algorithm 2) or "blocking" (nothing hidden; for comparison).
+    check_split_every: steps between explicit comparisons of the split over ranks (placements are compared in every
+        layer of every step, at no extra message).
+    timeout_s: limit on every wait; None keeps the layers' own.
+    """
+
+    planner: str | Planner = "prophet"
+    topology: Topology | None = None
+    windows: Windows = field(default_factory=Windows)
+    slots_per_rank: int = 4
+    replica_memory_bytes: int | None = None
+    accumulation_steps: int = 1
+    schedule: Literal["block-wise", "blocking"] = "block-wise"
+    check_split_every: int = 50
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots_per_rank < 0:
+            raise ValueError(f"EngineConfig.slots_per_rank must not be negative, got {self.slots_per_rank}")
+        if self.replica_memory_bytes is not None and self.replica_memory_bytes < 0:
+            raise ValueError(f"EngineConfig.replica_memory_bytes must not be negative, got {self.replica_memory_bytes}")
+        for name in ("accumulation_steps", "check_split_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
+        if self.schedule not in ("block-wise", "blocking"):
+            raise ValueError(f"EngineConfig.schedule must be 'block-wise' or 'blocking', got {self.schedule!r}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"EngineConfig.timeout_s must be positive, got {self.timeout_s!r}")
+
+    def signature(self) -> str:
+        """What must be equal on all ranks, as text."""
+        planner = self.planner if isinstance(self.planner, str) else self.planner.name
+        return (
+            f"planner={planner} topology={self.topology} windows={self.windows} slots={self.slots_per_rank} "
+            f"memory={self.replica_memory_bytes} accumulation={self.accumulation_steps} schedule={self.schedule} "
+            f"check={self.check_split_every}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One optimizer step, summed over its microbatches; the counts are those of all ranks.
+
+    counts: [L, R, E] choices by layer, source rank and expert. rank_load: [L, R] rows every rank computed.
+    rank_load_static: [L, R] rows it would have computed without replicas. copies: [L, R] replicas it held.
+    dropped: [L] choices dropped for lack of capacity. seconds: host seconds on this rank by activity. actions: the
+    transfers in the order in which this rank launched them.
+    """
+
+    step: int
+    counts: IntArray
+    rank_load: IntArray
+    rank_load_static: IntArray
+    copies: IntArray
+    dropped: IntArray
+    seconds: dict[str, float]
+    actions: tuple[Action, ...]
+
+    @property
+    def max_mean(self) -> float:
+        """Mean over layers of the largest rank load over the mean rank load."""
+        return _max_mean(self.rank_load)
+
+    @property
+    def max_mean_static(self) -> float:
+        """The same without replicas."""
+        return _max_mean(self.rank_load_static)
+
+
+def _max_mean(load: IntArray) -> float:
+    means = load.mean(axis=1)
+    return float(np.mean(np.divide(load.max(axis=1), means, out=np.ones_like(means), where=means > 0)))
+
+
+class _LayerPort:
+    """The engine's side of one layer."""
+
+    def __init__(self, engine: Engine, index: int) -> None:
+        self.index: int | None = index
+        self._at = index
+        self._engine = engine
+        self.stopwatch = engine.stopwatch
+
+    def ensure_step(self) -> None:
+        self._engine.ensure_step()
+
+    def header(self, training: bool) -> tuple[int, int, int]:
+        return self._engine.header(self._at, training)
+
+    def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
+        return self._engine.plan(self._at, load, training)
+
+    def observe(self, load: IntArray, split: Split, choices: IntArray, dropped: int) -> None:
+        self._engine.observe(self._at, load, split, choices, dropped)
+
+    def replicas(self, training: bool) -> list[Replica]:
+        return self._engine.runtime.replicas(self._at) if training else []
+
+    def enter(self, kind: WindowKind) -> None:
+        at = self._at - 1 if kind == "BNEC" else self._at
+        if at >= 0:
+            self._engine.runtime.enter(Window(kind, at))
+
+    def backward_ran(self) -> None:
+        self._engine.runtime.backward_ran(self._at)
+
+
+class Engine:
+    """Balances the MoE layers of one model on one rank; made by `attach`."""
+
+    def __init__(
+        self,
+        layers: list[MoE],
+        collective: Collective,
+        config: EngineConfig,
+        *,
+        owns_collective: bool,
+    ) -> None:
+        self.layers = layers
+        self.collective = collective
+        self.config = config
+        self.stopwatch = Stopwatch()
+        self.step = 0
+        self.last_step: StepReport | None = None
+        self.on_step: list[Callable[[StepReport], None]] = []
+        self._owns_collective = owns_collective
+        self._hooks: list[Any] = []
+        self._originals = [(layer.collective, layer._port) for layer in layers]
+        self._planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
+        self._actions: list[Action] = []
+        self.pool = ReplicaPool(config.replica_memory_bytes)
+        self._contexts = [self._context(layer) for layer in layers]
+        self._check_memory()
+        make = block_wise if config.schedule == "block-wise" else blocking
+        self.runtime = Runtime(
+            layers,
+            collective,
+            self.pool,
+            make(len(layers)),
+            accumulation_steps=config.accumulation_steps,
+            stopwatch=self.stopwatch,
+            on_launch=self._actions.append,
+        )
+        self._static = [c.homes_only() for c in self._contexts]
+        self._placements = list(self._static)
+        self._digests = [p.digest() for p in self._placements]
+        self._split_digest = 0
+        self._plans: list[Future[tuple[Placement, float]] | None] = [None] * len(layers)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prophet-plan")
+        self._clear_step()
+        for index, layer in enumerate(layers):
+            layer.collective = collective
+            layer._port = _LayerPort(self, index)
+
+    # --- set-up ---
+
+    def _context(self, layer: MoE) -> PlanContext:
+        ranks = self.collective.size
+        topology = self.config.topology or Topology.uniform(ranks)
+        if topology.ranks != ranks:
+            raise ValueError(
+                f"the topology {topology.name!r} has {topology.ranks} ranks, the expert-parallel group has {ranks}"
+            )
+        m = layer.num_experts // ranks
+        budget = self.config.replica_memory_bytes
+        return PlanContext(
+            topology=topology,
+            shape=layer.experts.shape(),
+            home=tuple(e // m for e in range(layer.num_experts)),
+            windows=self.config.windows,
+            slots_per_rank=self.config.slots_per_rank,
+            budget_bytes=None if budget is None else (budget,) * ranks,
+        )
+
+    def _check_memory(self) -> None:
+        budget = self.config.replica_memory_bytes
+        if budget is None or self.config.slots_per_rank == 0 or self._planner.name == "static":
+            return
+        need = min(c.shape.replica_bytes for c in self._contexts)
+        if budget < need:
+            raise ReplicaMemoryError(
+                f"replica_memory_bytes is {budget}, but one replica takes {need} bytes (parameters and gradients): "
+                f"raise it, or turn balancing off with planner='static'"
+            )
+
+    def check_equal(self) -> None:
+        """Raise `ConfigMismatch` unless all ranks have the same configuration and layers; collective."""
+        parts = [self.config.signature(), *(layer.signature() for layer in self.layers)]
+        digests = [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=7).digest(), "little") for p in parts]
+        head = torch.tensor([len(parts), digests[0], hash_of(digests[1:])], dtype=torch.int64)
+        device = self.layers[0].experts.w_in.device
+        table = self.collective.all_gather(head.to(device), op=Operation("comparison of configurations")).cpu()
+        for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
+            values, votes = table[:, column].unique(return_counts=True)
+            if values.numel() > 1:
+                differ = (table[:, column] != values[votes.argmax()]).nonzero().flatten().tolist()
+                mine = parts[0] if column == 1 else "; ".join(parts[1:])
+                raise ConfigMismatch(
+                    f"the {what} of rank(s) {differ} differ from the other ranks'; "
+                    f"rank {self.collective.rank} has: {mine}"
+                )
+
+    # --- the step, driven by hooks ---
+
+    def ensure_step(self) -> None:
+        """Begin a step unless one is under way: planned placements come into force and Trans starts."""
+        if self.runtime.running:
+            return
+        before = time.perf_counter()
+        for i, future in enumerate(self._plans):
+            if future is not None:
+                self._placements[i], planned_s = self._result(i, future)
+                self.stopwatch.add("plan", planned_s)
+                self._plans[i] = None
+        self._fit_memory()
+        self._digests = [p.digest() for p in self._placements]
+        self.stopwatch.add("exposed_plan", time.perf_counter() - before)
+        self.runtime.begin(self._placements)
+
+    def _result(self, layer: int, future: Future[tuple[Placement, float]]) -> tuple[Placement, float]:
+        try:
+            return future.result(timeout=self.collective.timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"rank {self.collective.rank}: planning of layer {layer} took more than {self.collective.timeout_s:g} s"
+            ) from None
+
+    def _fit_memory(self) -> None:
+        """Drop replicas until every rank is within the budget: planned per layer, they share one pool."""
+        budget = self.config.replica_memory_bytes
+        if budget is None:
+            return
+        used = np.zeros(self.collective.size, dtype=np.int64)
+        # the layers with the worst imbalance come first; ties go to the earlier layer
+        order = sorted(range(len(self.layers)), key=lambda i: (-self._imbalance(i), i))
+        for i in order:
+            placement, size = self._placements[i], self._contexts[i].shape.replica_bytes
+            keep = []
+            for expert, rank in placement.replicas():
+                if used[rank] + size <= budget:
+                    used[rank] += size
+                    keep.append((expert, rank))
+            if len(keep) < len(placement.replicas()):
+                self._placements[i] = Placement.with_replicas(placement.home, placement.ranks, keep)
+
+    def _imbalance(self, layer: int) -> float:
+        load = self._previous_load[layer]
+        if load is None:
+            return 1.0
+        return Split.to_homes(load, self._static[layer]).max_mean()
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if self.runtime.finish_gradients():
+            warnings.warn(
+                f"optimizer.step() came before {self.config.accumulation_steps} backward passes had run: the gradients "
+                f"were completed just now, so code that read them earlier (gradient clipping) saw them without the "
+                f"replicas' part",
+                stacklevel=2,
+            )
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self.finish_step()
+
+    def finish_step(self) -> None:
+        """End the step: replicas vanish and the report is written. Called by the optimizer's hook."""
+        if not self.runtime.running:
+            return
+        self.runtime.end()
+        for layer, choices in zip(self.layers, self._choices, strict=True):
+            if layer.gate.bias is not None:
+                layer.gate.update_bias(torch.from_numpy(choices))
+        self.last_step = self._report()
+        self.step += 1
+        for i, load in enumerate(self._load):
+            self._previous_load[i] = load
+        self._clear_step()
+        for listener in self.on_step:
+            listener(self.last_step)
+
+    def _clear_step(self) -> None:
+        ranks = self.collective.size
+        if not hasattr(self, "_previous_load"):
+            self._previous_load: list[IntArray | None] = [None] * len(self.layers)
+        self._load = [np.zeros((ranks, x.num_experts), dtype=np.int64) for x in self.layers]
+        self._rank_load = np.zeros((len(self.layers), ranks), dtype=np.int64)
+        self._choices = [np.zeros(x.num_experts, dtype=np.int64) for x in self.layers]
+        self._dropped = np.zeros(len(self.layers), dtype=np.int64)
+
+    def _report(self) -> StepReport:
+        experts = max(x.num_experts for x in self.layers)
+        counts = np.zeros((len(self.layers), self.collective.size, experts), dtype=np.int64)
+        static = np.zeros_like(self._rank_load)
+        for i, load in enumerate(self._load):
+            counts[i, :, : load.shape[1]] = load
+            np.add.at(static[i], self._static[i].home, load.sum(axis=0))
+        actions, self._actions[:] = tuple(self._actions), []
+        return StepReport(
+            step=self.step,
+            counts=counts,
+            rank_load=self._rank_load,
+            rank_load_static=static,
+            copies=np.stack([p.copies_per_rank() for p in self._placements]),
+            dropped=self._dropped,
+            seconds=self.stopwatch.take(),
+            actions=actions,
+        )
+
+    # --- called by the layers ---
+
+    def header(self, layer: int, training: bool) -> tuple[int, int, int]:
+        """Step, placement digest and last split digest, for comparison over ranks."""
+        return self.step, self._digests[layer] if training else 0, self._split_digest
+
+    def plan(self, layer: int, load: IntArray, training: bool) -> tuple[Placement, Split]:
+        """Placement in force and split of the exact counts; without replicas in evaluation."""
+        placement = self._placements[layer] if training and self.runtime.running else self._static[layer]
+        if placement.is_static:
+            return placement, Split.to_homes(load, placement)
+        split = self._planner.split(load, placement, self._contexts[layer])
+        self._split_digest = split.digest()
+        if self.step % self.config.check_split_every == 0 or self.step < 2:
+            self._compare_split(layer)
+        return placement, split
+
+    def _compare_split(self, layer: int) -> None:
+        device = self.layers[layer].experts.w_in.device
+        mine = torch.tensor([self._split_digest], dtype=torch.int64, device=device)
+        op = Operation("comparison of splits", layer)
+        found = self.collective.all_gather(mine, op=op).cpu().flatten()
+        values, votes = found.unique(return_counts=True)
+        if values.numel() > 1:
+            differ = (found != values[votes.argmax()]).nonzero().flatten().tolist()
+            raise PlanMismatch(
+                f"MoE layer {layer}, step {self.step}: the split of rank(s) {differ} differs from the others'"
+            )
+
+    def observe(self, layer: int, load: IntArray, split: Split, choices: IntArray, dropped: int) -> None:
+        """Take in a microbatch's counts, and plan the next step from them on the host thread."""
+        self._load[layer] += load
+        self._rank_load[layer] += split.rank_load()
+        self._choices[layer] += choices
+        self._dropped[layer] += dropped
+        previous = self._plans[layer]
+        if previous is not None:
+            previous.cancel()
+        seen, context = self._load[layer].copy(), self._contexts[layer]
+        self._plans[layer] = self._thread.submit(self._place, seen, context, self._placements[layer])
+
+    def _place(self, load: IntArray, context: PlanContext, previous: Placement) -> tuple[Placement, float]:
+        before = time.perf_counter()
+        placement = self._planner.place(load, replace(context, previous=previous))
+        return placement, time.perf_counter() - before
+
+    # --- for the user ---
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep the replicas' gradients where they are; the next one outside brings all home."""
+        self.runtime.sync_gradients, before = False, self.runtime.sync_gradients
+        try:
+            yield
+        finally:
+            self.runtime.sync_gradients = before
+
+    def clip_grad_norm_(self, parameters: Iterator[nn.Parameter] | list[nn.Parameter], max_norm: float) -> Tensor:
+        """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; the same on every rank."""
+        params = [p for p in parameters if p.grad is not None]
+        device = self.layers[0].experts.w_in.device
+        squares = torch.zeros(2, dtype=torch.float64, device=device)
+        for p in params:
+            assert p.grad is not None
+            squares[int(bool(getattr(p, "prophet_expert", False)))] += p.grad.detach().double().square().sum()
+        experts = self.collective.all_gather(squares[1:], op=Operation("gradient norm")).sum()
+        norm = (squares[0] + experts).sqrt()
+        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        if factor < 1.0:
+            for p in params:
+                assert p.grad is not None
+                p.grad.mul_(factor)
+        return norm
+
+    def close(self) -> None:
+        """Detach: layers go back to plain expert parallelism, hooks and threads end."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self.runtime.end()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for layer, (collective, port) in zip(self.layers, self._originals, strict=True):
+            layer.collective, layer._port = collective, port
+        if self._owns_collective:
+            self.collective.close()
+
+
+def hash_of(digests: list[int]) -> int:
+    """One 56-bit integer from several."""
+    return int.from_bytes(hashlib.blake2b(repr(digests).encode(), digest_size=7).digest(), "little")
+
+
+def moe_layers(model: nn.Module) -> list[MoE]:
+    """The model's MoE layers in the order in which it registered them."""
+    return [m for m in model.modules() if isinstance(m, MoE)]
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    config: EngineConfig | None = None,
+) -> Engine:
+    """Balance the MoE layers of `model` from now on; collective over their expert-parallel group.
+
+    The optimizer is hooked, so the user's loop needs no other change. Call it before wrapping the model in
+    DistributedDataParallel: it marks the experts so that DDP leaves their gradients alone. Without an optimizer the
+    caller ends every step with `engine.runtime.finish_gradients()`, its own update and `engine.finish_step()`.
+
+    Raises ValueError where there is no MoE layer, where a layer is already attached, or where DDP already averages
+    expert gradients; `ConfigMismatch` where ranks differ; `ReplicaMemoryError` where the budget holds no replica.
+    """
+    config = config or EngineConfig()
+    layers = moe_layers(model)
+    if not layers:
+        raise ValueError("the model has no prophet.MoE layer to balance")
+    if any(isinstance(layer._port, _LayerPort) for layer in layers):
+        raise ValueError("a layer of this model is already attached to an engine; close that one first")
+    _leave_out_of_ddp(model)
+    first = layers[0].collective
+    for layer in layers:
+        if (layer.collective.size, layer.collective.rank) != (first.size, first.rank):
+            raise ValueError("all MoE layers of a model must use the same expert-parallel group")
+    if first.size == 1 and processes() > 1:
+        warnings.warn(
+            "the MoE layers hold all experts on every rank: they were built for a single rank, or before "
+            "init_process_group; build them afterwards, or pass their group",
+            stacklevel=2,
+        )
+    collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
+    engine = Engine(layers, collective, config, owns_collective=collective is not first)
+    try:
+        engine.check_equal()
+    except BaseException:
+        engine.close()
+        raise
+    engine._hooks.append(model.register_forward_pre_hook(lambda m, _: engine.ensure_step() if m.training else None))
+    if optimizer is not None:
+        engine._hooks.append(optimizer.register_step_pre_hook(engine._before_optimizer))
+        engine._hooks.append(optimizer.register_step_post_hook(engine._after_optimizer))
+    return engine
+
+
+def _leave_out_of_ddp(model: nn.Module) -> None:
+    """Tell DistributedDataParallel which parameters belong to experts; refuse a model it already wraps."""
+    expert_names = {n for n, p in model.named_parameters() if getattr(p, "prophet_expert", False)}
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        left_out = set(model.parameters_to_ignore)
+        averaged = {n.removeprefix("module.") for n in expert_names} - left_out
+        if averaged:
+            raise ValueError(
+                f"DistributedDataParallel already averages expert gradients over ranks ({min(averaged)}, ...): "
+                f"call prophet.attach(model, optimizer) before wrapping the model"
+            )
+        return
+    known = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    model._ddp_params_and_buffers_to_ignore = sorted(known | expert_names)  # type: ignore[assignment]

@@ -1,0 +1,282 @@
+"""A bank of expert feed-forward networks: the home parameters, and the pool in which replicas live for one step.
+
+Shape legend: E experts, m experts per rank, D model dim, H hidden dim, P parameters of one expert.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.kernels.grouped_ffn.naive import ExpertWeights
+from prophet.spec import Activation, LayerShape
+
+
+class ReplicaMemoryError(MemoryError):
+    """The replica pool has no room left within its byte budget."""
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity forward; multiplies the gradient by a constant backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.scale, None
+
+
+class ExpertBank(nn.Module):
+    """The m experts that live on this rank, as stacked parameters.
+
+    w_in: [m, H, D] (SwiGLU: [m, 2H, D], gate rows first), w_out: [m, D, H], b_in and b_out if `bias`.
+    `first_expert` is the global index of the first of them; `total_experts` is E. In a state dict every expert has
+    entries of its own, `<name>.<global index>`, so that checkpoints do not depend on the number of ranks.
+    """
+
+    b_in: nn.Parameter | None
+    b_out: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        *,
+        first_expert: int = 0,
+        total_experts: int | None = None,
+        ep_size: int = 1,
+        activation: Activation = "gelu",
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.dim, self.hidden, self.experts = dim, hidden, experts
+        self.first_expert = first_expert
+        self.total_experts = experts if total_experts is None else total_experts
+        self.activation: Activation = activation
+        rows = hidden if activation == "gelu" else 2 * hidden
+        self.w_in = nn.Parameter(torch.empty(experts, rows, dim))
+        self.w_out = nn.Parameter(torch.empty(experts, dim, hidden))
+        self.b_in = nn.Parameter(torch.empty(experts, rows)) if bias else None
+        self.b_out = nn.Parameter(torch.empty(experts, dim)) if bias else None
+        for p in self.parameters():
+            # What DeepSpeed reads: the gradient belongs to an expert, and to which group of ranks.
+            p.allreduce = False  # type: ignore[attr-defined]
+            p.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]
+            p.prophet_expert = True  # type: ignore[attr-defined]
+        self.grad_scale = 1.0 / ep_size
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Uniform in ±1/sqrt(fan in), as `nn.Linear`; expert e gets the same values at any number of ranks."""
+        if self.w_in.is_meta:
+            return
+        seed = int(torch.randint(0, 1 << 62, ()).item())
+        for local in range(self.experts):
+            generator = torch.Generator(device="cpu").manual_seed(
+                (seed + 0x9E3779B97F4A7C15 * (self.first_expert + local + 1)) % (1 << 63)
+            )
+            for name, p in self.stacked():
+                bound = 1.0 / math.sqrt(self.dim if name.endswith("in") else self.hidden)
+                draw = torch.empty(p.shape[1:], dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+                p[local].copy_(draw)
+
+    def stacked(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The stacked parameters in the order in which an expert's flat vector lists them."""
+        for name in ("w_in", "b_in", "w_out", "b_out"):
+            p = getattr(self, name)
+            if p is not None:
+                yield name, p
+
+    def shape(self) -> LayerShape:
+        """The sizes the performance model needs, at the parameters' precision."""
+        size = self.w_in.element_size()
+        return LayerShape(
+            dim=self.dim,
+            hidden=self.hidden,
+            activation=self.activation,
+            bias=self.b_in is not None,
+            param_bytes=size,
+            grad_bytes=size,
+            token_element_bytes=size,
+        )
+
+    @property
+    def expert_numel(self) -> int:
+        """P: parameters of one expert."""
+        return sum(p[0].numel() for _, p in self.stacked())
+
+    def home_weights(self) -> list[ExpertWeights]:
+        """The home experts' weights, differentiable; their gradients are scaled to the mean over ranks."""
+        parts: dict[str, tuple[Tensor, ...]] = {}
+        for name, p in self.stacked():
+            scaled: Tensor = p if self.grad_scale == 1.0 else _ScaleGradient.apply(p, self.grad_scale)  # type: ignore[no-untyped-call]
+            # unbind, not indexing: its backward writes each expert's gradient once instead of m padded tensors
+            parts[name] = scaled.unbind(0)
+        return [ExpertWeights(**{name: p[e] for name, p in parts.items()}) for e in range(self.experts)]
+
+    # --- an expert as a flat vector, what Trans and Agg move ---
+
+    @torch.no_grad()
+    def flat_slice(self, local: int, start: int, stop: int) -> Tensor:
+        """Elements start..stop of the flat parameter vector of home expert `local`, in pieces joined together."""
+        pieces = [p[local].reshape(-1)[a:b] for p, a, b in self._overlaps(start, stop)]
+        return torch.cat(pieces) if pieces else self.w_in.new_empty(0)
+
+    @torch.no_grad()
+    def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
+        """Add `piece` (elements start..stop of a flat gradient, unscaled) to the gradients of home expert `local`."""
+        offset = 0
+        for p, a, b in self._overlaps(start, stop):
+            n = b - a
+            if p.requires_grad:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+                elif not p.grad.is_contiguous():
+                    p.grad = p.grad.contiguous()
+                p.grad[local].view(-1)[a:b].add_(piece[offset : offset + n], alpha=self.grad_scale)
+            offset += n
+
+    def _overlaps(self, start: int, stop: int) -> Iterator[tuple[nn.Parameter, int, int]]:
+        base = 0
+        for _, p in self.stacked():
+            n = p[0].numel()
+            a, b = max(start - base, 0), min(stop - base, n)
+            if a < b:
+                yield p, a, b
+            base += n
+
+    # --- checkpoints that do not depend on the number of ranks ---
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, p in self.stacked():
+            for local in range(self.experts):
+                value = p[local] if keep_vars else p[local].detach()
+                destination[f"{prefix}{name}.{self.first_expert + local}"] = value
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        expected = {f"{prefix}{name}.{e}" for name, _ in self.stacked() for e in range(self.total_experts)}
+        for name, p in self.stacked():
+            for local in range(self.experts):
+                key = f"{prefix}{name}.{self.first_expert + local}"
+                value = state_dict.get(key)
+                if value is None:
+                    missing_keys.append(key)
+                elif not isinstance(value, Tensor) or value.shape != p.shape[1:]:
+                    got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                    error_msgs.append(f"{key}: expected a tensor of shape {list(p.shape[1:])}, got {got}")
+                else:
+                    with torch.no_grad():
+                        p[local].copy_(value)
+        if strict:
+            unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
+
+
+# --- replicas ---
+
+
+@dataclass(slots=True)
+class Replica:
+    """One expert's parameters on a rank that is not its home, for one step.
+
+    `params` and `grads` are flat, [P]; `weights` are leaf views of `params` whose gradients accumulate into `grads`.
+    """
+
+    expert: int
+    params: Tensor
+    grads: Tensor
+    weights: ExpertWeights
+
+    @classmethod
+    def build(cls, expert: int, bank: ExpertBank, params: Tensor, grads: Tensor) -> Replica:
+        views: dict[str, Tensor] = {}
+        base = 0
+        for name, p in bank.stacked():
+            n = p[0].numel()
+            leaf = params[base : base + n].view(p.shape[1:]).detach()
+            leaf.requires_grad_(p.requires_grad)
+            if p.requires_grad:
+                leaf.grad = grads[base : base + n].view(p.shape[1:])
+            views[name] = leaf
+            base += n
+        return cls(expert, params, grads, ExpertWeights(**views))
+
+    def settle_grads(self) -> None:
+        """Make sure `grads` holds what autograd accumulated, also where it replaced `.grad` by a new tensor."""
+        base = 0
+        for name in ("w_in", "b_in", "w_out", "b_out"):
+            leaf = getattr(self.weights, name)
+            if leaf is None:
+                continue
+            n = leaf.numel()
+            view = self.grads[base : base + n]
+            if leaf.grad is not None and leaf.grad.data_ptr() != view.data_ptr():
+                view.copy_(leaf.grad.reshape(-1))
+                leaf.grad = view.view(leaf.shape)
+            base += n
+
+
+class ReplicaPool:
+    """Memory for replicas, shared by all layers of a model and bounded in bytes.
+
+    Buffers are kept for reuse; `in_use_bytes` counts those lent out, `held_bytes` all that were ever allocated.
+    """
+
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        if budget_bytes is not None and budget_bytes < 0:
+            raise ValueError(f"budget_bytes must not be negative, got {budget_bytes}")
+        self.budget_bytes = budget_bytes
+        self.in_use_bytes = 0
+        self.held_bytes = 0
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Lend a flat parameter buffer and a zeroed gradient buffer of `numel` elements."""
+        free = self._free.setdefault((numel, dtype, device), [])
+        size = 2 * numel * dtype.itemsize
+        if self.budget_bytes is not None and self.in_use_bytes + size > self.budget_bytes:
+            raise ReplicaMemoryError(
+                f"a replica needs {size} bytes, but {self.in_use_bytes} of the budget's {self.budget_bytes} are in use"
+            )
+        if free:
+            params, grads = free.pop()
+            grads.zero_()
+        else:
+            self._make_room(size)
+            params = torch.empty(numel, dtype=dtype, device=device)
+            grads = torch.zeros(numel, dtype=dtype, device=device)
+            self.held_bytes += size
+        self.in_use_bytes += size
+        return params, grads
+
+    def give(self, params: Tensor, grads: Tensor) -> None:
+        """Take buffers back."""
+        self._free[(params.numel(), params.dtype, params.device)].append((params, grads))
+        self.in_use_bytes -= 2 * params.numel() * params.element_size()
+
+    def _make_room(self, size: int) -> None:
+        """Drop free buffers of other sizes where keeping them would exceed the budget."""
+        if self.budget_bytes is None:
+            return
+        for (numel, dtype, _), buffers in self._free.items():
+            while buffers and self.held_bytes + size > self.budget_bytes:
+                buffers.pop()
+                self.held_bytes -= 2 * numel * dtype.itemsize

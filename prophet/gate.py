@@ -1,0 +1,173 @@
+"""The router: which experts a token goes to, and with which weight.
+
+Shape legend: N tokens on this rank, D model dim, E experts, K top-k, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateConfig:
+    """How the gate scores, selects and (if asked to) balances.
+
+    score: "softmax" over experts, or an independent "sigmoid" per expert.
+    normalize: divide the K selected scores by their sum.
+    scale: factor on the resulting weights.
+    aux_loss: "switch" (Fedus et al. 2021, Eq. 4, over all K choices) or "gshard" (Lepikhin et al. 2020, over first
+        choices), with weight `aux_loss_weight`; counts are those of all ranks.
+    z_loss_weight: weight of the mean squared log-sum-exp of the logits (Zoph et al. 2022, Eq. 5).
+    bias_update_rate: step of the loss-free balancing bias (Wang et al. 2024), which shifts the selection only and
+        never the weights; 0 turns it off.
+    capacity_factor: at most ceil(factor * N * K / E) tokens of this rank per expert, first choices first, then by
+        position; the rest are dropped and counted. None drops nothing.
+    """
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    aux_loss: Literal["none", "switch", "gshard"] = "none"
+    aux_loss_weight: float = 0.01
+    z_loss_weight: float = 0.0
+    bias_update_rate: float = 0.0
+    capacity_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.score not in ("softmax", "sigmoid"):
+            raise ValueError(f"GateConfig.score must be 'softmax' or 'sigmoid', got {self.score!r}")
+        if self.aux_loss not in ("none", "switch", "gshard"):
+            raise ValueError(f"GateConfig.aux_loss must be 'none', 'switch' or 'gshard', got {self.aux_loss!r}")
+        for name in ("aux_loss_weight", "z_loss_weight", "bias_update_rate"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"GateConfig.{name} must be finite and not negative, got {value!r}")
+        if self.capacity_factor is not None and not self.capacity_factor > 0:
+            raise ValueError(f"GateConfig.capacity_factor must be positive or None, got {self.capacity_factor!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """One rank's routing decisions.
+
+    ids: [N, K] expert of every choice. weights: [N, K], zero where dropped. kept: [N, K] booleans, or None where
+    nothing can be dropped. logits, probs: [N, E]. finite: scalar boolean, False if any logit is NaN or infinite.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    kept: Tensor | None
+    logits: Tensor
+    probs: Tensor
+    finite: Tensor
+
+    def counts(self) -> Tensor:
+        """Choices that are dispatched to each expert, [E] int64."""
+        experts = self.logits.shape[1]
+        chosen = self.ids.reshape(-1)
+        if self.kept is not None:
+            chosen = chosen[self.kept.reshape(-1)]
+        return torch.bincount(chosen, minlength=experts)
+
+    def first_choice_counts(self) -> Tensor:
+        """First choices of each expert before any drop, [E] int64."""
+        return torch.bincount(self.ids[:, 0], minlength=self.logits.shape[1])
+
+    def dropped(self) -> Tensor:
+        """Choices dropped for lack of capacity, scalar int64."""
+        if self.kept is None:
+            return torch.zeros((), dtype=torch.int64, device=self.ids.device)
+        return (~self.kept).sum()
+
+
+class Gate(nn.Module):
+    """Scores E experts for every token and selects K of them; computed in float32 at least, whatever autocast says."""
+
+    bias: Tensor | None
+
+    def __init__(self, dim: int, num_experts: int, top_k: int, config: GateConfig | None = None) -> None:
+        super().__init__()
+        if not 1 <= top_k <= num_experts:
+            raise ValueError(f"top_k must be between 1 and num_experts ({num_experts}), got {top_k}")
+        self.config = config or GateConfig()
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.weight = nn.Parameter(torch.empty(num_experts, dim))
+        self.register_buffer("bias", torch.zeros(num_experts) if self.config.bias_update_rate > 0 else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Routing:
+        """Route `x` [N, D]."""
+        config = self.config
+        with torch.autocast(x.device.type, enabled=False):
+            precise = torch.promote_types(x.dtype, torch.float32)
+            logits = F.linear(x.to(precise), self.weight.to(precise))
+            if config.score == "softmax":
+                scores = logits.softmax(dim=-1)
+                probs = scores
+            else:
+                scores = logits.sigmoid()
+                probs = scores / scores.sum(dim=-1, keepdim=True)
+            preference = scores if self.bias is None else scores + self.bias.to(precise)
+            ids = preference.detach().topk(self.top_k, dim=-1).indices
+            weights = scores.gather(1, ids)
+            if config.normalize:
+                weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(precise).tiny)
+            if config.scale != 1.0:
+                weights = weights * config.scale
+            kept = None
+            if config.capacity_factor is not None:
+                kept = within_capacity(ids, self.num_experts, config.capacity_factor)
+                weights = weights * kept
+        return Routing(ids, weights, kept, logits, probs, torch.isfinite(logits.detach()).all())
+
+    def losses(self, routing: Routing, counts: Tensor, tokens: int, ranks: int) -> dict[str, Tensor]:
+        """Auxiliary losses of this rank, weighted; their mean over ranks is the loss of the whole batch.
+
+        counts: [E] choices over all ranks before any drop ("switch": of all K choices, "gshard": first choices).
+        tokens: tokens on all ranks.
+        """
+        share = ranks / max(tokens, 1)  # a rank's sum times this averages, over ranks, to the mean over tokens
+        found: dict[str, Tensor] = {}
+        if self.config.aux_loss != "none":
+            fraction = counts.to(routing.probs.dtype) / counts.sum().clamp_min(1)
+            mean_prob = routing.probs.sum(dim=0) * share
+            found["aux"] = self.config.aux_loss_weight * self.num_experts * (fraction * mean_prob).sum()
+        if self.config.z_loss_weight > 0:
+            found["z"] = self.config.z_loss_weight * routing.logits.logsumexp(dim=-1).square().sum() * share
+        return found
+
+    @torch.no_grad()
+    def update_bias(self, counts: Tensor) -> None:
+        """Raise the bias of experts below the mean load and lower it above; `counts` [E] of all ranks, one step."""
+        if self.bias is None:
+            return
+        load = counts.to(self.bias)
+        self.bias += self.config.bias_update_rate * torch.sign(load.mean() - load)
+
+
+def within_capacity(ids: Tensor, num_experts: int, factor: float) -> Tensor:
+    """Which of the choices `ids` [N, K] fit the capacity ceil(factor * N * K / E): [N, K] booleans.
+
+    First choices are served before second ones; among equals the earlier token is served first.
+    """
+    n, k = ids.shape
+    capacity = math.ceil(factor * n * k / num_experts)
+    by_choice = ids.t().reshape(-1)
+    order = by_choice.argsort(stable=True)
+    counts = torch.bincount(by_choice, minlength=num_experts)
+    starts = counts.cumsum(0) - counts
+    position = torch.empty_like(by_choice)
+    position[order] = torch.arange(n * k, device=ids.device) - starts[by_choice[order]]
+    return (position < capacity).view(k, n).t().contiguous()
