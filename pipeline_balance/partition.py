@@ -66,9 +66,7 @@ def _problem(
     if stages < 1:
         raise SpecError("a partition needs the limits of at least one rank")
     if layers < stages:
-        raise PartitionError(
-            f"{layers} layers cannot fill {stages} stages: every stage needs at least one layer"
-        )
+        raise PartitionError(f"{layers} layers cannot fill {stages} stages: every stage needs at least one layer")
     held = [in_flight(k, stages, microbatches) for k in range(stages)]
     state = [c.state_bytes for c in costs]
     active = [c.activation_bytes for c in costs]
@@ -137,16 +135,12 @@ def partition_by_weights(
     return _best_map(problem, beta, 1.0, flat)
 
 
-def partition_by_time(
-    costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int
-) -> StageMap:
+def partition_by_time(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
     """Balance measured seconds (forward and backward) over ranks of the given speeds; exact."""
     return partition_by_weights([c.total_s for c in costs], costs, limits, microbatches=microbatches)
 
 
-def partition_by_parameters(
-    costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int
-) -> StageMap:
+def partition_by_parameters(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
     """Balance parameter bytes, whatever the ranks' speeds (DeepSpeed's `parameters`)."""
     weights = [float(c.parameter_bytes) for c in costs]
     return partition_by_weights(weights, costs, limits, microbatches=microbatches, use_speed=False)
@@ -168,23 +162,17 @@ def partition_by_regex(
     return partition_by_weights(weights, costs, limits, microbatches=microbatches, use_speed=False)
 
 
-def partition_uniform(
-    costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int
-) -> StageMap:
+def partition_uniform(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
     """Equal numbers of layers; the first L mod P stages take one more. Raises if a rank's memory
     does not suffice.
     """
     layers, stages = len(costs), len(limits)
     if layers < stages or stages < 1:
-        raise PartitionError(
-            f"{layers} layers cannot fill {stages} stages: every stage needs at least one layer"
-        )
+        raise PartitionError(f"{layers} layers cannot fill {stages} stages: every stage needs at least one layer")
     size, more = divmod(layers, stages)
     stage_map = StageMap.contiguous([k * size + min(k, more) for k in range(stages + 1)])
     if not fits(costs, stage_map, limits, microbatches):
-        raise PartitionError(
-            f"equal numbers of layers do not fit: {explain_memory(costs, limits, microbatches)}"
-        )
+        raise PartitionError(f"equal numbers of layers do not fit: {explain_memory(costs, limits, microbatches)}")
     return stage_map
 
 
@@ -215,9 +203,7 @@ def partition_near(
     return _best_map(problem, best * (1.0 + slack), 1e-3, penalty)
 
 
-def partition(
-    method: str, costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int
-) -> StageMap:
+def partition(method: str, costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
     """Partition by name, as DeepSpeed's `partition_method`: `uniform`, `parameters`, `type:REGEX`
     or `time`.
     """

@@ -91,9 +91,7 @@ class RankLimits:
             raise SpecError(f"RankLimits.speed must be positive and finite, got {self.speed!r}")
 
     @classmethod
-    def uniform(
-        cls, ranks: int, *, memory_bytes: int = MAX_BYTES, speed: float = 1.0
-    ) -> tuple[RankLimits, ...]:
+    def uniform(cls, ranks: int, *, memory_bytes: int = MAX_BYTES, speed: float = 1.0) -> tuple[RankLimits, ...]:
         """`ranks` limits that are all alike."""
         if ranks < 1:
             raise SpecError(f"ranks must be at least 1, got {ranks}")
@@ -228,15 +226,12 @@ def stage_loads_s(costs: Sequence[LayerCost], stage_map: StageMap) -> tuple[floa
     return tuple(math.fsum(costs[i].total_s for i in stage_map.layers_of(s)) for s in range(stage_map.stages))
 
 
-def rank_loads_s(
-    costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits]
-) -> tuple[float, ...]:
+def rank_loads_s(costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits]) -> tuple[float, ...]:
     """Seconds of one microbatch on every rank at its own speed, [P]; 0.0 on a rank that runs nothing."""
     _check_ranks(stage_map, limits)
     stage_map.check_layers(len(costs))
     return tuple(
-        math.fsum(costs[i].total_s for i in stage_map.layers_on(r)) / limits[r].speed
-        for r in range(len(limits))
+        math.fsum(costs[i].total_s for i in stage_map.layers_on(r)) / limits[r].speed for r in range(len(limits))
     )
 
 
@@ -251,15 +246,11 @@ def rank_memory_bytes(
     needed = [0] * len(limits)
     for s, rank in enumerate(stage_map.ranks):
         held = in_flight(s, stage_map.stages, microbatches)
-        needed[rank] += sum(
-            costs[i].state_bytes + held * costs[i].activation_bytes for i in stage_map.layers_of(s)
-        )
+        needed[rank] += sum(costs[i].state_bytes + held * costs[i].activation_bytes for i in stage_map.layers_of(s))
     return tuple(needed)
 
 
-def fits(
-    costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits], microbatches: int
-) -> bool:
+def fits(costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits], microbatches: int) -> bool:
     """Whether every rank's memory suffices."""
     needed = rank_memory_bytes(costs, stage_map, limits, microbatches)
     return all(n <= limit.memory_bytes for n, limit in zip(needed, limits, strict=True))
@@ -273,6 +264,4 @@ def moved_bytes(costs: Sequence[LayerCost], before: StageMap, after: StageMap) -
 
 def _check_ranks(stage_map: StageMap, limits: Sequence[RankLimits]) -> None:
     if max(stage_map.ranks) >= len(limits):
-        raise SpecError(
-            f"the stage map names rank {max(stage_map.ranks)}, but limits are of {len(limits)} ranks"
-        )
+        raise SpecError(f"the stage map names rank {max(stage_map.ranks)}, but limits are of {len(limits)} ranks")

@@ -79,9 +79,7 @@ class Schedule:
 
     def _check_action(self, action: Action, rank: int, home: dict[int, int], seen: set[Action]) -> None:
         if action.stage >= self.stages or action.microbatch >= self.microbatches:
-            raise ScheduleError(
-                f"{action} is outside {self.stages} stages x {self.microbatches} microbatches"
-            )
+            raise ScheduleError(f"{action} is outside {self.stages} stages x {self.microbatches} microbatches")
         if home.setdefault(action.stage, rank) != rank:
             raise ScheduleError(f"stage {action.stage} appears on ranks {home[action.stage]} and {rank}")
         if action in seen:
@@ -96,8 +94,7 @@ class Schedule:
                 kinds = "".join(k for k in ("F", "I", "W", "B") if Action(s, k, m) in seen)
                 if kinds not in ("FB", "FIW"):
                     raise ScheduleError(
-                        f"microbatch {m} in stage {s} runs {kinds or 'nothing'}, "
-                        f"expected F and B, or F, I and W"
+                        f"microbatch {m} in stage {s} runs {kinds or 'nothing'}, expected F and B, or F, I and W"
                     )
 
     @property

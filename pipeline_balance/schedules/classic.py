@@ -51,10 +51,7 @@ def interleaved(ranks: int, stages_per_rank: int, microbatches: int) -> Schedule
     rows = []
     for r in range(ranks):
         # k-th forward (or backward) of a rank -> chunk and microbatch
-        turns = [
-            (k // size % stages_per_rank, k // (size * stages_per_rank) * size + k % size)
-            for k in range(total)
-        ]
+        turns = [(k // size % stages_per_rank, k // (size * stages_per_rank) * size + k % size) for k in range(total)]
         forward = [Action(c * ranks + r, "F", m) for c, m in turns]
         backward = [Action((stages_per_rank - 1 - c) * ranks + r, "B", m) for c, m in turns]
         # a single stage per rank needs no extra round: this is then 1F1B

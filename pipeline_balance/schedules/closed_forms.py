@@ -32,9 +32,7 @@ def zb_v_idle_s(ranks: int, part_s: float) -> float:
     return (ranks - 1) * part_s
 
 
-def chimera_bubble_ratio(
-    ranks: int, forward_s: float, backward_s: float, communication_s: float = 0.0
-) -> float:
+def chimera_bubble_ratio(ranks: int, forward_s: float, backward_s: float, communication_s: float = 0.0) -> float:
     """Bubble over makespan of Chimera with P microbatches and two model copies (DynPipe supplement, Eq. 1).
 
     `communication_s` is the part of one stage-to-stage transfer that nothing hides. P must be even.

@@ -37,9 +37,7 @@ def flexible(
     check_shape(ranks, microbatches)
     idle = sorted(set(range(ranks)) - set(stage_ranks))
     if stages == 0 or idle or max(stage_ranks) >= ranks or min(stage_ranks) < 0:
-        raise ScheduleError(
-            f"stage ranks {list(stage_ranks)} must cover 0..{ranks - 1}; without a stage: {idle}"
-        )
+        raise ScheduleError(f"stage ranks {list(stage_ranks)} must cover 0..{ranks - 1}; without a stage: {idle}")
     durations = durations or Durations.uniform(stages)
     made: list[tuple[float, int, Schedule]] = []
     # Carrying one microbatch through all of a rank's stages suits adjacent stages, finishing a round in one

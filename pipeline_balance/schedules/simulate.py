@@ -70,8 +70,7 @@ class Durations:
         def total(name: str) -> FloatArray:
             return np.array(
                 [
-                    sum(getattr(costs[i], name) for i in stage_map.layers_of(s))
-                    / (speeds[r] if speeds else 1.0)
+                    sum(getattr(costs[i], name) for i in stage_map.layers_of(s)) / (speeds[r] if speeds else 1.0)
                     for s, r in enumerate(stage_map.ranks)
                 ],
                 dtype=np.float64,
@@ -85,8 +84,7 @@ class Durations:
             forward_transfer_s=links,
             backward_transfer_s=links,
             activation_bytes=tuple(
-                sum(costs[i].activation_bytes for i in stage_map.layers_of(s))
-                for s in range(stage_map.stages)
+                sum(costs[i].activation_bytes for i in stage_map.layers_of(s)) for s in range(stage_map.stages)
             ),
         )
 
@@ -191,9 +189,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
                 position[rank] += 1
                 moved = True
     stuck = [
-        f"rank {r}: {row[p]}"
-        for r, (row, p) in enumerate(zip(schedule.actions, position, strict=True))
-        if p < len(row)
+        f"rank {r}: {row[p]}" for r, (row, p) in enumerate(zip(schedule.actions, position, strict=True)) if p < len(row)
     ]
     if stuck:
         raise ScheduleError(f"the schedule waits for itself at {', '.join(stuck)}")

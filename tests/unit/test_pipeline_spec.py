@@ -38,9 +38,7 @@ def test_layer_cost_adds_up() -> None:
     assert cost.moved_bytes == 80
 
 
-@pytest.mark.parametrize(
-    "bad", [{"forward_s": -1.0}, {"forward_s": float("nan")}, {"forward_s": float("inf")}]
-)
+@pytest.mark.parametrize("bad", [{"forward_s": -1.0}, {"forward_s": float("nan")}, {"forward_s": float("inf")}])
 def test_layer_cost_refuses(bad: dict[str, float]) -> None:
     with pytest.raises(SpecError, match="forward_s"):
         LayerCost(**bad)  # type: ignore[arg-type]
@@ -107,7 +105,5 @@ def test_imbalance_reports_both_measures() -> None:
 def test_import_stays_light() -> None:
     heavy = "('torch', 'numba', 'numpy')"
     code = f"import sys, pipeline_balance; print(sorted(m for m in {heavy} if m in sys.modules))"
-    shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
-    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert shown.stdout.strip() == "[]"
