@@ -68,9 +68,7 @@ def random_values(rng: np.random.Generator, spec: TensorSpec) -> Tensor:
 
 def states_of(layout: Layout, values: dict[str, Tensor]) -> list[dict[Piece, Tensor]]:
     """What every rank holds under the layout."""
-    return [
-        {p: values[p.name][p.box.slices(layout.space[p.name].box)].clone() for p in row} for row in layout.pieces
-    ]
+    return [{p: values[p.name][p.box.slices(layout.space[p.name].box)].clone() for p in row} for row in layout.pieces]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,293 @@
+"""`ElasticPipeline`: training over pipeline stages that can be cut anew between steps.
+
+Shape legend: L layers, S stages, P ranks, M microbatches. The pipeline runs on torch.distributed.pipelining's schedule
+runtime, which executes any list of actions over any map of stages to ranks. Stages are rebuilt between steps: layers
+that stay keep their memory, layers that move bring parameters, optimizer state, gradients and their random stream
+along, so the loss does not notice. A rank without a stage stays out of the pipeline's group (torch's runtime cannot
+drive one) and waits for the next rebuild.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from pipeline_balance.choose import dense_ranks
+from pipeline_balance.measure import Meter, PipelineLayer, RankTimes, gather_costs, local_costs
+from pipeline_balance.schedules.actions import Schedule
+from pipeline_balance.schedules.flexible import flexible
+from pipeline_balance.schedules.simulate import Durations
+from pipeline_balance.spec import LayerCost, StageMap
+from pipeline_balance.state.layout import by_layer
+from pipeline_balance.state.route import route
+from pipeline_balance.state.training import Held, apply, collect, share
+from pipeline_balance.state.transition import State, transition
+from prophet.comm import Collective, ProcessGroupCollective
+from prophet.spec import SpecError
+
+BuildLayer = Callable[[int], nn.Module]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+LossFn = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rebuilt:
+    """What a change of stage map took on this rank: bytes on the wire, memory beyond the old state, seconds."""
+
+    stage_map: StageMap
+    sent_bytes: int
+    received_bytes: int
+    buffer_bytes: int
+    seconds: float
+
+
+class _MeteredStage(PipelineStage):
+    """A stage whose actions are timed."""
+
+    meter: Meter
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        inner = super().forward_one_chunk
+        return self.meter.run_action("F", self.stage_index, lambda: inner(*args, **kwargs))
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        inner = super().backward_one_chunk
+        kind = "B" if kwargs.get("full_backward", True) else "I"
+        return self.meter.run_action(kind, self.stage_index, lambda: inner(*args, **kwargs))
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        inner = super().backward_weight_one_chunk
+        return self.meter.run_action("W", self.stage_index, lambda: inner(*args, **kwargs))
+
+
+class ElasticPipeline:
+    """A model of L layers in a row, trained over the ranks of `group`, with stages that may change between steps.
+
+    `build_layer(i)` makes layer i, a module from one tensor to one tensor, equal on every rank that calls it;
+    `make_optimizer` makes an optimizer for a list of parameters, with the learning rate then in force. `boundaries` are
+    L + 1 example tensors of one microbatch: the input of every layer in turn, and the output of the last; shapes and
+    types matter, values do not. `loss_fn(output, target)` is the mean over a microbatch; a step's gradient is the mean
+    over microbatches. With a `seed` every layer draws its random numbers from a stream of its own.
+    """
+
+    def __init__(
+        self,
+        build_layer: BuildLayer,
+        stage_map: StageMap,
+        *,
+        microbatches: int,
+        loss_fn: LossFn,
+        make_optimizer: MakeOptimizer,
+        boundaries: Sequence[Tensor],
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+        seed: int | None = None,
+        split_backward: bool = False,
+        budget_bytes: int = 64 << 20,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if len(boundaries) != stage_map.layers + 1:
+            raise SpecError(f"boundaries needs {stage_map.layers + 1} example tensors, got {len(boundaries)}")
+        if microbatches < 1:
+            raise SpecError(f"microbatches must be at least 1, got {microbatches}")
+        self.build_layer = build_layer
+        self.microbatches = microbatches
+        self.loss_fn = loss_fn
+        self.make_optimizer = make_optimizer
+        self.device = device or torch.device("cpu")
+        self.split_backward = split_backward
+        self.budget_bytes = budget_bytes
+        self.timeout_s = timeout_s
+        self.seed = seed
+        self.meter = Meter()
+        self.durations: Durations | None = None
+        self._boundaries = [b.detach().to("meta") for b in boundaries]
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._set_group(group)
+        self._check_map(stage_map)
+        self.stage_map = stage_map
+        self.layers: dict[int, PipelineLayer] = {i: self._new_layer(i) for i in stage_map.layers_on(self.rank)}
+        parameters = [p for i in sorted(self.layers) for p in self.layers[i].parameters()]
+        self.optimizer = make_optimizer(parameters) if parameters else None
+        self._build()
+
+    # --- groups -----------------------------------------------------------------------------------------------
+
+    def _set_group(self, group: dist.ProcessGroup | None) -> None:
+        self.collective: Collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
+        self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.rank = self.collective.rank
+        self._groups = {}
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that could run a stage, whether they do or not."""
+        return self.collective.size
+
+    @property
+    def active(self) -> bool:
+        """Whether this rank runs a stage."""
+        return bool(self.layers)
+
+    def _check_map(self, stage_map: StageMap) -> None:
+        if stage_map.layers != len(self._boundaries) - 1:
+            raise SpecError(f"the stage map is of {stage_map.layers} layers, the model has {len(self._boundaries) - 1}")
+        if max(stage_map.ranks) >= self.ranks:
+            raise SpecError(f"the stage map names rank {max(stage_map.ranks)} of {self.ranks}")
+
+    def _pipeline_group(self, used: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of the ranks that run stages; made once per set of ranks, with all ranks taking part.
+
+        torch derives a group's name from the number of groups a process has made, so ranks that stay out make one too,
+        of themselves alone: else the counts part and the next group's members wait for each other under different
+        names.
+        """
+        if used not in self._groups:
+            members = [self._world[r] for r in used] if self.rank in used else [self._world[self.rank]]
+            self._groups[used] = dist.new_group(members, use_local_synchronization=True)
+        return self._groups[used]
+
+    # --- building ---------------------------------------------------------------------------------------------
+
+    def _new_layer(self, index: int) -> PipelineLayer:
+        module = self.build_layer(index).to(self.device)
+        return PipelineLayer(module, index, self.meter, seed=self.seed)
+
+    def schedule_for(self, stage_map: StageMap) -> Schedule:
+        """The schedule that runs `stage_map`, with ranks renumbered without gaps."""
+        dense = dense_ranks(stage_map)
+        durations = self.durations
+        if durations is not None and len(durations.forward_s) != dense.stages:
+            durations = None
+        return flexible(dense.ranks, self.microbatches, durations=durations, split_backward=self.split_backward)
+
+    def _build(self) -> None:
+        """Make torch's stages and schedule for the map in force."""
+        self.meter.reset()
+        self._runtime: Any = None
+        used = self.stage_map.used_ranks
+        group = self._pipeline_group(used)
+        if self.rank not in used:
+            return
+        schedule = self.schedule_for(self.stage_map)
+        mine = [s for s, r in enumerate(self.stage_map.ranks) if r == self.rank]
+        stages = []
+        for s in mine:
+            members = self.stage_map.layers_of(s)
+            stage = _MeteredStage(
+                nn.Sequential(*(self.layers[i] for i in members)),
+                s,
+                self.stage_map.stages,
+                self.device,
+                input_args=self._example(members.start),
+                output_args=self._example(members.stop),
+                group=group,
+            )
+            stage.meter = self.meter
+            stages.append(stage)
+        runtime = _PipelineScheduleRuntime(stages, self.microbatches, loss_fn=self.loss_fn)
+        rows = {r: [_Action.from_str(str(a)) for a in row] for r, row in enumerate(schedule.actions)}
+        runtime._prepare_schedule_with_comms(rows)
+        self._runtime = runtime
+
+    def _example(self, boundary: int) -> Tensor:
+        """Metadata of one boundary: floating-point tensors between layers carry gradients."""
+        meta = self._boundaries[boundary]
+        inner = boundary > 0 and meta.is_floating_point()
+        return meta.clone().requires_grad_(inner)
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    def forward_backward(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
+        """All microbatches forward and backward; gradients are left in place.
+
+        `inputs` [M * microbatch, ...] matters on the rank of the first stage, `target` on that of the last, which
+        returns the mean loss; all others return None.
+        """
+        if self._runtime is None:
+            return None
+        first = self.stage_map.ranks[0] == self.rank
+        last = self.stage_map.ranks[-1] == self.rank
+        if (first and inputs is None) or (last and target is None):
+            raise SpecError("the first stage needs inputs and the last one a target")
+        losses: list[Tensor] = []
+        self.meter.begin_step()
+        args = (inputs,) if first else ()
+        options = {"target": target, "losses": losses} if last else {}
+        self._runtime.step(*args, **options, return_outputs=False)
+        self.meter.end_step()
+        return float(torch.stack([x.detach() for x in losses]).mean()) if last else None
+
+    def step(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
+        """One training step: forward, backward, optimizer. Returns the mean loss where the last stage runs."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+        loss = self.forward_backward(inputs, target)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return loss
+
+    # --- measuring and moving ---------------------------------------------------------------------------------
+
+    def measure(self) -> list[LayerCost]:
+        """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
+        stages = {s: self.stage_map.layers_of(s) for s, r in enumerate(self.stage_map.ranks) if r == self.rank}
+        local = local_costs(self.layers, stages, self.meter, self.optimizer)
+        return gather_costs(local, self.stage_map.layers, self.collective, self.device)
+
+    def times(self) -> RankTimes:
+        """Where this rank's time went since the last rebuild."""
+        return self.meter.times()
+
+    def rebuild(self, stage_map: StageMap) -> Rebuilt:
+        """Change to `stage_map`, between steps; collective over all ranks, active or not.
+
+        Raises `TransitionError` on every rank, with the old stages still in force, if the state cannot be moved.
+        """
+        began = time.perf_counter()
+        self._check_map(stage_map)
+        held = collect(self.layers, self.optimizer)
+        space, scalars, frozen = share(held, self.collective, self.device)
+        way = route(by_layer(space, self.stage_map, self.ranks), by_layer(space, stage_map, self.ranks))
+        moved = transition(
+            way,
+            self._pieces(held, way.before.pieces[self.rank]),
+            self.collective,
+            budget_bytes=self.budget_bytes,
+            device=self.device,
+        )
+        stay = set(self.layers)
+        layers = {i: self.layers[i] if i in stay else self._new_layer(i) for i in stage_map.layers_on(self.rank)}
+        mine = {name: value for name, value in scalars.items() if int(name.split("/", 1)[0]) in layers}
+        self.optimizer = apply(layers, self.make_optimizer, moved.state, mine, frozen)
+        self.layers, self.stage_map, self.durations = layers, stage_map, None
+        self._build()
+        return Rebuilt(
+            stage_map=stage_map,
+            sent_bytes=moved.sent_bytes,
+            received_bytes=moved.received_bytes,
+            buffer_bytes=moved.buffer_bytes,
+            seconds=time.perf_counter() - began,
+        )
+
+    @staticmethod
+    def _pieces(held: Held, pieces: Sequence[Any]) -> State:
+        return {piece: held.tensors[piece.name] for piece in pieces}
+
+    def change_group(self, group: dist.ProcessGroup | None) -> None:
+        """Go on in another group, in which this rank and all others that run a stage are members, in the same order."""
+        used = self.stage_map.used_ranks
+        world = [self._world[r] for r in used]
+        self.collective.close()
+        self._set_group(group)
+        number = {r: self._world.index(w) for r, w in zip(used, world, strict=True)}
+        self.stage_map = StageMap(self.stage_map.boundaries, tuple(number[r] for r in self.stage_map.ranks))
+        self._build()
