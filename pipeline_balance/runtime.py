@@ -10,7 +10,7 @@ drive one) and waits for the next rebuild.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,9 @@ from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from pipeline_balance.state.layout import by_layer
 from pipeline_balance.state.route import route
-from pipeline_balance.state.training import Held, apply, collect, share
+from pipeline_balance.state.training import Held, apply, collect, gather_json, share
 from pipeline_balance.state.transition import State, transition
-from prophet.comm import Collective, ProcessGroupCollective
+from prophet.comm import Collective, Operation, ProcessGroupCollective
 from prophet.spec import SpecError
 
 BuildLayer = Callable[[int], nn.Module]
@@ -74,8 +74,10 @@ class ElasticPipeline:
     `build_layer(i)` makes layer i, a module from one tensor to one tensor, equal on every rank that calls it;
     `make_optimizer` makes an optimizer for a list of parameters, with the learning rate then in force. `boundaries` are
     L + 1 example tensors of one microbatch: the input of every layer in turn, and the output of the last; shapes and
-    types matter, values do not. `loss_fn(output, target)` is the mean over a microbatch; a step's gradient is the mean
-    over microbatches. With a `seed` every layer draws its random numbers from a stream of its own.
+    types matter, values do not. `joining` is for a process that enters a group whose others call `change_group`: it
+    starts without layers and learns the stage map from them (only the number of layers of its own `stage_map` counts).
+    `loss_fn(output, target)` is the mean over a microbatch; a step's gradient is the mean over microbatches. With a
+    `seed` every layer draws its random numbers from a stream of its own.
     """
 
     def __init__(
@@ -93,6 +95,7 @@ class ElasticPipeline:
         split_backward: bool = False,
         budget_bytes: int = 64 << 20,
         timeout_s: float = 300.0,
+        joining: bool = False,
     ) -> None:
         if len(boundaries) != stage_map.layers + 1:
             raise SpecError(f"boundaries needs {stage_map.layers + 1} example tensors, got {len(boundaries)}")
@@ -112,9 +115,13 @@ class ElasticPipeline:
         self._boundaries = [b.detach().to("meta") for b in boundaries]
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._set_group(group)
-        self._check_map(stage_map)
         self.stage_map = stage_map
-        self.layers: dict[int, PipelineLayer] = {i: self._new_layer(i) for i in stage_map.layers_on(self.rank)}
+        if joining:
+            self._adopt_map(knows=False)
+        else:
+            self._check_map(stage_map)
+        mine = () if joining else self.stage_map.layers_on(self.rank)
+        self.layers: dict[int, PipelineLayer] = {i: self._new_layer(i) for i in mine}
         parameters = [p for i in sorted(self.layers) for p in self.layers[i].parameters()]
         self.optimizer = make_optimizer(parameters) if parameters else None
         self._build()
@@ -282,12 +289,35 @@ class ElasticPipeline:
     def _pieces(held: Held, pieces: Sequence[Any]) -> State:
         return {piece: held.tensors[piece.name] for piece in pieces}
 
-    def change_group(self, group: dist.ProcessGroup | None) -> None:
-        """Go on in another group, in which this rank and all others that run a stage are members, in the same order."""
-        used = self.stage_map.used_ranks
-        world = [self._world[r] for r in used]
+    def leave_group(self) -> None:
+        """Let go of the present group's communicators, before it is destroyed; `change_group` goes on in
+        another one.
+        """
+        self._runtime = None
+        self._groups = {}
         self.collective.close()
+
+    def change_group(self, group: dist.ProcessGroup | None, number: Mapping[int, int] | None) -> None:
+        """Go on in another group (None: all processes); collective over its members, between steps.
+
+        `number` maps this rank's old group's ranks to the new one's and must hold every rank that runs a stage; None
+        where this process comes back and knows no stages. `release.Membership` calls this.
+        """
+        if number is not None:
+            lost = sorted(set(self.stage_map.used_ranks) - set(number))
+            if lost:
+                raise SpecError(f"ranks {lost} still run stages and cannot leave: rebuild without them first")
+            ranks = tuple(number[r] for r in self.stage_map.ranks)
+            self.stage_map = StageMap(self.stage_map.boundaries, ranks)
         self._set_group(group)
-        number = {r: self._world.index(w) for r, w in zip(used, world, strict=True)}
-        self.stage_map = StageMap(self.stage_map.boundaries, tuple(number[r] for r in self.stage_map.ranks))
+        self._adopt_map(knows=number is not None)
         self._build()
+
+    def _adopt_map(self, *, knows: bool) -> None:
+        """Take the stage map from the first rank that knows it."""
+        mine = [list(self.stage_map.boundaries), list(self.stage_map.ranks)] if knows else None
+        said = gather_json(mine, self.collective, self.device, Operation("adopting the stage map"))
+        found = next((s for s in said if s is not None), None)
+        if found is None:
+            raise SpecError("no rank of the group knows the stage map")
+        self.stage_map = StageMap(tuple(found[0]), tuple(found[1]))

@@ -76,27 +76,29 @@ def collect(layers: Mapping[int, PipelineLayer], optimizer: torch.optim.Optimize
     return held
 
 
-def share(held: Held, collective: Collective, device: torch.device) -> tuple[Space, dict[str, Any], set[str]]:
-    """The space of all ranks' tensors, all scalars by name, and the names of all frozen parameters."""
-    text = json.dumps(
-        {
-            "tensors": [[s.name, list(s.shape), s.dtype, s.kind, s.layer] for s in held.specs],
-            "scalars": held.scalars,
-            "frozen": held.frozen,
-        }
-    ).encode()
-    op = Operation("describing state")
+def gather_json(value: Any, collective: Collective, device: torch.device, op: Operation) -> list[Any]:
+    """Every rank's `value` (anything JSON can say), by rank."""
+    text = json.dumps(value).encode()
     sizes = collective.all_gather(torch.tensor([len(text)], device=device), op=op).cpu().reshape(-1).tolist()
     if max(sizes) > MAX_DESCRIPTION_BYTES:
-        raise LayoutError(f"a rank describes its state in {max(sizes)} bytes, more than {MAX_DESCRIPTION_BYTES}")
+        raise LayoutError(f"{op}: a rank sends {max(sizes)} bytes, more than {MAX_DESCRIPTION_BYTES}")
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = collective.all_gather(padded.to(device), op=op).cpu()
+    return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+
+
+def share(held: Held, collective: Collective, device: torch.device) -> tuple[Space, dict[str, Any], set[str]]:
+    """The space of all ranks' tensors, all scalars by name, and the names of all frozen parameters."""
+    mine = {
+        "tensors": [[s.name, list(s.shape), s.dtype, s.kind, s.layer] for s in held.specs],
+        "scalars": held.scalars,
+        "frozen": held.frozen,
+    }
     tensors: list[TensorSpec] = []
     scalars: dict[str, Any] = {}
     frozen: set[str] = set()
-    for row, size in zip(rows, sizes, strict=True):
-        said = json.loads(bytes(row[:size].numpy()))
+    for said in gather_json(mine, collective, device, Operation("describing state")):
         tensors += [
             TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=layer)
             for name, shape, dtype, kind, layer in said["tensors"]
