@@ -29,7 +29,7 @@ from pipeline_balance.spec import LayerCost, StageMap
 from pipeline_balance.state.layout import by_layer
 from pipeline_balance.state.route import route
 from pipeline_balance.state.training import Held, apply, collect, gather_json, share
-from pipeline_balance.state.transition import State, transition
+from pipeline_balance.state.transition import Allocate, State, empty, transition
 from prophet.comm import Collective, Operation, ProcessGroupCollective
 from prophet.spec import SpecError
 
@@ -110,6 +110,7 @@ class ElasticPipeline:
         self.budget_bytes = budget_bytes
         self.timeout_s = timeout_s
         self.seed = seed
+        self.allocate: Allocate = empty
         self.meter = Meter()
         self.durations: Durations | None = None
         self._boundaries = [b.detach().to("meta") for b in boundaries]
@@ -270,6 +271,7 @@ class ElasticPipeline:
             self.collective,
             budget_bytes=self.budget_bytes,
             device=self.device,
+            allocate=self.allocate,
         )
         stay = set(self.layers)
         layers = {i: self.layers[i] if i in stay else self._new_layer(i) for i in stage_map.layers_on(self.rank)}

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from pipeline_balance.measure import Meter, PipelineLayer
 from pipeline_balance.runtime import ElasticPipeline
 from pipeline_balance.spec import StageMap
+from pipeline_balance.state.plan import BudgetError
+from pipeline_balance.state.transition import TransitionError, empty
 from prophet.spec import SpecError
 from tests.pipeline_processes import run_gloo
 
@@ -199,3 +201,29 @@ def _refuse(rank: int, size: int) -> str:
 
 def test_wrong_maps_are_refused() -> None:
     assert run_gloo(_refuse, 1) == ["refused"]
+
+
+def _failed_move(rank: int, size: int) -> list[float | None]:
+    run = pipeline(StageMap.contiguous((0, 3, LAYERS)))
+    losses = [run.step(*batch(step)) for step in range(3)]
+    run.budget_bytes = 1
+    with pytest.raises(BudgetError):
+        run.rebuild(StageMap.contiguous((0, 5, LAYERS)))
+    run.budget_bytes = 1 << 20
+    if rank == 1:
+        run.allocate = _no_memory
+    with pytest.raises(TransitionError, match="nothing has moved"):
+        run.rebuild(StageMap.contiguous((0, 1, LAYERS)))
+    run.allocate = empty
+    losses += [run.step(*batch(step)) for step in range(3, 6)]
+    run.rebuild(StageMap.contiguous((0, 5, LAYERS)))
+    return losses + [run.step(*batch(step)) for step in range(6, 9)]
+
+
+def _no_memory(*_: Any) -> Tensor:
+    raise MemoryError("none left")
+
+
+def test_training_goes_on_after_a_move_that_failed() -> None:
+    results = run_gloo(_failed_move, 2)
+    assert results[1] == pytest.approx(plain_losses(9)[0], rel=TOLERANCE)
