@@ -50,22 +50,39 @@ class Rebuilt:
 
 
 class _MeteredStage(PipelineStage):
-    """A stage whose actions are timed."""
+    """A stage whose actions are timed, and whose backward does no more than trainable parameters ask for.
+
+    `trains` says whether a parameter of this stage or of one before it is trainable, `trains_before` whether one before
+    is.
+    """
 
     meter: Meter
+    trains: bool
+    trains_before: bool
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         inner = super().forward_one_chunk
         return self.meter.run_action("F", self.stage_index, lambda: inner(*args, **kwargs))
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> Any:
         inner = super().backward_one_chunk
-        kind = "B" if kwargs.get("full_backward", True) else "I"
-        return self.meter.run_action(kind, self.stage_index, lambda: inner(*args, **kwargs))
+        if not self.trains:
+            # A frozen prefix: nothing here or before it wants a gradient.
+            self.fwd_cache.pop(bwd_chunk_id)
+            self.bwd_cache[bwd_chunk_id] = (None,)
+            return None
+        # Without an input gradient to pass on first, splitting the backward has no use.
+        full = full_backward or not self.trains_before
+        kind = "B" if full else "I"
+        return self.meter.run_action(kind, self.stage_index, lambda: inner(bwd_chunk_id, loss, full, last_backward))
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        if not (self.trains and self.trains_before):
+            return None
         inner = super().backward_weight_one_chunk
-        return self.meter.run_action("W", self.stage_index, lambda: inner(*args, **kwargs))
+        return self.meter.run_action("W", self.stage_index, lambda: inner(bwd_chunk_id, *args, **kwargs))
 
 
 class ElasticPipeline:
@@ -183,6 +200,7 @@ class ElasticPipeline:
         self._runtime: Any = None
         used = self.stage_map.used_ranks
         group = self._pipeline_group(used)
+        self._trains_below = self._trainable_prefix()
         if self.rank not in used:
             return
         schedule = self.schedule_for(self.stage_map)
@@ -200,17 +218,27 @@ class ElasticPipeline:
                 group=group,
             )
             stage.meter = self.meter
+            stage.trains_before = self._trains_below[members.start]
+            stage.trains = self._trains_below[members.stop]
             stages.append(stage)
         runtime = _PipelineScheduleRuntime(stages, self.microbatches, loss_fn=self.loss_fn)
         rows = {r: [_Action.from_str(str(a)) for a in row] for r, row in enumerate(schedule.actions)}
         runtime._prepare_schedule_with_comms(rows)
         self._runtime = runtime
 
+    def _trainable_prefix(self) -> list[bool]:
+        """Whether any layer below boundary b has a trainable parameter, [L + 1]; collective."""
+        mine = torch.zeros(self.stage_map.layers, dtype=torch.int64)
+        for i, layer in self.layers.items():
+            mine[i] = int(any(p.requires_grad for p in layer.parameters()))
+        every = self.collective.all_gather(mine.to(self.device), op=Operation("finding frozen layers")).cpu()
+        below = every.amax(dim=0).cumsum(0).tolist()
+        return [False, *(n > 0 for n in below)]
+
     def _example(self, boundary: int) -> Tensor:
-        """Metadata of one boundary: floating-point tensors between layers carry gradients."""
+        """Metadata of one boundary: a floating-point tensor carries a gradient if a layer below is trainable."""
         meta = self._boundaries[boundary]
-        inner = boundary > 0 and meta.is_floating_point()
-        return meta.clone().requires_grad_(inner)
+        return meta.clone().requires_grad_(self._trains_below[boundary] and meta.is_floating_point())
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -286,6 +314,12 @@ class ElasticPipeline:
             buffer_bytes=moved.buffer_bytes,
             seconds=time.perf_counter() - began,
         )
+
+    def refresh(self) -> Rebuilt:
+        """Build the same stages anew, after layers were frozen or thawed (`requires_grad_`); collective,
+        between steps.
+        """
+        return self.rebuild(self.stage_map)
 
     @staticmethod
     def _pieces(held: Held, pieces: Sequence[Any]) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,7 +84,9 @@ def pipeline(stage_map: StageMap, **options: Any) -> ElasticPipeline:
     )
 
 
-def plain_losses(steps: int) -> tuple[list[float], dict[str, Tensor]]:
+def plain_losses(
+    steps: int, before_step: Callable[[dict[int, Any], int], object] | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
     """The same training in one process without a pipeline."""
     meter = Meter(enabled=False)
     layers = [PipelineLayer(build_layer(i), i, meter, seed=SEED) for i in range(LAYERS)]
@@ -91,6 +94,8 @@ def plain_losses(steps: int) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
+        if before_step is not None:
+            before_step(dict(enumerate(layers)), step)
         parts = []
         for ids, target in zip(*(t.chunk(MICROBATCHES) for t in batch(step)), strict=True):
             x = ids
@@ -227,3 +232,40 @@ def _no_memory(*_: Any) -> Tensor:
 def test_training_goes_on_after_a_move_that_failed() -> None:
     results = run_gloo(_failed_move, 2)
     assert results[1] == pytest.approx(plain_losses(9)[0], rel=TOLERANCE)
+
+
+def _freeze(layers: dict[int, Any], step: int) -> bool:
+    """Freeze a prefix at step 3, a layer in the middle too at step 6, thaw all at step 9."""
+    wanted = {3: {0, 1, 2}, 6: {0, 1, 2, 3, 5}, 9: set()}.get(step)
+    if wanted is None:
+        return False
+    for i, layer in layers.items():
+        layer.requires_grad_(i not in wanted)
+    return True
+
+
+def _train_frozen(rank: int, size: int, split: bool) -> dict[str, Any]:
+    run = pipeline(StageMap.contiguous((0, 2, 4, LAYERS)), split_backward=split)
+    losses, costs = [], []
+    for step in range(12):
+        if _freeze(run.layers, step):
+            run.refresh()
+        if step == 7:
+            run.rebuild(StageMap.contiguous((0, 4, 5, LAYERS)))
+        losses.append(run.step(*batch(step)))
+        costs.append(run.measure())
+    return {"losses": losses, "costs": costs}
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_frozen_layers_skip_what_nobody_needs(split: bool) -> None:
+    results = run_gloo(_train_frozen, 3, split)
+    expected, _ = plain_losses(12, _freeze)
+    assert results[2]["losses"] == pytest.approx(expected, rel=TOLERANCE)
+    before, frozen, middle = (results[0]["costs"][s] for s in (2, 5, 8))
+    assert all(c.backward_s > 0 for c in before)
+    # the prefix is free of backward work, a frozen layer above trainable ones still passes the gradient on
+    assert [c.backward_s > 0 for c in frozen] == [False] * 3 + [True] * 4
+    assert [c.backward_s > 0 for c in middle] == [False] * 4 + [True] * 3
+    assert middle[5].backward_weight_s == 0.0 < middle[5].backward_input_s
+    assert all(c.forward_s > 0 for c in middle)
