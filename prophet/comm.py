@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -145,6 +145,9 @@ class Collective(ABC):
     def close(self) -> None:  # noqa: B027 (most collectives own nothing)
         """Release communicators. The collective cannot be used afterwards."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied model communicates over the same ranks
+
 
 def _check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int) -> None:
     if len(send_rows) != size or len(recv_rows) != size:
@@ -154,6 +157,10 @@ def _check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], s
 
 
 # --- a process group ---
+
+
+# torch 2.13 renamed it
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _WorkPending(Pending):
@@ -242,7 +249,7 @@ class ProcessGroupCollective(Collective):
         out = x.new_empty((self.size, *x.shape))
 
         def gather() -> None:
-            dist.all_gather_into_tensor(out.view(-1), source.view(-1), group=self._groups[channel])
+            _all_gather_single(out.view(-1), source.view(-1), group=self._groups[channel])
 
         self.guard(gather, op)
         return out

@@ -28,7 +28,7 @@ from prophet.scheduler.actions import WindowKind
 from prophet.scheduler.runtime import Stopwatch
 from prophet.spec import Activation, IntArray, Placement, Split, check_experts_per_rank
 
-HEADER = 6  # integers before the counts: finite, step, tokens, dropped, placement digest, digest of the last split
+HEADER = 7  # integers before the counts: finite, step, tokens, dropped, placement digest, last split digest, stale
 
 
 class RoutingError(ValueError):
@@ -85,6 +85,12 @@ class Port(Protocol):
     def header(self, training: bool) -> tuple[int, int, int]:
         """Step, digest of the placement, digest of the previous split: equal on all ranks."""
 
+    def stale(self, training: bool) -> bool:
+        """Whether this rank's home parameters have changed since they were sent to their replicas."""
+
+    def refresh(self) -> None:
+        """Some rank's replicas are stale: send them again. Called on all ranks alike."""
+
     def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
         """The placement in force, and the exact split of `load` [R, E] over it."""
 
@@ -115,6 +121,11 @@ class _PlainPort:
     def header(self, training: bool) -> tuple[int, int, int]:
         return 0, 0, 0
 
+    def stale(self, training: bool) -> bool:
+        return False
+
+    def refresh(self) -> None: ...
+
     def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
         return self._placement, Split.to_homes(load, self._placement)
 
@@ -126,6 +137,11 @@ class _PlainPort:
     def enter(self, kind: WindowKind) -> None: ...
 
     def backward_ran(self) -> None: ...
+
+
+def plain_port(layer: MoE) -> Port:
+    """A port for `layer` that balances nothing."""
+    return _PlainPort(layer.collective.size, layer.num_experts)
 
 
 @dataclass(slots=True)
@@ -192,7 +208,7 @@ class MoE(nn.Module):
             bias=bias,
         )
         self.stats: LayerStats | None = None
-        self._port: Port = _PlainPort(ranks, num_experts)
+        self._port: Port = plain_port(self)
         self._book: LossBook | None = None
 
     def extra_repr(self) -> str:
@@ -270,7 +286,7 @@ class MoE(nn.Module):
             extra = routing.first_choice_counts()
         elif routing.kept is not None and (config.aux_loss != "none" or config.bias_update_rate > 0):
             extra = torch.bincount(routing.ids.reshape(-1), minlength=self.num_experts)
-        header = [0, 0, tokens, 0, 0, 0]
+        header = [0, 0, tokens, 0, 0, 0, int(self._port.stale(training))]
         header[1], header[4], header[5] = self._port.header(training)
         row = torch.tensor(header, dtype=torch.int64).to(routing.ids.device, non_blocking=True)
         row[0] = routing.finite
@@ -281,6 +297,8 @@ class MoE(nn.Module):
         table = self.collective.all_gather(torch.cat(parts), op=op).cpu().numpy()
         watch.add("counts", time.perf_counter() - before)
         self._check_header(table[:, :HEADER])
+        if table[:, 6].any():
+            self._port.refresh()
         counts = table[:, HEADER : HEADER + self.num_experts]
         return Agreement(
             load=np.ascontiguousarray(counts, dtype=np.int64),
@@ -308,19 +326,23 @@ class MoE(nn.Module):
                 )
 
     def _record(self, routing: Routing, known: Agreement, split: Split, training: bool) -> None:
-        """Keep statistics, hand out auxiliary losses; a recomputed forward pass has done both already."""
-        if recomputing():
-            return
-        self.stats = LayerStats(known.load, split.rank_load(), known.dropped)
+        """Keep statistics, hand out auxiliary losses; a recomputed forward pass has done both already.
+
+        It computes the losses all the same: checkpointing expects it to save what the first pass saved.
+        """
+        again = recomputing()
+        if not again:
+            self.stats = LayerStats(known.load, split.rank_load(), known.dropped)
         if not training:
             return
         config = self.gate.config
-        extra = None if config.aux_loss == "gshard" else known.extra
-        choices: IntArray = (known.load if extra is None else extra).sum(axis=0)
-        self._port.observe(known.load, split, choices, known.dropped)
+        if not again:
+            extra = None if config.aux_loss == "gshard" else known.extra
+            choices: IntArray = (known.load if extra is None else extra).sum(axis=0)
+            self._port.observe(known.load, split, choices, known.dropped)
         if config.aux_loss == "none" and config.z_loss_weight == 0:
             return
-        if self._book is None:
+        if self._book is None and not again:
             raise RuntimeError(
                 f"{self.label} has an auxiliary loss that nothing collects: run the forward pass inside "
                 f"`with prophet.collect_losses(model) as losses:` and add `losses.total()` to the loss"
@@ -328,7 +350,8 @@ class MoE(nn.Module):
         counts = known.load if known.extra is None else known.extra
         total = torch.from_numpy(counts.sum(axis=0)).to(routing.probs.device)
         losses = self.gate.losses(routing, total, known.tokens, self.collective.size)
-        self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
+        if self._book is not None and not again:
+            self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
 
     def _exchange(self, rows: Tensor, send: list[int], recv: list[int], name: str) -> Tensor:
         return all_to_all(

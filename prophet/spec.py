@@ -268,6 +268,16 @@ class Placement:
             holds[expert, rank] = True
         return cls(home_array, holds)
 
+    @classmethod
+    def trusted(cls, home: IntArray, holds: BoolArray) -> Placement:
+        """Wrap arrays that a tested kernel made, without copying or checking them; they become read-only."""
+        placement = object.__new__(cls)
+        home.setflags(write=False)
+        holds.setflags(write=False)
+        object.__setattr__(placement, "home", home)
+        object.__setattr__(placement, "holds", holds)
+        return placement
+
     @property
     def experts(self) -> int:
         return int(self.holds.shape[0])
@@ -343,6 +353,14 @@ class Split:
         tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
         tokens[:, np.arange(experts), placement.home] = load
         return cls(tokens)
+
+    @classmethod
+    def trusted(cls, tokens: IntArray) -> Split:
+        """Wrap an int64 array that a tested kernel made, without copying or checking it; it becomes read-only."""
+        split = object.__new__(cls)
+        tokens.setflags(write=False)
+        object.__setattr__(split, "tokens", tokens)
+        return split
 
     @property
     def ranks(self) -> int:
