@@ -13,21 +13,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.dynamics.gpt import Block
+from pipeline_balance.dynamics.gpt import Block, with_loss
 from prophet.spec import SpecError
-
-
-class _WithLoss(torch.autograd.Function):
-    """Hands x on; in backward, the loss gets a gradient of one. So a layer adds a loss without a second output."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (grad,) = grads
-        return grad, torch.ones((), dtype=grad.dtype, device=grad.device)
 
 
 class MixtureOfDepths(nn.Module):
@@ -66,7 +53,7 @@ class MixtureOfDepths(nn.Module):
             wanted = torch.zeros_like(weights).scatter_(1, chosen, 1.0)
             guess = self.predictor(x.detach()).squeeze(-1)
             extra = nn.functional.binary_cross_entropy_with_logits(guess, wanted)
-            y = _WithLoss.apply(y, self.predictor_weight * extra)  # type: ignore[no-untyped-call]
+            y = with_loss(y, self.predictor_weight * extra)
         return y
 
     def _by_prediction(self, x: Tensor) -> Tensor:

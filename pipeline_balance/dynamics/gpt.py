@@ -127,6 +127,28 @@ class Head(nn.Module):
         return logits
 
 
+class _WithLoss(torch.autograd.Function):
+    """Hands x on; in backward, the loss gets a gradient of one."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        return grad, torch.ones((), dtype=grad.dtype, device=grad.device)
+
+
+def with_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """x, with `loss` added to what the backward pass minimises: a layer of one output can so have a loss of its own.
+
+    The loss counts once per microbatch, like the model's; whoever averages gradients over microbatches averages it too.
+    """
+    result: Tensor = _WithLoss.apply(x, loss)  # type: ignore[no-untyped-call]
+    return result
+
+
 def builder(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: int = 0) -> Callable[[int], nn.Module]:
     """`build_layer` for an `ElasticPipeline`: the same layer i on every rank. `make_block(i)` makes block i of 0, 1, ..
 

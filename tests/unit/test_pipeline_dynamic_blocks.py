@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.dynamics.depths import MixtureOfDepths
 from pipeline_balance.dynamics.early_exit import EarlyExit
+from pipeline_balance.dynamics.experts import MixtureOfExperts
 from pipeline_balance.dynamics.gpt import Attention, Block, GPTShape, boundaries, builder, guessing_loss, loss
 from pipeline_balance.dynamics.pruning import PrunedLinear, prune_globally
 from pipeline_balance.dynamics.sparse_attention import HashAttention
@@ -118,6 +119,7 @@ def _pruned_block(_: int) -> Block:
 
 CASES = {
     "dense": (lambda i: block(), 0),
+    "mixture of experts": (lambda i: MixtureOfExperts(DIM, HEADS, 4), 0),
     "pruning": (_pruned_block, 0),
     "sparse attention": (lambda i: Block(DIM, HEADS, attention=HashAttention(DIM, HEADS, bits=1, tile=4)), 0),
     "early exit": (lambda i: EarlyExit(block(), 0.98, first=i == 0), 1),
