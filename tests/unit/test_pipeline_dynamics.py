@@ -104,6 +104,7 @@ def test_top_k_keeps_special_values_in_order() -> None:
         ThreadWorld(1).run(lambda c: global_top_k(values, 8, c))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 def test_sparse_products_equal_dense_ones() -> None:
     torch.manual_seed(0)
     dense = PrunedLinear(12, 9).double()
