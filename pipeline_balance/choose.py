@@ -1,0 +1,97 @@
+"""Choosing among stage maps: by bottleneck, then simulated makespan, then bytes moved, then order of mention.
+
+Shape legend: S stages, P ranks, M microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pipeline_balance.schedules.flexible import flexible
+from pipeline_balance.schedules.simulate import Durations, simulate
+from pipeline_balance.spec import (
+    LayerCost,
+    PartitionError,
+    RankLimits,
+    StageMap,
+    fits,
+    moved_bytes,
+    rank_loads_s,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """A stage map and what is expected of it; `moved_bytes` counts from the map in force (0 without one)."""
+
+    stage_map: StageMap
+    bottleneck_s: float
+    makespan_s: float
+    moved_bytes: int
+
+
+def dense_ranks(stage_map: StageMap) -> StageMap:
+    """The same map with its ranks renumbered 0, 1, .. in ascending order: the group that is left
+    without idle ranks.
+    """
+    number = {rank: i for i, rank in enumerate(stage_map.used_ranks)}
+    return StageMap(stage_map.boundaries, tuple(number[r] for r in stage_map.ranks))
+
+
+def predicted_makespan_s(
+    costs: Sequence[LayerCost],
+    stage_map: StageMap,
+    limits: Sequence[RankLimits],
+    *,
+    microbatches: int,
+    transfer_s: float = 0.0,
+) -> float:
+    """Simulated seconds of one training step, all microbatches forward and backward, under the
+    flexible schedule.
+    """
+    speeds = [r.speed for r in limits]
+    durations = Durations.of_stages(costs, stage_map, speeds=speeds, transfer_s=transfer_s)
+    schedule = flexible(dense_ranks(stage_map).ranks, microbatches, durations=durations)
+    return simulate(schedule, durations).makespan_s
+
+
+def choose(
+    candidates: Iterable[StageMap],
+    costs: Sequence[LayerCost],
+    limits: Sequence[RankLimits],
+    *,
+    microbatches: int,
+    current: StageMap | None = None,
+    transfer_s: float = 0.0,
+    tolerance: float = 1e-9,
+) -> Choice:
+    """The best candidate that fits. Figures within `tolerance` (relative) of the best count as ties.
+
+    Raises `PartitionError` if no candidate fits.
+    """
+    judged = []
+    for stage_map in dict.fromkeys(candidates):
+        if fits(costs, stage_map, limits, microbatches):
+            judged.append((max(rank_loads_s(costs, stage_map, limits)), stage_map))
+    if not judged:
+        raise PartitionError("none of the candidate stage maps fits the ranks' memory")
+    least = min(bottleneck for bottleneck, _ in judged)
+    choices = [
+        Choice(
+            stage_map=stage_map,
+            bottleneck_s=bottleneck,
+            makespan_s=predicted_makespan_s(costs, stage_map, limits, microbatches=microbatches, transfer_s=transfer_s),
+            moved_bytes=moved_bytes(costs, current, stage_map) if current else 0,
+        )
+        for bottleneck, stage_map in judged
+        if _ties(bottleneck, least, tolerance)
+    ]
+    shortest = min(c.makespan_s for c in choices)
+    tied = [c for c in choices if _ties(c.makespan_s, shortest, tolerance)]
+    return min(tied, key=lambda c: c.moved_bytes)
+
+
+def _ties(value: float, best: float, tolerance: float) -> bool:
+    return value <= best or math.isclose(value, best, rel_tol=tolerance)

@@ -1,0 +1,47 @@
+"""Mixture of experts: prophet's MoE layer in a pipeline block, with its auxiliary losses.
+
+Shape legend: B sequences, T tokens of each, D model dim, E experts. The layer's load is that of its most loaded rank
+(see `loads.mixture_of_experts`); with all experts on the pipeline's rank it varies with how tokens spread over experts
+only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.dynamics.gpt import Block, with_loss
+from prophet.comm import Collective, ThreadWorld
+from prophet.gate import GateConfig
+from prophet.layer import MoE, collect_losses
+
+
+class MixtureOfExperts(nn.Module):
+    """A transformer block whose feed-forward part is a mixture of experts, [B, T, D] -> [B, T, D].
+
+    `group` is the expert-parallel group (default: this rank alone). Auxiliary losses join the backward pass here, where
+    they arise, because a pipeline passes on one tensor only.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        num_experts: int,
+        *,
+        hidden: int | None = None,
+        top_k: int = 2,
+        gate: GateConfig | None = None,
+        group: Collective | None = None,
+    ) -> None:
+        super().__init__()
+        alone = group if group is not None else ThreadWorld(1).collective(0)
+        experts = MoE(dim, hidden or 4 * dim, num_experts, top_k, gate=gate, group=alone)
+        self.block = Block(dim, heads, mlp=experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with collect_losses(self.block) as book:
+            y: Tensor = self.block(x)
+        if self.training and torch.is_grad_enabled() and book.entries:
+            return with_loss(y, book.total())
+        return y

@@ -1,0 +1,182 @@
+"""A small GPT as pipeline layers, each from one tensor to one tensor; the dynamic models put their own blocks in it.
+
+Shape legend: B sequences, T tokens of each, D model dim, H heads, V vocabulary, A tokens that a block works on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from prophet.spec import SpecError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GPTShape:
+    """Sizes of the model; it has `blocks` + 2 pipeline layers: embedding, blocks, head."""
+
+    vocabulary: int
+    dim: int = 64
+    heads: int = 4
+    blocks: int = 4
+    context: int = 64
+    channels: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.vocabulary, self.dim, self.heads, self.blocks, self.context) < 1 or self.channels < 0:
+            raise SpecError(f"all sizes must be at least 1, got {self}")
+        if self.dim % self.heads:
+            raise SpecError(f"dim {self.dim} is no multiple of {self.heads} heads")
+
+    @property
+    def layers(self) -> int:
+        return self.blocks + 2
+
+
+class Embed(nn.Module):
+    """Token and position embeddings, [B, T] -> [B, T, D + channels]; extra channels start at 1."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.token = nn.Embedding(shape.vocabulary, shape.dim)
+        self.position = nn.Embedding(shape.context, shape.dim)
+        self.channels = shape.channels
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids) + self.position.weight[: ids.shape[1]]
+        extra = x.new_ones(*ids.shape, self.channels)
+        return torch.cat([x, extra], dim=-1) if self.channels else x
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(dim, dim)
+        self.key_value = nn.Linear(dim, 2 * dim)
+        self.out = nn.Linear(dim, dim)
+
+    def split(self, x: Tensor) -> Tensor:
+        """[..., T, D] -> [..., H, T, D / H]."""
+        result: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
+        return result
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        keys, values = self.key_value(x).chunk(2, dim=-1)
+        mixed = nn.functional.scaled_dot_product_attention(
+            self.split(self.query(x)), self.split(keys), self.split(values), is_causal=True
+        )
+        result: Tensor = self.out(mixed.transpose(-3, -2).flatten(-2))
+        return result
+
+    def at(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Attention for tokens `rows` [A] of one sequence x [T, D] only, over all tokens up to each: [A, D]."""
+        keys, values = self.key_value(x).chunk(2, dim=-1)
+        allowed = torch.arange(x.shape[0], device=x.device) <= rows[:, None]
+        mixed = nn.functional.scaled_dot_product_attention(
+            self.split(self.query(x[rows])), self.split(keys), self.split(values), attn_mask=allowed
+        )
+        result: Tensor = self.out(mixed.transpose(-3, -2).flatten(-2))
+        return result
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block, [B, T, D] -> [B, T, D]."""
+
+    def __init__(self, dim: int, heads: int, attention: nn.Module | None = None, mlp: nn.Module | None = None) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = attention if attention is not None else Attention(dim, heads)
+        self.mlp = (
+            mlp if mlp is not None else nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        mixed: Tensor = x + self.mlp(self.norm2(x))
+        return mixed
+
+    def at(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The block's output for tokens `rows` [A] of one sequence x [T, D]: [A, D]."""
+        attention = self.attention
+        if not isinstance(attention, Attention):
+            raise SpecError("only plain attention works on a part of the tokens")
+        part = x[rows] + attention.at(self.norm1(x), rows)
+        mixed: Tensor = part + self.mlp(self.norm2(part))
+        return mixed
+
+
+class Head(nn.Module):
+    """Final norm and read-out, [B, T, D + channels] -> [B, T, V]."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        super().__init__()
+        self.dim = shape.dim
+        self.norm = nn.LayerNorm(shape.dim)
+        self.out = nn.Linear(shape.dim, shape.vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(self.norm(x[..., : self.dim]))
+        return logits
+
+
+class _WithLoss(torch.autograd.Function):
+    """Hands x on; in backward, the loss gets a gradient of one."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, loss: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        return grad, torch.ones((), dtype=grad.dtype, device=grad.device)
+
+
+def with_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """x, with `loss` added to what the backward pass minimises: a layer of one output can so have a loss of its own.
+
+    The loss counts once per microbatch, like the model's; whoever averages gradients over microbatches averages it too.
+    """
+    result: Tensor = _WithLoss.apply(x, loss)  # type: ignore[no-untyped-call]
+    return result
+
+
+def builder(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: int = 0) -> Callable[[int], nn.Module]:
+    """`build_layer` for an `ElasticPipeline`: the same layer i on every rank. `make_block(i)` makes block i of 0, 1, ..
+
+    The caller's random stream is left as it was.
+    """
+
+    def build(index: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed * 100_003 + index)
+            if index == 0:
+                return Embed(shape)
+            return Head(shape) if index == shape.layers - 1 else make_block(index - 1)
+
+    return build
+
+
+def boundaries(shape: GPTShape, sequences: int, tokens: int) -> list[Tensor]:
+    """Example tensors between the layers for a microbatch of `sequences` x `tokens`, without memory."""
+    hidden = torch.empty(sequences, tokens, shape.dim + shape.channels, device="meta")
+    ids = torch.empty(sequences, tokens, dtype=torch.int64, device="meta")
+    return [ids, *[hidden] * (shape.blocks + 1), torch.empty(sequences, tokens, shape.vocabulary, device="meta")]
+
+
+def loss(logits: Tensor, target: Tensor) -> Tensor:
+    """Mean cross-entropy in nats; uniform guessing gives log V."""
+    return nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def guessing_loss(shape: GPTShape) -> float:
+    """What `loss` is before anything is learnt."""
+    return math.log(shape.vocabulary)

@@ -1,0 +1,176 @@
+"""Gradual global magnitude pruning: schedule, an exact top-k over all ranks, and layers that stay pruned.
+
+Shape legend: N parameters of the model, k of them kept, P ranks. The schedule is Zhu and Gupta's (2017; DynMo, Eq. 3).
+The papers gather every rank's k largest magnitudes on rank 0, which is P k values on one rank; here all ranks find the
+threshold together, by counting in the bits of the magnitude, and nothing but counts travels. Ties at the threshold go
+to the lower rank and the lower position, so exactly k are kept, on any number of ranks the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from prophet.comm import Collective, Operation
+from prophet.spec import SpecError
+
+_DIGIT_BITS = 8
+_BUCKETS = 1 << _DIGIT_BITS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PruningSchedule:
+    """Sparsity by step: from `initial` at `first_step` to `final` after `prunings` prunings `every_steps` steps
+    apart.
+    """
+
+    initial: float = 0.0
+    final: float = 0.9
+    first_step: int = 0
+    prunings: int = 10
+    every_steps: int = 100
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.initial <= self.final < 1.0:
+            raise SpecError(f"need 0 <= initial <= final < 1, got {self.initial} and {self.final}")
+        if self.prunings < 1 or self.every_steps < 1 or self.first_step < 0:
+            raise SpecError("prunings and every_steps must be at least 1, first_step not negative")
+
+    def due(self, step: int) -> bool:
+        """Whether the model is pruned at this step."""
+        since = step - self.first_step
+        return since >= 0 and since % self.every_steps == 0 and since <= self.prunings * self.every_steps
+
+    def sparsity(self, step: int) -> float:
+        """Share of parameters that is zero from this step on; held constant between prunings and after the last."""
+        since = min(max(step - self.first_step, 0) // self.every_steps, self.prunings)
+        if step < self.first_step:
+            return self.initial
+        return self.final + (self.initial - self.final) * (1.0 - since / self.prunings) ** 3
+
+
+def _magnitude_bits(values: Tensor) -> Tensor:
+    """Integers [n] ordered as the magnitudes of float32 values; not-a-number counts as the largest."""
+    bits: Tensor = values.detach().float().reshape(-1).contiguous().view(torch.int32).to(torch.int64) & 0x7FFFFFFF
+    return bits
+
+
+def global_top_k(values: Tensor, keep: int, collective: Collective) -> Tensor:
+    """Mask of this rank's `values` that are among the `keep` largest in magnitude of all ranks; exact.
+
+    `values` is this rank's part, of any length and shape, none at all included. Four all-gathers of 256 counts and one
+    of a single count. Ties go to the lower rank, then the lower position. Raises `SpecError` if `keep` exceeds what
+    there is.
+    """
+    bits = _magnitude_bits(values)
+    op = Operation("global top-k")
+    device = values.device
+    total = int(collective.all_gather(torch.tensor([bits.numel()], device=device), op=op).sum())
+    if not 0 <= keep <= total:
+        raise SpecError(f"cannot keep {keep} of {total} values")
+    if keep == 0:
+        return torch.zeros_like(values, dtype=torch.bool)
+    # Radix select from the top digit down: `wanted` counts what is still to be kept among values that share `prefix`.
+    prefix, wanted = 0, keep
+    candidates = bits
+    for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
+        digits = (candidates >> shift) & (_BUCKETS - 1)
+        counts = collective.all_gather(torch.bincount(digits, minlength=_BUCKETS), op=op).sum(dim=0)
+        above = counts.flip(0).cumsum(0).flip(0)  # values with this digit or a larger one
+        digit = int((above >= wanted).nonzero().max())
+        wanted -= int(above[digit] - counts[digit])
+        prefix |= digit << shift
+        candidates = candidates[digits == digit]
+    # All that is left equals the threshold; `wanted` of them are kept, lower ranks first.
+    ties = collective.all_gather(torch.tensor([candidates.numel()], device=device), op=op).reshape(-1).tolist()
+    mine = min(max(wanted - sum(ties[: collective.rank]), 0), ties[collective.rank])
+    mask = bits > prefix
+    mask[(bits == prefix).nonzero().reshape(-1)[:mine]] = True
+    return mask.view(values.shape)
+
+
+def global_top_k_naive(parts: Sequence[Tensor], keep: int) -> list[Tensor]:
+    """The naive twin, for all ranks at once: sort everything."""
+    flat = torch.cat([_magnitude_bits(p) for p in parts])
+    order = torch.sort(flat, descending=True, stable=True).indices[:keep]
+    mask = torch.zeros(flat.numel(), dtype=torch.bool)
+    mask[order] = True
+    return [m.view(p.shape) for m, p in zip(mask.split([p.numel() for p in parts]), parts, strict=True)]
+
+
+class PrunedLinear(nn.Linear):
+    """A linear layer some of whose weights are zero for good.
+
+    The mask is a buffer: it moves with the layer. Once the share of weights left is at most `sparse_below`, forward and
+    the input gradient run as sparse products; where dense ones are faster, leave it at 0.
+    """
+
+    mask: Tensor
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = True, sparse_below: float = 0.0) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.sparse_below = sparse_below
+        self.register_buffer("mask", torch.ones_like(self.weight, dtype=torch.bool))
+
+    @property
+    def kept(self) -> float:
+        """Share of weights that is left."""
+        return float(self.mask.float().mean())
+
+    @torch.no_grad()
+    def prune(self, mask: Tensor) -> None:
+        """Keep only where `mask` says so; what was pruned before stays pruned."""
+        self.mask = self.mask & mask
+        self.weight.mul_(self.mask)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sparse_below > 0 and self.kept <= self.sparse_below:
+            flat: Tensor = _SparseProduct.apply(x.reshape(-1, self.in_features), self.weight, self.mask)  # type: ignore[no-untyped-call]
+            out = flat.view(*x.shape[:-1], self.out_features)
+            return out + self.bias if self.bias is not None else out
+        # masked here too: an optimizer with momentum would move a pruned weight away from zero
+        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+class _SparseProduct(torch.autograd.Function):
+    """x W^T with W in compressed sparse rows; the weight's gradient is formed at its remaining entries only."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
+        sparse = (weight * mask).to_sparse_csr()
+        ctx.save_for_backward(x, sparse, mask)
+        product: Tensor = (sparse @ x.t()).t()
+        return product
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,) = grads
+        x, sparse, mask = ctx.saved_tensors  # type: ignore[attr-defined]
+        rows, columns = mask.nonzero(as_tuple=True)
+        entries = torch.empty(rows.numel(), dtype=grad.dtype, device=grad.device)
+        for part in torch.arange(rows.numel(), device=grad.device).split(1 << 16):
+            entries[part] = (grad.index_select(1, rows[part]) * x.index_select(1, columns[part])).sum(dim=0)
+        weight_grad = torch.zeros(mask.shape, dtype=grad.dtype, device=grad.device)
+        weight_grad[rows, columns] = entries
+        return (sparse.transpose(0, 1).to_sparse_csr() @ grad.t()).t(), weight_grad, None
+
+
+def prune_globally(layers: Sequence[nn.Module], sparsity: float, collective: Collective) -> float:
+    """Prune all `PrunedLinear` weights of all ranks to `sparsity`, by magnitude over the whole model.
+
+    `layers` are this rank's; collective. Weights pruned earlier are zero and lose every tie, so none comes back.
+    Returns the share of this rank's weights that is left (1.0 where it has none).
+    """
+    if not 0.0 <= sparsity < 1.0:
+        raise SpecError(f"sparsity must be from 0 to below 1, got {sparsity!r}")
+    modules = [m for layer in layers for m in layer.modules() if isinstance(m, PrunedLinear)]
+    device = next((m.weight.device for m in modules), torch.device("cpu"))
+    flat = torch.cat([(m.weight * m.mask).reshape(-1) for m in modules] or [torch.zeros(0, device=device)])
+    total = int(collective.all_gather(torch.tensor([flat.numel()], device=device), op=Operation("pruning")).sum())
+    mask = global_top_k(flat, round(total * (1.0 - sparsity)), collective)
+    for module, part in zip(modules, mask.split([m.weight.numel() for m in modules]), strict=True):
+        module.prune(part.view_as(module.weight))
+    return float(mask.float().mean()) if mask.numel() else 1.0

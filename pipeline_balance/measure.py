@@ -1,0 +1,282 @@
+"""Measuring layers and stages while training runs: seconds per layer, waits for neighbours, bytes.
+
+Shape legend: L layers, M microbatches. Times come from clock readings around forward and from gradient hooks in
+backward, one of each per layer and microbatch; nothing is run twice. A layer's time is the median over microbatches and
+steps, so that one disturbed microbatch does not move layers. Activations are counted on the first microbatch of a
+measured step.
+
+A full backward interleaves input and weight gradients, so the two are told apart by what needs computing: a layer
+without trainable parameters has no weight part, one without an input gradient has nothing else, any other is split in
+half (two matrix products of equal size). Where the schedule splits the backward, the weight part is what was measured,
+shared among the stage's layers by trainable parameters.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.spec import LayerCost
+from prophet.comm import Collective, Operation
+
+_COLUMNS = 7
+MAX_SAMPLES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """Where this rank's time went during the measured steps, in seconds per step.
+
+    `wait_forward_s` is spent waiting for an activation from the stage before, `wait_backward_s` for a gradient from the
+    stage after: a slow link or a slow neighbour shows here. `other_s` is the rest of the step outside computation.
+    """
+
+    steps: int
+    step_s: float
+    compute_s: float
+    wait_forward_s: float
+    wait_backward_s: float
+
+    @property
+    def other_s(self) -> float:
+        return self.step_s - self.compute_s - self.wait_forward_s - self.wait_backward_s
+
+
+@dataclass
+class Meter:
+    """Collects samples on one rank; `enabled` switches all readings off between measured steps."""
+
+    enabled: bool = True
+    clock: Callable[[], float] = time.perf_counter
+    forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    stage_weight: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    activation_bytes: dict[int, int] = field(default_factory=dict)
+    input_grad: dict[int, bool] = field(default_factory=dict)
+    _arrived: list[tuple[int, float]] = field(default_factory=list)
+    _steps: int = 0
+    _step_s: float = 0.0
+    _compute_s: float = 0.0
+    _wait_s: dict[str, float] = field(default_factory=lambda: {"F": 0.0, "B": 0.0})
+    _step_began: float = 0.0
+    _last_end: float = 0.0
+
+    def reset(self) -> None:
+        """Forget all samples, for a new measuring period or a new stage map."""
+        for samples in (self.forward, self.backward, self.stage_weight, self.activation_bytes, self.input_grad):
+            samples.clear()
+        self._steps, self._step_s, self._compute_s = 0, 0.0, 0.0
+        self._wait_s = {"F": 0.0, "B": 0.0}
+
+    def begin_step(self) -> None:
+        self._step_began = self._last_end = self.clock()
+
+    def end_step(self) -> None:
+        if self.enabled:
+            self._steps += 1
+            self._step_s += self.clock() - self._step_began
+
+    def run_action(self, kind: str, stage: int, call: Callable[[], Any]) -> Any:
+        """Run one action of the schedule; the gap since the one before it is waiting, by what it waited for."""
+        if not self.enabled:
+            return call()
+        began = self.clock()
+        self._wait_s["F" if kind == "F" else "B"] += began - self._last_end if kind != "W" else 0.0
+        self._arrived.clear()
+        result = call()
+        ended = self.clock()
+        if kind in ("B", "I"):
+            # a layer's backward lasts until the gradient reaches the layer below it, or the action ends
+            marks = [*self._arrived, (-1, ended)]
+            for (layer, start), (_, stop) in pairwise(marks):
+                _append(self.backward[layer], stop - start)
+        elif kind == "W":
+            _append(self.stage_weight[stage], ended - began)
+        self._compute_s += ended - began
+        self._last_end = ended
+        return result
+
+    def gradient_arrived(self, layer: int) -> None:
+        self._arrived.append((layer, self.clock()))
+
+    def times(self) -> RankTimes:
+        """Per step, over the steps since the last reset."""
+        n = max(self._steps, 1)
+        return RankTimes(
+            steps=self._steps,
+            step_s=self._step_s / n,
+            compute_s=self._compute_s / n,
+            wait_forward_s=self._wait_s["F"] / n,
+            wait_backward_s=self._wait_s["B"] / n,
+        )
+
+
+def _append(samples: list[float], value: float) -> None:
+    samples.append(value)
+    if len(samples) > MAX_SAMPLES:
+        del samples[: -MAX_SAMPLES // 2]
+
+
+class PipelineLayer(nn.Module):
+    """One layer of the pipeline with its own random stream and its meter.
+
+    The stream goes where the layer goes: dropout draws the same numbers whatever stage map is in force. It replaces the
+    CPU generator's state during forward, and the device's where `device` is a GPU.
+    """
+
+    rng_state: Tensor
+
+    def __init__(self, module: nn.Module, index: int, meter: Meter, *, seed: int | None) -> None:
+        super().__init__()
+        self.module = module
+        self.index = index
+        self.meter = meter
+        self.has_stream = seed is not None
+        state = torch.Generator().manual_seed(0 if seed is None else seed * 1_000_003 + index).get_state()
+        # not a buffer: it is no part of the model's state_dict
+        object.__setattr__(self, "rng_state", state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.has_stream:
+            return self._metered(x)
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.rng_state)
+        try:
+            return self._metered(x)
+        finally:
+            object.__setattr__(self, "rng_state", torch.get_rng_state())
+            torch.set_rng_state(outer)
+
+    def _metered(self, x: Tensor) -> Tensor:
+        meter, index = self.meter, self.index
+        if not meter.enabled:
+            out: Tensor = self.module(x)
+            return out
+        saved = _SavedBytes(self.module) if index not in meter.activation_bytes else None
+        began = meter.clock()
+        with saved.counting() if saved else nullcontext():
+            out = self.module(x)
+        if saved:
+            meter.activation_bytes[index] = saved.total
+            meter.input_grad[index] = bool(x.requires_grad)
+        else:
+            # the counted microbatch is slower and gives no sample
+            _append(meter.forward[index], meter.clock() - began)
+        if out.requires_grad and torch.is_grad_enabled():
+            out.register_hook(lambda _: meter.gradient_arrived(index))
+        return out
+
+
+class _SavedBytes:
+    """Bytes that autograd keeps for the backward pass, parameters excluded, every storage once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.total = 0
+        self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+    def counting(self) -> AbstractContextManager[Any]:
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+            if storage not in self._seen:
+                self._seen.add(storage)
+                self.total += tensor.numel() * tensor.element_size()
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def local_costs(
+    layers: Mapping[int, PipelineLayer],
+    stages: Mapping[int, Sequence[int]],
+    meter: Meter,
+    optimizer: torch.optim.Optimizer | None,
+) -> dict[int, LayerCost]:
+    """Costs of this rank's layers; `stages` lists the layers of each of its stages, by stage as `meter` numbers
+    them.
+    """
+    weights = _weight_seconds(layers, stages, meter)
+    found: dict[int, LayerCost] = {}
+    for index, layer in layers.items():
+        trainable = [p for p in layer.parameters() if p.requires_grad]
+        backward = _median(meter.backward.get(index, ()))
+        if index in weights:
+            input_s, weight_s = backward, weights[index]
+        elif not trainable:
+            input_s, weight_s = backward, 0.0
+        elif not meter.input_grad.get(index, True):
+            input_s, weight_s = 0.0, backward
+        else:
+            input_s = weight_s = backward / 2
+        state = optimizer.state if optimizer is not None else {}
+        found[index] = LayerCost(
+            forward_s=_median(meter.forward.get(index, ())),
+            backward_input_s=input_s,
+            backward_weight_s=weight_s,
+            activation_bytes=meter.activation_bytes.get(index, 0),
+            parameter_bytes=sum(_n_bytes(p) for p in layer.parameters()),
+            gradient_bytes=sum(_n_bytes(p) for p in trainable),
+            optimizer_bytes=sum(
+                _n_bytes(v) for p in trainable for v in state.get(p, {}).values() if isinstance(v, Tensor)
+            ),
+        )
+    return found
+
+
+def _weight_seconds(
+    layers: Mapping[int, PipelineLayer], stages: Mapping[int, Sequence[int]], meter: Meter
+) -> dict[int, float]:
+    """Measured weight-gradient seconds where the schedule splits the backward, shared by trainable parameters."""
+    shared: dict[int, float] = {}
+    for stage, members in stages.items():
+        samples = meter.stage_weight.get(stage, ())
+        if not samples:
+            continue
+        sizes = {i: sum(p.numel() for p in layers[i].parameters() if p.requires_grad) for i in members}
+        total = sum(sizes.values())
+        for i in members:
+            shared[i] = _median(samples) * sizes[i] / total if total else 0.0
+    return shared
+
+
+def _median(samples: Sequence[float]) -> float:
+    return statistics.median(samples) if samples else 0.0
+
+
+def _n_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def gather_costs(
+    local: Mapping[int, LayerCost], layers: int, collective: Collective, device: torch.device
+) -> list[LayerCost]:
+    """Costs of all L layers on every rank, from the ranks that run them; one all-gather of [L, 7] figures."""
+    table = torch.zeros((layers, _COLUMNS), dtype=torch.float64)
+    for i, c in local.items():
+        times = (c.forward_s, c.backward_input_s, c.backward_weight_s)
+        sizes = (c.activation_bytes, c.parameter_bytes, c.gradient_bytes, c.optimizer_bytes)
+        table[i] = torch.tensor([*times, *map(float, sizes)], dtype=torch.float64)
+    gathered = collective.all_gather(table.to(device), op=Operation("gathering layer costs")).cpu()
+    # a layer is on one rank, all others contribute zeros
+    rows = gathered.sum(dim=0).tolist()
+    return [
+        LayerCost(
+            forward_s=row[0],
+            backward_input_s=row[1],
+            backward_weight_s=row[2],
+            activation_bytes=int(row[3]),
+            parameter_bytes=int(row[4]),
+            gradient_bytes=int(row[5]),
+            optimizer_bytes=int(row[6]),
+            name=f"layer {i}",
+        )
+        for i, row in enumerate(rows)
+    ]

@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: lists of actions by rank, and a simulator of what they take."""

@@ -1,0 +1,49 @@
+"""Closed forms that the simulator is checked against.
+
+Symbols: P ranks, M microbatches, V stages per rank; F, I, W seconds of one microbatch's forward, input
+backward and weight backward on one rank (all its stages together), B = I + W. Idle times are per rank, with
+even stages and free transfers.
+"""
+
+from __future__ import annotations
+
+from pipeline_balance.schedules.actions import ScheduleError, check_shape
+
+
+def one_f_one_b_idle_s(ranks: int, forward_s: float, backward_s: float) -> float:
+    """(P - 1)(F + B), for 1F1B and GPipe alike."""
+    return (ranks - 1) * (forward_s + backward_s)
+
+
+def interleaved_idle_s(ranks: int, stages_per_rank: int, forward_s: float, backward_s: float) -> float:
+    """(P - 1)(F + B) / V; over the work M(F + B) this is the bubble (P - 1) / (VM)."""
+    return (ranks - 1) * (forward_s + backward_s) / stages_per_rank
+
+
+def zb_h1_idle_s(ranks: int, forward_s: float, input_s: float, weight_s: float) -> float:
+    """(P - 1)(F + I - W), where W is at most F and I (Qi et al., 2023)."""
+    return (ranks - 1) * (forward_s + input_s - weight_s)
+
+
+def zb_v_idle_s(ranks: int, part_s: float) -> float:
+    """(P - 1) times one part of one stage, where F = I = W = 2 `part_s` on a rank of two stages and
+    M >= 2P - 1.
+    """
+    return (ranks - 1) * part_s
+
+
+def chimera_bubble_ratio(ranks: int, forward_s: float, backward_s: float, communication_s: float = 0.0) -> float:
+    """Bubble over makespan of Chimera with P microbatches and two model copies (DynPipe supplement, Eq. 1).
+
+    `communication_s` is the part of one stage-to-stage transfer that nothing hides. P must be even.
+    """
+    check_shape(ranks, 1)
+    if ranks % 2:
+        raise ScheduleError(f"Chimera needs an even number of ranks, got {ranks}")
+    p = ranks
+    gaps = p * p / 2 - p
+    bubble = (3 * gaps + 6 * p - 2 * gaps / p - 8) * communication_s + 2 * gaps * backward_s
+    span = (3 * p * p - 2 * p) * communication_s + (2 * p * p - 2 * p) * backward_s + p * p * forward_s
+    if not span > 0:
+        raise ScheduleError("Chimera's bubble ratio needs positive times")
+    return bubble / span

@@ -1,0 +1,222 @@
+"""What a schedule takes when operations are uneven: start and end of every action, bubble, activations by
+rank.
+
+Shape legend: S stages, P ranks, M microbatches. Model: start(op) = max(its rank is free, its dependency's end
++ transfer); transfers take time on the wire only and overlap with computation on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError
+from pipeline_balance.spec import LayerCost, StageMap
+from prophet.spec import FloatArray, SpecError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Durations:
+    """Seconds of every operation, each [S] or, where microbatches differ, [S, M]; transfers are [S - 1].
+
+    `forward_transfer_s[s]` is the activation's way from stage s to s + 1 and `backward_transfer_s[s]` the
+    gradient's way back; stages on one rank transfer in no time. `activation_bytes[s]` is what one microbatch
+    keeps in stage s from its forward until its last backward part.
+    """
+
+    forward_s: FloatArray
+    input_s: FloatArray
+    weight_s: FloatArray
+    forward_transfer_s: FloatArray = field(default_factory=lambda: np.zeros(0))
+    backward_transfer_s: FloatArray = field(default_factory=lambda: np.zeros(0))
+    activation_bytes: tuple[int, ...] = ()
+
+    @classmethod
+    def uniform(
+        cls,
+        stages: int,
+        *,
+        forward_s: float = 1.0,
+        input_s: float = 1.0,
+        weight_s: float = 1.0,
+        transfer_s: float = 0.0,
+        activation_bytes: int = 1,
+    ) -> Durations:
+        """The same figures for every stage."""
+        return cls(
+            forward_s=np.full(stages, forward_s),
+            input_s=np.full(stages, input_s),
+            weight_s=np.full(stages, weight_s),
+            forward_transfer_s=np.full(max(stages - 1, 0), transfer_s),
+            backward_transfer_s=np.full(max(stages - 1, 0), transfer_s),
+            activation_bytes=(activation_bytes,) * stages,
+        )
+
+    @classmethod
+    def of_stages(
+        cls,
+        costs: Sequence[LayerCost],
+        stage_map: StageMap,
+        *,
+        speeds: Sequence[float] | None = None,
+        transfer_s: float = 0.0,
+    ) -> Durations:
+        """Sums of the layers' costs by stage, divided by the speed of the stage's rank."""
+        stage_map.check_layers(len(costs))
+
+        def total(name: str) -> FloatArray:
+            return np.array(
+                [
+                    sum(getattr(costs[i], name) for i in stage_map.layers_of(s)) / (speeds[r] if speeds else 1.0)
+                    for s, r in enumerate(stage_map.ranks)
+                ],
+                dtype=np.float64,
+            )
+
+        links = np.full(stage_map.stages - 1, transfer_s)
+        return cls(
+            forward_s=total("forward_s"),
+            input_s=total("backward_input_s"),
+            weight_s=total("backward_weight_s"),
+            forward_transfer_s=links,
+            backward_transfer_s=links,
+            activation_bytes=tuple(
+                sum(costs[i].activation_bytes for i in stage_map.layers_of(s)) for s in range(stage_map.stages)
+            ),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """When every action runs and what follows from it. `idle_s` counts from 0 to the makespan."""
+
+    makespan_s: float
+    start_s: Mapping[Action, float]
+    end_s: Mapping[Action, float]
+    busy_s: tuple[float, ...]
+    peak_activation_bytes: tuple[int, ...]
+
+    @property
+    def idle_s(self) -> tuple[float, ...]:
+        """Seconds every rank waits, [P]."""
+        return tuple(self.makespan_s - b for b in self.busy_s)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """Idle rank-seconds over all rank-seconds."""
+        if self.makespan_s <= 0:
+            return 0.0
+        return 1.0 - sum(self.busy_s) / (self.makespan_s * len(self.busy_s))
+
+
+def _table(name: str, values: npt.ArrayLike, schedule: Schedule) -> list[list[float]]:
+    array = np.asarray(values, dtype=np.float64)
+    shape = (schedule.stages, schedule.microbatches)
+    if array.shape == shape[:1]:
+        array = np.broadcast_to(array[:, None], shape)
+    if array.shape != shape:
+        raise SpecError(f"{name} must have shape {list(shape[:1])} or {list(shape)}, got {list(array.shape)}")
+    if not (np.isfinite(array).all() and (array >= 0).all()):
+        raise SpecError(f"{name} must be finite and not negative")
+    rows: list[list[float]] = array.tolist()
+    return rows
+
+
+def _links(name: str, values: npt.ArrayLike, schedule: Schedule) -> list[float]:
+    array = np.asarray(values, dtype=np.float64)
+    if array.size == 0:
+        return [0.0] * max(schedule.stages - 1, 0)
+    if array.shape != (schedule.stages - 1,) or not (np.isfinite(array).all() and (array >= 0).all()):
+        raise SpecError(f"{name} must be {schedule.stages - 1} finite figures, not negative")
+    links: list[float] = array.tolist()
+    return links
+
+
+def simulate(schedule: Schedule, durations: Durations) -> Simulation:
+    """Run the schedule on paper. Raises `ScheduleError`, naming the heads of the waiting ranks, if
+    it deadlocks.
+    """
+    forward = _table("forward_s", durations.forward_s, schedule)
+    input_ = _table("input_s", durations.input_s, schedule)
+    weight = _table("weight_s", durations.weight_s, schedule)
+    down = _links("forward_transfer_s", durations.forward_transfer_s, schedule)
+    up = _links("backward_transfer_s", durations.backward_transfer_s, schedule)
+    home = schedule.stage_ranks
+    last = schedule.stages - 1
+    start: dict[Action, float] = {}
+    end: dict[Action, float] = {}
+    free = [0.0] * schedule.ranks
+    busy = [0.0] * schedule.ranks
+    position = [0] * schedule.ranks
+    seconds = {
+        "F": lambda s, m: forward[s][m],
+        "I": lambda s, m: input_[s][m],
+        "W": lambda s, m: weight[s][m],
+        "B": lambda s, m: input_[s][m] + weight[s][m],
+    }
+
+    def ready_s(action: Action) -> float | None:
+        """When the action's input is on its rank; None while that is not known."""
+        s, m = action.stage, action.microbatch
+        if action.kind == "F":
+            if s == 0:
+                return 0.0
+            before = end.get(Action(s - 1, "F", m))
+            return None if before is None else before + (down[s - 1] if home[s - 1] != home[s] else 0.0)
+        # the row's own order already puts F before I or B, and I before W
+        if action.kind == "W" or s == last:
+            return 0.0
+        after = end.get(Action(s + 1, "I", m), end.get(Action(s + 1, "B", m)))
+        return None if after is None else after + (up[s] if home[s + 1] != home[s] else 0.0)
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.actions):
+            while position[rank] < len(row):
+                action = row[position[rank]]
+                ready = ready_s(action)
+                if ready is None:
+                    break
+                began = max(free[rank], ready)
+                taken = seconds[action.kind](action.stage, action.microbatch)
+                start[action], end[action] = began, began + taken
+                free[rank] = began + taken
+                busy[rank] += taken
+                position[rank] += 1
+                moved = True
+    stuck = [
+        f"rank {r}: {row[p]}" for r, (row, p) in enumerate(zip(schedule.actions, position, strict=True)) if p < len(row)
+    ]
+    if stuck:
+        raise ScheduleError(f"the schedule waits for itself at {', '.join(stuck)}")
+    return Simulation(
+        makespan_s=max(free),
+        start_s=start,
+        end_s=end,
+        busy_s=tuple(busy),
+        peak_activation_bytes=peak_activation_bytes(schedule, durations.activation_bytes),
+    )
+
+
+def peak_activation_bytes(schedule: Schedule, activation_bytes: Sequence[int]) -> tuple[int, ...]:
+    """Most bytes of activations every rank holds at once, [P]; follows from the order alone, not
+    from times.
+    """
+    if activation_bytes and len(activation_bytes) != schedule.stages:
+        raise SpecError(f"activation_bytes needs one figure per stage ({schedule.stages})")
+    peaks = []
+    for row in schedule.actions:
+        held = peak = 0
+        for action in row:
+            size = activation_bytes[action.stage] if activation_bytes else 0
+            if action.kind == "F":
+                held += size
+                peak = max(peak, held)
+            elif action.kind in ("B", "W"):
+                held -= size
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,0 +1,267 @@
+"""The values that flow through pipeline_balance: frozen, validated when built, free of torch and of any
+process group.
+
+Shape legend: L layers, S stages, P ranks, M microbatches. Times are seconds of one microbatch on a rank of
+speed 1.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from prophet.spec import FloatArray, SpecError
+
+MAX_BYTES = 1 << 62
+"""Stands for "no limit": large enough for any machine, small enough that sums stay within 64 bits."""
+
+
+class PartitionError(SpecError):
+    """No stage map meets the limits; the message names what does not fit."""
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise SpecError(f"{name} must be finite seconds, not negative, got {value!r}")
+
+
+def _check_bytes(name: str, value: int) -> None:
+    if not (isinstance(value, int | np.integer) and 0 <= value <= MAX_BYTES):
+        raise SpecError(f"{name} must be whole bytes from 0 to 2**62, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCost:
+    """What one layer takes: seconds and activation bytes per microbatch, state bytes once.
+
+    A frozen layer is not free: it keeps `forward_s`, and `backward_input_s` too while any trainable parameter
+    lies upstream of it; only `backward_weight_s` vanishes.
+    """
+
+    forward_s: float
+    backward_input_s: float = 0.0
+    backward_weight_s: float = 0.0
+    activation_bytes: int = 0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("forward_s", "backward_input_s", "backward_weight_s"):
+            _check_seconds(f"LayerCost.{field}", getattr(self, field))
+        for field in ("activation_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes"):
+            _check_bytes(f"LayerCost.{field}", getattr(self, field))
+
+    @property
+    def backward_s(self) -> float:
+        return self.backward_input_s + self.backward_weight_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of one microbatch, forward and backward."""
+        return self.forward_s + self.backward_input_s + self.backward_weight_s
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory the layer takes whatever the schedule: parameters, gradients, optimizer state."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that travel when the layer changes rank between steps, when gradients are already
+        consumed.
+        """
+        return self.parameter_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankLimits:
+    """What one rank offers: memory for state and activations, and speed relative to the measured times."""
+
+    memory_bytes: int = MAX_BYTES
+    speed: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_bytes("RankLimits.memory_bytes", self.memory_bytes)
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise SpecError(f"RankLimits.speed must be positive and finite, got {self.speed!r}")
+
+    @classmethod
+    def uniform(cls, ranks: int, *, memory_bytes: int = MAX_BYTES, speed: float = 1.0) -> tuple[RankLimits, ...]:
+        """`ranks` limits that are all alike."""
+        if ranks < 1:
+            raise SpecError(f"ranks must be at least 1, got {ranks}")
+        return (cls(memory_bytes=memory_bytes, speed=speed),) * ranks
+
+
+@dataclass(frozen=True, slots=True)
+class StageMap:
+    """Which layers form which stage, and which rank runs it.
+
+    Stage s runs layers boundaries[s] .. boundaries[s+1]-1 on rank ranks[s]; no stage is empty. A rank may run
+    several stages and adjacent stages may share a rank; a rank that is not named runs nothing.
+    """
+
+    boundaries: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        boundaries = tuple(int(b) for b in self.boundaries)
+        ranks = tuple(int(r) for r in self.ranks)
+        if len(boundaries) != len(ranks) + 1 or len(ranks) < 1:
+            raise SpecError(
+                f"StageMap needs one boundary more than stages, "
+                f"got {len(boundaries)} boundaries for {len(ranks)} stages"
+            )
+        if boundaries[0] != 0:
+            raise SpecError(f"StageMap.boundaries must start at layer 0, got {boundaries[0]}")
+        for s in range(len(ranks)):
+            if boundaries[s + 1] <= boundaries[s]:
+                raise SpecError(f"stage {s} is empty: boundaries must rise strictly, got {list(boundaries)}")
+        if min(ranks) < 0:
+            raise SpecError(f"StageMap.ranks must not be negative, got {list(ranks)}")
+        object.__setattr__(self, "boundaries", boundaries)
+        object.__setattr__(self, "ranks", ranks)
+
+    @classmethod
+    def contiguous(cls, boundaries: Sequence[int]) -> StageMap:
+        """Stage k on rank k."""
+        return cls(tuple(boundaries), tuple(range(len(boundaries) - 1)))
+
+    @classmethod
+    def from_assignment(cls, rank_of_layer: Iterable[int]) -> StageMap:
+        """Every maximal run of layers on one rank becomes a stage; `rank_of_layer` is [L]."""
+        assignment = [int(r) for r in rank_of_layer]
+        if not assignment:
+            raise SpecError("an assignment needs at least one layer")
+        cuts = [0] + [i for i in range(1, len(assignment)) if assignment[i] != assignment[i - 1]]
+        return cls((*cuts, len(assignment)), tuple(assignment[c] for c in cuts))
+
+    @property
+    def layers(self) -> int:
+        return self.boundaries[-1]
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def used_ranks(self) -> tuple[int, ...]:
+        """Ranks that run something, ascending."""
+        return tuple(sorted(set(self.ranks)))
+
+    def layers_of(self, stage: int) -> range:
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    def assignment(self) -> tuple[int, ...]:
+        """Rank of every layer, [L]."""
+        return tuple(r for s, r in enumerate(self.ranks) for _ in self.layers_of(s))
+
+    def layers_on(self, rank: int) -> tuple[int, ...]:
+        """Layers that `rank` runs, ascending."""
+        return tuple(layer for s, r in enumerate(self.ranks) if r == rank for layer in self.layers_of(s))
+
+    def moves_to(self, other: StageMap) -> tuple[LayerMove, ...]:
+        """Layers whose rank differs in `other`, ascending."""
+        if other.layers != self.layers:
+            raise SpecError(f"stage maps are of {self.layers} and {other.layers} layers")
+        return tuple(
+            LayerMove(layer=layer, source=a, destination=b)
+            for layer, (a, b) in enumerate(zip(self.assignment(), other.assignment(), strict=True))
+            if a != b
+        )
+
+    def check_layers(self, layers: int) -> None:
+        if self.layers != layers:
+            raise SpecError(f"the stage map is of {self.layers} layers, {layers} layer costs were given")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerMove:
+    """One layer changes rank."""
+
+    layer: int
+    source: int
+    destination: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imbalance:
+    """Two measures of unequal load. Throughput follows `max_mean`; the DynMo paper (Eq. 2) reports
+    the other.
+    """
+
+    max_mean: float
+    max_minus_min_over_mean: float
+
+    @classmethod
+    def of(cls, loads: Sequence[float] | FloatArray) -> Imbalance:
+        """`loads` is one non-negative figure per rank; equal or all-zero loads give 1.0 and 0.0."""
+        values = np.asarray(loads, dtype=np.float64)
+        if values.ndim != 1 or values.size == 0:
+            raise SpecError(f"loads must be one figure per rank, got shape {list(values.shape)}")
+        mean = float(values.mean())
+        if mean <= 0:
+            return cls(max_mean=1.0, max_minus_min_over_mean=0.0)
+        return cls(
+            max_mean=float(values.max()) / mean,
+            max_minus_min_over_mean=float(values.max() - values.min()) / mean,
+        )
+
+
+def in_flight(stage: int, stages: int, microbatches: int) -> int:
+    """Microbatches whose activations stage `stage` of `stages` holds at once under 1F1B: min(M, S -
+    stage).
+    """
+    return min(microbatches, stages - stage)
+
+
+def stage_loads_s(costs: Sequence[LayerCost], stage_map: StageMap) -> tuple[float, ...]:
+    """Seconds of one microbatch in every stage on a rank of speed 1.0, [S]."""
+    stage_map.check_layers(len(costs))
+    return tuple(math.fsum(costs[i].total_s for i in stage_map.layers_of(s)) for s in range(stage_map.stages))
+
+
+def rank_loads_s(costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits]) -> tuple[float, ...]:
+    """Seconds of one microbatch on every rank at its own speed, [P]; 0.0 on a rank that runs nothing."""
+    _check_ranks(stage_map, limits)
+    stage_map.check_layers(len(costs))
+    return tuple(
+        math.fsum(costs[i].total_s for i in stage_map.layers_on(r)) / limits[r].speed for r in range(len(limits))
+    )
+
+
+def rank_memory_bytes(
+    costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits], microbatches: int
+) -> tuple[int, ...]:
+    """Bytes every rank needs, [P]: state, and activations of min(M, S - k) microbatches for every stage k it
+    runs.
+    """
+    _check_ranks(stage_map, limits)
+    stage_map.check_layers(len(costs))
+    needed = [0] * len(limits)
+    for s, rank in enumerate(stage_map.ranks):
+        held = in_flight(s, stage_map.stages, microbatches)
+        needed[rank] += sum(costs[i].state_bytes + held * costs[i].activation_bytes for i in stage_map.layers_of(s))
+    return tuple(needed)
+
+
+def fits(costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits], microbatches: int) -> bool:
+    """Whether every rank's memory suffices."""
+    needed = rank_memory_bytes(costs, stage_map, limits, microbatches)
+    return all(n <= limit.memory_bytes for n, limit in zip(needed, limits, strict=True))
+
+
+def moved_bytes(costs: Sequence[LayerCost], before: StageMap, after: StageMap) -> int:
+    """Bytes of parameters and optimizer state that change rank."""
+    before.check_layers(len(costs))
+    return sum(costs[move.layer].moved_bytes for move in before.moves_to(after))
+
+
+def _check_ranks(stage_map: StageMap, limits: Sequence[RankLimits]) -> None:
+    if max(stage_map.ranks) >= len(limits):
+        raise SpecError(f"the stage map names rank {max(stage_map.ranks)}, but limits are of {len(limits)} ranks")

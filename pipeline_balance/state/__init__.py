@@ -1,0 +1,1 @@
+"""Moves training state between layouts: spaces, boxes, routes and staged transitions."""
