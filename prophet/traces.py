@@ -193,7 +193,6 @@ def _read_member(
                 raise ValueError(f"expected {n_bytes} bytes, the data ends after {filled}")
             data[filled : filled + len(chunk)] = chunk
             filled += len(chunk)
-        stream.read(1)  # reaching the end makes zipfile compare the checksum
     array: npt.NDArray[Any] = np.frombuffer(data, dtype=dtype)
     array = array.reshape(shape[::-1]).T if fortran else array.reshape(shape)
     return array.astype(dtype.newbyteorder("="), copy=False)

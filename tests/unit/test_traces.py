@@ -329,3 +329,15 @@ def test_a_published_trace_reads() -> None:
     assert trace.counts.shape == (1200, 16, 16, 32)
     assert int(trace.load(0, 0).sum()) == 16 * 2048 * 2
     assert {s.stop - s.start for s in trace.iteration_slices()} == {4}
+
+
+def test_a_wrong_checksum_of_deflated_data_is_seen(tmp_path: Path) -> None:
+    """Data longer than one read, intact but for the checksum that the archive states."""
+    counts = np.random.default_rng(0).integers(0, 9999, (40, 2, 8, 16), dtype=np.uint16)
+    path = archive(tmp_path / "t.npz", counts=npy(counts), iteration=npy(np.arange(40, dtype=np.int32)))
+    with zipfile.ZipFile(path) as z:
+        crc = struct.pack("<I", z.getinfo("counts.npy").CRC)
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(crc, bytes([crc[0] ^ 1]) + crc[1:]))
+    with pytest.raises(TraceError, match=r"counts: .*CRC"):
+        read_trace(path)
