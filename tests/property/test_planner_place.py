@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prophet.planner import get_planner, timing
+from prophet.planner import PLANNER_NAMES, get_planner, timing
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import Machine, ProphetPlanner
 from prophet.spec import Placement, PlanContext
 from tests.property.planner_cases import Case, cases
 
 MANY = settings(max_examples=120, deadline=None)
-PLACING = ["prophet", "static", "top2", "top3", "pro-prophet"]
+PLACING = list(PLANNER_NAMES)
 
 
 def predicted_s(case: Case, placement: Placement, context: PlanContext) -> float:
