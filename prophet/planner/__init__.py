@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from prophet.planner.base import Planner
 from prophet.spec import SpecError
 
-PLANNER_NAMES: tuple[str, ...] = ("prophet", "static", "top2", "top3", "top-k", "pro-prophet")
+PLANNER_NAMES: tuple[str, ...] = (
+    "prophet",
+    "static",
+    "top2",
+    "top3",
+    "top-k",
+    "pro-prophet",
+    "fastermoe",
+    "eplb",
+    "llep",
+    "laer",
+    "ultraep",
+    "moonep",
+    "fine-ep",
+)
 
 __all__ = ["PLANNER_NAMES", "Planner", "get_planner", "warm"]
 
@@ -37,7 +52,21 @@ def _build(name: str, options: dict[str, Any]) -> Planner:
         return baselines.TopKPlanner(k=int(name[3:]), name=name, **options)
     if name == "top-k":
         return baselines.TopKPlanner(**options)
-    return baselines.ProProphetPlanner(**options)
+    if name == "pro-prophet":
+        return baselines.ProProphetPlanner(**options)
+    from prophet.planner import published
+
+    if name == "moonep":
+        return published.UltraEpPlanner(exact_match=True, name=name, **options)
+    by_name: dict[str, Callable[..., Planner]] = {
+        "fastermoe": published.FasterMoEPlanner,
+        "eplb": published.EplbPlanner,
+        "llep": published.LlepPlanner,
+        "laer": published.LaerPlanner,
+        "ultraep": published.UltraEpPlanner,
+        "fine-ep": published.FineEpPlanner,
+    }
+    return by_name[name](**options)
 
 
 def warm() -> None:

@@ -133,11 +133,12 @@ def solve_totals(
     speed_R: FloatArray,
     x: IntArray,
     rank_load: IntArray,
+    at_least: float,
 ) -> float:
     """Fill `x` [A] (tokens per arc) and `rank_load` [R]; return T, the speed-weighted bottleneck.
 
-    `fixed_R` are the tokens of experts with one holder. The result minimises T, then tokens between nodes,
-    then tokens between ranks.
+    `fixed_R` are the tokens of experts with one holder. The result minimises T, but not below `at_least`, then
+    tokens between nodes, then tokens between ranks.
     """
     ranks = rank_load.size
     many = multi.size
@@ -150,7 +151,7 @@ def solve_totals(
     for j in range(many):
         need += total_E[multi[j]]
     nobody = np.zeros(ranks, np.bool_)
-    level = max(level, raised_level(need, nobody, speed_R, True))
+    level = max(level, at_least, raised_level(need, nobody, speed_R, True))
 
     # Groups: the holders of one expert in one node.
     group = np.empty(arcs, np.int64)
@@ -428,6 +429,6 @@ def split_flows(
     fixed_R = fixed_load(total_E, home_E, multi, ranks)
     rank_load = np.empty(ranks, np.int64)
     x = np.empty(arc_rank.size, np.int64)
-    level = solve_totals(load_RE, total_E, fixed_R, multi, start, arc_rank, node_R, speed_R, x, rank_load)
+    level = solve_totals(load_RE, total_E, fixed_R, multi, start, arc_rank, node_R, speed_R, x, rank_load, 0.0)
     flows, used = expand(load_RE, multi, start, arc_rank, node_R, x)
     return multi, flows[:used], rank_load, level

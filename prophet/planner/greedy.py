@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prophet.planner import search
+from prophet.planner import search, timing
 from prophet.planner.split import Flows, exact_flows
 from prophet.spec import (
     BoolArray,
@@ -46,17 +46,17 @@ class Machine:
     @classmethod
     def of(cls, context: PlanContext) -> Machine:
         topology, shape = context.topology, context.shape
-        figures = np.zeros(search.FIGURES)
-        figures[search.TOKEN_BYTES] = shape.token_bytes
-        figures[search.INTRA_BYTES_PER_S] = topology.intra.bytes_per_s
-        figures[search.INTRA_LATENCY_S] = topology.intra.latency_s
-        figures[search.INTER_BYTES_PER_S] = topology.inter.bytes_per_s
-        figures[search.INTER_LATENCY_S] = topology.inter.latency_s
-        figures[search.PARAM_BYTES] = shape.expert_bytes
-        figures[search.GRAD_BYTES] = shape.expert_grad_bytes
-        figures[search.FNEC_S] = context.windows.fnec_s
-        figures[search.BNEC_S] = context.windows.bnec_s
-        figures[search.OVERHEAD_S] = topology.expert_overhead_s
+        figures = np.zeros(timing.FIGURES)
+        figures[timing.TOKEN_BYTES] = shape.token_bytes
+        figures[timing.INTRA_BYTES_PER_S] = topology.intra.bytes_per_s
+        figures[timing.INTRA_LATENCY_S] = topology.intra.latency_s
+        figures[timing.INTER_BYTES_PER_S] = topology.inter.bytes_per_s
+        figures[timing.INTER_LATENCY_S] = topology.inter.latency_s
+        figures[timing.PARAM_BYTES] = shape.expert_bytes
+        figures[timing.GRAD_BYTES] = shape.expert_grad_bytes
+        figures[timing.FNEC_S] = context.windows.fnec_s
+        figures[timing.BNEC_S] = context.windows.bnec_s
+        figures[timing.OVERHEAD_S] = topology.expert_overhead_s
         limit = np.minimum(context.slot_limits(), context.experts)
         return cls(
             topology=topology,
@@ -93,16 +93,21 @@ def _same(a: object, b: object) -> bool:
 class ProphetPlanner:
     """Cost-aware replicas with fractional use, and an exact split.
 
-    `keep_margin`: the placement in force is kept while its predicted cost is within this fraction of the best
-    one found. `gain_margin`: replicas are used only when the prediction gains at least this fraction over
-    none. `evaluations` bounds the trial moves of the search, beyond its constructive part.
+    `keep_margin`: the placement in force is kept while its predicted cost is within this fraction of the best one
+    found. `gain_margin`: replicas are used only when the prediction gains at least this fraction over none.
+    `evaluations` bounds the trial moves of the search per start at 16 ranks x 32 experts; smaller cases get more.
+    `spare`: replicas are added until every rank can drain this share of the mean load to any other, where that costs
+    at most `spare_margin` of the step (0: no spare replicas).
+    `timed`: where exchanges are a good part of the step, the split may leave the bottleneck higher than it must be, if
+    that makes the predicted step shorter; False always minimises the bottleneck.
     """
 
     keep_margin: float = 0.005
     gain_margin: float = 0.01
-    evaluations: int = 8
-    spare: float = 0.1
-    spare_margin: float = 0.0
+    evaluations: int = 4
+    spare: float = 0.2
+    spare_margin: float = 0.01
+    timed: bool = True
     name: str = "prophet"
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 
@@ -141,9 +146,10 @@ class ProphetPlanner:
             previous is not None,
             self.keep_margin,
             self.gain_margin,
-            self.evaluations,
+            min(400, self.evaluations * 512 // load.size),
             self.spare,
             self.spare_margin,
+            self.timed,
         )
         return Placement.trusted(machine.home, holds)
 
@@ -162,7 +168,18 @@ class ProphetPlanner:
                 f"placement is for {placement.experts} experts x {placement.ranks} ranks, "
                 f"the context for {context.experts} x {context.ranks}"
             )
-        return exact_flows(load, placement, node=machine.node, speed=machine.speed, check=False)
+        if not self.timed:
+            return exact_flows(load, placement, node=machine.node, speed=machine.speed, check=False)
+        shared, rows, rank_load, level = timing.timed_flows(
+            load,
+            placement.holds,
+            placement.home,
+            machine.node,
+            machine.speed,
+            machine.seconds_per_token,
+            machine.figures,
+        )
+        return Flows(load, placement.home, shared, rows, rank_load, level)
 
 
 def machine_previous(previous: Placement | None, load: IntArray) -> BoolArray:

@@ -1,258 +1,112 @@
-"""Compiled kernels of the placement search: the compiled twin of `cost.step_cost`, and the moves that lower
-it.
+"""Compiled kernels of the placement search: candidates, and the moves that improve them.
 
 Shape legend: R ranks, E experts, M experts with replicas, A arcs (holders of those experts), C replicas.
 
-A candidate is a list of replicas (expert, rank). Its cost is that of its exact split. Machine figures travel
-as one float array, indexed by the constants below.
+A candidate is a list of replicas (expert, rank). Its cost is that of its split under the predicted load.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, compiled, entry
-from prophet.planner.flow import expand, expert_totals, solve_totals
 from prophet.planner.outlets import add_outlets
+from prophet.planner.timing import Problem, best_flows, index_replicas, make_problem, placement_cost
 from prophet.spec import BoolArray, FloatArray, IntArray
 
-TOKEN_BYTES, INTRA_BYTES_PER_S, INTRA_LATENCY_S, INTER_BYTES_PER_S, INTER_LATENCY_S = 0, 1, 2, 3, 4
-PARAM_BYTES, GRAD_BYTES, FNEC_S, BNEC_S, OVERHEAD_S = 5, 6, 7, 8, 9
-FIGURES = 10
 
-
-class Problem(NamedTuple):
-    """What stays fixed during one search; `home_*` is what `home_traffic` returns."""
-
-    load_RE: IntArray
-    total_E: IntArray
-    home_E: IntArray
-    node_R: IntArray
-    speed_R: FloatArray
-    seconds_per_token_R: FloatArray
-    figures: FloatArray
-    home_load: IntArray
-    home_groups: IntArray
-    home_moved: IntArray
+@compiled
+def consider(
+    problem: Problem,
+    timed: bool,
+    rep_expert: IntArray,
+    rep_rank: IntArray,
+    used: int,
+    now_expert: IntArray,
+    now_rank: IntArray,
+    now_used: int,
+    now: FloatArray,
+) -> int:
+    """Move on to the candidate, in place, if its guide is lower; return how many replicas are held now."""
+    cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
+    if cost[5] >= now[5]:
+        return now_used
+    now[:] = cost
+    now_expert[:used] = rep_expert[:used]
+    now_rank[:used] = rep_rank[:used]
+    return used
 
 
 @compiled
-def index_replicas(
-    rep_expert: IntArray, rep_rank: IntArray, used: int, home_E: IntArray
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Like `flow.index_holders`, from a list of replicas in any order."""
-    experts = home_E.size
-    count = np.zeros(experts, np.int64)
-    for i in range(used):
-        count[rep_expert[i]] += 1
-    many = 0
-    for e in range(experts):
-        if count[e] > 0:
-            many += 1
-    multi = np.empty(many, np.int64)
-    start = np.empty(many + 1, np.int64)
-    arc_rank = np.empty(used + many, np.int64)
-    a = 0
-    j = 0
-    for e in range(experts):
-        n = count[e]
-        if n > 0:
-            multi[j] = e
-            start[j] = a
-            arc_rank[a] = home_E[e]
-            count[e] = a + 1
-            a += n + 1
-            j += 1
-    start[many] = a
-    for i in range(used):
-        e = rep_expert[i]
-        k = count[e]
-        arc_rank[k] = rep_rank[i]
-        count[e] += 1
-    for j in range(many):
-        for k in range(start[j] + 1, start[j + 1]):
-            r = arc_rank[k]
-            q = k
-            while q > start[j] and arc_rank[q - 1] > r:
-                arc_rank[q] = arc_rank[q - 1]
-                q -= 1
-            arc_rank[q] = r
-    return multi, start, arc_rank
+def pick_taker(
+    problem: Problem,
+    room: IntArray,
+    ask: int,
+    giver: int,
+    expert: int,
+    rep_expert: IntArray,
+    rep_rank: IntArray,
+    used: int,
+    free: IntArray,
+    regardless: bool,
+    only_near: bool,
+) -> int:
+    """The rank to take `ask` tokens of `expert`, among those with a free slot (or `regardless` of slots); -1: none.
 
-
-@compiled
-def home_traffic(
-    load_RE: IntArray, total_E: IntArray, home_E: IntArray, node_R: IntArray
-) -> tuple[IntArray, IntArray, IntArray]:
-    """What holds when all tokens go home: rank loads [R], expert groups [R], tokens moved [4, R].
-
-    The rows of the last are: sent within nodes, received within nodes, sent between nodes, received between
-    nodes.
+    One that can take all of it (in the giver's node first, then with most local tokens), or else the roomiest.
     """
-    ranks, experts = load_RE.shape
-    rank_load = np.zeros(ranks, np.int64)
-    groups = np.zeros(ranks, np.int64)
-    moved = np.zeros((4, ranks), np.int64)
-    for e in range(experts):
-        rank_load[home_E[e]] += total_E[e]
-        if total_E[e] > 0:
-            groups[home_E[e]] += 1
-    for r in range(ranks):
-        for e in range(experts):
-            d = home_E[e]
-            if d != r:
-                n = load_RE[r, e]
-                if node_R[d] == node_R[r]:
-                    moved[0, r] += n
-                    moved[1, d] += n
-                else:
-                    moved[2, r] += n
-                    moved[3, d] += n
-    return rank_load, groups, moved
-
-
-@compiled
-def level_seconds(units: float, n_bytes: float, bytes_per_s: float, latency_s: float) -> float:
-    """Seconds to move `units` pieces of `n_bytes` over a link; nothing to move takes no time."""
-    if units <= 0:
-        return 0.0
-    return latency_s + units * n_bytes / bytes_per_s
-
-
-@compiled
-def exchange_seconds(intra_units: float, inter_units: float, n_bytes: float, figures: FloatArray) -> float:
-    """Seconds of an exchange whose busiest rank moves so many pieces over each level; levels work at once."""
-    intra_s = level_seconds(intra_units, n_bytes, figures[INTRA_BYTES_PER_S], figures[INTRA_LATENCY_S])
-    inter_s = level_seconds(inter_units, n_bytes, figures[INTER_BYTES_PER_S], figures[INTER_LATENCY_S])
-    return max(intra_s, inter_s)
-
-
-@compiled
-def transfer_units(
-    home_E: IntArray, multi: IntArray, start: IntArray, arc_rank: IntArray, node_R: IntArray
-) -> FloatArray:
-    """Copies of an expert that the busiest rank moves, [6]: direct, scatter, gather, each within and between
-    nodes.
-    """
-    ranks = node_R.size
-    sent = np.zeros((6, ranks))
-    received = np.zeros((6, ranks))
-    per_node = np.zeros(node_R[ranks - 1] + 1)
-    for j in range(multi.size):
-        home = home_E[multi[j]]
-        n = start[j + 1] - start[j] - 1
-        part = 1.0 / n
-        for k in range(start[j], start[j + 1]):
-            if arc_rank[k] != home:
-                per_node[node_R[arc_rank[k]]] += 1
-        for k in range(start[j], start[j + 1]):
-            d = arc_rank[k]
-            if d == home:
-                continue
-            level = 0 if node_R[d] == node_R[home] else 1
-            sent[level, home] += 1.0
-            received[level, d] += 1.0
-            sent[2 + level, home] += part
-            received[2 + level, d] += part
-            near = per_node[node_R[d]]
-            sent[4, d] += (near - 1) * part
-            sent[5, d] += (n - near) * part
-        for k in range(start[j], start[j + 1]):
-            per_node[node_R[arc_rank[k]]] = 0
-    busiest = np.zeros(6)
-    for i in range(6):
-        for r in range(ranks):
-            busiest[i] = max(busiest[i], sent[i, r], received[i, r])
-    return busiest
-
-
-@compiled
-def transfer_seconds(units: FloatArray, n_bytes: float, figures: FloatArray) -> float:
-    """Seconds of Trans or Agg in its cheaper form."""
-    direct_s = exchange_seconds(units[0], units[1], n_bytes, figures)
-    scatter_s = exchange_seconds(units[2], units[3], n_bytes, figures)
-    return min(direct_s, scatter_s + exchange_seconds(units[4], units[5], n_bytes, figures))
-
-
-@compiled
-def placement_cost(problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: int) -> FloatArray:
-    """Cost of a list of replicas under its exact split, [5] seconds: total, a2a, expert, exposed Trans,
-    exposed Agg.
-    """
-    load_RE, total_E, home_E, node_R = problem.load_RE, problem.total_E, problem.home_E, problem.node_R
-    figures = problem.figures
-    ranks = load_RE.shape[0]
-    rank_load = problem.home_load.copy()
-    groups = problem.home_groups.copy()
-    moved = problem.home_moved.copy()
-    trans_s = 0.0
-    agg_s = 0.0
-    if used > 0:
-        multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, home_E)
-        for j in range(multi.size):
-            e = multi[j]
-            h = home_E[e]
-            rank_load[h] -= total_E[e]
-            if total_E[e] > 0:
-                groups[h] -= 1
-            for r in range(ranks):
-                n = load_RE[r, e]
-                if r != h and n > 0:
-                    level = 0 if node_R[r] == node_R[h] else 2
-                    moved[level, r] -= n
-                    moved[level + 1, h] -= n
-        x = np.empty(arc_rank.size, np.int64)
-        result = np.empty(ranks, np.int64)
-        solve_totals(load_RE, total_E, rank_load, multi, start, arc_rank, node_R, problem.speed_R, x, result)
-        rank_load = result
-        flows, rows = expand(load_RE, multi, start, arc_rank, node_R, x)
-        for i in range(rows):
-            r = flows[i, 0]
-            d = flows[i, 2]
-            if r != d:
-                level = 0 if node_R[r] == node_R[d] else 2
-                moved[level, r] += flows[i, 3]
-                moved[level + 1, d] += flows[i, 3]
-        for k in range(arc_rank.size):
-            if x[k] > 0:
-                groups[arc_rank[k]] += 1
-        units = transfer_units(home_E, multi, start, arc_rank, node_R)
-        trans_s = transfer_seconds(units, figures[PARAM_BYTES], figures)
-        agg_s = transfer_seconds(units, figures[GRAD_BYTES], figures)
-    forward_s = 0.0
-    intra = 0
-    inter = 0
-    for r in range(ranks):
-        forward_s = max(forward_s, rank_load[r] * problem.seconds_per_token_R[r] + groups[r] * figures[OVERHEAD_S])
-        intra = max(intra, moved[0, r], moved[1, r])
-        inter = max(inter, moved[2, r], moved[3, r])
-    cost = np.empty(5)
-    cost[1] = 4.0 * exchange_seconds(float(intra), float(inter), figures[TOKEN_BYTES], figures)
-    cost[2] = 3.0 * forward_s
-    cost[3] = max(0.0, trans_s - forward_s - figures[FNEC_S])
-    cost[4] = max(0.0, agg_s - 2.0 * forward_s - figures[BNEC_S])
-    cost[0] = cost[1] + cost[2] + cost[3] + cost[4]
-    return cost
+    load_RE, node_R = problem.load_RE, problem.node_R
+    taker = -1
+    fits = False
+    near = False
+    for r in range(room.size):
+        if room[r] <= 0 or r == giver or (free[r] <= 0 and not regardless):
+            continue
+        held = False
+        for i in range(used):
+            if rep_expert[i] == expert and rep_rank[i] == r:
+                held = True
+                break
+        if held:
+            continue
+        r_fits = room[r] >= ask
+        r_near = node_R[r] == node_R[giver]
+        if only_near and not r_near:
+            continue
+        if taker < 0:
+            better = True
+        elif r_fits != fits:
+            better = r_fits
+        elif not fits:
+            better = room[r] > room[taker]
+        elif r_near != near:
+            better = r_near
+        else:
+            better = load_RE[r, expert] > load_RE[taker, expert]
+        if better:
+            taker = r
+            fits = r_fits
+            near = r_near
+    return taker
 
 
 @compiled
 def export_excess(
     problem: Problem,
-    level: float,
+    slack: float,
+    near: bool,
     limit_R: IntArray,
     rep_expert: IntArray,
     rep_rank: IntArray,
 ) -> tuple[int, bool]:
-    """Bring every rank's load to at most level * speed by few, large exports; return (replicas, slots were
-        short).
+    """Bring loads down to (1 + slack) of the even level by few, large exports; return (replicas, slots short).
 
-    The most overloaded rank gives its heaviest expert to one rank that can take all of its excess (nearest
-    first, then most local tokens), or else to the roomiest one.
+    The most overloaded rank gives its heaviest expert to one rank that can take all of its excess (nearest first,
+    then most local tokens), or else to the roomiest one. With `near`, nodes keep their load and level it among their
+    own ranks.
     """
-    load_RE, home_E, node_R = problem.load_RE, problem.home_E, problem.node_R
-    ranks, experts = load_RE.shape
+    home_E = problem.home_E
+    ranks, experts = problem.load_RE.shape
     left = problem.total_E.copy()
     room = np.empty(ranks, np.int64)
     free = limit_R.copy()
@@ -262,7 +116,17 @@ def export_excess(
     for e in range(experts - 1, -1, -1):
         following[e] = first[home_E[e]]
         first[home_E[e]] = e
+    node_R = problem.node_R
+    nodes = node_R[ranks - 1] + 1 if near else 1
+    load_of = np.zeros(nodes)
+    speed_of = np.zeros(nodes)
     for r in range(ranks):
+        n = node_R[r] if near else 0
+        load_of[n] += problem.home_load[r]
+        speed_of[n] += problem.speed_R[r]
+    for r in range(ranks):
+        n = node_R[r] if near else 0
+        level = load_of[n] / speed_of[n] * (1.0 + slack)
         room[r] = int(np.floor(level * problem.speed_R[r] + 1e-6)) - problem.home_load[r]
     used = 0
     short = False
@@ -284,38 +148,10 @@ def export_excess(
             stuck[giver] = True
             continue
         ask = min(-room[giver], left[heaviest])
-        taker = -1
-        fits = False
-        near = False
-        for r in range(ranks):
-            if room[r] <= 0 or r == giver:
-                continue
-            if free[r] <= 0:
-                short = True
-                continue
-            held = False
-            for i in range(used):
-                if rep_expert[i] == heaviest and rep_rank[i] == r:
-                    held = True
-                    break
-            if held:
-                continue
-            r_fits = room[r] >= ask
-            r_near = node_R[r] == node_R[giver]
-            if taker < 0:
-                better = True
-            elif r_fits != fits:
-                better = r_fits
-            elif not fits:
-                better = room[r] > room[taker]
-            elif r_near != near:
-                better = r_near
-            else:
-                better = load_RE[r, heaviest] > load_RE[taker, heaviest]
-            if better:
-                taker = r
-                fits = r_fits
-                near = r_near
+        taker = pick_taker(problem, room, ask, giver, heaviest, rep_expert, rep_rank, used, free, True, near)
+        if taker < 0 or free[taker] <= 0:
+            short = True
+            taker = pick_taker(problem, room, ask, giver, heaviest, rep_expert, rep_rank, used, free, False, near)
         if taker < 0:
             stuck[giver] = True
             continue
@@ -333,15 +169,17 @@ def export_excess(
 @compiled
 def add_local_layer(
     problem: Problem,
+    near: bool,
     limit_R: IntArray,
     rep_expert: IntArray,
     rep_rank: IntArray,
     used: int,
 ) -> tuple[int, bool]:
-    """Give every rank with a free slot the expert, not yet held, to which it routes most; return (replicas,
-    short).
+    """Give every rank with a free slot the expert it lacks and routes to most; return (replicas, slots short).
+
+    With `near`, only experts whose home is in its node.
     """
-    load_RE, home_E = problem.load_RE, problem.home_E
+    load_RE, home_E, node_R = problem.load_RE, problem.home_E, problem.node_R
     ranks, experts = load_RE.shape
     held = np.zeros((ranks, experts), np.bool_)
     free = limit_R.copy()
@@ -357,7 +195,9 @@ def add_local_layer(
             continue
         best = -1
         for e in range(experts):
-            if not held[r, e] and load_RE[r, e] > 0 and (best < 0 or load_RE[r, e] > load_RE[r, best]):
+            if held[r, e] or load_RE[r, e] == 0 or (near and node_R[home_E[e]] != node_R[r]):
+                continue
+            if best < 0 or load_RE[r, e] > load_RE[r, best]:
                 best = e
         if best >= 0 and used < rep_expert.size:
             rep_expert[used] = best
@@ -366,7 +206,170 @@ def add_local_layer(
     return used, short
 
 
-@entry(INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL, FLOAT, FLOAT, INT, FLOAT, FLOAT)
+@compiled
+def polish(
+    problem: Problem,
+    timed: bool,
+    limit_R: IntArray,
+    tries: int,
+    rep_expert: IntArray,
+    rep_rank: IntArray,
+    now_expert: IntArray,
+    now_rank: IntArray,
+    now_used: int,
+    now: FloatArray,
+) -> tuple[int, bool]:
+    """Improve a candidate in place by at most `tries` trial moves; return (replicas, slots were short).
+
+    Moves: a layer of local replicas, dropping one, adding one, replacing one's rank or one's expert.
+    """
+    load_RE, home_E = problem.load_RE, problem.home_E
+    ranks, experts = load_RE.shape
+    short = False
+    improved = True
+    while improved and tries > 0:
+        improved = False
+        for near in (True, False):
+            while tries > 0:
+                rep_expert[:now_used] = now_expert[:now_used]
+                rep_rank[:now_used] = now_rank[:now_used]
+                used, lacking = add_local_layer(problem, near, limit_R, rep_expert, rep_rank, now_used)
+                short = short or lacking
+                if used == now_used:
+                    break
+                tries -= 1
+                before = now[5]
+                now_used = consider(problem, timed, rep_expert, rep_rank, used, now_expert, now_rank, now_used, now)
+                if now[5] >= before:
+                    break
+                improved = True
+        i = now_used - 1
+        while i >= 0 and tries > 0:
+            before = now[5]
+            used = 0
+            for k in range(now_used):
+                if k != i:
+                    rep_expert[used] = now_expert[k]
+                    rep_rank[used] = now_rank[k]
+                    used += 1
+            tries -= 1
+            now_used = consider(problem, timed, rep_expert, rep_rank, used, now_expert, now_rank, now_used, now)
+            improved = improved or now[5] < before
+            i -= 1
+        for d in range(ranks):
+            if tries <= 0:
+                break
+            held = np.zeros(experts, np.bool_)
+            count = 0
+            for e in range(experts):
+                held[e] = home_E[e] == d
+            for k in range(now_used):
+                if now_rank[k] == d:
+                    held[now_expert[k]] = True
+                    count += 1
+            wanted = -1
+            for e in range(experts):
+                if not held[e] and load_RE[d, e] > 0 and (wanted < 0 or load_RE[d, e] > load_RE[d, wanted]):
+                    wanted = e
+            if wanted < 0:
+                continue
+            before = now[5]
+            if count < limit_R[d]:
+                rep_expert[:now_used] = now_expert[:now_used]
+                rep_rank[:now_used] = now_rank[:now_used]
+                rep_expert[now_used] = wanted
+                rep_rank[now_used] = d
+                tries -= 1
+                now_used = consider(
+                    problem, timed, rep_expert, rep_rank, now_used + 1, now_expert, now_rank, now_used, now
+                )
+            else:
+                short = True
+            if now[5] < before:
+                improved = True
+                continue
+            for k in range(now_used):
+                if now_rank[k] == d and tries > 0:
+                    rep_expert[:now_used] = now_expert[:now_used]
+                    rep_rank[:now_used] = now_rank[:now_used]
+                    rep_expert[k] = wanted
+                    tries -= 1
+                    now_used = consider(
+                        problem, timed, rep_expert, rep_rank, now_used, now_expert, now_rank, now_used, now
+                    )
+                    if now[5] < before:
+                        improved = True
+                        break
+        count_R = np.zeros(ranks, np.int64)
+        for k in range(now_used):
+            count_R[now_rank[k]] += 1
+        i = 0
+        while i < now_used and tries > 0:
+            e = now_expert[i]
+            for t in range(ranks):
+                taken = t == home_E[e]
+                for k in range(now_used):
+                    taken = taken or (now_expert[k] == e and now_rank[k] == t)
+                if taken:
+                    continue
+                if count_R[t] >= limit_R[t]:
+                    short = True
+                    continue
+                if tries <= 0:
+                    break
+                rep_expert[:now_used] = now_expert[:now_used]
+                rep_rank[:now_used] = now_rank[:now_used]
+                source = rep_rank[i]
+                rep_rank[i] = t
+                tries -= 1
+                before = now[5]
+                now_used = consider(problem, timed, rep_expert, rep_rank, now_used, now_expert, now_rank, now_used, now)
+                if now[5] < before:
+                    count_R[source] -= 1
+                    count_R[t] += 1
+                    improved = True
+            i += 1
+    return now_used, short
+
+
+@compiled
+def try_exports(
+    problem: Problem,
+    timed: bool,
+    near: bool,
+    limit_R: IntArray,
+    rep_expert: IntArray,
+    rep_rank: IntArray,
+    best_expert: IntArray,
+    best_rank: IntArray,
+    best_used: int,
+    best: FloatArray,
+) -> tuple[int, bool]:
+    """Exports down to a ladder of levels: all the way where transfers are free, less far where they are not.
+
+    Improves the best candidate in place; returns (its replicas, slots were short).
+    """
+    slack = 0.0
+    misses = 0
+    used, short = export_excess(problem, slack, near, limit_R, rep_expert, rep_rank)
+    while used > 0:
+        cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
+        misses += 1
+        if cost[0] < best[0]:
+            misses = 0
+            best[:] = cost
+            best_used = used
+            best_expert[:used] = rep_expert[:used]
+            best_rank[:used] = rep_rank[:used]
+        if cost[3] + cost[4] <= 0.0 or slack > 8.0 or misses > 2:
+            break
+        slack = 0.05 if slack == 0.0 else slack * 2.0
+        used, lacking = export_excess(problem, slack, near, limit_R, rep_expert, rep_rank)
+        short = short or lacking
+    return best_used, short
+
+
+@entry(INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL, FLOAT, FLOAT, INT, FLOAT, FLOAT, BOOL)
 def search(
     load_RE: IntArray,
     home_E: IntArray,
@@ -382,27 +385,15 @@ def search(
     evaluations: int,
     spare: float,
     spare_margin: float,
+    timed: bool,
 ) -> tuple[BoolArray, float, float]:
     """Search replicas for the predicted `load_RE`; return (holds [E, R], their cost, the cost of homes only).
 
-    For slot limits 1, 2, … up to `limit_R` the best of the limits so far competes with fresh candidates, so
-    that a further slot never makes the prediction worse. `evaluations` bounds the trial moves per limit.
+    Slot limits grow step by step up to `limit_R`; the best candidate so far goes along, so that a further slot
+    never makes the prediction worse. `evaluations` bounds the trial moves per step.
     """
     ranks, experts = load_RE.shape
-    total_E = expert_totals(load_RE)
-    home_load, home_groups, home_moved = home_traffic(load_RE, total_E, home_E, node_R)
-    problem = Problem(
-        load_RE,
-        total_E,
-        home_E,
-        node_R,
-        speed_R,
-        seconds_per_token_R,
-        figures,
-        home_load,
-        home_groups,
-        home_moved,
-    )
+    problem = make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures)
     most = 0
     slots = 0
     for r in range(ranks):
@@ -414,84 +405,79 @@ def search(
     best_expert = np.empty(slots, np.int64)
     best_rank = np.empty(slots, np.int64)
     best_used = 0
-    base = placement_cost(problem, rep_expert, rep_rank, 0)
+    now_expert = np.empty(slots, np.int64)
+    now_rank = np.empty(slots, np.int64)
+    kept_expert = np.empty(slots, np.int64)
+    kept_rank = np.empty(slots, np.int64)
+    kept_used = 0
+    base = placement_cost(problem, rep_expert, rep_rank, 0, False)
     best = base.copy()
+    kept = base.copy()
     tokens = 0
-    total_speed = 0.0
+    total_rate = 0.0
     for r in range(ranks):
-        tokens += home_load[r]
-        total_speed += speed_R[r]
+        tokens += problem.home_load[r]
+        total_rate += 1.0 / seconds_per_token_R[r]
     limit = np.empty(ranks, np.int64)
-    for slot in range(1, most + 1):
-        short = False
+    slot = 1
+    while slot <= most:
         for r in range(ranks):
             limit[r] = min(limit_R[r], slot)
-        tries = evaluations
-        # Exports down to a ladder of levels: all the way where transfers are free, less far where they are
-        # not.
-        slack = 0.0
-        while True:
-            level = tokens / total_speed * (1.0 + slack)
-            used, lacking = export_excess(problem, level, limit, rep_expert, rep_rank)
-            short = short or lacking
-            if used == 0:
-                break
-            cost = placement_cost(problem, rep_expert, rep_rank, used)
-            if cost[0] < best[0]:
-                best = cost
-                best_used = used
-                best_expert[:used] = rep_expert[:used]
-                best_rank[:used] = rep_rank[:used]
-            if cost[3] + cost[4] <= 0.0 or slack > 8.0:
-                break
-            slack = 0.05 if slack == 0.0 else slack * 2.0
-        # Replicas that pay by keeping tokens local: a layer of one per rank at a time, as long as each helps.
-        while tries > 0 and best[1] > 0.0:
-            rep_expert[:best_used] = best_expert[:best_used]
-            rep_rank[:best_used] = best_rank[:best_used]
-            used, lacking = add_local_layer(problem, limit, rep_expert, rep_rank, best_used)
-            short = short or lacking
-            if used == best_used:
-                break
-            tries -= 1
-            cost = placement_cost(problem, rep_expert, rep_rank, used)
-            if cost[0] >= best[0]:
-                break
-            best = cost
-            best_used = used
-            best_expert[:used] = rep_expert[:used]
-            best_rank[:used] = rep_rank[:used]
-        # Drop replicas that do not pay.
-        i = best_used - 1
-        while tries > 0 and i >= 0 and best[3] + best[4] > 0.0:
-            used = 0
-            for k in range(best_used):
-                if k != i:
-                    rep_expert[used] = best_expert[k]
-                    rep_rank[used] = best_rank[k]
-                    used += 1
-            tries -= 1
-            cost = placement_cost(problem, rep_expert, rep_rank, used)
-            if cost[0] <= best[0]:
-                best = cost
-                best_used = used
-                best_expert[:used] = rep_expert[:used]
-                best_rank[:used] = rep_rank[:used]
-            i -= 1
-        # Spare replicas against drift, as long as they cost nothing.
+        best_used, short = try_exports(
+            problem, timed, False, limit, rep_expert, rep_rank, best_expert, best_rank, best_used, best
+        )
+        # Where more than the products themselves is left to gain: other starts, and single moves from each.
+        if best[0] > 1.05 * 3.0 * tokens / total_rate:
+            for start_kind in range(4):
+                now = base.copy()
+                now_used = 0
+                if start_kind == 0:
+                    now = best.copy()
+                    now_used = best_used
+                    now_expert[:best_used] = best_expert[:best_used]
+                    now_rank[:best_used] = best_rank[:best_used]
+                elif start_kind == 1:
+                    if node_R[ranks - 1] == 0:
+                        continue
+                    now_used, lacking = try_exports(
+                        problem, timed, True, limit, rep_expert, rep_rank, now_expert, now_rank, 0, now
+                    )
+                    short = short or lacking
+                else:
+                    if start_kind == 2 and node_R[ranks - 1] == 0:
+                        continue
+                    used = 0
+                    while True:
+                        grown, lacking = add_local_layer(problem, start_kind == 2, limit, rep_expert, rep_rank, used)
+                        short = short or lacking
+                        if grown == used:
+                            break
+                        used = grown
+                        cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
+                        if cost[0] < now[0]:
+                            now = cost
+                            now_used = used
+                            now_expert[:used] = rep_expert[:used]
+                            now_rank[:used] = rep_rank[:used]
+                now_used, lacking = polish(
+                    problem, timed, limit, evaluations, rep_expert, rep_rank, now_expert, now_rank, now_used, now
+                )
+                short = short or lacking
+                if now[0] < best[0]:
+                    best[:] = now
+                    best_used = now_used
+                    best_expert[:now_used] = now_expert[:now_used]
+                    best_rank[:now_used] = now_rank[:now_used]
+        # Spare replicas against drift, as long as they cost next to nothing.
+        spared = False
         if best_used > 0 and spare > 0.0:
             multi, start, arc_rank = index_replicas(best_expert, best_rank, best_used, home_E)
-            fixed = home_load.copy()
-            for j in range(multi.size):
-                fixed[home_E[multi[j]]] -= total_E[multi[j]]
-            x = np.empty(arc_rank.size, np.int64)
-            solve_totals(load_RE, total_E, fixed, multi, start, arc_rank, node_R, speed_R, x, np.empty(ranks, np.int64))
+            x = best_flows(problem, multi, start, arc_rank, timed)[1]
             rep_expert[:best_used] = best_expert[:best_used]
             rep_rank[:best_used] = best_rank[:best_used]
-            floor = max(1, int(spare * tokens / ranks))
             used, lacking = add_outlets(
                 load_RE,
-                total_E,
+                problem.total_E,
                 home_E,
                 node_R,
                 limit,
@@ -499,24 +485,31 @@ def search(
                 start,
                 arc_rank,
                 x,
-                floor,
+                max(1, int(spare * tokens / ranks)),
                 rep_expert,
                 rep_rank,
                 best_used,
             )
             short = short or lacking
             if used > best_used:
-                cost = placement_cost(problem, rep_expert, rep_rank, used)
-                if cost[0] <= best[0] * (1.0 + spare_margin):
-                    best = cost
-                    best_used = used
-                    best_expert[:used] = rep_expert[:used]
-                    best_rank[:used] = rep_rank[:used]
+                cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
+                spared = cost[0] <= best[0] * (1.0 + spare_margin)
+                if spared:
+                    kept[:] = cost
+                    kept_used = used
+                    kept_expert[:used] = rep_expert[:used]
+                    kept_rank[:used] = rep_rank[:used]
+        if not spared:
+            kept[:] = best
+            kept_used = best_used
+            kept_expert[:best_used] = best_expert[:best_used]
+            kept_rank[:best_used] = best_rank[:best_used]
         if not short:
             break
-    if best[0] > base[0] * (1.0 - gain_margin):
-        best_used = 0
-        best = base
+        slot += max(1, slot // 2)
+    if kept[0] > base[0] * (1.0 - gain_margin):
+        kept_used = 0
+        kept[:] = base
     if previous_given:
         fits = True
         used = 0
@@ -532,15 +525,15 @@ def search(
                         rep_rank[used] = r
                         used += 1
         if fits and used > 0:
-            cost = placement_cost(problem, rep_expert, rep_rank, used)
-            if cost[0] <= best[0] * (1.0 + keep_margin) and cost[0] <= base[0] * (1.0 - gain_margin):
-                best = cost
-                best_used = used
-                best_expert[:used] = rep_expert[:used]
-                best_rank[:used] = rep_rank[:used]
+            cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
+            if cost[0] <= kept[0] * (1.0 + keep_margin) and cost[0] <= base[0] * (1.0 - gain_margin):
+                kept[:] = cost
+                kept_used = used
+                kept_expert[:used] = rep_expert[:used]
+                kept_rank[:used] = rep_rank[:used]
     holds = np.zeros((experts, ranks), np.bool_)
     for e in range(experts):
         holds[e, home_E[e]] = True
-    for i in range(best_used):
-        holds[best_expert[i], best_rank[i]] = True
-    return holds, best[0], base[0]
+    for i in range(kept_used):
+        holds[kept_expert[i], kept_rank[i]] = True
+    return holds, kept[0], base[0]

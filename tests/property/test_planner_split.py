@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prophet.planner import get_planner
+from prophet.planner import PLANNER_NAMES, get_planner
 from prophet.planner.naive import naive_bottleneck, naive_split
 from prophet.planner.split import exact_flows, exact_split, local_split
 from prophet.spec import Placement, Split, Topology
@@ -93,7 +93,7 @@ def test_split_agrees_with_its_naive_twin(case: Case) -> None:
 
 
 @MANY
-@given(cases(), st.sampled_from(["prophet", "static", "top2", "pro-prophet"]))
+@given(cases(), st.sampled_from(PLANNER_NAMES))
 def test_every_split_conserves_tokens_and_repeats(case: Case, name: str) -> None:
     split = get_planner(name).split(case.load, case.placement, case.context)
     split.check(case.load, case.placement)

@@ -136,12 +136,12 @@ def test_pro_prophet_follows_algorithm_1() -> None:
 
 def test_kernels_are_compiled_once_for_all_kinds_of_arrays() -> None:
     warm()
-    from prophet.planner import flow, search
+    from prophet.planner import flow, search, timing
 
-    before = [len(k.signatures) for k in (search.search, flow.split_flows, flow.scatter_dense)]
+    before = [len(k.signatures) for k in (search.search, timing.timed_flows, flow.scatter_dense)]
     frozen = HOT.copy()
     frozen.setflags(write=False)
     planner = ProphetPlanner()
     for load in (frozen, HOT, HOT.astype(np.int32), np.asfortranarray(HOT)):
         planner.split(load, planner.place(load, ROOMY), ROOMY)
-    assert [len(k.signatures) for k in (search.search, flow.split_flows, flow.scatter_dense)] == before
+    assert [len(k.signatures) for k in (search.search, timing.timed_flows, flow.scatter_dense)] == before

@@ -1,0 +1,219 @@
+"""How good and how fast is every planner? `python -m benchmarks.planner --help`.
+
+Shape legend: R ranks, E experts, L layers, T steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prophet.planner import PLANNER_NAMES, Planner, get_planner, warm
+from prophet.planner.cost import step_cost
+from prophet.planner.greedy import ProphetPlanner
+from prophet.planner.presets import PRESET_NAMES, get_preset
+from prophet.planner.published import forced_balance
+from prophet.spec import IntArray, PlanContext
+from prophet.traces import RoutingTrace, read_trace
+
+POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
+SCALES = ((16, 32), (64, 64), (64, 256), (256, 256), (1024, 1024))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer of one step: the load planned from and the load that came."""
+
+    planned: IntArray
+    present: IntArray
+
+
+def cases_of(trace: RoutingTrace, *, exact: bool, count: int) -> list[Case]:
+    """Evenly spaced (step, layer) pairs; the planned load is the mean of the iteration before, or with `exact` the
+    present one.
+    """
+    counts, iteration = trace.counts, trace.iteration
+    first = 0 if exact else int(np.searchsorted(iteration, iteration[0], side="right"))
+    layers = counts.shape[1]
+    pairs = (len(counts) - first) * layers
+    chosen = np.unique(np.linspace(0, pairs - 1, min(count, pairs)).astype(np.int64)) if pairs > 0 else []
+    cases = []
+    for pair in chosen:
+        step, layer = first + int(pair) // layers, int(pair) % layers
+        present = np.ascontiguousarray(counts[step, layer], dtype=np.int64)
+        planned = present
+        if not exact:
+            start = np.searchsorted(iteration, iteration[step], side="left")
+            before = iteration == iteration[start - 1]
+            planned = counts[before, layer].astype(np.int64).sum(axis=0) // int(before.sum())
+        cases.append(Case(planned, present))
+    return cases
+
+
+def timed(function: Callable[[], Any]) -> tuple[Any, float]:
+    """The result and the microseconds it took."""
+    start = time.perf_counter()
+    result = function()
+    return result, (time.perf_counter() - start) * 1e6
+
+
+def row_of(
+    trace: str, preset: str, policy: str, cases: list[Case], context: PlanContext, static_s: list[float]
+) -> dict[str, Any]:
+    """One row of the table; `static_s` are the cases' seconds without replicas."""
+    planner = get_planner(policy) if policy != "forced-balance" else None
+    max_mean, copies, seconds, fraction, plan_us, split_us = ([] for _ in range(6))  # type: list[list[float]]
+    for case in cases:
+        ceiling, homes = forced_balance(case.present, context)
+        ceiling_s = step_cost(ceiling, homes, context).total_s
+        split, placement = ceiling, homes
+        if planner is not None:
+            placement, us = timed(lambda p=planner, c=case: p.place(c.planned, context))
+            plan_us.append(us)
+            split, us = timed(lambda p=planner, c=case, at=placement: p.split(c.present, at, context))
+            split_us.append(us)
+        max_mean.append(split.max_mean())
+        copies.append(float(placement.copies_per_rank().mean()))
+        seconds.append(step_cost(split, placement, context).total_s)
+        fraction.append(ceiling_s / seconds[-1])
+    return {
+        "trace": trace,
+        "preset": preset,
+        "policy": policy,
+        "ranks": context.ranks,
+        "experts": context.experts,
+        "cases": len(cases),
+        "max_mean_median": float(np.median(max_mean)),
+        "max_mean_p95": float(np.percentile(max_mean, 95)),
+        "forced_balance_fraction_median": float(np.median(fraction)),
+        "forced_balance_fraction_p05": float(np.percentile(fraction, 5)),
+        "step_s_median": float(np.median(seconds)),
+        "step_s_geomean": float(np.exp(np.mean(np.log(seconds)))),
+        "slowest_against_static": float(max(s / b for s, b in zip(seconds, static_s, strict=True))),
+        "copies_per_rank_mean": float(np.mean(copies)),
+        "plan_us_median": float(np.median(plan_us)) if plan_us else 0.0,
+        "plan_us_p99": float(np.percentile(plan_us, 99)) if plan_us else 0.0,
+        "split_us_median": float(np.median(split_us)) if split_us else 0.0,
+    }
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every trace, preset and policy."""
+    for path in arguments.trace:
+        trace = read_trace(path)
+        cases = cases_of(trace, exact=arguments.exact, count=arguments.cases)
+        if not cases:
+            raise SystemExit(f"{path}: one iteration only; nothing came before it to plan from (try --exact)")
+        _, _, ranks, experts = trace.counts.shape
+        routed = float(trace.counts.sum(axis=(2, 3)).mean()) / ranks
+        top_k = trace.meta.get("top_k", arguments.top_k) if trace.meta else arguments.top_k
+        for name in arguments.preset:
+            context = get_preset(name).context(
+                ranks, experts, routed_per_rank=routed, top_k=int(top_k), slots_per_rank=arguments.slots
+            )
+            homes, static = context.homes_only(), get_planner("static")
+            static_s = [step_cost(static.split(c.present, homes, context), homes, context).total_s for c in cases]
+            for policy in arguments.policy:
+                yield row_of(Path(path).name, name, policy, cases, context, static_s)
+
+
+def skewed_load(ranks: int, experts: int, seed: int) -> IntArray:
+    """Routing of 8192 tokens per rank with a few hot experts, drawn from a fixed seed."""
+    rng = np.random.default_rng(seed)
+    weight = rng.pareto(1.5, experts) + 0.05
+    noisy = weight * rng.uniform(0.7, 1.3, (ranks, experts))
+    return rng.poisson(8192 * noisy / noisy.sum(axis=1, keepdims=True)).astype(np.int64)
+
+
+def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Time to plan and to split at several sizes; large sizes repeat less and leave out what takes minutes."""
+    for ranks, experts in SCALES:
+        context = get_preset("h100-nvlink:Qwen3-30B-A3B").context(
+            ranks, experts, routed_per_rank=8192, slots_per_rank=arguments.slots
+        )
+        repeats = max(3, min(60, 400_000 // (ranks * experts)))
+        for policy in arguments.policy:
+            if policy == "forced-balance" or (policy not in ("prophet", "static", "top2", "top3") and ranks > 64):
+                continue
+            planner = get_planner(policy)
+            plan_us, split_us = times(planner, context, repeats, ranks, experts)
+            yield {
+                "ranks": ranks,
+                "experts": experts,
+                "policy": policy,
+                "cases": len(plan_us),
+                "plan_us_median": float(np.median(plan_us)),
+                "plan_us_p99": float(np.percentile(plan_us, 99)),
+                "split_us_median": float(np.median(split_us)) if split_us else None,
+            }
+
+
+def times(
+    planner: Planner, context: PlanContext, repeats: int, ranks: int, experts: int
+) -> tuple[list[float], list[float]]:
+    """Microseconds of planning and splitting; the default planner splits in sparse form."""
+    plan_us, split_us = [], []
+    for seed in range(repeats):
+        load, present = skewed_load(ranks, experts, seed), skewed_load(ranks, experts, seed)
+        placement = planner.place(load, context)
+        placement, us = timed(lambda at=load: planner.place(at, context))
+        plan_us.append(us)
+        if isinstance(planner, ProphetPlanner):
+            split_us.append(timed(lambda p=planner, c=present, at=placement: p.flows(c, at, context))[1])
+        elif ranks <= 64:
+            split_us.append(timed(lambda c=present, at=placement: planner.split(c, at, context))[1])
+    return plan_us, split_us
+
+
+def print_table(table: list[dict[str, Any]]) -> None:
+    """Print rows with their keys as columns."""
+    if not table:
+        return
+    columns = list(table[0])
+    text = [[f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()] for row in table]
+    widths = [max(len(c), *(len(line[i]) for line in text)) for i, c in enumerate(columns)]
+    for line in (columns, *text):
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
+    parser.add_argument("--trace", action="append", default=[], help="a routing trace (npz); may be repeated")
+    parser.add_argument("--preset", action="append", help="cluster or cluster:model, or all; may be repeated")
+    parser.add_argument("--policy", action="append", help="a planner, forced-balance, or all (default)")
+    parser.add_argument("--cases", type=int, default=200, help="layer-steps per trace, evenly spaced (default 200)")
+    parser.add_argument("--slots", type=int, default=16, help="replica slots per rank (default 16)")
+    parser.add_argument("--top-k", type=int, default=2, help="experts per token where the trace does not say")
+    parser.add_argument("--exact", action="store_true", help="plan from the present counts")
+    parser.add_argument("--scale", action="store_true", help="time planning and splitting at several sizes instead")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    arguments = parser.parse_args(argv)
+    if not arguments.scale and not arguments.trace:
+        parser.error("give --trace FILE, or --scale")
+    chosen = arguments.preset or ["all"]
+    arguments.preset = list(PRESET_NAMES) if "all" in chosen else chosen
+    policies = arguments.policy or ["all"]
+    arguments.policy = ["forced-balance", *POLICIES] if "all" in policies else policies
+    warm()
+    table = []
+    for row in scale_rows(arguments) if arguments.scale else rows(arguments):
+        table.append(row)
+        print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    print_table(table)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(table, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
