@@ -156,6 +156,10 @@ def _check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], s
 # --- a process group ---
 
 
+# torch 2.13 renamed it
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class _WorkPending(Pending):
     def __init__(
         self, owner: ProcessGroupCollective, works: list[Any], result: Tensor, keep: Any, op: Operation
@@ -242,7 +246,7 @@ class ProcessGroupCollective(Collective):
         out = x.new_empty((self.size, *x.shape))
 
         def gather() -> None:
-            dist.all_gather_into_tensor(out.view(-1), source.view(-1), group=self._groups[channel])
+            _all_gather_single(out.view(-1), source.view(-1), group=self._groups[channel])
 
         self.guard(gather, op)
         return out

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from prophet.comm import Collective, Operation, processes
 from prophet.experts import Replica, ReplicaMemoryError, ReplicaPool
 from prophet.layer import MoE, PlanMismatch
-from prophet.planner import get_planner
+from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import block_wise, blocking
@@ -140,6 +140,12 @@ class _LayerPort:
     def header(self, training: bool) -> tuple[int, int, int]:
         return self._engine.header(self._at, training)
 
+    def stale(self, training: bool) -> bool:
+        return training and self._engine.runtime.stale(self._at)
+
+    def refresh(self) -> None:
+        self._engine.runtime.refresh(self._at)
+
     def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
         return self._engine.plan(self._at, load, training)
 
@@ -180,6 +186,8 @@ class Engine:
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
         self._planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
+        if config.planner == "prophet" and collective.size > 1:
+            warm()  # compiles now, so that no step does
         self._actions: list[Action] = []
         self.pool = ReplicaPool(config.replica_memory_bytes)
         self._contexts = [self._context(layer) for layer in layers]

@@ -28,7 +28,7 @@ from prophet.scheduler.actions import WindowKind
 from prophet.scheduler.runtime import Stopwatch
 from prophet.spec import Activation, IntArray, Placement, Split, check_experts_per_rank
 
-HEADER = 6  # integers before the counts: finite, step, tokens, dropped, placement digest, digest of the last split
+HEADER = 7  # integers before the counts: finite, step, tokens, dropped, placement digest, last split digest, stale
 
 
 class RoutingError(ValueError):
@@ -85,6 +85,12 @@ class Port(Protocol):
     def header(self, training: bool) -> tuple[int, int, int]:
         """Step, digest of the placement, digest of the previous split: equal on all ranks."""
 
+    def stale(self, training: bool) -> bool:
+        """Whether this rank's home parameters have changed since they were sent to their replicas."""
+
+    def refresh(self) -> None:
+        """Some rank's replicas are stale: send them again. Called on all ranks alike."""
+
     def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
         """The placement in force, and the exact split of `load` [R, E] over it."""
 
@@ -114,6 +120,11 @@ class _PlainPort:
 
     def header(self, training: bool) -> tuple[int, int, int]:
         return 0, 0, 0
+
+    def stale(self, training: bool) -> bool:
+        return False
+
+    def refresh(self) -> None: ...
 
     def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
         return self._placement, Split.to_homes(load, self._placement)
@@ -270,7 +281,7 @@ class MoE(nn.Module):
             extra = routing.first_choice_counts()
         elif routing.kept is not None and (config.aux_loss != "none" or config.bias_update_rate > 0):
             extra = torch.bincount(routing.ids.reshape(-1), minlength=self.num_experts)
-        header = [0, 0, tokens, 0, 0, 0]
+        header = [0, 0, tokens, 0, 0, 0, int(self._port.stale(training))]
         header[1], header[4], header[5] = self._port.header(training)
         row = torch.tensor(header, dtype=torch.int64).to(routing.ids.device, non_blocking=True)
         row[0] = routing.finite
@@ -281,6 +292,8 @@ class MoE(nn.Module):
         table = self.collective.all_gather(torch.cat(parts), op=op).cpu().numpy()
         watch.add("counts", time.perf_counter() - before)
         self._check_header(table[:, :HEADER])
+        if table[:, 6].any():
+            self._port.refresh()
         counts = table[:, HEADER : HEADER + self.num_experts]
         return Agreement(
             load=np.ascontiguousarray(counts, dtype=np.int64),

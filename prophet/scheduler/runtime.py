@@ -63,6 +63,7 @@ class _BlockState:
     trans: list[_Inflight] = field(default_factory=list)
     launched: set[int] = field(default_factory=set)
     ready: bool = False
+    version: int = 0  # of the home parameters when their Trans was launched
     backward_runs: int = 0
     unsent: list[int] = field(default_factory=list)  # by chunk: backward runs whose gradients have not been sent
 
@@ -152,6 +153,26 @@ class Runtime:
             self._finish_trans(block)
         return state.replicas
 
+    def stale(self, block: int) -> bool:
+        """Whether the home parameters were changed in place after their Trans was launched (as by SAM, or a load)."""
+        if self._states is None:
+            return False
+        state = self._states[block]
+        return bool(state.launched) and state.version != self._version(block)
+
+    def refresh(self, block: int) -> None:
+        """Forget that a block's Trans was launched, so that it runs again; on all ranks alike."""
+        assert self._states is not None
+        state = self._states[block]
+        for flight in state.trans:
+            flight.pending.wait()
+        state.trans.clear()
+        state.launched.clear()
+        state.ready = False
+
+    def _version(self, block: int) -> int:
+        return sum(p._version for _, p in self.blocks[block].experts.stacked())
+
     def backward_ran(self, block: int) -> None:
         """The backward pass of a block's experts has started; called once per microbatch from inside autograd."""
         if self._states is None:
@@ -172,6 +193,8 @@ class Runtime:
         state = self._states[block]
         if chunk in state.launched or state.ready:
             return
+        if not state.launched:
+            state.version = self._version(block)
         state.launched.add(chunk)
         placement = state.placement
         if placement.is_static:

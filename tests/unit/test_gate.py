@@ -23,7 +23,7 @@ def test_choices_and_weights(score: str, normalize: bool, top_k: int) -> None:
     gate, x = make(top_k, score=score, normalize=normalize, scale=1.5)
     routing = gate(x)
     for n in range(x.shape[0]):
-        logits = [sum(float(w) * float(v) for w, v in zip(row, x[n], strict=True)) for row in gate.weight]
+        logits = [sum(w * v for w, v in zip(row, x[n].tolist(), strict=True)) for row in gate.weight.tolist()]
         if score == "softmax":
             total = sum(math.exp(v) for v in logits)
             scores = [math.exp(v) / total for v in logits]
