@@ -20,7 +20,7 @@ from prophet.scheduler.simulate import (
     predicted_durations,
     simulate,
 )
-from prophet.spec import LayerShape, Link, Placement, PlanContext, SpecError, Split, Topology, Windows
+from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, SpecError, Split, Topology, Windows
 
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -31,8 +31,9 @@ def durations(draw: st.DrawFn) -> StepDurations:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     scale = rng.choice([0.0, 0.3, 1.0, 5.0], size=11)
 
-    def draw_s(i: int, *shape: int) -> np.ndarray:
-        return rng.exponential(size=shape) * scale[i]
+    def draw_s(i: int, *shape: int) -> FloatArray:
+        seconds: FloatArray = rng.exponential(size=shape) * scale[i]
+        return seconds
 
     return StepDurations(
         a2a_s=draw_s(0, blocks, 4, ranks),
@@ -49,9 +50,9 @@ def durations(draw: st.DrawFn) -> StepDurations:
     )
 
 
-def parts(step: SimulatedStep) -> np.ndarray:
+def parts(step: SimulatedStep) -> FloatArray:
     names = ("compute", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
-    total: np.ndarray = np.sum([getattr(step, f"{n}_s") for n in names], axis=0)
+    total: FloatArray = np.sum([getattr(step, f"{n}_s") for n in names], axis=0)
     return total
 
 
@@ -70,7 +71,7 @@ def test_blocking_is_the_sum_of_everything(shared_link: bool) -> None:
 
 @pytest.mark.parametrize(("fec", "fnec"), [(4.0, 4.0), (1.0, 4.0), (4.0, 1.0), (0.5, 0.5), (0.0, 0.0)])
 @pytest.mark.parametrize("chunks", [(2.0, 2.0), (3.0, 0.0), (0.0, 3.0)])
-@pytest.mark.parametrize("a2a", [0.0, 10.0])
+@pytest.mark.parametrize("a2a", [0.0, 0.25, 10.0])
 def test_what_stays_exposed_on_a_shared_link(fec: float, fnec: float, chunks: tuple[float, float], a2a: float) -> None:
     """Eq. 8 chunk by chunk: only compute is cover, whether the all-to-alls are short or long.
 
@@ -79,9 +80,8 @@ def test_what_stays_exposed_on_a_shared_link(fec: float, fnec: float, chunks: tu
     d = StepDurations.uniform(3, 2, a2a_s=a2a, fec_s=fec, fnec_s=fnec, trans_s=chunks)
     step = simulate(block_wise(3), d)
     after_fec = max(0.0, chunks[0] - fec)
-    # with an all-to-all between them, the rest of chunk 0 runs under that one and slows it down
-    last = max(0.0, chunks[1] - fnec)
-    per_block = after_fec + last if a2a else max(0.0, after_fec + chunks[1] - fnec)
+    slowed = min(a2a, after_fec)  # the rest of chunk 0 runs under the combine all-to-all and slows it down
+    per_block = slowed + max(0.0, after_fec - slowed + chunks[1] - fnec)
     assert step.makespan_s == pytest.approx(3 * (4 * a2a + fec + fnec) + sum(chunks) + 2 * per_block)
 
 
