@@ -91,9 +91,7 @@ class Topology:
             raise SpecError(f"Topology.ranks_per_node must be at least 1, got {self.ranks_per_node}")
         for field_name, values in (("flops_per_s", self.flops_per_s), ("free_bytes", self.free_bytes)):
             if len(values) != self.ranks:
-                raise SpecError(
-                    f"Topology.{field_name} needs one entry per rank ({self.ranks}), got {len(values)}"
-                )
+                raise SpecError(f"Topology.{field_name} needs one entry per rank ({self.ranks}), got {len(values)}")
         if not all(f > 0 for f in self.flops_per_s):
             raise SpecError("Topology.flops_per_s must be positive on every rank")
         if not all(b >= 0 for b in self.free_bytes):
@@ -237,18 +235,14 @@ class Placement:
     def __post_init__(self) -> None:
         experts, ranks = np.shape(self.holds) if np.ndim(self.holds) == 2 else (-1, -1)
         if experts < 1 or ranks < 1:
-            raise SpecError(
-                f"Placement.holds must have shape [experts, ranks], got {list(np.shape(self.holds))}"
-            )
+            raise SpecError(f"Placement.holds must have shape [experts, ranks], got {list(np.shape(self.holds))}")
         home = _frozen(self.home, np.int64, (experts,), "Placement.home")
         holds = _frozen(self.holds, np.bool_, (experts, ranks), "Placement.holds")
         if home.min() < 0 or home.max() >= ranks:
             raise SpecError(f"Placement.home must name ranks 0..{ranks - 1}, got {home.min()}..{home.max()}")
         missing = np.flatnonzero(~holds[np.arange(experts), home])
         if missing.size:
-            raise SpecError(
-                f"the home rank must hold its expert; it does not for experts {missing[:8].tolist()}"
-            )
+            raise SpecError(f"the home rank must hold its expert; it does not for experts {missing[:8].tolist()}")
         object.__setattr__(self, "home", home)
         object.__setattr__(self, "holds", holds)
 
@@ -270,9 +264,7 @@ class Placement:
             holds[np.arange(home_array.size), home_array] = True
         for expert, rank in replicas:
             if not (0 <= expert < home_array.size and 0 <= rank < ranks):
-                raise SpecError(
-                    f"replica ({expert}, {rank}) is outside {home_array.size} experts x {ranks} ranks"
-                )
+                raise SpecError(f"replica ({expert}, {rank}) is outside {home_array.size} experts x {ranks} ranks")
             holds[expert, rank] = True
         return cls(home_array, holds)
 

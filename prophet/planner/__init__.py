@@ -21,9 +21,7 @@ def get_planner(name: str, **options: Any) -> Planner:
     try:
         return _build(name, options)
     except TypeError as error:
-        raise SpecError(
-            f"planner {name!r} does not take these options: {sorted(options)} ({error})"
-        ) from error
+        raise SpecError(f"planner {name!r} does not take these options: {sorted(options)} ({error})") from error
 
 
 def _build(name: str, options: dict[str, Any]) -> Planner:

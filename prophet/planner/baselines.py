@@ -73,9 +73,7 @@ class ProProphetPlanner:
 
     def __post_init__(self) -> None:
         if self.alpha < 0 or (self.n is not None and self.n < 0):
-            raise SpecError(
-                f"pro-prophet planner: n and alpha must not be negative, got {self.n}, {self.alpha}"
-            )
+            raise SpecError(f"pro-prophet planner: n and alpha must not be negative, got {self.n}, {self.alpha}")
 
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         load = check_load(load)
@@ -122,9 +120,7 @@ class ProProphetPlanner:
                 best = state.holds.copy()
         return best_s, Placement(home, best)
 
-    def _score(
-        self, computed: IntArray, received: IntArray, replicated: int, n: int, context: PlanContext
-    ) -> StepCost:
+    def _score(self, computed: IntArray, received: IntArray, replicated: int, n: int, context: PlanContext) -> StepCost:
         return paper_cost(computed, received, replicated=replicated, excluded=n, context=context)
 
 

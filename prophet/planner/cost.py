@@ -156,8 +156,7 @@ def step_cost(split: Split, placement: Placement, context: PlanContext) -> StepC
     topology, shape = context.topology, context.shape
     if split.ranks != topology.ranks or placement.ranks != topology.ranks:
         raise SpecError(
-            f"topology has {topology.ranks} ranks, split {split.ranks}, placement {placement.ranks}: "
-            f"all must agree"
+            f"topology has {topology.ranks} ranks, split {split.ranks}, placement {placement.ranks}: all must agree"
         )
     pairs = split.tokens.sum(axis=1).astype(np.float64) * shape.token_bytes
     forward_s = compute_seconds(split.tokens.sum(axis=0), context)

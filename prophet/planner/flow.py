@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 - kernels are called by position
 """Compiled kernels of the exact split: how many tokens of each expert every holder computes, and which they
 are.
 
@@ -104,9 +103,7 @@ def raised_level(need: int, chosen: BoolArray, speed: FloatArray, everyone: bool
 
 
 @compiled
-def _pour(
-    amount: int, first: int, last: int, arc_rank: IntArray, x: IntArray, load: IntArray, cap: IntArray
-) -> None:
+def _pour(amount: int, first: int, last: int, arc_rank: IntArray, x: IntArray, load: IntArray, cap: IntArray) -> None:
     """Give `amount` tokens to the arcs first..last-1, each time to the roomiest rank, lower rank on ties."""
     while amount > 0:
         best = first
@@ -404,9 +401,7 @@ def expand(
 
 
 @entry(INTS_2D, INTS, INTS, INTS_2D, OUT_INTS_3D)
-def scatter_dense(
-    load_RE: IntArray, home_E: IntArray, multi: IntArray, flows: IntArray, tokens: IntArray
-) -> None:
+def scatter_dense(load_RE: IntArray, home_E: IntArray, multi: IntArray, flows: IntArray, tokens: IntArray) -> None:
     """Write the split into the zeroed `tokens` [R, E, D]: experts with one holder go home, the others by
     `flows`.
     """

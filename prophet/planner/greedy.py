@@ -167,8 +167,7 @@ def machine_previous(previous: Placement | None, load: IntArray) -> BoolArray:
         return np.zeros((1, 1), dtype=np.bool_)
     if previous.holds.shape != (load.shape[1], load.shape[0]):
         raise SpecError(
-            f"previous placement is for {previous.experts} experts x {previous.ranks} ranks, "
-            f"load is {list(load.shape)}"
+            f"previous placement is for {previous.experts} experts x {previous.ranks} ranks, load is {list(load.shape)}"
         )
     return previous.holds
 
@@ -176,7 +175,5 @@ def machine_previous(previous: Placement | None, load: IntArray) -> BoolArray:
 def _checked(load: IntArray, context: PlanContext) -> IntArray:
     load = check_load(load)
     if load.shape != (context.ranks, context.experts):
-        raise SpecError(
-            f"load must be [{context.ranks} ranks, {context.experts} experts], got {list(load.shape)}"
-        )
+        raise SpecError(f"load must be [{context.ranks} ranks, {context.experts} experts], got {list(load.shape)}")
     return load

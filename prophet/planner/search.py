@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 - kernels are called by position
 """Compiled kernels of the placement search: the compiled twin of `cost.step_cost`, and the moves that lower
 it.
 
@@ -225,9 +224,7 @@ def placement_cost(problem: Problem, rep_expert: IntArray, rep_rank: IntArray, u
     intra = 0
     inter = 0
     for r in range(ranks):
-        forward_s = max(
-            forward_s, rank_load[r] * problem.seconds_per_token_R[r] + groups[r] * figures[OVERHEAD_S]
-        )
+        forward_s = max(forward_s, rank_load[r] * problem.seconds_per_token_R[r] + groups[r] * figures[OVERHEAD_S])
         intra = max(intra, moved[0, r], moved[1, r])
         inter = max(inter, moved[2, r], moved[3, r])
     cost = np.empty(5)

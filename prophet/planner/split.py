@@ -74,9 +74,7 @@ def exact_flows(
 def exact_split(load: IntArray, placement: Placement, topology: Topology) -> Split:
     """The exact split of `load` [R, E] over `placement`; raises `SpecError` where sizes disagree."""
     load = _check(load, placement, topology)
-    flows = exact_flows(
-        load, placement, node=topology.node_ids(), speed=topology.relative_speed(), check=False
-    )
+    flows = exact_flows(load, placement, node=topology.node_ids(), speed=topology.relative_speed(), check=False)
     return flows.dense()
 
 
@@ -88,8 +86,7 @@ def local_split(load: IntArray, placement: Placement) -> Split:
     ranks, experts = load.shape
     if (ranks, experts) != (placement.ranks, placement.experts):
         raise SpecError(
-            f"load is {list(load.shape)}, "
-            f"placement is for {placement.ranks} ranks x {placement.experts} experts"
+            f"load is {list(load.shape)}, placement is for {placement.ranks} ranks x {placement.experts} experts"
         )
     tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
     rank, expert = np.divmod(np.arange(ranks * experts), experts)

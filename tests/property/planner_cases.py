@@ -32,9 +32,7 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 6, max_tokens: int = 200, even_sp
     topology = Topology(
         ranks=ranks,
         ranks_per_node=per_node,
-        intra=Link(
-            bytes_per_s=draw(st.sampled_from([1e8, 1e10])), latency_s=draw(st.sampled_from([0.0, 1e-5]))
-        ),
+        intra=Link(bytes_per_s=draw(st.sampled_from([1e8, 1e10])), latency_s=draw(st.sampled_from([0.0, 1e-5]))),
         inter=Link(bytes_per_s=draw(st.sampled_from([1e7, 1e9])), latency_s=2e-5),
         flops_per_s=tuple(float(s) * draw(st.sampled_from([1e9, 1e11])) for s in speed),
         free_bytes=tuple(int(b) * shape.replica_bytes for b in rng.integers(0, 6, ranks)),
@@ -42,9 +40,7 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 6, max_tokens: int = 200, even_sp
     )
     home = rng.permutation(np.arange(experts) // (experts // ranks))
     count = draw(st.integers(0, 3 * ranks))
-    replicas = zip(
-        rng.integers(0, experts, count).tolist(), rng.integers(0, ranks, count).tolist(), strict=True
-    )
+    replicas = zip(rng.integers(0, experts, count).tolist(), rng.integers(0, ranks, count).tolist(), strict=True)
     context = PlanContext(
         topology=topology,
         shape=shape,

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_cases import Case, cases
 
 from prophet.planner import get_planner, search
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import Machine, ProphetPlanner
 from prophet.spec import Placement, PlanContext
+from tests.property.planner_cases import Case, cases
 
 MANY = settings(max_examples=120, deadline=None)
 PLACING = ["prophet", "static", "top2", "top3", "pro-prophet"]
@@ -72,9 +72,7 @@ def test_compiled_cost_agrees_with_its_definition(case: Case) -> None:
     )
     replicas = np.array(case.placement.replicas(), dtype=np.int64).reshape(-1, 2)[::-1]
     fast = search.placement_cost(problem, replicas[:, 0].copy(), replicas[:, 1].copy(), len(replicas))
-    slow = step_cost(
-        ProphetPlanner().split(case.load, case.placement, case.context), case.placement, case.context
-    )
+    slow = step_cost(ProphetPlanner().split(case.load, case.placement, case.context), case.placement, case.context)
     expected = [slow.total_s, slow.a2a_s, slow.expert_s, slow.exposed_trans_s, slow.exposed_agg_s]
     assert fast.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-15)
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_cases import Case, cases
 
 from prophet.planner import get_planner
 from prophet.planner.naive import naive_bottleneck, naive_split
 from prophet.planner.split import exact_flows, exact_split, local_split
 from prophet.spec import Placement, Split, Topology
+from tests.property.planner_cases import Case, cases
 
 linprog = pytest.importorskip("scipy.optimize").linprog
 MANY = settings(max_examples=120, deadline=None)

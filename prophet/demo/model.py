@@ -1,0 +1,102 @@
+"""MoE-GPT: a byte-level causal transformer in which every feed-forward network is a `prophet.MoE`.
+
+Shape legend: B sequences, T sequence length, D model dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prophet.comm import DEFAULT_TIMEOUT_S
+from prophet.demo.text import VOCABULARY
+from prophet.layer import MoE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """Sizes of the model; the defaults train on two cores in a minute."""
+
+    dim: int = 96
+    heads: int = 4
+    blocks: int = 4
+    hidden: int = 192
+    experts: int = 16
+    top_k: int = 2
+    length: int = 128
+    vocabulary: int = VOCABULARY
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "heads", "blocks", "hidden", "experts", "top_k", "length", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"ModelConfig.{name} must be at least 1, got {getattr(self, name)}")
+        if self.dim % self.heads:
+            raise ValueError(f"ModelConfig.dim must be a multiple of heads ({self.heads}), got {self.dim}")
+
+
+class Attention(nn.Module):
+    """Causal self-attention, [B, T, D] to [B, T, D]."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(b, t, d))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention, then experts, each behind a norm and around a residual connection."""
+
+    def __init__(self, config: ModelConfig, group: Any, timeout_s: float) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.dim)
+        self.attention = Attention(config.dim, config.heads)
+        self.moe_norm = nn.LayerNorm(config.dim)
+        self.moe = MoE(config.dim, config.hidden, config.experts, config.top_k, group=group, timeout_s=timeout_s)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.moe(self.moe_norm(x))  # type: ignore[no-any-return]
+
+
+class MoEGPT(nn.Module):
+    """The demo's language model.
+
+    Built after `torch.manual_seed(seed)` it has equal values on every rank, and each expert has the values
+    that it has at any other number of ranks. `group` and `timeout_s` are what `prophet.MoE` takes.
+    """
+
+    def __init__(self, config: ModelConfig, *, group: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        super().__init__()
+        self.config = config
+        self.token = nn.Embedding(config.vocabulary, config.dim)
+        self.position = nn.Embedding(config.length, config.dim)
+        self.blocks = nn.ModuleList(Block(config, group, timeout_s) for _ in range(config.blocks))
+        self.norm = nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
+        for embedding in (self.token, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits [B, T, V] for token ids [B, T]; T up to the configured length."""
+        if ids.shape[1] > self.config.length:
+            raise ValueError(f"expected sequences of at most {self.config.length} tokens, got {ids.shape[1]}")
+        x = self.token(ids) + self.position(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per byte over rows [B, T + 1] of token ids."""
+        logits = self(rows[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())

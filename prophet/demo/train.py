@@ -1,0 +1,245 @@
+"""One rank's training loop: what a user's own loop looks like with `prophet.attach`, plus the bookkeeping of the demo.
+
+Shape legend: T steps, L layers, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prophet.comm import Collective, Operation
+from prophet.demo.model import ModelConfig, MoEGPT
+from prophet.demo.text import Corpus, held_out_rows, rank_batch
+from prophet.engine import Engine, EngineConfig, StepReport, attach
+from prophet.spec import FloatArray, IntArray
+from prophet.traces import TraceWriter
+
+ACTIVITIES = ("gate", "counts", "a2a", "expert", "exposed_trans", "exposed_agg", "plan", "split")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """What is trained, and for how long.
+
+    sequences: of the global batch, shared by all ranks. held_out_sequences: rows of held-out text, shared likewise.
+    timeout_s: limit on every wait for another rank.
+    """
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    steps: int = 150
+    sequences: int = 16
+    held_out_sequences: int = 64
+    learning_rate: float = 1e-3
+    seed: int = 0
+    slots_per_rank: int = 4
+    timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "sequences", "held_out_sequences"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"TrainConfig.{name} must be at least 1, got {getattr(self, name)}")
+        if not self.learning_rate > 0 or not self.timeout_s > 0:
+            raise ValueError("TrainConfig.learning_rate and timeout_s must be positive")
+        if self.seed < 0:
+            raise ValueError(f"TrainConfig.seed must not be negative, got {self.seed}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class RunResult:
+    """What one run measured. Equal on all ranks, but for `step_s`, which is this rank's clock.
+
+    loss, step_s: [T], the loss is the mean over ranks. rank_load, copies: [T, L, R]. counts: [T, L, R, E].
+    seconds: mean over ranks of the median over steps of each activity's host seconds. held_out_loss: after the last
+    step.
+    """
+
+    name: str
+    tokens_per_step: int
+    loss: FloatArray
+    step_s: FloatArray
+    rank_load: IntArray
+    copies: IntArray
+    counts: IntArray
+    seconds: dict[str, float]
+    held_out_loss: float
+
+    def save(self, path: Path) -> None:
+        """Write to an npz archive without pickle."""
+        words = {k: getattr(self, k) for k in ("name", "tokens_per_step", "seconds", "held_out_loss")}
+        arrays = {k: getattr(self, k) for k in ("loss", "step_s", "rank_load", "copies", "counts")}
+        np.savez(path, words=np.asarray(json.dumps(words)), **arrays)
+
+    @classmethod
+    def load(cls, path: Path) -> RunResult:
+        """Read what `save` wrote."""
+        with np.load(path, allow_pickle=False) as z:
+            return cls(**json.loads(str(z["words"])), **{k: z[k] for k in z.files if k != "words"})
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step as it ends, for a progress bar or a log. `loss` is the mean over ranks, `step_s` this rank's clock."""
+
+    run: str
+    step: int
+    loss: float
+    step_s: float
+    tokens: int
+    report: StepReport
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run": self.run,
+            "step": self.step,
+            "loss": self.loss,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens / self.step_s,
+            "max_mean": self.report.max_mean,
+            "max_mean_static": self.report.max_mean_static,
+            "copies_per_rank": float(self.report.copies.mean()),
+            "rank_load": self.report.rank_load.tolist(),
+            "seconds": self.report.seconds,
+        }
+
+
+Listener = Callable[[StepRecord], None]
+
+
+class MetricsFile:
+    """Appends one JSON line per step."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __call__(self, record: StepRecord) -> None:
+        self._stream.write(json.dumps(record.as_json()) + "\n")
+        self._stream.flush()
+
+
+class TraceFile:
+    """Appends every step's counts to a routing trace."""
+
+    def __init__(self, writer: TraceWriter) -> None:
+        self._writer = writer
+
+    def __call__(self, record: StepRecord) -> None:
+        self._writer.append(record.report.counts, iteration=record.step)
+
+
+def dense_gradients(model: nn.Module) -> list[Tensor]:
+    """Gradients of everything but the experts: what data-parallel ranks average."""
+    return [p.grad for p in model.parameters() if p.grad is not None and not getattr(p, "prophet_expert", False)]
+
+
+def train(
+    config: TrainConfig,
+    corpus: Corpus,
+    *,
+    name: str,
+    planner: str,
+    group: Any = None,
+    listeners: Iterable[Listener] = (),
+) -> RunResult:
+    """Train from `config.seed` with the planner called `planner`; collective over `group`.
+
+    Everything that differs between runs is `planner`: the data and the initial parameters follow from the seed.
+    """
+    torch.manual_seed(config.seed)
+    model = MoEGPT(config.model, group=group, timeout_s=config.timeout_s)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    engine = attach(model, optimizer, config=EngineConfig(planner=planner, slots_per_rank=config.slots_per_rank))
+    try:
+        records: list[StepRecord] = []
+        listeners = list(listeners)
+        for step in range(config.steps):
+            began = time.perf_counter()
+            loss = _step(config, corpus, model, optimizer, engine, step)
+            if engine.last_step is None:
+                raise RuntimeError("the engine reported no step: the optimizer's hooks did not run")
+            record = StepRecord(
+                name,
+                step,
+                loss,
+                time.perf_counter() - began,
+                config.sequences * config.model.length,
+                engine.last_step,
+            )
+            for listener in listeners:
+                listener(record)
+            records.append(record)
+        held_out = _held_out_loss(config, corpus, model, engine.collective)
+        seconds = _mean_seconds([r.report.seconds for r in records], engine.collective)
+    finally:
+        engine.close()
+    return RunResult(
+        name=name,
+        tokens_per_step=config.sequences * config.model.length,
+        loss=np.array([r.loss for r in records]),
+        step_s=np.array([r.step_s for r in records]),
+        rank_load=np.stack([r.report.rank_load for r in records]),
+        copies=np.stack([r.report.copies for r in records]),
+        counts=np.stack([r.report.counts for r in records]),
+        seconds=seconds,
+        held_out_loss=held_out,
+    )
+
+
+def _step(
+    config: TrainConfig,
+    corpus: Corpus,
+    model: MoEGPT,
+    optimizer: torch.optim.Optimizer,
+    engine: Engine,
+    step: int,
+) -> float:
+    """One optimizer step; returns the loss averaged over the ranks."""
+    ranks = engine.collective
+    rows = rank_batch(
+        corpus.train,
+        seed=config.seed,
+        step=step,
+        sequences=config.sequences,
+        length=config.model.length,
+        rank=ranks.rank,
+        ranks=ranks.size,
+    )
+    optimizer.zero_grad()
+    loss = model.loss(torch.from_numpy(rows))
+    loss.backward()
+    shown = loss.detach().clone()
+    ranks.all_reduce_mean_([*dense_gradients(model), shown], op=Operation("mean of gradients"))
+    optimizer.step()
+    return float(shown)
+
+
+@torch.no_grad()
+def _held_out_loss(config: TrainConfig, corpus: Corpus, model: MoEGPT, ranks: Collective) -> float:
+    """Loss on text of files that training never sees, mean over the ranks' equal shares."""
+    if config.held_out_sequences % ranks.size:
+        raise ValueError(f"{config.held_out_sequences} held-out sequences cannot be divided among {ranks.size} ranks")
+    rows = held_out_rows(corpus.held_out, sequences=config.held_out_sequences, length=config.model.length)
+    mine = torch.from_numpy(rows[ranks.rank :: ranks.size])
+    model.eval()
+    total = torch.zeros(())
+    for piece in mine.split(16):
+        total += model.loss(piece) * (len(piece) / len(mine))
+    model.train()
+    ranks.all_reduce_mean_([total], op=Operation("mean of held-out losses"))
+    return float(total)
+
+
+def _mean_seconds(steps: list[dict[str, float]], ranks: Collective) -> dict[str, float]:
+    """Median over steps of every activity's seconds, then the mean over ranks."""
+    medians = [float(np.median([s.get(name, 0.0) for s in steps])) for name in ACTIVITIES]
+    mean = torch.tensor(medians, dtype=torch.float64)
+    ranks.all_reduce_mean_([mean], op=Operation("mean of timings"))
+    return dict(zip(ACTIVITIES, mean.tolist(), strict=True))
