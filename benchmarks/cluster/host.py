@@ -62,6 +62,8 @@ def perform(job: dict[str, Any]) -> dict[str, Any]:
     host = Host(job["rank"], job["hosts"], job["address"], job["master_address"], job["master_port"])
     module, _, name = str(job["target"]).partition(":")
     try:
+        for extra in job["imports"]:
+            importlib.import_module(extra)
         function = getattr(importlib.import_module(module), name)
         Path(job["out"]).with_suffix(".ready").touch()
         if sys.stdin.readline().strip() != "go":

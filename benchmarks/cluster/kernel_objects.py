@@ -192,16 +192,6 @@ class Quotas:
         """Put a process with all its threads under the host's quota."""
         (self.folder(prefix, host) / "cgroup.procs").write_text(str(pid))
 
-    def used_s(self, prefix: str, host: int) -> float | None:
-        """Processor seconds that a host has used, where the controller tells."""
-        folder = self.folder(prefix, host)
-        with contextlib.suppress(OSError, ValueError):
-            if self.version == 2:
-                words = (folder / "cpu.stat").read_text().split()
-                return int(words[words.index("usage_usec") + 1]) / 1e6
-            return int((folder / "cpuacct.usage").read_text()) / 1e9
-        return None
-
     def members(self, prefix: str) -> list[int]:
         """Processes in any of the prefix's groups."""
         found = []

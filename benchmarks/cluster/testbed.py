@@ -54,7 +54,6 @@ class HostResult:
     error_type: str | None
     error: str | None
     wall_s: float
-    processor_s: float | None
     log: str
 
     @property
@@ -68,16 +67,13 @@ class _Process:
     popen: subprocess.Popen[bytes]
     out: Path
     log: Path
-    processor_before_s: float | None
     ended_s: float | None = None
-    processor_s: float | None = None
 
 
 class Running:
     """Processes under way on the hosts of a testbed; made by `Testbed.start`."""
 
-    def __init__(self, bed: Testbed, processes: list[_Process], timeout_s: float) -> None:
-        self._bed = bed
+    def __init__(self, processes: list[_Process], timeout_s: float) -> None:
         self._processes = processes
         self._timeout_s = timeout_s
         self._over_limit: set[int] = set()
@@ -98,8 +94,11 @@ class Running:
         for p in self._processes:
             if p.ended_s is None and p.popen.poll() is not None:
                 p.ended_s = time.monotonic()
-                p.processor_s = self._bed.processor_s(p.rank)
         return all(p.ended_s is not None for p in self._processes)
+
+    def failed(self) -> list[int]:
+        """Hosts whose process has ended other than well."""
+        return [p.rank for p in self._processes if p.ended_s is not None and p.popen.returncode]
 
     def log(self, rank: int) -> str:
         """What the host has printed so far."""
@@ -125,7 +124,7 @@ class Running:
         failed_s: float | None = None
         while not self.poll():
             now = time.monotonic()
-            if failed_s is None and any(p.ended_s is not None and p.popen.returncode for p in self._processes):
+            if failed_s is None and self.failed():
                 failed_s = now
             late = now > self._deadline_s
             if late or (failed_s is not None and grace_s is not None and now > failed_s + grace_s):
@@ -149,11 +148,8 @@ class Running:
             kind, error = "Killed", f"host {p.rank} was killed by {signal.Signals(-p.popen.returncode).name}"
         elif p.popen.returncode and kind is None:
             kind, error = "Exited", f"host {p.rank} ended with status {p.popen.returncode}: {log[-500:]}"
-        used = None
-        if p.processor_s is not None and p.processor_before_s is not None:
-            used = p.processor_s - p.processor_before_s
         wall_s = (p.ended_s or time.monotonic()) - self._began_s
-        return HostResult(p.rank, value, kind, error, wall_s, used, log)
+        return HostResult(p.rank, value, kind, error, wall_s, log)
 
 
 class Testbed:
@@ -243,10 +239,11 @@ class Testbed:
         *,
         timeout_s: float,
         grace_s: float = 20.0,
+        imports: Sequence[str] = (),
         while_running: Callable[[Running], None] | None = None,
     ) -> list[Any]:
         """Run `target` on every host and return the values by rank; `HostFailed` names the first host that failed."""
-        running = self.start(target, args, timeout_s=timeout_s)
+        running = self.start(target, args, timeout_s=timeout_s, imports=imports)
         if while_running is not None:
             while_running(running)
         results = running.wait(grace_s=grace_s)
@@ -259,11 +256,19 @@ class Testbed:
             )
         return [r.value for r in results]
 
-    def start(self, target: str, args: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, timeout_s: float) -> Running:
+    def start(
+        self,
+        target: str,
+        args: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        *,
+        timeout_s: float,
+        imports: Sequence[str] = (),
+    ) -> Running:
         """Start the function `target` ("module:function") on every host and return at once.
 
         The function is called as `function(host, args)` with a `benchmarks.cluster.host.Host` and what `args` holds
-        (for all hosts, or a sequence with one for each); arguments and results pass as JSON.
+        (for all hosts, or a sequence with one for each); arguments and results pass as JSON. `imports` names modules to
+        import before the quota holds, besides the function's own.
         """
         if self._folder is None:
             raise TestbedError("the testbed is not set up: use it as a context manager")
@@ -276,7 +281,7 @@ class Testbed:
         folder = self._folder / f"run{self._runs}"
         folder.mkdir()
         processes: list[_Process] = []
-        running = Running(self, processes, timeout_s)
+        running = Running(processes, timeout_s)
         self._running.append(running)
         for rank, own in enumerate(per_host):
             out, log = folder / f"{rank}.json", folder / f"{rank}.log"
@@ -287,13 +292,13 @@ class Testbed:
                 "master_address": kernel.address(0),
                 "master_port": MASTER_PORT,
                 "target": target,
+                "imports": list(imports),
                 "args": own,
                 "out": str(out),
             }
-            before = self._quotas.used_s(self.prefix, rank)
             with log.open("wb") as sink:
                 popen = self._spawn(rank, json.dumps(job), sink)
-            processes.append(_Process(rank, popen, out, log, before))
+            processes.append(_Process(rank, popen, out, log))
         self._let_go(running, processes)
         return running
 
@@ -311,6 +316,7 @@ class Testbed:
             "MKL_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
             "PYTHONFAULTHANDLER": "1",
+            "DS_ACCELERATOR": "cpu",
         }
         popen = subprocess.Popen(
             command,
@@ -365,10 +371,6 @@ class Testbed:
         """Change the part of a core that a host gets, while programs run."""
         self._check(host, share)
         self._quotas.set_share(self.prefix, host, share)
-
-    def processor_s(self, host: int) -> float | None:
-        """Processor seconds that a host has used so far, where the kernel tells."""
-        return self._quotas.used_s(self.prefix, host)
 
     def _check(self, host: int, value: float) -> None:
         if not 0 <= host < self.profile.hosts:
