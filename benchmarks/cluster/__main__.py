@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -205,6 +206,8 @@ def say(text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    # being told to end unwinds the testbed like any other failure
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         for name in ("repetitions", "steps", "warm_up_steps"):
             if getattr(args, name) < 1:
@@ -215,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ProfileError, PolicyError, TestbedUnavailable, TestbedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    finally:
+        signal.signal(signal.SIGTERM, previous)
     say(table(document["rows"]))
     if args.json:
         args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -154,7 +154,8 @@ def test_rates_and_overhead_are_fitted_together() -> None:
     assert rates == pytest.approx(tuple(shape.forward_flops_per_token / per_row))
     assert overhead == pytest.approx(2e-4)
     # times that fall with the rows fit no model: ratios of sums
-    rates, overhead = fit_experts(3 * 1e-5 * (1100.0 - rows), rows, groups, shape)
+    seconds = np.asarray(3 * 1e-5 * (1100.0 - rows), dtype=np.float64)
+    rates, overhead = fit_experts(seconds, rows, groups, shape)
     assert overhead == 0.0
     assert min(rates) > 0
 
