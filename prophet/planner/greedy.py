@@ -101,6 +101,8 @@ class ProphetPlanner:
     keep_margin: float = 0.005
     gain_margin: float = 0.01
     evaluations: int = 8
+    spare: float = 0.1
+    spare_margin: float = 0.0
     name: str = "prophet"
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 
@@ -140,6 +142,8 @@ class ProphetPlanner:
             self.keep_margin,
             self.gain_margin,
             self.evaluations,
+            self.spare,
+            self.spare_margin,
         )
         return Placement.trusted(machine.home, holds)
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, compiled, entry
 from prophet.planner.flow import expand, expert_totals, solve_totals
+from prophet.planner.outlets import add_outlets
 from prophet.spec import BoolArray, FloatArray, IntArray
 
 TOKEN_BYTES, INTRA_BYTES_PER_S, INTRA_LATENCY_S, INTER_BYTES_PER_S, INTER_LATENCY_S = 0, 1, 2, 3, 4
@@ -365,7 +366,7 @@ def add_local_layer(
     return used, short
 
 
-@entry(INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL, FLOAT, FLOAT, INT)
+@entry(INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL, FLOAT, FLOAT, INT, FLOAT, FLOAT)
 def search(
     load_RE: IntArray,
     home_E: IntArray,
@@ -379,6 +380,8 @@ def search(
     keep_margin: float,
     gain_margin: float,
     evaluations: int,
+    spare: float,
+    spare_margin: float,
 ) -> tuple[BoolArray, float, float]:
     """Search replicas for the predicted `load_RE`; return (holds [E, R], their cost, the cost of homes only).
 
@@ -475,6 +478,40 @@ def search(
                 best_expert[:used] = rep_expert[:used]
                 best_rank[:used] = rep_rank[:used]
             i -= 1
+        # Spare replicas against drift, as long as they cost nothing.
+        if best_used > 0 and spare > 0.0:
+            multi, start, arc_rank = index_replicas(best_expert, best_rank, best_used, home_E)
+            fixed = home_load.copy()
+            for j in range(multi.size):
+                fixed[home_E[multi[j]]] -= total_E[multi[j]]
+            x = np.empty(arc_rank.size, np.int64)
+            solve_totals(load_RE, total_E, fixed, multi, start, arc_rank, node_R, speed_R, x, np.empty(ranks, np.int64))
+            rep_expert[:best_used] = best_expert[:best_used]
+            rep_rank[:best_used] = best_rank[:best_used]
+            floor = max(1, int(spare * tokens / ranks))
+            used, lacking = add_outlets(
+                load_RE,
+                total_E,
+                home_E,
+                node_R,
+                limit,
+                multi,
+                start,
+                arc_rank,
+                x,
+                floor,
+                rep_expert,
+                rep_rank,
+                best_used,
+            )
+            short = short or lacking
+            if used > best_used:
+                cost = placement_cost(problem, rep_expert, rep_rank, used)
+                if cost[0] <= best[0] * (1.0 + spare_margin):
+                    best = cost
+                    best_used = used
+                    best_expert[:used] = rep_expert[:used]
+                    best_rank[:used] = rep_rank[:used]
         if not short:
             break
     if best[0] > base[0] * (1.0 - gain_margin):

@@ -1,0 +1,272 @@
+"""The optimum of the performance model: exact for small cases (MILP), bounded from below for large ones (LP).
+
+Shape legend: R ranks, E experts, D destination ranks (equal to R).
+
+The mixed-integer program chooses replicas and tokens together and contains every term of `cost.step_cost`.
+Tokens are continuous in it, so its optimum is a lower bound that whole tokens miss by at most a rounding.
+Needs scipy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prophet.spec import IntArray, Link, Placement, PlanContext, SpecError, check_load
+
+Terms = dict[int, float]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Optimum:
+    """What the solver found: the best `placement`, its cost `seconds`, and a proven `bound` from below."""
+
+    seconds: float
+    bound: float
+    placement: Placement
+
+
+@dataclass(slots=True)
+class _Program:
+    """A minimisation under construction, row by row."""
+
+    price: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+    integer: list[int] = field(default_factory=list)
+    rows: list[Terms] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+    def variable(self, *, price: float = 0.0, upper: float = np.inf, integer: bool = False) -> int:
+        self.price.append(price)
+        self.upper.append(upper)
+        self.integer.append(int(integer))
+        return len(self.price) - 1
+
+    def require(self, terms: Terms, *, low: float = -np.inf, high: float = np.inf) -> None:
+        self.rows.append(terms)
+        self.low.append(low)
+        self.high.append(high)
+
+    def solve(self, time_limit_s: float) -> Any:
+        from scipy import optimize, sparse
+
+        row = [i for i, terms in enumerate(self.rows) for _ in terms]
+        column = [c for terms in self.rows for c in terms]
+        value = [v for terms in self.rows for v in terms.values()]
+        matrix = sparse.csr_matrix((value, (row, column)), shape=(len(self.rows), len(self.price)))
+        return optimize.milp(
+            np.array(self.price),
+            integrality=np.array(self.integer),
+            bounds=optimize.Bounds(0.0, np.array(self.upper)),
+            constraints=optimize.LinearConstraint(matrix, np.array(self.low), np.array(self.high)),
+            options={"time_limit": time_limit_s, "mip_rel_gap": 1e-4},
+        )
+
+
+def _plus(*parts: tuple[Terms, float]) -> Terms:
+    """The sum of linear expressions, each times its factor."""
+    total: Terms = {}
+    for terms, factor in parts:
+        for variable, value in terms.items():
+            total[variable] = total.get(variable, 0.0) + factor * value
+    return total
+
+
+def _exchange(
+    program: _Program, moved: dict[tuple[int, int], Terms], context: PlanContext, unit_bytes: float, most: float
+) -> Terms:
+    """A variable at least as long as the exchange; `moved[r, d]` are the pieces from rank r to rank d."""
+    topology = context.topology
+    time = program.variable()
+    levels: tuple[tuple[Link, bool], ...] = ((topology.intra, True), (topology.inter, False))
+    for link, same_node in levels:
+        pairs = {
+            pair: terms
+            for pair, terms in moved.items()
+            if terms and (topology.node_of(pair[0]) == topology.node_of(pair[1])) == same_node
+        }
+        if not pairs:
+            continue
+        latency: Terms = {}
+        if link.latency_s > 0:
+            active = program.variable(upper=1.0, integer=True)
+            everything = _plus(*((terms, 1.0) for terms in pairs.values()))
+            program.require(_plus((everything, 1.0), ({active: 1.0}, -most)), high=0.0)
+            latency = {active: link.latency_s}
+        for end, rank in itertools.product((0, 1), range(topology.ranks)):
+            mine = _plus(*((terms, 1.0) for pair, terms in pairs.items() if pair[end] == rank))
+            if mine:
+                scaled = _plus((mine, unit_bytes / link.bytes_per_s), (latency, 1.0), ({time: 1.0}, -1.0))
+                program.require(scaled, high=0.0)
+    return {time: 1.0}
+
+
+def _build(
+    load: IntArray, context: PlanContext, forms: tuple[bool, bool]
+) -> tuple[_Program, dict[tuple[int, int], int]]:
+    """The program in which Trans and Agg take the given forms (two-phase or direct), and its replica
+    variables.
+    """
+    program = _Program()
+    ranks, experts = load.shape
+    topology, shape = context.topology, context.shape
+    total = load.sum(axis=0)
+    tokens_all = float(total.sum())
+    limits = np.minimum(context.slot_limits(), experts)
+    copy: dict[tuple[int, int], int] = {}
+    for e, r in itertools.product(range(experts), range(ranks)):
+        if r != context.home[e] and limits[r] > 0 and total[e] > 0:
+            copy[e, r] = program.variable(upper=1.0, integer=True)
+    for r in range(ranks):
+        held = {v: 1.0 for (_, rank), v in copy.items() if rank == r}
+        if held:
+            program.require(held, high=float(limits[r]))
+    moved: dict[tuple[int, int], Terms] = {}
+    computed: list[Terms] = [{} for _ in range(ranks)]
+    overhead = topology.expert_overhead_s
+    for e in range(experts):
+        homeward: Terms = {}
+        for r in map(int, np.flatnonzero(load[:, e])):
+            here = float(load[r, e])
+            parts: Terms = {}
+            for d in range(ranks):
+                if d != context.home[e] and (e, d) not in copy:
+                    continue
+                x = program.variable(upper=here)
+                parts[x] = 1.0
+                computed[d][x] = shape.forward_flops_per_token / topology.flops_per_s[d]
+                if d == context.home[e]:
+                    homeward[x] = 1.0
+                else:
+                    program.require({x: 1.0, copy[e, d]: -here}, high=0.0)
+                if d != r:
+                    moved.setdefault((r, d), {})[x] = 1.0
+            program.require(parts, low=here, high=here)
+        if overhead > 0 and homeward:
+            active = program.variable(upper=1.0, integer=True)
+            program.require(_plus((homeward, 1.0), ({active: 1.0}, -float(total[e]))), high=0.0)
+            computed[context.home[e]][active] = overhead
+            for d in range(ranks):
+                if (e, d) in copy:
+                    computed[d][copy[e, d]] = overhead
+    forward = program.variable(price=3.0)
+    for d in range(ranks):
+        if computed[d]:
+            program.require(_plus((computed[d], 1.0), ({forward: 1.0}, -1.0)), high=0.0)
+    a2a = _exchange(program, moved, context, shape.token_bytes, tokens_all)
+    for variable in a2a:
+        program.price[variable] = 4.0
+    direct, scatter, gather = _transfers(program, copy, context, any(forms))
+    windows = ((1.0, context.windows.fnec_s), (2.0, context.windows.bnec_s))
+    sizes = (shape.expert_bytes, shape.expert_grad_bytes)
+    most = float(max(1, len(copy))) * ranks
+    for two_phase, n_bytes, (factor, window_s) in zip(forms, sizes, windows, strict=True):
+        exposed = program.variable(price=1.0)
+        phases = (scatter, gather) if two_phase else (direct,)
+        time = _plus(*((_exchange(program, phase, context, n_bytes, most), 1.0) for phase in phases))
+        program.require(_plus((time, 1.0), ({forward: factor, exposed: 1.0}, -1.0)), high=window_s)
+    return program, copy
+
+
+def _transfers(
+    program: _Program, copy: dict[tuple[int, int], int], context: PlanContext, two_phase: bool
+) -> tuple[dict[tuple[int, int], Terms], ...]:
+    """Copies moved from rank to rank: directly, in the scatter, in the gather among receivers."""
+    direct: dict[tuple[int, int], Terms] = {}
+    scatter: dict[tuple[int, int], Terms] = {}
+    gather: dict[tuple[int, int], Terms] = {}
+    by_expert: dict[int, list[tuple[int, int]]] = {}
+    for (e, r), v in copy.items():
+        direct.setdefault((context.home[e], r), {})[v] = 1.0
+        by_expert.setdefault(e, []).append((r, v))
+    if not two_phase:
+        return direct, scatter, gather
+    for e, receivers in by_expert.items():
+        # chosen[n] is 1 where expert e has n replicas; products of binaries are linear with one variable
+        # each.
+        chosen = [program.variable(upper=1.0, integer=True) for _ in range(len(receivers) + 1)]
+        program.require(dict.fromkeys(chosen, 1.0), low=1.0, high=1.0)
+        program.require(
+            _plus(({v: 1.0 for _, v in receivers}, 1.0), ({c: float(n) for n, c in enumerate(chosen)}, -1.0)),
+            low=0.0,
+            high=0.0,
+        )
+        for r, v in receivers:
+            for n in range(1, len(chosen)):
+                part = program.variable(upper=1.0)
+                program.require({v: 1.0, chosen[n]: 1.0, part: -1.0}, high=1.0)
+                scatter.setdefault((context.home[e], r), {})[part] = 1.0 / n
+        for (r, v), (q, w) in itertools.combinations(receivers, 2):
+            for n in range(2, len(chosen)):
+                part = program.variable(upper=1.0)
+                program.require({v: 1.0, w: 1.0, chosen[n]: 1.0, part: -1.0}, high=2.0)
+                gather.setdefault((r, q), {})[part] = 1.0 / n
+                gather.setdefault((q, r), {})[part] = 1.0 / n
+    return direct, scatter, gather
+
+
+def solve_exactly(load: IntArray, context: PlanContext, *, time_limit_s: float = 60.0) -> Optimum:
+    """The placement and split with the smallest predicted step, for `load` [R, E]; for up to about 8 x 16.
+
+    `bound` is proven even where the time limit stops the solver before `seconds` is.
+    """
+    load = check_load(load)
+    if load.shape != (context.ranks, context.experts):
+        raise SpecError(f"load must be [{context.ranks}, {context.experts}], got {list(load.shape)}")
+    same = context.shape.expert_bytes == context.shape.expert_grad_bytes
+    choices = [(False, False), (True, True)] if same else [(a, b) for a in (False, True) for b in (False, True)]
+    best: Optimum | None = None
+    for forms in choices:
+        program, copy = _build(load, context, forms)
+        solved = program.solve(time_limit_s)
+        bound = float(solved.mip_dual_bound) if solved.mip_dual_bound is not None else 0.0
+        seconds, replicas = np.inf, []
+        if solved.x is not None:
+            seconds = float(solved.fun)
+            replicas = [pair for pair, v in copy.items() if solved.x[v] > 0.5]
+        placement = Placement.with_replicas(context.home, context.ranks, replicas)
+        if best is None:
+            best = Optimum(seconds, bound, placement)
+        else:
+            kept = best if best.seconds <= seconds else Optimum(seconds, bound, placement)
+            best = Optimum(kept.seconds, min(best.bound, bound), kept.placement)
+    if best is None:  # pragma: no cover - there is always a form
+        raise SpecError("no transfer form to solve for")
+    return best
+
+
+def lower_bound(load: IntArray, context: PlanContext) -> float:
+    """Seconds that no placement and split can beat, for any size: transfers are free in it.
+
+    A linear program over tokens from rank to rank. Rank r can keep local at most its tokens for its own
+    experts and for the heaviest others that its slots can hold.
+    """
+    load = check_load(load)
+    ranks = load.shape[0]
+    home = np.asarray(context.home)
+    limits = np.minimum(context.slot_limits(), context.experts)
+    program = _Program()
+    computed: list[Terms] = [{} for _ in range(ranks)]
+    moved: dict[tuple[int, int], Terms] = {}
+    for r in range(ranks):
+        others = np.sort(load[r, home != r])[::-1]
+        local = float(load[r, home == r].sum() + others[: limits[r]].sum())
+        parts: Terms = {}
+        for d in range(ranks):
+            x = program.variable(upper=local if d == r else np.inf)
+            parts[x] = 1.0
+            computed[d][x] = context.shape.forward_flops_per_token / context.topology.flops_per_s[d]
+            if d != r:
+                moved[r, d] = {x: 1.0}
+        program.require(parts, low=float(load[r].sum()), high=float(load[r].sum()))
+    forward = program.variable(price=3.0)
+    for d in range(ranks):
+        program.require(_plus((computed[d], 1.0), ({forward: 1.0}, -1.0)), high=0.0)
+    for level_time in _exchange(program, moved, context, context.shape.token_bytes, float(load.sum())):
+        program.price[level_time] = 4.0
+    program.integer = [0] * len(program.integer)
+    return float(program.solve(60.0).fun)
