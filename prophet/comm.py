@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -144,6 +144,9 @@ class Collective(ABC):
 
     def close(self) -> None:  # noqa: B027 (most collectives own nothing)
         """Release communicators. The collective cannot be used afterwards."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied model communicates over the same ranks
 
 
 def _check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from prophet.comm import Collective, Operation
 from prophet.kernels.split_apply.naive import regroup
@@ -40,6 +41,7 @@ class _AllToAll(torch.autograd.Function):
         return out.view_as(out) if out is x else out
 
     @staticmethod
+    @once_differentiable  # a second derivative would need a collective of its own; better none than a wrong one
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         send_rows, recv_rows, collective, name, layer, stopwatch = ctx.route
         before = time.perf_counter()

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 
 from prophet.comm import Collective, Operation, processes
 from prophet.experts import Replica, ReplicaMemoryError, ReplicaPool
-from prophet.layer import MoE, PlanMismatch
+from prophet.layer import MoE, PlanMismatch, Port, plain_port
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import block_wise, blocking
 from prophet.scheduler.runtime import Runtime, Stopwatch
-from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, Windows
+from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology, Windows
 
 
 class ConfigMismatch(RuntimeError):
@@ -163,6 +163,10 @@ class _LayerPort:
     def backward_ran(self) -> None:
         self._engine.runtime.backward_ran(self._at)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Port:
+        layer = self._engine.layers[self._at]
+        return plain_port(layer)  # a copied layer is balanced only once it is attached itself
+
 
 class Engine:
     """Balances the MoE layers of one model on one rank; made by `attach`."""
@@ -183,6 +187,7 @@ class Engine:
         self.last_step: StepReport | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
         self._owns_collective = owns_collective
+        self._closed = False
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
         self._planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
@@ -266,6 +271,7 @@ class Engine:
     def ensure_step(self) -> None:
         """Begin a step unless one is under way: planned placements come into force and Trans starts."""
         if self.runtime.running:
+            self.runtime.resume()
             return
         before = time.perf_counter()
         for i, future in enumerate(self._plans):
@@ -275,16 +281,54 @@ class Engine:
                 self._plans[i] = None
         self._fit_memory()
         self._digests = [p.digest() for p in self._placements]
+        self._compare_placements()
         self.stopwatch.add("exposed_plan", time.perf_counter() - before)
         self.runtime.begin(self._placements)
 
     def _result(self, layer: int, future: Future[tuple[Placement, float]]) -> tuple[Placement, float]:
         try:
-            return future.result(timeout=self.collective.timeout_s)
+            placement, seconds = future.result(timeout=self.collective.timeout_s)
         except TimeoutError:
             raise TimeoutError(
                 f"rank {self.collective.rank}: planning of layer {layer} took more than {self.collective.timeout_s:g} s"
             ) from None
+
+        self._check_placement(layer, placement)
+        return placement, seconds
+
+    def _compare_placements(self) -> None:
+        """Raise `PlanMismatch` unless all ranks are about to use the same placements.
+
+        It has to happen before the first Trans: a backend that receives more than was announced may end the process.
+        On the weights channel, so that a rank which does not begin a step meets a time limit and no other message.
+        """
+        if self.collective.size == 1 or self._planner.name == "static":
+            return
+        mine = torch.tensor(self._digests, dtype=torch.int64, device=self.layers[0].experts.w_in.device)
+        op = Operation("comparison of placements")
+        found = self.collective.all_gather(mine, op=op, channel="weights").cpu()
+        for layer, column in enumerate(found.unbind(1)):
+            values, votes = column.unique(return_counts=True)
+            if values.numel() > 1:
+                differ = (column != values[votes.argmax()]).nonzero().flatten().tolist()
+                raise PlanMismatch(
+                    f"MoE layer {layer}, step {self.step}: the placement of rank(s) {differ} differs from the other "
+                    f"ranks'; all ranks must run the same configuration and versions"
+                )
+
+    def _check_placement(self, layer: int, placement: Placement) -> None:
+        """Raise `SpecError` where the planner has not kept to its context: an own planner may be wrong."""
+        context, who = self._contexts[layer], f"planner {self._planner.name!r}, MoE layer {layer}"
+        shape = (placement.experts, placement.ranks)
+        if shape != (context.experts, context.ranks):
+            raise SpecError(f"{who}: placed {shape} experts and ranks, expected {(context.experts, context.ranks)}")
+        if not np.array_equal(placement.home, context.home):
+            raise SpecError(f"{who}: the placement moves homes; expected those of the context")
+        copies, limits = placement.copies_per_rank(), context.slot_limits()
+        if (copies > limits).any():
+            raise SpecError(
+                f"{who}: {copies.tolist()} replicas by rank; slots_per_rank and memory allow {limits.tolist()}"
+            )
 
     def _fit_memory(self) -> None:
         """Drop replicas until every rank is within the budget: planned per layer, they share one pool."""
@@ -313,9 +357,9 @@ class Engine:
     def _before_optimizer(self, *_: Any) -> None:
         if self.runtime.finish_gradients():
             warnings.warn(
-                f"optimizer.step() came before {self.config.accumulation_steps} backward passes had run: the gradients "
-                f"were completed just now, so code that read them earlier (gradient clipping) saw them without the "
-                f"replicas' part",
+                f"optimizer.step() came before {self.config.accumulation_steps} backward passes had run outside "
+                f"engine.no_sync(): the gradients were completed just now, so code that read them earlier (gradient "
+                f"clipping) saw them without the replicas' part",
                 stacklevel=2,
             )
 
@@ -381,6 +425,7 @@ class Engine:
         self._split_digest = split.digest()
         if self.step % self.config.check_split_every == 0 or self.step < 2:
             self._compare_split(layer)
+            split.check(load, placement)
         return placement, split
 
     def _compare_split(self, layer: int) -> None:
@@ -441,9 +486,16 @@ class Engine:
         return norm
 
     def close(self) -> None:
-        """Detach: layers go back to plain expert parallelism, hooks and threads end."""
+        """Detach: layers go back to plain expert parallelism, hooks and threads end; again is harmless.
+
+        Not collective, so it can follow an error: transfers under way are left to themselves. Gradients that replicas
+        still hold are lost; `runtime.finish_gradients()` brings them home first.
+        """
+        if self._closed:
+            return
+        self._closed = True
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self.runtime.end()
+        self.runtime.end(wait=False)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -502,7 +554,10 @@ def attach(
     except BaseException:
         engine.close()
         raise
-    engine._hooks.append(model.register_forward_pre_hook(lambda m, _: engine.ensure_step() if m.training else None))
+    engine._hooks.append(
+        # a copy of the model has the hook, too: it must not drive this engine
+        model.register_forward_pre_hook(lambda m, _: engine.ensure_step() if m is model and m.training else None)
+    )
     if optimizer is not None:
         engine._hooks.append(optimizer.register_step_pre_hook(engine._before_optimizer))
         engine._hooks.append(optimizer.register_step_post_hook(engine._after_optimizer))

@@ -6,9 +6,9 @@ Shape legend: E experts, m experts per rank, D model dim, H hidden dim, P parame
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -67,13 +67,26 @@ class ExpertBank(nn.Module):
         self.w_out = nn.Parameter(torch.empty(experts, dim, hidden))
         self.b_in = nn.Parameter(torch.empty(experts, rows)) if bias else None
         self.b_out = nn.Parameter(torch.empty(experts, dim)) if bias else None
-        for p in self.parameters():
-            # What DeepSpeed reads: the gradient belongs to an expert, and to which group of ranks.
-            p.allreduce = False  # type: ignore[attr-defined]
-            p.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]
-            p.prophet_expert = True  # type: ignore[attr-defined]
+        self.ep_size = ep_size
         self.grad_scale = 1.0 / ep_size
+        self._mark()
         self.reset_parameters()
+
+    def _mark(self) -> None:
+        """Mark the parameters with what DeepSpeed reads: an expert's gradient, and of which group of ranks."""
+        for p in self.parameters():
+            p.allreduce = False  # type: ignore[attr-defined]
+            p.group_name = f"ep_size_{self.ep_size}"  # type: ignore[attr-defined]
+            p.prophet_expert = True  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._mark()  # moving off the meta device makes new parameters
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark()  # a copied parameter has lost its attributes
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -180,6 +193,8 @@ class ExpertBank(nn.Module):
                 value = state_dict.get(key)
                 if value is None:
                     missing_keys.append(key)
+                elif p.is_meta:
+                    error_msgs.append(f"{key}: the experts are on the meta device; call to_empty(device=...) first")
                 elif not isinstance(value, Tensor) or value.shape != p.shape[1:]:
                     got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                     error_msgs.append(f"{key}: expected a tensor of shape {list(p.shape[1:])}, got {got}")

@@ -139,6 +139,11 @@ class _PlainPort:
     def backward_ran(self) -> None: ...
 
 
+def plain_port(layer: MoE) -> Port:
+    """A port for `layer` that balances nothing."""
+    return _PlainPort(layer.collective.size, layer.num_experts)
+
+
 @dataclass(slots=True)
 class LossBook:
     """Auxiliary losses of one forward pass, in the order in which the layers ran."""
@@ -203,7 +208,7 @@ class MoE(nn.Module):
             bias=bias,
         )
         self.stats: LayerStats | None = None
-        self._port: Port = _PlainPort(ranks, num_experts)
+        self._port: Port = plain_port(self)
         self._book: LossBook | None = None
 
     def extra_repr(self) -> str:
@@ -321,19 +326,23 @@ class MoE(nn.Module):
                 )
 
     def _record(self, routing: Routing, known: Agreement, split: Split, training: bool) -> None:
-        """Keep statistics, hand out auxiliary losses; a recomputed forward pass has done both already."""
-        if recomputing():
-            return
-        self.stats = LayerStats(known.load, split.rank_load(), known.dropped)
+        """Keep statistics, hand out auxiliary losses; a recomputed forward pass has done both already.
+
+        It computes the losses all the same: checkpointing expects it to save what the first pass saved.
+        """
+        again = recomputing()
+        if not again:
+            self.stats = LayerStats(known.load, split.rank_load(), known.dropped)
         if not training:
             return
         config = self.gate.config
-        extra = None if config.aux_loss == "gshard" else known.extra
-        choices: IntArray = (known.load if extra is None else extra).sum(axis=0)
-        self._port.observe(known.load, split, choices, known.dropped)
+        if not again:
+            extra = None if config.aux_loss == "gshard" else known.extra
+            choices: IntArray = (known.load if extra is None else extra).sum(axis=0)
+            self._port.observe(known.load, split, choices, known.dropped)
         if config.aux_loss == "none" and config.z_loss_weight == 0:
             return
-        if self._book is None:
+        if self._book is None and not again:
             raise RuntimeError(
                 f"{self.label} has an auxiliary loss that nothing collects: run the forward pass inside "
                 f"`with prophet.collect_losses(model) as losses:` and add `losses.total()` to the loss"
@@ -341,7 +350,8 @@ class MoE(nn.Module):
         counts = known.load if known.extra is None else known.extra
         total = torch.from_numpy(counts.sum(axis=0)).to(routing.probs.device)
         losses = self.gate.losses(routing, total, known.tokens, self.collective.size)
-        self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
+        if self._book is not None and not again:
+            self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
 
     def _exchange(self, rows: Tensor, send: list[int], recv: list[int], name: str) -> Tensor:
         return all_to_all(

@@ -36,9 +36,14 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "layer": _RANKS | {"planner", "history", "scheduler", "dispatch"},
     "engine": _RANKS | {"planner", "history", "traces", "scheduler", "layer"},
     "convert": _RANKS | {"layer"},
-    "report": _VALUES | {"planner", "history", "traces", "scheduler"},
-    "demo": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert", "report", ""},
-    "cli": _VALUES | {"planner", "history", "traces", "scheduler", "report", "demo", ""},
+    "topology": _VALUES,
+    "calibrate": _RANKS | {"topology"},
+    "replay": _VALUES | {"planner", "traces"},
+    "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay"},
+    "demo": _RANKS
+    | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert", "replay", "report", ""},
+    "cli": _VALUES
+    | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", ""},
     "__main__": {"cli"},
     "": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert"},  # prophet/__init__.py
 }
@@ -50,6 +55,7 @@ _PACKAGES: dict[str, set[str]] = {
     "planner": _NUMERIC | {"numba", "scipy"},
     "history": _NUMERIC,
     "traces": _NUMERIC,
+    "replay": _NUMERIC,
     "kernels": _NUMERIC | {"torch", "triton"},
     "report": _NUMERIC | {"matplotlib"},
     "cli": _NUMERIC | {"rich"},

@@ -87,6 +87,11 @@ class MoEGPT(nn.Module):
         for embedding in (self.token, self.position):
             nn.init.normal_(embedding.weight, std=0.02)
 
+    @property
+    def ranks(self) -> int:
+        """Expert-parallel ranks that share the experts."""
+        return self.blocks[0].moe.collective.size  # type: ignore[union-attr,return-value]
+
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [B, T, V] for token ids [B, T]; T up to the configured length."""
         if ids.shape[1] > self.config.length:

@@ -18,7 +18,7 @@ class ProgressBar:
 
     def __init__(self, name: str, steps: int, console: Console | None = None) -> None:
         self._name, self._steps = name, steps
-        self._console = console or Console()
+        self._console = console or Console(stderr=True)
         self._progress = Progress(
             TextColumn("balancing [bold]{task.description}"),
             BarColumn(),

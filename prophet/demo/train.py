@@ -20,6 +20,7 @@ from prophet.comm import Collective, Operation
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, held_out_rows, rank_batch
 from prophet.engine import Engine, EngineConfig, StepReport, attach
+from prophet.planner.presets import CLUSTERS
 from prophet.spec import FloatArray, IntArray
 from prophet.traces import TraceWriter
 
@@ -155,8 +156,20 @@ def train(
     """
     torch.manual_seed(config.seed)
     model = MoEGPT(config.model, group=group, timeout_s=config.timeout_s)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    engine = attach(model, optimizer, config=EngineConfig(planner=planner, slots_per_rank=config.slots_per_rank))
+    # Adam divides each gradient by its own size: with the usual eps of 1e-8, parameters that get next to no gradient
+    # turn the rounding of a re-ordered sum into full steps, and two equal runs drift apart for no good reason.
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0
+    )
+    engine = attach(
+        model,
+        optimizer,
+        config=EngineConfig(
+            planner=planner,
+            slots_per_rank=config.slots_per_rank,
+            topology=CLUSTERS["gloo-loopback"].topology(model.ranks),
+        ),
+    )
     try:
         records: list[StepRecord] = []
         listeners = list(listeners)

@@ -42,6 +42,11 @@ class Stopwatch:
         return taken
 
 
+def _identity(grad: Tensor | None) -> tuple[int, int]:
+    """Changes when a gradient is replaced or written to."""
+    return (0, 0) if grad is None else (id(grad), grad._version)
+
+
 class Block(Protocol):
     """What the runtime needs of an MoE layer."""
 
@@ -66,6 +71,7 @@ class _BlockState:
     version: int = 0  # of the home parameters when their Trans was launched
     backward_runs: int = 0
     unsent: list[int] = field(default_factory=list)  # by chunk: backward runs whose gradients have not been sent
+    grads_seen: list[tuple[int, int]] = field(default_factory=list)  # the home gradients as the last pass left them
 
 
 class Runtime:
@@ -110,17 +116,48 @@ class Runtime:
         self._states = [_BlockState(p, unsent=[0] * self.chunks) for p in placements]
         self.enter(Window("START"))
 
+    def resume(self) -> None:
+        """A forward pass begins in the middle of a step: forget what the user has thrown away since the last one.
+
+        That is what a failed backward pass left behind, and gradients that were zeroed at home while the replicas'
+        part of them had not been sent.
+        """
+        if self._states is None or torch._C._current_graph_task_id() != -1:
+            return
+        failed = self._graph_task != -1  # a pass that ends well leaves -1
+        self._graph_task = -1
+        if failed:
+            for flight in self._agg:
+                flight.pending.wait()
+            self._agg.clear()
+        for block, state in enumerate(self._states):
+            if failed or (any(state.unsent) and self._zeroed(block)):
+                for replica in state.replicas:
+                    replica.settle_grads()
+                    replica.grads.zero_()
+                state.backward_runs, state.unsent = 0, [0] * self.chunks
+
+    def _zeroed(self, block: int) -> bool:
+        """Whether the home gradients were set to None or to zero since the last backward pass."""
+        assert self._states is not None
+        grads = [p.grad for p in self.blocks[block].experts.parameters()]
+        seen = self._states[block].grads_seen
+        return all(g is None or (_identity(g) != was and not g.any()) for g, was in zip(grads, seen, strict=False))
+
     @property
     def running(self) -> bool:
         """Whether a step has begun and not yet ended."""
         return self._states is not None
 
-    def end(self) -> None:
-        """End the step: replicas vanish. Gradients must have gone home (see `finish_gradients`)."""
+    def end(self, *, wait: bool = True) -> None:
+        """End the step: replicas vanish. Gradients must have gone home (see `finish_gradients`).
+
+        Transfers that nobody waited for are waited for now; with `wait` False they are left to themselves.
+        """
         if self._states is None:
             return
         for state in self._states:
-            for flight in state.trans:
+            for flight in state.trans if wait else ():
                 flight.pending.wait()
             for replica in state.replicas:
                 self.pool.give(replica.params, replica.grads)
@@ -205,9 +242,11 @@ class Runtime:
         bank, rank = self.blocks[block].experts, self.collective.rank
         if not state.replicas:
             device, dtype = bank.w_in.device, bank.w_in.dtype
-            for expert in placement.replicas_on(rank):
-                buffers = self.pool.take(bank.expert_numel, dtype, device)
-                state.replicas.append(Replica.build(expert, bank, *buffers))
+            # the buffers outlive this forward pass, which may be one in inference mode
+            with torch.inference_mode(False):
+                for expert in placement.replicas_on(rank):
+                    buffers = self.pool.take(bank.expert_numel, dtype, device)
+                    state.replicas.append(Replica.build(expert, bank, *buffers))
         start, stop = self._bounds(block, chunk)
         pieces, rows = [], [0] * self.collective.size
         for target in range(self.collective.size):
@@ -288,6 +327,8 @@ class Runtime:
         if self._states is None:
             return
         self._finish(only_final=True)
+        for block, state in zip(self.blocks, self._states, strict=True):
+            state.grads_seen = [_identity(p.grad) for p in block.experts.parameters()]
 
     def finish_gradients(self) -> bool:
         """Bring home whatever is still away. Returns whether there was anything a backward pass had left behind."""

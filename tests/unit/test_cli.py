@@ -1,0 +1,158 @@
+"""The command line: answers, exit codes, one-line errors, and the check for the other `prophet`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prophet
+from prophet.cli import BAD_INPUT, FAILED, INTERRUPTED, NAME_CONFLICT, OK, main, name_conflict
+from prophet.traces import RoutingTrace, write_trace
+
+REAL_TRACE = Path(__file__).parents[2] / ".." / "shared" / "traces" / "smartmoe-gpt-32e-dev.npz"
+
+
+@pytest.fixture
+def skewed(tmp_path: Path) -> Path:
+    counts = np.full((3, 2, 4, 8), 10)
+    counts[..., 0] = 4000
+    write_trace(tmp_path / "t.npz", RoutingTrace(counts, np.arange(3, dtype=np.int32), {"top_k": 1}))
+    return tmp_path / "t.npz"
+
+
+def test_plan_prints_a_table(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(skewed), "--preset", "h100-nvlink"]) == OK
+    shown = capsys.readouterr().out
+    for word in ("static", "top2", "pro-prophet", "prophet", "top 1", "2 layers", "h100-nvlink:Mixtral-8x7B"):
+        assert word in shown
+    assert "predicted" in shown
+    assert "…" not in shown  # fits 80 columns
+
+
+def test_plan_json(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(skewed), "--planner", "prophet", "--json", "--slots", "2"]) == OK
+    answer = json.loads(capsys.readouterr().out)
+    assert [p["planner"] for p in answer["planners"]] == ["static", "prophet"]
+    static, balanced = answer["planners"]
+    assert static["predicted_speed_up"] == 1.0
+    assert static["max_mean_median"] > 3.5
+    assert balanced["max_mean_median"] < static["max_mean_median"]
+    assert balanced["predicted_speed_up"] > 1.0
+    assert balanced["copies_on_fullest_rank"] <= 2
+    assert answer["trace"]["top_k"] == 1
+    assert answer["trace"]["iterations_judged"] == 2
+
+
+def test_no_slots_no_gain(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(skewed), "--slots", "0"]) == OK
+    assert "No planner is predicted to gain anything here." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "absent.npz"], "absent.npz: expected a routing trace"),
+        (["plan", "TRACE", "--planner", "magic"], "no planner 'magic'"),
+        (["plan", "TRACE", "--preset", "cray"], "no preset 'cray'"),
+        (["plan", "TRACE", "--preset", "h100-ib:elephant"], "no model 'elephant'"),
+        (["plan", "SHORT"], "needs two"),
+        (["plan", "UNEVEN"], "9 experts cannot be divided among 4"),
+        (["demo", "--text", "absent"], "--text: absent: expected a text file"),
+        (["demo", "--ranks", "3"], "16 experts cannot be divided among 3"),
+    ],
+)
+def test_bad_input_is_one_line(
+    skewed: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, shape in (("SHORT", (1, 1, 2, 2)), ("UNEVEN", (2, 1, 4, 9))):
+        steps = np.arange(shape[0], dtype=np.int32)
+        write_trace(skewed.parent / name, RoutingTrace(np.ones(shape, int), steps))
+    names = {"TRACE": str(skewed), "SHORT": str(skewed.parent / "SHORT"), "UNEVEN": str(skewed.parent / "UNEVEN")}
+    arguments = [names.get(a, a) for a in arguments]
+    if arguments[0] == "demo":
+        arguments += ["--out", str(skewed.parent / "out")]
+    assert main(arguments) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("prophet: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["juggle"], ["plan"], ["plan", "x", "--slots", "-1"], ["demo", "--steps", "0"]]
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == BAD_INPUT
+    assert "usage: prophet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["plan", "--help"], ["--version"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == OK
+    shown = capsys.readouterr().out
+    assert shown.strip()
+    assert max(len(line) for line in shown.splitlines()) <= 110
+
+
+def test_failures_and_interrupts_have_codes_of_their_own(
+    skewed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(error: BaseException) -> int:
+        def raise_it(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("prophet.traces.read_trace", raise_it)
+        return main(["plan", str(skewed)])
+
+    assert failing(PermissionError("may not")) == FAILED
+    assert failing(KeyboardInterrupt()) == INTERRUPTED
+    assert capsys.readouterr().err == "prophet: error: may not\nprophet: error: interrupted\n"
+
+
+def test_the_other_prophet_is_recognised() -> None:
+    assert name_conflict(prophet, ["moe-prophet", "numpy"]) is None
+    beside = name_conflict(prophet, ["moe-prophet", "Prophet"])
+    assert beside is not None
+    assert not beside[1]
+    theirs = types.ModuleType("prophet")
+    over = name_conflict(theirs, ["moe-prophet", "prophet"])
+    assert over is not None
+    assert over[1]
+    assert "pip uninstall prophet" in over[0]
+
+
+def test_the_other_prophet_on_disk(tmp_path: Path) -> None:
+    """Its `__init__.py` written over ours, as an installer would."""
+    package = tmp_path / "prophet"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Prophet: ...\n")
+    (package / "cli.py").write_text((Path(prophet.__file__).parent / "cli.py").read_text(encoding="utf-8"))
+    done = subprocess.run(
+        [sys.executable, "-c", "from prophet.cli import main; raise SystemExit(main(['--help']))"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == NAME_CONFLICT
+    assert "the forecasting library" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not REAL_TRACE.exists(), reason="the shared routing traces are not beside this checkout")
+def test_plan_on_a_published_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(REAL_TRACE), "--planner", "prophet", "--iterations", "3", "--json"]) == OK
+    static, balanced = json.loads(capsys.readouterr().out)["planners"]
+    assert static["max_mean_median"] > 5
+    assert balanced["predicted_speed_up"] > 2
