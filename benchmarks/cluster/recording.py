@@ -79,7 +79,7 @@ class ObservedCollective(Collective):
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         began = time.perf_counter()
         result = self.inner.all_gather(x, op=op, channel=channel)
-        self.recorder.add(str(op), channel, began, time.perf_counter())
+        self.recorder.add(str(op), "tokens" if channel == "tokens" else "waits", began, time.perf_counter())
         return result
 
     def exchange(
