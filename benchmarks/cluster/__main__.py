@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -12,9 +11,8 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,16 +73,6 @@ def runnable(names: Sequence[str], python: str) -> tuple[list[str], dict[str, st
     return able, skipped
 
 
-@contextlib.contextmanager
-def checkpoint_folder(kept: Path | None, key: str) -> Iterator[Path]:
-    """Where the common checkpoint lives: a folder that is kept, or one that goes away."""
-    if kept is not None:
-        yield kept / key
-        return
-    with tempfile.TemporaryDirectory(prefix="cluster-checkpoint-") as folder:
-        yield Path(folder) / key
-
-
 def make_checkpoint(bed: Testbed, workload: Workload, args: argparse.Namespace, folder: Path) -> None:
     """Train the common checkpoint at the machine's full speed, unless it is there already."""
     hosts = bed.profile.hosts
@@ -138,7 +126,8 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
     key_of = json.dumps([dataclasses.asdict(workload), profile.hosts, args.warm_up_steps])
     key = hashlib.blake2b(key_of.encode(), digest_size=6).hexdigest()
     began = time.monotonic()
-    with Testbed(profile, python=python) as bed, checkpoint_folder(args.checkpoints, key) as folder:
+    with Testbed(profile, python=python) as bed:
+        folder = (args.checkpoints or bed.scratch).resolve() / key
         make_checkpoint(bed, workload, args, folder)
         job = {
             "workload": dataclasses.asdict(workload),

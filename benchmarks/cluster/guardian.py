@@ -6,7 +6,10 @@ there is nobody left to do so.
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
+from pathlib import Path
 
 from benchmarks.cluster import kernel_objects as kernel
 
@@ -17,6 +20,8 @@ def main(prefix: str) -> int:
     if b"done" in told:
         return 0
     left = kernel.remove_all(prefix, kernel.check_available())
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        shutil.rmtree(folder, ignore_errors=True)
     return 1 if left else 0
 
 

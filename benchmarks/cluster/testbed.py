@@ -230,6 +230,13 @@ class Testbed:
         """What exists of this testbed in the kernel, as text."""
         return kernel.leftovers(self.prefix, self._quotas)
 
+    @property
+    def scratch(self) -> Path:
+        """A folder that all hosts see and that goes away with the testbed."""
+        if self._folder is None:
+            raise TestbedError("the testbed is not set up: use it as a context manager")
+        return self._folder
+
     # --- running ---
 
     def run(
@@ -270,15 +277,14 @@ class Testbed:
         (for all hosts, or a sequence with one for each); arguments and results pass as JSON. `imports` names modules to
         import before the quota holds, besides the function's own.
         """
-        if self._folder is None:
-            raise TestbedError("the testbed is not set up: use it as a context manager")
+        scratch = self.scratch
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
         per_host = [args] * self.profile.hosts if isinstance(args, Mapping) else list(args)
         if len(per_host) != self.profile.hosts:
             raise ValueError(f"expected args for {self.profile.hosts} hosts, got {len(per_host)}")
         self._runs += 1
-        folder = self._folder / f"run{self._runs}"
+        folder = scratch / f"run{self._runs}"
         folder.mkdir()
         processes: list[_Process] = []
         running = Running(processes, timeout_s)
