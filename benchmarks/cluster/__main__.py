@@ -1,0 +1,219 @@
+"""python -m benchmarks.cluster --profile four-hosts --policies static,prophet,forced-balance --json out.json"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.policies import DEFAULT_POLICIES, POLICY_NAMES, PolicyError, policy
+from benchmarks.cluster.profiles import BUILT_IN, Profile, ProfileError, load_profile
+from benchmarks.cluster.rows import summarise, table
+from benchmarks.cluster.testbed import Running, Testbed, TestbedError, TestbedUnavailable
+from benchmarks.cluster.workload import Workload
+
+FULL_RATE_MBIT_PER_S = 4000.0  # while the checkpoint is made, which is not measured
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.cluster", description=__doc__)
+    p.add_argument("--profile", default="four-hosts", help=f"{', '.join(BUILT_IN)}, or a TOML file")
+    p.add_argument(
+        "--policies", default=",".join(DEFAULT_POLICIES), help=f"comma-separated, of {', '.join(POLICY_NAMES)}"
+    )
+    p.add_argument("--json", type=Path, help="file for the rows")
+    p.add_argument("--trace", type=Path, help="file for a trace of one step of every policy (Chrome, Perfetto)")
+    p.add_argument("--repetitions", type=int, default=3)
+    p.add_argument("--steps", type=int, default=5, help="counted steps of one repetition")
+    p.add_argument("--skip", type=int, default=2, help="steps of one repetition before those")
+    p.add_argument("--warm-up-steps", type=int, default=80, help="training steps before the common checkpoint")
+    p.add_argument("--checkpoints", type=Path, help="folder that keeps common checkpoints for later runs")
+    p.add_argument("--slots-per-rank", type=int, default=4)
+    p.add_argument("--timeout-s", type=float, default=60.0, help="limit on every wait between hosts")
+    p.add_argument("--limit-s", type=float, default=1500.0, help="limit on each phase")
+    p.add_argument("--python", help="interpreter of the hosts (one that has the peers)")
+    defaults = Workload()
+    for field in dataclasses.fields(Workload):
+        kind = float if field.name == "learning_rate" else int
+        p.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=getattr(defaults, field.name))
+    return p
+
+
+def runnable(names: Sequence[str], python: str) -> tuple[list[str], dict[str, str]]:
+    """(policies that can run, why the others cannot). Raises `PolicyError` for names that do not exist."""
+    from prophet.planner import get_planner
+    from prophet.spec import SpecError
+
+    able, skipped = [], {}
+    for name in dict.fromkeys(names):
+        p = policy(name)
+        try:
+            get_planner(p.planner)
+        except SpecError as error:
+            skipped[name] = str(error)
+            continue
+        code = f"from benchmarks.cluster.peers import missing; print(missing({p.system!r}) or '')"
+        if p.system != "prophet":
+            done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+            reason = done.stdout.strip() or (done.stderr.strip()[-300:] if done.returncode else "")
+            if reason:
+                skipped[name] = reason
+                continue
+        able.append(name)
+    return able, skipped
+
+
+def make_checkpoint(bed: Testbed, workload: Workload, args: argparse.Namespace, folder: Path) -> None:
+    """Train the common checkpoint at the machine's full speed, unless it is there already."""
+    hosts = bed.profile.hosts
+    if all((folder / f"rank{r}.pt").exists() for r in range(hosts)):
+        return
+    cores = os.cpu_count() or 1
+    for host in range(hosts):
+        bed.set_rate(host, FULL_RATE_MBIT_PER_S)
+        bed.set_share(host, cores / hosts)
+    for node in range(bed.profile.nodes if bed.profile.uplink_mbit_per_s is not None else 0):
+        bed.set_uplink_rate(node, FULL_RATE_MBIT_PER_S)
+    job = {
+        "workload": dataclasses.asdict(workload),
+        "warm_up_steps": args.warm_up_steps,
+        "folder": str(folder),
+        "timeout_s": args.timeout_s,
+    }
+    losses = bed.run("benchmarks.cluster.worker:prepare", job, timeout_s=args.limit_s)[0]
+    say(f"checkpoint after {args.warm_up_steps} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    for host in range(hosts):
+        bed.set_rate(host, bed.profile.link_mbit_per_s[host])
+        bed.set_share(host, bed.profile.share[host])
+    for node in range(bed.profile.nodes if bed.profile.uplink_mbit_per_s is not None else 0):
+        bed.set_uplink_rate(node, float(bed.profile.uplink_mbit_per_s or 0.0))
+
+
+def follow(running: Running) -> None:
+    """Show what host 0 says while the policies run."""
+    shown = 0
+    while not running.poll():
+        lines = running.log(0).splitlines()
+        for line in lines[shown:]:
+            if line.startswith(("repetition", "calibrated")):
+                say(line)
+        shown = len(lines)
+        if running.failed():
+            return
+        time.sleep(0.5)
+
+
+def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:
+    """Run everything; returns the document that `--json` writes."""
+    python = args.python or sys.executable
+    names, skipped = runnable([n for n in args.policies.split(",") if n], python)
+    for name, reason in skipped.items():
+        say(f"{name} is left out: {reason}")
+    if not names:
+        raise PolicyError("no policy is left to run")
+    if workload.experts % profile.hosts:
+        raise PolicyError(f"{workload.experts} experts cannot be divided among {profile.hosts} hosts")
+    key_of = json.dumps([dataclasses.asdict(workload), profile.hosts, args.warm_up_steps])
+    key = hashlib.blake2b(key_of.encode(), digest_size=6).hexdigest()
+    began = time.monotonic()
+    with Testbed(profile, python=python) as bed:
+        folder = (args.checkpoints or bed.scratch).resolve() / key
+        make_checkpoint(bed, workload, args, folder)
+        job = {
+            "workload": dataclasses.asdict(workload),
+            "policies": names,
+            "repetitions": args.repetitions,
+            "steps": args.steps,
+            "skip": args.skip,
+            "warm_up_steps": args.warm_up_steps,
+            "ranks_per_node": profile.hosts_per_node,
+            "slots_per_rank": args.slots_per_rank,
+            "folder": str(folder),
+            "timeout_s": args.timeout_s,
+            "trace": names if args.trace else [],
+        }
+        results = bed.run(
+            "benchmarks.cluster.worker:measure",
+            job,
+            timeout_s=args.limit_s,
+            imports=sorted({policy(n).system for n in names}),
+            while_running=follow,
+        )
+    rows = summarise(results, tokens_per_step=workload.tokens_per_host() * profile.hosts, policies=names)
+    if args.trace:
+        write_traces(args.trace, results)
+    return {
+        "profile": dataclasses.asdict(profile),
+        "workload": dataclasses.asdict(workload),
+        "repetitions": args.repetitions,
+        "steps": args.steps,
+        "environment": environment(),
+        "calibration": results[0]["calibration"],
+        "skipped": skipped,
+        "wall_s": time.monotonic() - began,
+        "rows": rows,
+    }
+
+
+def write_traces(path: Path, results: Sequence[dict[str, Any]]) -> None:
+    """All policies' traced steps in one file, a group each."""
+    from prophet.scheduler.timeline import Span, write_trace
+
+    groups: dict[str, list[Span]] = {}
+    for result in results:
+        for name, spans in result["spans"].items():
+            groups.setdefault(name, []).extend(Span(*values) for values in spans)
+    write_trace(path, groups)
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on, besides the arguments."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "kernel": platform.release(),
+    }
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    # being told to end unwinds the testbed like any other failure
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        for name in ("repetitions", "steps", "warm_up_steps"):
+            if getattr(args, name) < 1:
+                raise PolicyError(f"--{name.replace('_', '-')} must be at least 1")
+        profile = load_profile(args.profile)
+        workload = Workload(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Workload)})
+        document = benchmark(profile, workload, args)
+    except (ProfileError, PolicyError, TestbedUnavailable, TestbedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    say(table(document["rows"]))
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Measures the emulated cluster: what links carry and what processors compute, as the planners' `Topology`.
+
+Shape legend: R ranks, L blocks.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from prophet.comm import Collective, Operation
+from prophet.spec import FloatArray, IntArray, LayerShape, Link, Topology, Windows
+
+PROBE_BYTES = (
+    1 << 16,
+    1 << 20,
+)  # sent by each rank in all; small enough for slow links, large against a bucket's burst
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """What planners and simulator are told, and what they are not: the rest of a step.
+
+    start_s, end_s: compute before the first block, and after the last one backward with all that follows up to the
+    next step. counts_s: one exchange of counts.
+    """
+
+    topology: Topology
+    windows: Windows
+    start_s: float
+    end_s: float
+    counts_s: float
+
+
+def fit_link(bytes_seconds: list[tuple[float, float]]) -> Link:
+    """Latency and rate from (bytes, seconds) of two sizes or more; a straight line through them."""
+    sizes, seconds = np.array(bytes_seconds, dtype=np.float64).T
+    slope, offset = np.polyfit(sizes, seconds, 1)
+    slope = max(float(slope), 1e-12)
+    return Link(bytes_per_s=1.0 / slope, latency_s=max(0.0, float(offset)))
+
+
+def probe_links(collective: Collective, ranks_per_node: int, *, repeats: int = 3) -> tuple[Link, Link]:
+    """(within a node, between nodes) as one rank sees them while all ranks exchange; collective."""
+    ranks, rank = collective.size, collective.rank
+    node = np.arange(ranks) // ranks_per_node
+    inside = (node == node[rank]) & (np.arange(ranks) != rank)
+    found = []
+    for peers in (inside, node != node[rank]):
+        points: list[tuple[float, float]] = []
+        for n_bytes in PROBE_BYTES if peers.any() else ():
+            rows = [n_bytes // int(peers.sum()) if p else 0 for p in peers]
+            x = torch.zeros(sum(rows), dtype=torch.uint8)
+            for _ in range(repeats):
+                collective.all_gather(torch.zeros(1), op=Operation("start of a probe"))
+                began = time.perf_counter()
+                collective.all_to_all(x, rows, rows, op=Operation("probe of links")).wait()
+                points.append((float(sum(rows)), time.perf_counter() - began))
+        # the slowest rank's figures hold for an exchange that all ranks wait for
+        mine = fit_link(points) if points else Link(bytes_per_s=1e12)
+        table = torch.tensor([mine.bytes_per_s, mine.latency_s], dtype=torch.float64)
+        everyone = collective.all_gather(table, op=Operation("figures of links"))
+        found.append(Link(bytes_per_s=float(everyone[:, 0].min()), latency_s=float(everyone[:, 1].max())))
+    intra, inter = found
+    if ranks_per_node >= ranks:
+        inter = intra
+    return intra, inter
+
+
+def fit_experts(
+    seconds: FloatArray, rows: IntArray, groups: IntArray, shape: LayerShape
+) -> tuple[tuple[float, ...], float]:
+    """(flops per second of every rank, seconds per expert that a rank computes).
+
+    seconds [T, R]: forward and backward of one block's experts in T observations; rows, groups [T, R]: what was
+    computed. A backward pass counts as two forward ones. Least squares; a fit that gives no positive rate falls back
+    to the ratio of sums.
+    """
+    forward = seconds / 3.0
+    observations, ranks = forward.shape
+    design = np.zeros((observations * ranks, ranks + 1))
+    for r in range(ranks):
+        design[r * observations : (r + 1) * observations, r] = rows[:, r]
+        design[r * observations : (r + 1) * observations, ranks] = groups[:, r]
+    solution, *_ = np.linalg.lstsq(design, forward.T.reshape(-1), rcond=None)
+    overhead = float(solution[ranks])
+    per_row = solution[:ranks]
+    if overhead < 0 or (per_row <= 0).any():
+        overhead = 0.0
+        per_row = forward.sum(axis=0) / np.maximum(rows.sum(axis=0), 1)
+    per_row = np.maximum(per_row, 1e-12)
+    return tuple(float(shape.forward_flops_per_token / s) for s in per_row), overhead

@@ -1,0 +1,126 @@
+"""The peers' own MoE layers inside our model, loaded from the common checkpoint.
+
+Sizes, routing (top-k, weights normalised over the k chosen, nothing dropped), parameters, batch and optimizer are those
+of our own layer, so that a step computes the same function. Expert gradients are scaled to the mean over ranks.
+
+Shape legend: R ranks, E experts, m experts per rank, D model dim, H hidden dim.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.cluster.workload import Workload
+from prophet.demo.model import MoEGPT
+
+
+def missing(system: str) -> str | None:
+    """Why a peer cannot run in this interpreter, or None."""
+    if system != "prophet" and importlib.util.find_spec(system) is None:
+        return f"{system} is not installed for this interpreter"
+    return None
+
+
+class _Peer(nn.Module):
+    """What stands in for `prophet.MoE` in a block: [b, T, D] to the same shape."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        return out[0] if isinstance(out, tuple) else out  # type: ignore[no-any-return]
+
+    def counts(self) -> Tensor | None:
+        """Choices of this rank by expert in the last forward pass, [E], where the peer tells."""
+        inner = getattr(self.layer, "deepspeed_moe", None)
+        return getattr(inner, "exp_counts", None)
+
+
+def build_peer(system: str, workload: Workload, state: Mapping[str, Tensor], *, rank: int, ranks: int) -> MoEGPT:
+    """MoE-GPT with the peer's layers, on one rank's part of the common checkpoint; collective."""
+    from prophet.comm import ThreadWorld
+
+    model = MoEGPT(workload.model_config(), group=ThreadWorld(1).collective(0))
+    make = {"deepspeed": _deepspeed, "tutel": _tutel}[system]
+    experts = workload.experts // ranks
+    for i, block in enumerate(model.blocks):
+        parameters = {
+            k.removeprefix(f"blocks.{i}.moe."): v for k, v in state.items() if k.startswith(f"blocks.{i}.moe.")
+        }
+        block.moe = _Peer(make(workload, parameters, rank * experts, experts, ranks))
+    own = {k: v for k, v in state.items() if ".moe." not in k}
+    left = model.load_state_dict(own, strict=False)
+    lost = [k for k in left.missing_keys if ".moe." not in k] + list(left.unexpected_keys)
+    if lost:
+        raise RuntimeError(f"the checkpoint does not fit the model: {lost[:4]}")
+    for p in model.parameters():
+        if not getattr(p, "allreduce", True):
+            p.register_hook(lambda grad: grad / ranks)
+    return model
+
+
+def _deepspeed(workload: Workload, state: Mapping[str, Tensor], first: int, experts: int, ranks: int) -> nn.Module:
+    import deepspeed  # type: ignore[import-not-found]
+    from deepspeed.moe.layer import MoE  # type: ignore[import-not-found]
+
+    if not deepspeed.comm.is_initialized():
+        # Its kernel for all-reduces in shared memory is for ranks of one machine; these hosts have none in common.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+    expert = nn.Sequential(
+        nn.Linear(workload.dim, workload.hidden), nn.GELU(), nn.Linear(workload.hidden, workload.dim)
+    )
+    layer = MoE(
+        workload.dim,
+        expert,
+        num_experts=workload.experts,
+        ep_size=ranks,
+        k=workload.top_k,
+        drop_tokens=False,
+        use_rts=False,
+        top2_2nd_expert_sampling=False,
+    )
+    layer.set_deepspeed_parallelism()
+    inner: Any = layer.deepspeed_moe
+    with torch.no_grad():
+        inner.gate.wg.weight.copy_(state["gate.weight"])
+        for j, own in enumerate(inner.experts.deepspeed_experts):
+            for index, suffix in ((0, "in"), (2, "out")):
+                own[index].weight.copy_(state[f"experts.w_{suffix}.{first + j}"])
+                own[index].bias.copy_(state[f"experts.b_{suffix}.{first + j}"])
+    return layer  # type: ignore[no-any-return]
+
+
+def _tutel(workload: Workload, state: Mapping[str, Tensor], first: int, experts: int, ranks: int) -> nn.Module:
+    from tutel import moe  # type: ignore[import-not-found]
+
+    layer = moe.moe_layer(
+        gate_type={"type": "top", "k": workload.top_k, "capacity_factor": 0.0},  # 0: as large as the step needs
+        experts={
+            "type": "ffn",
+            "num_experts_per_device": experts,
+            "hidden_size_per_expert": workload.hidden,
+            "activation_fn": nn.functional.gelu,
+        },
+        model_dim=workload.dim,
+        scan_expert_func=lambda _, p: setattr(p, "allreduce", False),
+    )
+    with torch.no_grad():
+        layer.gates[0].wg.weight.copy_(state["gate.weight"])
+        for j in range(experts):
+            layer.experts.batched_fc1_w[j].copy_(state[f"experts.w_in.{first + j}"])
+            layer.experts.batched_fc1_bias[j].copy_(
+                state[f"experts.b_in.{first + j}"].view_as(layer.experts.batched_fc1_bias[j])
+            )
+            layer.experts.batched_fc2_w[j].copy_(state[f"experts.w_out.{first + j}"].t())
+            layer.experts.batched_fc2_bias[j].copy_(
+                state[f"experts.b_out.{first + j}"].view_as(layer.experts.batched_fc2_bias[j])
+            )
+    return layer  # type: ignore[no-any-return]

@@ -1,0 +1,71 @@
+"""The policies that are compared, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+System = Literal["prophet", "deepspeed", "tutel"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """How a run is balanced.
+
+    system: whose MoE layer runs. planner: of our engine. schedule: how its transfers are laid out. even: the routing
+    is replaced by a perfectly even one. plain: our layer without the engine. use_windows: whether the planner knows
+    of the compute under which transfers hide (Eq. 8).
+    """
+
+    name: str
+    system: System = "prophet"
+    planner: str = "static"
+    schedule: Literal["block-wise", "blocking"] = "block-wise"
+    even: bool = False
+    plain: bool = False
+    use_windows: bool = True
+
+
+_ALL = (
+    Policy(name="static"),
+    Policy(name="top2", planner="top2"),
+    Policy(name="top3", planner="top3"),
+    Policy(name="fastermoe", planner="fastermoe"),
+    Policy(name="pro-prophet", planner="pro-prophet"),
+    Policy(name="pro-prophet-blocking", planner="pro-prophet", schedule="blocking", use_windows=False),
+    Policy(name="pro-prophet-no-windows", planner="pro-prophet", use_windows=False),
+    Policy(name="prophet", planner="prophet"),
+    Policy(name="prophet-blocking", planner="prophet", schedule="blocking", use_windows=False),
+    Policy(name="prophet-no-windows", planner="prophet", use_windows=False),
+    Policy(name="forced-balance", even=True, plain=True),
+    Policy(name="forced-balance-prophet", planner="prophet", even=True),
+    Policy(name="deepspeed", system="deepspeed"),
+    Policy(name="tutel", system="tutel"),
+)
+POLICY_NAMES = tuple(p.name for p in _ALL)
+DEFAULT_POLICIES = (
+    "static",
+    "top2",
+    "fastermoe",
+    "pro-prophet",
+    "prophet",
+    "prophet-blocking",
+    "forced-balance",
+    "forced-balance-prophet",
+    "deepspeed",
+    "tutel",
+)
+# What a listed policy needs of the others: ratios are taken within one run.
+CEILING = "forced-balance"
+
+
+class PolicyError(ValueError):
+    """A policy that does not exist, or cannot run here."""
+
+
+def policy(name: str) -> Policy:
+    """The policy of that name."""
+    for p in _ALL:
+        if p.name == name:
+            return p
+    raise PolicyError(f"there is no policy {name!r}; there are {', '.join(POLICY_NAMES)}")

@@ -1,0 +1,155 @@
+"""What a step really did: a collective that notes when its operations begin and end, and what that says of compute.
+
+Shape legend: L blocks, R ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from prophet.comm import Channel, Collective, Operation, Pending
+from prophet.scheduler.timeline import Recorder, Span
+
+_TOKEN_OP = re.compile(r"^(exchange of counts|dispatch|combine|combine backward|dispatch backward) of layer (\d+)$")
+
+
+class _Observed(Pending):
+    def __init__(self, inner: Pending, done: Callable[[float, float], None]) -> None:
+        self._inner = inner
+        self._done: Callable[[float, float], None] | None = done
+
+    def wait(self) -> Tensor:
+        began = time.perf_counter()
+        result = self._inner.wait()
+        if self._done is not None:
+            self._done(began, time.perf_counter())
+            self._done = None
+        return result
+
+
+class ObservedCollective(Collective):
+    """Passes everything on and records spans: "tokens" while the caller waits, "weights" from launch to arrival.
+
+    Waiting for a transfer is recorded on the stream "waits".
+    """
+
+    def __init__(self, inner: Collective, recorder: Recorder) -> None:
+        super().__init__(inner.rank, inner.size, inner.timeout_s)
+        self.inner = inner
+        self.recorder = recorder
+
+    def _renewed(self, timeout_s: float) -> Collective:
+        return ObservedCollective(self.inner.with_timeout(timeout_s), self.recorder)
+
+    def _watch(self, pending: Pending, op: Operation, channel: Channel, launched: float) -> Pending:
+        name = str(op)
+        arrived: list[float] = []
+        if channel == "weights":
+            for work in getattr(pending, "_works", []):
+                work.get_future().then(lambda _: arrived.append(time.perf_counter()))
+
+        def done(began: float, ended: float) -> None:
+            if channel == "tokens":
+                self.recorder.add(name, "tokens", launched, ended)
+                return
+            self.recorder.add(name, "weights", launched, min(max(arrived, default=ended), ended))
+            self.recorder.add(f"wait for {name}", "waits", began, ended)
+
+        return _Observed(pending, done)
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        *,
+        op: Operation,
+        channel: Channel = "tokens",
+    ) -> Pending:
+        launched = time.perf_counter()
+        return self._watch(
+            self.inner.all_to_all(x, send_rows, recv_rows, op=op, channel=channel), op, channel, launched
+        )
+
+    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+        began = time.perf_counter()
+        result = self.inner.all_gather(x, op=op, channel=channel)
+        self.recorder.add(str(op), "tokens" if channel == "tokens" else "waits", began, time.perf_counter())
+        return result
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        op: Operation,
+        channel: Channel = "weights",
+    ) -> Pending:
+        launched = time.perf_counter()
+        return self._watch(self.inner.exchange(sends, recvs, op=op, channel=channel), op, channel, launched)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMarks:
+    """When a step began, its backward pass began, and it ended; seconds of `time.perf_counter`."""
+
+    began_s: float
+    backward_s: float
+    ended_s: float
+
+
+def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int, blocks: int) -> list[Span]:
+    """The compute of one step, named by window: what lies between the all-to-alls and the waits.
+
+    "start", then route(i), FEC(i), FNEC(i) for every block, BNEC(i) and BEC(i) backward, "end".
+    """
+    taken = sorted(
+        s for s in spans if s.stream in ("tokens", "waits") and marks.began_s <= s.start_s and s.end_s <= marks.ended_s
+    )
+    found: list[Span] = []
+    label, since = "start", marks.began_s
+
+    def close(until: float) -> None:
+        if until > since:
+            found.append(Span(since, until, rank, "compute", label))
+
+    for s in taken:
+        if since < marks.backward_s <= s.start_s:
+            close(marks.backward_s)
+            label, since = f"BNEC({blocks - 1})", marks.backward_s
+        close(s.start_s)
+        since = max(since, s.end_s)
+        match = _TOKEN_OP.match(s.name)
+        if match is not None:
+            label = _after(match.group(1), int(match.group(2)))
+    if since < marks.backward_s:
+        close(marks.backward_s)
+        label, since = f"BNEC({blocks - 1})", marks.backward_s
+    close(marks.ended_s)
+    return found
+
+
+def _after(operation: str, block: int) -> str:
+    """What a rank computes once a token operation is over."""
+    if operation == "exchange of counts":
+        return f"route({block})"
+    if operation == "dispatch":
+        return f"FEC({block})"
+    if operation == "combine":
+        return f"FNEC({block})"
+    if operation == "combine backward":
+        return f"BEC({block})"
+    return f"BNEC({block - 1})" if block else "end"
+
+
+def seconds_by_window(spans: Iterable[Span]) -> dict[str, float]:
+    """Seconds of compute by window's name."""
+    total: dict[str, float] = {}
+    for s in spans:
+        total[s.name] = total.get(s.name, 0.0) + s.seconds
+    return total

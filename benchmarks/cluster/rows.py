@@ -1,0 +1,98 @@
+"""From what every rank measured to one row per policy; pure.
+
+Shape legend: R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cluster.policies import CEILING
+
+COLUMNS = (
+    ("policy", "policy", "{}"),
+    ("step_s_median", "step s", "{:.3f}"),
+    ("step_s_p95", "p95", "{:.3f}"),
+    ("tokens_per_s", "tokens/s", "{:.0f}"),
+    ("fraction_of_forced_balance", "of ceiling", "{:.3f}"),
+    ("max_mean_median", "max/mean", "{:.3f}"),
+    ("copies_per_rank_mean", "copies", "{:.1f}"),
+    ("exposed_fraction", "exposed", "{:.3f}"),
+    ("a2a_s", "a2a s", "{:.3f}"),
+    ("expert_s", "expert s", "{:.3f}"),
+    ("simulated_error", "sim. error", "{:+.3f}"),
+    ("loss_final", "loss", "{:.4f}"),
+)
+
+
+def summarise(
+    results: Sequence[Mapping[str, Any]], *, tokens_per_step: int, policies: Sequence[str]
+) -> list[dict[str, Any]]:
+    """One row per policy from the R hosts' results.
+
+    A step lasts as long as its mean over ranks (all ranks wait for each other in every step); medians run over the
+    steps of all repetitions.
+    """
+    rows = [_row(results, name, tokens_per_step) for name in policies]
+    ceiling = next((r["tokens_per_s"] for r in rows if r["policy"] == CEILING), None)
+    for row in rows:
+        row["fraction_of_forced_balance"] = None if ceiling is None else row["tokens_per_s"] / ceiling
+    return rows
+
+
+def _row(results: Sequence[Mapping[str, Any]], name: str, tokens_per_step: int) -> dict[str, Any]:
+    per_rank = [[run for run in result["runs"] if run["policy"] == name] for result in results]
+    first = per_rank[0]
+    # [repetitions, steps]
+    steps = np.mean([[run["step_s"] for run in runs] for runs in per_rank], axis=0)
+    median = float(np.median(steps))
+    simulated = [s for run in first for s in run.get("simulated_s", ())]
+    exposed = {k: _mean_seconds(per_rank, f"exposed_{k}") for k in ("plan", "trans", "agg")}
+    known = [v for v in exposed.values() if v is not None]
+    return {
+        "policy": name,
+        "hosts": len(results),
+        "step_s_median": median,
+        "step_s_p95": float(np.quantile(steps, 0.95)),
+        "step_s_by_repetition": [float(np.median(s)) for s in steps],
+        "tokens_per_s": tokens_per_step / median,
+        "fraction_of_forced_balance": None,
+        "max_mean_median": _median([x for run in first for x in run["max_mean"]]),
+        "max_mean_static_median": _median([x for run in first for x in run.get("max_mean_static", ())]),
+        "copies_per_rank_mean": float(np.mean([x for run in first for x in run["copies_per_rank"]])),
+        "exposed_s": exposed,
+        "exposed_fraction": sum(known) / median if known else None,
+        "a2a_s": _mean_seconds(per_rank, "a2a"),
+        "expert_s": _mean_seconds(per_rank, "expert"),
+        "plan_s": _mean_seconds(per_rank, "plan"),
+        "simulated_step_s": _median(simulated),
+        "simulated_error": None if not simulated else float(np.median(simulated)) / median - 1.0,
+        "loss_final": first[-1]["losses"][-1],
+        "peak_memory_bytes": max(run["peak_memory_bytes"] for runs in per_rank for run in runs),
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(np.median(values)) if len(values) else None
+
+
+def _mean_seconds(per_rank: Sequence[Sequence[Mapping[str, Any]]], name: str) -> float | None:
+    """Mean over ranks of the median over repetitions; None where the policy has no such figure."""
+    found = [[run["seconds"][name] for run in runs if name in run.get("seconds", {})] for runs in per_rank]
+    return float(np.mean([np.median(values) for values in found])) if all(found) else None
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows as aligned text."""
+    cells = [[title for _, title, _ in COLUMNS]]
+    for row in rows:
+        cells.append(["-" if row[key] is None else shape.format(row[key]) for key, _, shape in COLUMNS])
+    widths = [max(len(line[i]) for line in cells) for i in range(len(COLUMNS))]
+    lines = []
+    for line in cells:
+        rest = [c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True)]
+        lines.append("  ".join([line[0].ljust(widths[0]), *rest]).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,363 @@
+"""What the benchmark runs on every host: warm-up, calibration, and the policies one after the other.
+
+Shape legend: R ranks, L blocks, E experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import prophet
+from benchmarks.cluster import calibrate, peers
+from benchmarks.cluster.calibrate import Calibration
+from benchmarks.cluster.host import Host
+from benchmarks.cluster.policies import Policy, policy
+from benchmarks.cluster.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
+from benchmarks.cluster.workload import (
+    Workload,
+    batches,
+    build,
+    forced_balance,
+    load_checkpoint,
+    optimizer_of,
+    train_step,
+    warm_up,
+)
+from prophet.comm import Collective, Operation
+from prophet.demo.model import MoEGPT
+from prophet.demo.text import load_corpus
+from prophet.engine import Engine, EngineConfig, StepReport, attach, moe_layers
+from prophet.planner import get_planner, warm
+from prophet.scheduler.blockwise import block_wise, blocking
+from prophet.scheduler.simulate import predicted_durations, simulate
+from prophet.scheduler.timeline import Recorder
+from prophet.spec import IntArray, Link, Placement, PlanContext, Split, Topology, Windows
+
+
+def prepare(host: Host, args: Mapping[str, Any]) -> list[float]:
+    """Make the common checkpoint; see `workload.warm_up`."""
+    with host.process_group(timeout_s=args["timeout_s"]):
+        return warm_up(
+            Workload.from_json(args["workload"]),
+            steps=args["warm_up_steps"],
+            rank=host.rank,
+            ranks=host.hosts,
+            folder=Path(args["folder"]),
+        )
+
+
+def measure(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Calibrate, then run every policy `repetitions` times, interleaved; returns this rank's figures."""
+    with host.process_group(timeout_s=args["timeout_s"]):
+        warm()
+        bench = Bench(host, args)
+        calibration = bench.calibrate()
+        host.say(f"calibrated: {calibration}")
+        runs: list[dict[str, Any]] = []
+        names = list(args["policies"])
+        for repetition in range(args["repetitions"]):
+            # another policy comes first each time, so that a drift of the machine does not favour one
+            turn = repetition % len(names)
+            for name in names[turn:] + names[:turn]:
+                run = bench.run(policy(name), repetition)
+                runs.append(run)
+                host.say(f"repetition {repetition}, {name}: {float(np.median(run['step_s'])):.3f} s per step")
+        return {"runs": runs, "calibration": describe(calibration), "spans": bench.traced}
+
+
+def describe(calibration: Calibration) -> dict[str, Any]:
+    return dataclasses.asdict(calibration)
+
+
+def from_description(table: Mapping[str, Any]) -> Calibration:
+    """What `describe` wrote."""
+    topology = dict(table["topology"])
+    for level in ("intra", "inter"):
+        topology[level] = Link(**topology[level])
+    for name in ("flops_per_s", "free_bytes"):
+        topology[name] = tuple(topology[name])
+    rest = {k: table[k] for k in ("start_s", "end_s", "counts_s")}
+    return Calibration(topology=Topology(**topology), windows=Windows(**table["windows"]), **rest)
+
+
+class Bench:
+    """One rank's side of the comparison: a model of our own that is loaded anew for every run."""
+
+    def __init__(self, host: Host, args: Mapping[str, Any]) -> None:
+        self.host = host
+        self.workload = Workload.from_json(args["workload"])
+        self.steps, self.skip = int(args["steps"]), int(args["skip"])
+        self.ranks_per_node = int(args["ranks_per_node"])
+        self.slots = int(args["slots_per_rank"])
+        self.first_step = int(args["warm_up_steps"])
+        self.trace_policies = set(args.get("trace", ()))
+        self.traced: dict[str, list[list[Any]]] = {}
+        self.state = load_checkpoint(Path(args["folder"]), host.rank)
+        self.corpus = load_corpus()
+        self.model = build(self.workload)
+        self.collective = moe_layers(self.model)[0].collective
+        self.calibration: Calibration | None = None
+        if "calibration" in args:
+            self.calibration = from_description(args["calibration"])
+
+    def rows(self) -> Iterator[Tensor]:
+        return batches(
+            self.workload, self.corpus, rank=self.host.rank, ranks=self.host.hosts, first_step=self.first_step
+        )
+
+    # --- calibration ---
+
+    def calibrate(self) -> Calibration:
+        """Measure links by probes, and compute by watching some steps without balancing; collective."""
+        if self.calibration is not None:
+            return self.calibration
+        intra, inter = calibrate.probe_links(self.collective, self.ranks_per_node)
+        recorder = Recorder(self.host.rank)
+        reports: list[StepReport] = []
+        marks = self._watched_steps(policy("static"), recorder, self.skip + 4, reports.append)[self.skip :]
+        reports = reports[self.skip :]
+        spans = recorder.spans()
+        blocks = self.workload.blocks
+        windows = [seconds_by_window(compute_spans(spans, m, self.host.rank, blocks)) for m in marks]
+        counts_s = [s.seconds for s in spans if s.name.startswith("exchange of counts")]
+
+        def median(name: str) -> float:
+            return float(np.median([w.get(name, 0.0) for w in windows]))
+
+        last = blocks - 1
+        fnec = [median(f"FNEC({i})") + median(f"route({i + 1})") for i in range(last)] or [median("FNEC(0)")]
+        bnec = [median(f"BNEC({i})") for i in range(last)] or [median("BNEC(0)")]
+        # beside the blocks' common windows: what the last one has more, with the head and the loss
+        extra = median(f"FNEC({last})") - float(np.mean(fnec)) + median(f"BNEC({last})") - float(np.mean(bnec))
+        figures = [
+            float(np.mean(fnec)),
+            float(np.mean(bnec)),
+            median("start") + median("route(0)"),
+            median("end") + extra,
+            min(counts_s),
+            *(w.get(f"FEC({i})", 0.0) + w.get(f"BEC({i})", 0.0) for w in windows for i in range(blocks)),
+        ]
+        op = Operation("figures of compute")
+        table = self.collective.all_gather(torch.tensor(figures, dtype=torch.float64), op=op).numpy()
+        rows = np.concatenate([r.rank_load for r in reports])  # [T * L, R]
+        m = self.workload.experts // self.host.hosts
+        shape = moe_layers(self.model)[0].experts.shape()
+        rates, overhead = calibrate.fit_experts(table[:, 5:].T, rows, np.full_like(rows, m), shape)
+        ranks = self.host.hosts
+        topology = Topology(
+            ranks=ranks,
+            ranks_per_node=self.ranks_per_node,
+            intra=intra,
+            inter=inter,
+            flops_per_s=rates,
+            free_bytes=(1 << 40,) * ranks,
+            expert_overhead_s=overhead,
+            name="measured",
+        )
+        self.calibration = Calibration(
+            topology=topology,
+            windows=Windows(fnec_s=float(table[:, 0].min()), bnec_s=float(table[:, 1].min())),
+            start_s=float(table[:, 2].mean()),
+            end_s=max(0.0, float(table[:, 3].mean())),
+            counts_s=float(table[:, 4].mean()),
+        )
+        return self.calibration
+
+    # --- our engine ---
+
+    def config(self, p: Policy) -> EngineConfig:
+        calibration = self.calibration
+        return EngineConfig(
+            planner=p.planner,
+            topology=None if calibration is None else calibration.topology,
+            windows=calibration.windows if calibration is not None and p.use_windows else Windows(),
+            slots_per_rank=self.slots,
+            schedule=p.schedule,
+        )
+
+    def _attached(self, p: Policy, stack: ExitStack) -> tuple[torch.optim.Optimizer, Engine | None]:
+        """Load the checkpoint and, unless the policy is plain, attach the engine, until the stack is closed."""
+        self.model.load_state_dict(self.state)
+        self.model.zero_grad()
+        optimizer = optimizer_of(self.model, self.workload)
+        if p.even:
+            stack.enter_context(forced_balance(self.model, self.host.rank))
+        if p.plain:
+            return optimizer, None
+        engine = attach(self.model, optimizer, config=self.config(p))
+        stack.callback(engine.close)
+        return optimizer, engine
+
+    def _watched_steps(
+        self, p: Policy, recorder: Recorder, steps: int, on_step: Callable[[StepReport], None] | None = None
+    ) -> list[StepMarks]:
+        """Run some steps with every operation recorded; not for timing."""
+        layers = moe_layers(self.model)
+        observed = ObservedCollective(self.collective, recorder)
+        marks = []
+        with ExitStack() as stack:
+            use_collective(layers, observed)
+            stack.callback(use_collective, layers, self.collective)
+            optimizer, engine = self._attached(p, stack)
+            if engine is not None and on_step is not None:
+                engine.on_step.append(on_step)
+            for rows in itertools.islice(self.rows(), steps):
+                began, backward = time.perf_counter(), [0.0]
+                train_step(
+                    self.model, optimizer, rows, on_backward=lambda b=backward: b.__setitem__(0, time.perf_counter())
+                )
+                marks.append(StepMarks(began, backward[0], time.perf_counter()))
+        return marks
+
+    def _trace(self, p: Policy) -> None:
+        """Keep the spans of one step, with times from its start."""
+        recorder = Recorder(self.host.rank)
+        marks = self._watched_steps(p, recorder, self.skip + 2)[-1]
+        spans = [s for s in recorder.spans() if marks.began_s <= s.start_s <= marks.ended_s]
+        spans += compute_spans(spans, marks, self.host.rank, self.workload.blocks)
+        zero = marks.began_s
+        self.traced[p.name] = [[s.start_s - zero, s.end_s - zero, s.rank, s.stream, s.name] for s in sorted(spans)]
+
+    def run(self, p: Policy, repetition: int) -> dict[str, Any]:
+        """One repetition of a policy: `skip` steps that are not counted, then `steps` that are."""
+        gc.collect()
+        reset_peak_memory()
+        if p.system == "prophet":
+            result = self._run_ours(p)
+            if repetition == 0 and p.name in self.trace_policies:
+                self._trace(p)
+        else:
+            result = self._run_peer(p)
+        return {"policy": p.name, "repetition": repetition, "peak_memory_bytes": peak_memory_bytes(), **result}
+
+    def _run_ours(self, p: Policy) -> dict[str, Any]:
+        reports: list[StepReport] = []
+        placements: list[tuple[Placement, ...]] = []
+        step_s, losses = [], []
+        with ExitStack() as stack:
+            optimizer, engine = self._attached(p, stack)
+            if engine is not None:
+                engine.on_step.append(reports.append)
+                engine.on_step.append(lambda _: placements.append(tuple(engine._placements)))
+            watches = [layer._port.stopwatch for layer in moe_layers(self.model)] if engine is None else []
+            plain_seconds = []
+            for rows in itertools.islice(self.rows(), self.skip + self.steps):
+                seconds, loss = train_step(self.model, optimizer, rows)
+                step_s.append(seconds)
+                losses.append(loss)
+                if engine is None:
+                    plain_seconds.append(added(w.take() for w in watches))
+            context = engine._contexts if engine is not None else None
+        seconds_of = [r.seconds for r in reports] if reports else plain_seconds
+        result = {
+            "step_s": step_s[self.skip :],
+            "losses": losses[self.skip :],
+            "seconds": {
+                name: float(np.median([s.get(name, 0.0) for s in seconds_of[self.skip :]]))
+                for name in ("a2a", "expert", "counts", "exposed_plan", "exposed_trans", "exposed_agg", "plan", "split")
+            },
+            "max_mean": [r.max_mean for r in reports[self.skip :]] or [1.0] * self.steps,
+            "max_mean_static": [r.max_mean_static for r in reports[self.skip :]] or [1.0] * self.steps,
+            "copies_per_rank": [float(r.copies.sum(axis=0).mean()) for r in reports[self.skip :]] or [0.0],
+            "actions": [str(a) for a in reports[-1].actions] if reports else [],
+        }
+        if self.host.rank == 0 and context is not None and self.calibration is not None:
+            result["simulated_s"] = self._simulated(p, context, reports[self.skip :], placements[self.skip :])
+        return result
+
+    def _simulated(
+        self, p: Policy, contexts: list[PlanContext], reports: list[StepReport], placements: list[tuple[Placement, ...]]
+    ) -> list[float]:
+        """What the simulator says of the same steps, from the calibration alone."""
+        assert self.calibration is not None
+        c = self.calibration
+        contexts = [dataclasses.replace(x, topology=c.topology, windows=c.windows) for x in contexts]
+        planner = get_planner(p.planner)
+        schedule = (block_wise if p.schedule == "block-wise" else blocking)(len(contexts))
+        found = []
+        for report, placed in zip(reports, placements, strict=True):
+            splits = [
+                split_of(planner, load, placement, context)
+                for load, placement, context in zip(report.counts, placed, contexts, strict=True)
+            ]
+            durations = predicted_durations(
+                placed, splits, contexts, start_s=c.start_s, end_s=c.end_s, counts_s=c.counts_s
+            )
+            found.append(simulate(schedule, durations).makespan_s)
+        return found
+
+    # --- the peers ---
+
+    def _run_peer(self, p: Policy) -> dict[str, Any]:
+        model = peers.build_peer(p.system, self.workload, self.state, rank=self.host.rank, ranks=self.host.hosts)
+        optimizer = optimizer_of(model, self.workload)
+        step_s, losses = [], []
+        for rows in itertools.islice(self.rows(), self.skip + self.steps):
+            seconds, loss = train_step(model, optimizer, rows)
+            step_s.append(seconds)
+            losses.append(loss)
+        balance = self._peer_balance(model)
+        return {
+            "step_s": step_s[self.skip :],
+            "losses": losses[self.skip :],
+            "max_mean": [] if balance is None else [balance],
+            "copies_per_rank": [0.0],
+        }
+
+    def _peer_balance(self, model: MoEGPT) -> float | None:
+        """Mean over blocks of largest rank load over mean, of the last step; None where the peer does not tell."""
+        counts = [block.moe.counts() for block in model.blocks]  # type: ignore[operator, union-attr]
+        if any(c is None for c in counts):
+            return None
+        op = Operation("loads of a peer")
+        load = self.collective.all_gather(torch.stack(counts).to(torch.int64), op=op).sum(dim=0).numpy()  # [L, E]
+        per_rank = load.reshape(load.shape[0], self.host.hosts, -1).sum(axis=2)
+        return float((per_rank.max(axis=1) / per_rank.mean(axis=1)).mean())
+
+
+def use_collective(layers: list[prophet.MoE], collective: Collective) -> None:
+    """Let the layers talk through `collective`."""
+    for layer in layers:
+        layer.collective = collective
+
+
+def split_of(planner: Any, load: IntArray, placement: Placement, context: PlanContext) -> Split:
+    """The split that the engine used."""
+    if placement.is_static:
+        return Split.to_homes(load, placement)
+    split: Split = planner.split(load, placement, context)
+    return split
+
+
+def added(tables: Iterator[dict[str, float]]) -> dict[str, float]:
+    """Sums by name."""
+    total: dict[str, float] = {}
+    for table in tables:
+        for name, value in table.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def reset_peak_memory() -> None:
+    """Let the kernel's high-water mark of this process start again, where it can."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_bytes() -> int:
+    """The high-water mark of this process's memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

@@ -1,0 +1,265 @@
+"""The parts of the cluster benchmark that need no cluster, and one short run that does."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.cluster import __main__ as cli
+from benchmarks.cluster import kernel_objects as kernel
+from benchmarks.cluster.calibrate import fit_experts, fit_link
+from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, policy
+from benchmarks.cluster.profiles import uniform
+from benchmarks.cluster.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
+from benchmarks.cluster.rows import summarise, table
+from benchmarks.cluster.testbed import TestbedUnavailable
+from benchmarks.cluster.workload import Workload, build, even_ids, forced_balance
+from prophet.comm import Operation, ThreadCollective
+from prophet.demo.model import ModelConfig, MoEGPT
+from prophet.engine import EngineConfig, attach, moe_layers
+from prophet.scheduler.timeline import Recorder, Span, hidden_s, read_trace
+from prophet.spec import LayerShape
+from tests.support import RandomPlanner, on_threads, seeded
+
+
+def _unavailable() -> str | None:
+    try:
+        kernel.check_available()
+    except TestbedUnavailable as error:
+        return str(error)
+    return None
+
+
+REASON = _unavailable()
+SMALL = ModelConfig(dim=8, heads=2, blocks=2, hidden=16, experts=8, top_k=2, length=16)
+
+
+# --- policies and workload ---
+
+
+def test_policies() -> None:
+    assert all(policy(name).name == name for name in DEFAULT_POLICIES)
+    with pytest.raises(PolicyError, match="there are static"):
+        policy("nonsense")
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(12, 2, 8), (7, 2, 4), (5, 1, 8), (3, 8, 8)])
+def test_even_routing_is_even_and_never_repeats_an_expert(tokens: int, top_k: int, experts: int) -> None:
+    for offset in (0, 3):
+        ids = even_ids(tokens, top_k, experts, offset)
+        counts = torch.bincount(ids.reshape(-1), minlength=experts)
+        assert int(counts.max() - counts.min()) <= 1
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+def test_forced_balance_changes_the_loads_and_is_undone() -> None:
+    def body(collective: ThreadCollective) -> list[float]:
+        with seeded(0):
+            model = MoEGPT(SMALL, group=collective)
+        rows = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(collective.rank))
+        found = []
+        for even in (False, True, False):
+            if even:
+                with forced_balance(model, collective.rank):
+                    model.loss(rows).backward()
+            else:
+                model.loss(rows).backward()
+            found.append(max(x.stats.max_mean for x in moe_layers(model) if x.stats is not None))
+        return found
+
+    for found in cast(list[list[float]], on_threads(2, body)):
+        assert found[1] == 1.0
+        assert found[0] == found[2] > 1.0
+
+
+# --- recording ---
+
+
+def test_a_recorded_step_is_complete_and_in_order() -> None:
+    """Compute, all-to-alls and waits of the calling thread add up to the step, and every window is there."""
+
+    def body(collective: ThreadCollective) -> tuple[list[Span], StepMarks]:
+        recorder = Recorder(collective.rank)
+        with seeded(0):
+            model = MoEGPT(SMALL, group=ObservedCollective(collective, recorder))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = attach(model, optimizer, config=EngineConfig(planner=RandomPlanner(density=1.0)))
+        for _ in range(3):
+            rows = torch.randint(0, 256, (2, 17))
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            loss = model.loss(rows)
+            backward = time.perf_counter()
+            loss.backward()
+            optimizer.step()
+            marks = StepMarks(began, backward, time.perf_counter())
+        engine.close()
+        return list(recorder.spans()), marks
+
+    for rank, (spans, marks) in enumerate(cast(list[tuple[list[Span], StepMarks]], on_threads(2, body))):
+        compute = compute_spans(spans, marks, rank, SMALL.blocks)
+        names = [s.name for s in compute]
+        expected = ["start", *(f"{w}({i})" for i in (0, 1) for w in ("route", "FEC", "FNEC"))]
+        expected += [f"{w}({i})" for i in (1, 0) for w in ("BNEC", "BEC")] + ["end"]
+        assert list(dict.fromkeys(names)) == expected
+        inside = [s for s in spans if marks.began_s <= s.start_s and s.end_s <= marks.ended_s]
+        waiting = sum(s.seconds for s in inside if s.stream in ("tokens", "waits"))
+        total = sum(s.seconds for s in compute) + waiting
+        assert total == pytest.approx(marks.ended_s - marks.began_s, rel=1e-6)
+        kinds = {s.name.split(" of layer")[0] for s in inside if s.stream == "weights"}
+        assert kinds == {"Trans chunk 0", "Trans chunk 1", "Agg chunk 0", "Agg chunk 1"}
+        assert sum(seconds_by_window(compute).values()) == pytest.approx(sum(s.seconds for s in compute))
+
+
+def test_an_observed_collective_passes_everything_on() -> None:
+    def body(collective: ThreadCollective) -> list[float]:
+        observed = ObservedCollective(collective, Recorder(collective.rank))
+        x = torch.arange(4.0) + 10 * collective.rank
+        out = observed.all_to_all(x, [2, 2], [2, 2], op=Operation("dispatch", 0)).wait()
+        gathered = observed.all_gather(x[:1], op=Operation("exchange of counts", 0))
+        back = torch.empty(1)
+        peer = 1 - collective.rank
+        observed.exchange([(peer, x[:1])], [(peer, back)], op=Operation("x")).wait()
+        assert len(observed.recorder.spans()) == 4  # the exchange of weights and the wait for it
+        return [*out.tolist(), *gathered.flatten().tolist(), *back.tolist()]
+
+    assert on_threads(2, body) == [[0, 1, 10, 11, 0, 10, 10], [2, 3, 12, 13, 0, 10, 0]]
+
+
+# --- calibration ---
+
+
+def test_a_link_is_fitted_by_a_line() -> None:
+    link = fit_link([(n, 0.004 + n / 25e6) for n in (1e5, 1e6, 1e6)])
+    assert link.bytes_per_s == pytest.approx(25e6)
+    assert link.latency_s == pytest.approx(0.004)
+    assert fit_link([(1e5, 0.001), (1e6, 0.04)]).latency_s == 0.0  # no negative latency
+
+
+def test_rates_and_overhead_are_fitted_together() -> None:
+    shape = LayerShape(dim=8, hidden=16)
+    rng = np.random.default_rng(0)
+    rows = rng.integers(100, 1000, size=(12, 3))
+    groups = rng.integers(2, 6, size=(12, 3))
+    per_row = np.array([1e-5, 1e-5, 3e-5])
+    seconds = np.asarray(3 * (rows * per_row + groups * 2e-4), dtype=np.float64)
+    rates, overhead = fit_experts(seconds, rows, groups, shape)
+    assert rates == pytest.approx(tuple(shape.forward_flops_per_token / per_row))
+    assert overhead == pytest.approx(2e-4)
+    # times that fall with the rows fit no model: ratios of sums
+    seconds = np.asarray(3 * 1e-5 * (1100.0 - rows), dtype=np.float64)
+    rates, overhead = fit_experts(seconds, rows, groups, shape)
+    assert overhead == 0.0
+    assert min(rates) > 0
+
+
+# --- rows ---
+
+
+def run_of(name: str, step_s: list[float], repetition: int, **more: object) -> dict[str, object]:
+    run: dict[str, object] = {
+        "policy": name,
+        "repetition": repetition,
+        "peak_memory_bytes": 5,
+        "step_s": step_s,
+        "losses": [3.0, 2.5],
+        "max_mean": [1.5, 1.7],
+        "copies_per_rank": [2.0],
+    }
+    return run | more
+
+
+def test_rows() -> None:
+    seconds = {"a2a": 0.5, "expert": 1.0, "exposed_plan": 0.01, "exposed_trans": 0.02, "exposed_agg": 0.07, "plan": 0.1}
+    results = [
+        {
+            "runs": [
+                run_of("prophet", [2.0, 2.0], 0, seconds=seconds, simulated_s=[2.2]),
+                run_of("forced-balance", [1.0, 1.0], 0, seconds=seconds),
+                run_of("deepspeed", [8.0, 8.0], 0, max_mean=[]),
+            ]
+        }
+        for _ in range(2)
+    ]
+    rows = {r["policy"]: r for r in summarise(results, tokens_per_step=100, policies=list(_names(results)))}
+    row = rows["prophet"]
+    assert row["tokens_per_s"] == 50.0
+    assert row["fraction_of_forced_balance"] == 0.5
+    assert row["max_mean_median"] == pytest.approx(1.6)
+    assert row["exposed_s"] == {"plan": 0.01, "trans": 0.02, "agg": 0.07}
+    assert row["exposed_fraction"] == pytest.approx(0.05)
+    assert row["simulated_error"] == pytest.approx(0.1)
+    assert row["hosts"] == 2
+    assert rows["deepspeed"]["a2a_s"] is None
+    assert rows["deepspeed"]["max_mean_median"] is None
+    text = table(list(rows.values()))
+    assert len(text.splitlines()) == 4
+    assert "0.500" in text
+    without = summarise(results, tokens_per_step=100, policies=["prophet"])
+    assert without[0]["fraction_of_forced_balance"] is None
+
+
+def _names(results: list[dict[str, list[dict[str, object]]]]) -> list[str]:
+    return [str(r["policy"]) for r in results[0]["runs"]]
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--profile", "nowhere"], "no built-in profile"),
+        (["--policies", "nonsense"], "no policy 'nonsense'"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--experts", "6", "--policies", "static"], "cannot be divided"),
+    ],
+)
+def test_bad_arguments_are_one_clear_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_peer_that_is_missing_is_left_out_with_a_reason() -> None:
+    able, skipped = cli.runnable(["static", "tutel", "static"], sys.executable)
+    assert able[0] == "static"
+    assert ("tutel" in able) != ("tutel" in skipped)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+def test_a_short_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "load_profile", lambda _: uniform("two", hosts=2, share=0.6))
+    argv = ["--policies", "static,prophet,forced-balance", "--repetitions", "1", "--steps", "2", "--skip", "1"]
+    argv += ["--warm-up-steps", "2", "--dim", "16", "--hidden", "64", "--experts", "4", "--blocks", "2"]
+    argv += ["--length", "32", "--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.json")]
+    assert cli.main(argv) == 0
+    document = json.loads((tmp_path / "out.json").read_text())
+    rows = {r["policy"]: r for r in document["rows"]}
+    assert set(rows) == {"static", "prophet", "forced-balance"}
+    # balancing changes the order of sums and nothing else
+    assert rows["prophet"]["loss_final"] == pytest.approx(rows["static"]["loss_final"], rel=1e-5)
+    assert rows["forced-balance"]["fraction_of_forced_balance"] == 1.0
+    assert rows["forced-balance"]["max_mean_median"] == 1.0
+    assert document["calibration"]["topology"]["intra"]["bytes_per_s"] < 1.3 * 25e6
+    traced = read_trace(tmp_path / "trace.json")
+    assert {s.rank for s in traced["prophet"]} == {0, 1}
+    assert set(hidden_s(traced["prophet"])) == {0, 1}
+
+
+def test_a_workload_builds_its_model_on_one_rank() -> None:
+    workload = Workload(dim=8, heads=2, blocks=1, hidden=16, experts=4, length=16, sequences_per_host=2)
+    model = build(workload)
+    assert workload.tokens_per_host() == 32
+    assert len(moe_layers(model)) == 1
+    rows = torch.randint(0, 256, (2, 17))
+    assert model.loss(rows).isfinite()
