@@ -42,7 +42,9 @@ def grouped_ffn(
     weight even where no rank sent a token: the backward pass then has the same collectives on every rank.
     """
     if sum(sizes) != x.shape[0] or len(sizes) != len(weights):
-        raise ValueError(f"{len(sizes)} groups of {sum(sizes)} rows do not match {len(weights)} experts, {x.shape[0]} rows")
+        raise ValueError(
+            f"{len(sizes)} groups of {sum(sizes)} rows do not match {len(weights)} experts, {x.shape[0]} rows"
+        )
     parts = [
         expert_ffn(rows, w, activation)
         for g, (rows, w) in enumerate(zip(x.split(list(sizes)), weights, strict=True))
