@@ -142,7 +142,7 @@ class Collective(ABC):
     @abstractmethod
     def _renewed(self, timeout_s: float) -> Collective: ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most collectives own nothing)
         """Release communicators. The collective cannot be used afterwards."""
 
 
@@ -153,11 +153,17 @@ def _check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], s
         raise ValueError(f"send_rows add up to {sum(send_rows)}, but there are {x.shape[0]} rows")
 
 
-# --- a process group ---------------------------------------------------------------------------------------------
+# --- a process group ---
+
+
+# torch 2.13 renamed it
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class _WorkPending(Pending):
-    def __init__(self, owner: ProcessGroupCollective, works: list[Any], result: Tensor, keep: Any, op: Operation) -> None:
+    def __init__(
+        self, owner: ProcessGroupCollective, works: list[Any], result: Tensor, keep: Any, op: Operation
+    ) -> None:
         self._owner = owner
         self._works = works
         self._result = result
@@ -240,7 +246,7 @@ class ProcessGroupCollective(Collective):
         out = x.new_empty((self.size, *x.shape))
 
         def gather() -> None:
-            dist.all_gather_into_tensor(out.view(-1), source.view(-1), group=self._groups[channel])
+            _all_gather_single(out.view(-1), source.view(-1), group=self._groups[channel])
 
         self.guard(gather, op)
         return out
@@ -273,7 +279,7 @@ class ProcessGroupCollective(Collective):
         self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
 
 
-# --- R ranks as threads of one process ---------------------------------------------------------------------------
+# --- R ranks as threads of one process ---
 
 
 class ThreadWorld:
@@ -432,7 +438,7 @@ class ThreadCollective(Collective):
         return _ThreadPending(collect)
 
 
-# --- a recorder without peers ------------------------------------------------------------------------------------
+# --- a recorder without peers ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,7 +502,8 @@ class RecordingCollective(Collective):
         return Done(torch.empty(0))
 
 
-# --- which collective a layer gets -------------------------------------------------------------------------------
+# --- which collective a layer gets ---
+
 
 def processes() -> int:
     """How many processes `torch.distributed` knows of; 1 where it is not initialised."""
@@ -507,9 +514,7 @@ def processes() -> int:
 _shared: weakref.WeakKeyDictionary[Any, ProcessGroupCollective] = weakref.WeakKeyDictionary()
 
 
-def collective_for(
-    group: dist.ProcessGroup | Collective | None, *, timeout_s: float = DEFAULT_TIMEOUT_S
-) -> Collective:
+def collective_for(group: dist.ProcessGroup | Collective | None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Collective:
     """The collective for `group`.
 
     A `Collective` is returned as it is. None means all processes, or a single rank where `torch.distributed` is not

@@ -60,7 +60,7 @@ def all_to_all(
     stopwatch: Stopwatch,
 ) -> Tensor:
     """Send `send_rows[d]` consecutive rows of `x` [A, D] to each rank; returns [sum of recv_rows, D]."""
-    out: Tensor = _AllToAll.apply(x, send_rows, recv_rows, collective, name, layer, stopwatch)
+    out: Tensor = _AllToAll.apply(x, send_rows, recv_rows, collective, name, layer, stopwatch)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -80,7 +80,7 @@ class _Edge(torch.autograd.Function):
 
 def on_backward(x: Tensor, call: Callable[[], None]) -> Tensor:
     """Return `x`; `call()` runs when the backward pass has computed the gradient of the result."""
-    out: Tensor = _Edge.apply(x, call)
+    out: Tensor = _Edge.apply(x, call)  # type: ignore[no-untyped-call]
     return out
 
 

@@ -2,9 +2,9 @@
 
 One training step of the engine spans all microbatches between two `optimizer.step()` calls:
 
-  the model's forward begins      placements planned during the last step come into force; Trans of the first block starts
+  the model's forward begins      placements planned during the last step come into force; Trans(0) starts
   every MoE layer, forward        exact counts -> split; the plan for the next step starts on a host thread
-  every backward pass ends        the replicas' gradients are home, before the user's next line (clipping, unscaling, ...)
+  every backward pass ends        the replicas' gradients are home, before the user's next line (clipping, ...)
   optimizer.step() has returned   replicas vanish; the step's report is written
 
 Shape legend: L layers, R ranks, E experts.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from prophet.comm import Collective, Operation, processes
 from prophet.experts import Replica, ReplicaMemoryError, ReplicaPool
 from prophet.layer import MoE, PlanMismatch
-from prophet.planner import get_planner
+from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import block_wise, blocking
@@ -140,6 +140,12 @@ class _LayerPort:
     def header(self, training: bool) -> tuple[int, int, int]:
         return self._engine.header(self._at, training)
 
+    def stale(self, training: bool) -> bool:
+        return training and self._engine.runtime.stale(self._at)
+
+    def refresh(self) -> None:
+        self._engine.runtime.refresh(self._at)
+
     def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
         return self._engine.plan(self._at, load, training)
 
@@ -180,6 +186,8 @@ class Engine:
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
         self._planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
+        if config.planner == "prophet" and collective.size > 1:
+            warm()  # compiles now, so that no step does
         self._actions: list[Action] = []
         self.pool = ReplicaPool(config.replica_memory_bytes)
         self._contexts = [self._context(layer) for layer in layers]
@@ -205,7 +213,7 @@ class Engine:
             layer.collective = collective
             layer._port = _LayerPort(self, index)
 
-    # --- set-up -------------------------------------------------------------------------------------------------------
+    # --- set-up ---
 
     def _context(self, layer: MoE) -> PlanContext:
         ranks = self.collective.size
@@ -253,7 +261,7 @@ class Engine:
                     f"rank {self.collective.rank} has: {mine}"
                 )
 
-    # --- the step, driven by hooks -----------------------------------------------------------------------------------
+    # --- the step, driven by hooks ---
 
     def ensure_step(self) -> None:
         """Begin a step unless one is under way: planned placements come into force and Trans starts."""
@@ -358,7 +366,7 @@ class Engine:
             actions=actions,
         )
 
-    # --- called by the layers ------------------------------------------------------------------------------------------
+    # --- called by the layers ---
 
     def header(self, layer: int, training: bool) -> tuple[int, int, int]:
         """Step, placement digest and last split digest, for comparison over ranks."""
@@ -383,7 +391,9 @@ class Engine:
         values, votes = found.unique(return_counts=True)
         if values.numel() > 1:
             differ = (found != values[votes.argmax()]).nonzero().flatten().tolist()
-            raise PlanMismatch(f"MoE layer {layer}, step {self.step}: the split of rank(s) {differ} differs from the others'")
+            raise PlanMismatch(
+                f"MoE layer {layer}, step {self.step}: the split of rank(s) {differ} differs from the others'"
+            )
 
     def observe(self, layer: int, load: IntArray, split: Split, choices: IntArray, dropped: int) -> None:
         """Take in a microbatch's counts, and plan the next step from them on the host thread."""
@@ -402,7 +412,7 @@ class Engine:
         placement = self._planner.place(load, replace(context, previous=previous))
         return placement, time.perf_counter() - before
 
-    # --- for the user ----------------------------------------------------------------------------------------------------
+    # --- for the user ---
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

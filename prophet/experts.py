@@ -119,12 +119,12 @@ class ExpertBank(nn.Module):
         """The home experts' weights, differentiable; their gradients are scaled to the mean over ranks."""
         parts: dict[str, tuple[Tensor, ...]] = {}
         for name, p in self.stacked():
-            scaled: Tensor = p if self.grad_scale == 1.0 else _ScaleGradient.apply(p, self.grad_scale)
+            scaled: Tensor = p if self.grad_scale == 1.0 else _ScaleGradient.apply(p, self.grad_scale)  # type: ignore[no-untyped-call]
             # unbind, not indexing: its backward writes each expert's gradient once instead of m padded tensors
             parts[name] = scaled.unbind(0)
         return [ExpertWeights(**{name: p[e] for name, p in parts.items()}) for e in range(self.experts)]
 
-    # --- an expert as a flat vector, what Trans and Agg move ---------------------------------------------------------
+    # --- an expert as a flat vector, what Trans and Agg move ---
 
     @torch.no_grad()
     def flat_slice(self, local: int, start: int, stop: int) -> Tensor:
@@ -155,7 +155,7 @@ class ExpertBank(nn.Module):
                 yield p, a, b
             base += n
 
-    # --- checkpoints that do not depend on the number of ranks ----------------------------------------------------
+    # --- checkpoints that do not depend on the number of ranks ---
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name, p in self.stacked():
@@ -190,7 +190,7 @@ class ExpertBank(nn.Module):
             unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
 
 
-# --- replicas ---------------------------------------------------------------------------------------------------------
+# --- replicas ---
 
 
 @dataclass(slots=True)

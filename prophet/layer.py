@@ -1,7 +1,7 @@
 """The drop-in Mixture-of-Experts layer.
 
-Shape legend: N tokens on this rank, K top-k, E experts, m experts per rank, R ranks, D model dim, A choices sent, B rows
-received.
+Shape legend: N tokens on this rank, K top-k, E experts, m experts per rank, R ranks, D model dim, A choices
+sent, B rows received.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from prophet.scheduler.actions import WindowKind
 from prophet.scheduler.runtime import Stopwatch
 from prophet.spec import Activation, IntArray, Placement, Split, check_experts_per_rank
 
-HEADER = 6  # integers before the counts: finite, step, tokens, dropped, placement digest, digest of the last split
+HEADER = 7  # integers before the counts: finite, step, tokens, dropped, placement digest, last split digest, stale
 
 
 class RoutingError(ValueError):
@@ -65,7 +65,7 @@ class LayerStats:
 
 @dataclass(slots=True)
 class Agreement:
-    """What all ranks know after they have exchanged their counts: load [R, E], extra [R, E] or None, tokens, dropped."""
+    """What all ranks know once counts are exchanged: load [R, E], extra [R, E] or None, tokens, dropped."""
 
     load: IntArray
     extra: IntArray | None
@@ -84,6 +84,12 @@ class Port(Protocol):
 
     def header(self, training: bool) -> tuple[int, int, int]:
         """Step, digest of the placement, digest of the previous split: equal on all ranks."""
+
+    def stale(self, training: bool) -> bool:
+        """Whether this rank's home parameters have changed since they were sent to their replicas."""
+
+    def refresh(self) -> None:
+        """Some rank's replicas are stale: send them again. Called on all ranks alike."""
 
     def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
         """The placement in force, and the exact split of `load` [R, E] over it."""
@@ -114,6 +120,11 @@ class _PlainPort:
 
     def header(self, training: bool) -> tuple[int, int, int]:
         return 0, 0, 0
+
+    def stale(self, training: bool) -> bool:
+        return False
+
+    def refresh(self) -> None: ...
 
     def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
         return self._placement, Split.to_homes(load, self._placement)
@@ -153,9 +164,9 @@ class MoE(nn.Module):
     biases. gate: how tokens are routed. group: the expert-parallel group; None means all processes, or a single rank
     where `torch.distributed` is not initialised. A `prophet.comm.Collective` may be given instead.
 
-    Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all other
-    parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer step fits
-    both. On its own the layer is plain expert parallelism; `prophet.attach` balances it.
+    Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
+    other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
+    step fits both. On its own the layer is plain expert parallelism; `prophet.attach` balances it.
     """
 
     def __init__(
@@ -260,7 +271,7 @@ class MoE(nn.Module):
         self._window("FNEC")
         return y.view(*x.shape[:-1], self.dim)
 
-    # --- parts of the forward pass ---------------------------------------------------------------------------------
+    # --- parts of the forward pass ---
 
     def _agree(self, routing: Routing, tokens: int, training: bool) -> Agreement:
         """Exchange counts with all ranks, and check that all are in the same place and sane."""
@@ -270,7 +281,7 @@ class MoE(nn.Module):
             extra = routing.first_choice_counts()
         elif routing.kept is not None and (config.aux_loss != "none" or config.bias_update_rate > 0):
             extra = torch.bincount(routing.ids.reshape(-1), minlength=self.num_experts)
-        header = [0, 0, tokens, 0, 0, 0]
+        header = [0, 0, tokens, 0, 0, 0, int(self._port.stale(training))]
         header[1], header[4], header[5] = self._port.header(training)
         row = torch.tensor(header, dtype=torch.int64).to(routing.ids.device, non_blocking=True)
         row[0] = routing.finite
@@ -281,6 +292,8 @@ class MoE(nn.Module):
         table = self.collective.all_gather(torch.cat(parts), op=op).cpu().numpy()
         watch.add("counts", time.perf_counter() - before)
         self._check_header(table[:, :HEADER])
+        if table[:, 6].any():
+            self._port.refresh()
         counts = table[:, HEADER : HEADER + self.num_experts]
         return Agreement(
             load=np.ascontiguousarray(counts, dtype=np.int64),

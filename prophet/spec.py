@@ -139,7 +139,8 @@ class Topology:
     def relative_speed(self) -> FloatArray:
         """Compute speed of every rank relative to the fastest, [R] in (0, 1]."""
         speed = np.asarray(self.flops_per_s, dtype=np.float64)
-        return speed / speed.max()
+        relative: FloatArray = speed / speed.max()
+        return relative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,13 +260,23 @@ class Placement:
         """Build from homes [E] and (expert, rank) pairs."""
         home_array = np.asarray(home, dtype=np.int64)
         holds = np.zeros((home_array.size, ranks), dtype=np.bool_)
-        if home_array.size and 0 <= home_array.min() and home_array.max() < ranks:
+        if home_array.size and home_array.min() >= 0 and home_array.max() < ranks:
             holds[np.arange(home_array.size), home_array] = True
         for expert, rank in replicas:
             if not (0 <= expert < home_array.size and 0 <= rank < ranks):
                 raise SpecError(f"replica ({expert}, {rank}) is outside {home_array.size} experts x {ranks} ranks")
             holds[expert, rank] = True
         return cls(home_array, holds)
+
+    @classmethod
+    def trusted(cls, home: IntArray, holds: BoolArray) -> Placement:
+        """Wrap arrays that a tested kernel made, without copying or checking them; they become read-only."""
+        placement = object.__new__(cls)
+        home.setflags(write=False)
+        holds.setflags(write=False)
+        object.__setattr__(placement, "home", home)
+        object.__setattr__(placement, "holds", holds)
+        return placement
 
     @property
     def experts(self) -> int:
@@ -342,6 +353,14 @@ class Split:
         tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
         tokens[:, np.arange(experts), placement.home] = load
         return cls(tokens)
+
+    @classmethod
+    def trusted(cls, tokens: IntArray) -> Split:
+        """Wrap an int64 array that a tested kernel made, without copying or checking it; it becomes read-only."""
+        split = object.__new__(cls)
+        tokens.setflags(write=False)
+        object.__setattr__(split, "tokens", tokens)
+        return split
 
     @property
     def ranks(self) -> int:

@@ -1,0 +1,59 @@
+"""Planners by name. Modules are imported when one is asked for, so that `import prophet` stays light."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prophet.planner.base import Planner
+from prophet.spec import SpecError
+
+PLANNER_NAMES: tuple[str, ...] = ("prophet", "static", "top2", "top3", "top-k", "pro-prophet")
+
+__all__ = ["PLANNER_NAMES", "Planner", "get_planner", "warm"]
+
+
+def get_planner(name: str, **options: Any) -> Planner:
+    """Return the planner called `name`, built with `options`; raise `SpecError` for an unknown name or
+    option.
+    """
+    if name not in PLANNER_NAMES:
+        raise SpecError(f"there is no planner {name!r}; the planners are {', '.join(PLANNER_NAMES)}")
+    try:
+        return _build(name, options)
+    except TypeError as error:
+        raise SpecError(f"planner {name!r} does not take these options: {sorted(options)} ({error})") from error
+
+
+def _build(name: str, options: dict[str, Any]) -> Planner:
+    if name == "prophet":
+        from prophet.planner.greedy import ProphetPlanner
+
+        return ProphetPlanner(**options)
+    from prophet.planner import baselines
+
+    if name == "static":
+        return baselines.StaticPlanner(**options)
+    if name in ("top2", "top3"):
+        return baselines.TopKPlanner(k=int(name[3:]), name=name, **options)
+    if name == "top-k":
+        return baselines.TopKPlanner(**options)
+    return baselines.ProProphetPlanner(**options)
+
+
+def warm() -> None:
+    """Compile (or load from the cache) every kernel of the default planner, so that no training step does.
+
+    Takes some seconds the first time on a machine.
+    """
+    import numpy as np
+
+    from prophet.spec import LayerShape, PlanContext, Topology
+
+    planner = get_planner("prophet")
+    context = PlanContext(
+        topology=Topology.uniform(2), shape=LayerShape(dim=8, hidden=8), home=(0, 0, 1, 1), slots_per_rank=1
+    )
+    load = np.array([[900, 500, 10, 0], [800, 700, 0, 10]], dtype=np.int64)
+    for planned in (load, load[:, ::-1]):
+        placement = planner.place(planned, context)
+        planner.split(planned, placement, context)

@@ -63,6 +63,7 @@ class _BlockState:
     trans: list[_Inflight] = field(default_factory=list)
     launched: set[int] = field(default_factory=set)
     ready: bool = False
+    version: int = 0  # of the home parameters when their Trans was launched
     backward_runs: int = 0
     unsent: list[int] = field(default_factory=list)  # by chunk: backward runs whose gradients have not been sent
 
@@ -99,7 +100,7 @@ class Runtime:
         self._agg: list[_Inflight] = []
         self._graph_task = -1
 
-    # --- the step --------------------------------------------------------------------------------------------------
+    # --- the step ---
 
     def begin(self, placements: Sequence[Placement]) -> None:
         """Start a step with these placements, one per block; launches what belongs to the START window."""
@@ -129,7 +130,7 @@ class Runtime:
         """The placement in force for a block, or None outside a step."""
         return None if self._states is None else self._states[block].placement
 
-    # --- windows: called by the layers -------------------------------------------------------------------------------
+    # --- windows: called by the layers ---
 
     def enter(self, window: Window) -> None:
         """Launch the transfers that belong to `window`, which is about to start."""
@@ -152,6 +153,26 @@ class Runtime:
             self._finish_trans(block)
         return state.replicas
 
+    def stale(self, block: int) -> bool:
+        """Whether the home parameters were changed in place after their Trans was launched (as by SAM, or a load)."""
+        if self._states is None:
+            return False
+        state = self._states[block]
+        return bool(state.launched) and state.version != self._version(block)
+
+    def refresh(self, block: int) -> None:
+        """Forget that a block's Trans was launched, so that it runs again; on all ranks alike."""
+        assert self._states is not None
+        state = self._states[block]
+        for flight in state.trans:
+            flight.pending.wait()
+        state.trans.clear()
+        state.launched.clear()
+        state.ready = False
+
+    def _version(self, block: int) -> int:
+        return sum(p._version for _, p in self.blocks[block].experts.stacked())
+
     def backward_ran(self, block: int) -> None:
         """The backward pass of a block's experts has started; called once per microbatch from inside autograd."""
         if self._states is None:
@@ -162,9 +183,9 @@ class Runtime:
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
-    # --- Trans --------------------------------------------------------------------------------------------------------
+    # --- Trans ---
 
     def _launch_trans(self, action: Action) -> None:
         block, chunk = action.block, action.chunk
@@ -172,6 +193,8 @@ class Runtime:
         state = self._states[block]
         if chunk in state.launched or state.ready:
             return
+        if not state.launched:
+            state.version = self._version(block)
         state.launched.add(chunk)
         placement = state.placement
         if placement.is_static:
@@ -218,7 +241,7 @@ class Runtime:
         state.ready = True
         self.stopwatch.add("exposed_trans", time.perf_counter() - before)
 
-    # --- Agg ----------------------------------------------------------------------------------------------------------
+    # --- Agg ---
 
     def _final(self, state: _BlockState) -> bool:
         """Whether this block's experts have run backward for the last microbatch of the step."""

@@ -1,0 +1,60 @@
+# The two commands: `make demo` and `make test`. Each makes its own virtual environment first, once.
+#
+#   make demo    train a small MoE language model on four ranks, without and with balancing; writes out/demo/
+#   make test    run the tests
+#   make lint    ruff, its formatter and mypy
+#   make bench   run the benchmarks (BENCH=name for one of them)
+#   make clean   remove the environment and everything that was made
+#
+# PYTHON=python3.12 picks the interpreter, VENV=folder the environment, PIP_FLAGS="…" adds options to pip install (an
+# index of CPU-only wheels, say), ARGS="…" is passed on to the demo or to pytest.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+ARGS ?=
+BENCH ?= $(notdir $(patsubst %/,%,$(dir $(wildcard benchmarks/*/__main__.py))))
+
+BIN := $(VENV)/bin
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:
+	@sed -n 's/^#   make/make/p' Makefile
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "moe-prophet needs Python 3.11 or newer; name one with PYTHON=…" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps: a second `make` installs nothing. The interpreter is order-only, it is older than everything else.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	$(INSTALL) -e '.[test]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	$(INSTALL) -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+demo: $(VENV)/.installed
+	$(BIN)/prophet demo $(ARGS)
+
+test: export OMP_NUM_THREADS ?= 1
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	@for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
+
+clean:
+	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,161 @@
+"""Real text that every machine has: a byte-level corpus from the Python standard library's own sources.
+
+Shape legend: B sequences of the global batch, b sequences of one rank, T sequence length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from prophet.spec import IntArray
+
+Bytes = npt.NDArray[np.uint8]
+
+VOCABULARY = 256
+DEFAULT_MAX_BYTES = 4 << 20
+
+_SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
+_HELD_OUT_ONE_IN = 10
+
+
+class TextError(ValueError):
+    """There is no usable text; the message says where it was looked for and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Bytes to train on, and bytes of other files that training never sees."""
+
+    train: Bytes
+    held_out: Bytes
+    source: str
+    files: int
+
+
+def load_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Corpus:
+    """Load at most about `max_bytes` of text: the file or folder `path`, or the standard library's sources.
+
+    Files are taken in an order that depends on their names only (a stable shuffle, so that a cap does not
+    mean "the letter a"), and one in ten is held out. A single file gives its last tenth instead. Files that
+    are not text are passed over. Raises `TextError` when nothing, or too little, is left.
+    """
+    if max_bytes < 1:
+        raise TextError(f"max_bytes must be positive, got {max_bytes}")
+    if path is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        corpus = _from_files(root, _python_sources(root), max_bytes, f"Python {_version()} standard library")
+    else:
+        root = Path(path)
+        if root.is_dir():
+            corpus = _from_files(root, _files_below(root), max_bytes, str(root))
+        elif root.is_file():
+            with root.open("rb") as f:
+                data = f.read(max_bytes)
+            if not _is_text(data):
+                raise TextError(f"{root}: expected text, this file holds zero bytes")
+            cut = len(data) - len(data) // _HELD_OUT_ONE_IN
+            corpus = Corpus(_array([data[:cut]]), _array([data[cut:]]), str(root), 1)
+        else:
+            raise TextError(f"{root}: expected a text file or a folder of them, there is neither")
+    return corpus
+
+
+def _version() -> str:
+    return str(sysconfig.get_python_version())
+
+
+def _array(pieces: Iterable[bytes]) -> Bytes:
+    array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+    array.setflags(write=False)
+    return array
+
+
+def _is_text(data: bytes) -> bool:
+    return b"\0" not in data
+
+
+def _files_below(root: Path) -> list[Path]:
+    """All visible regular files, links not followed."""
+    found = []
+    for folder, folders, names in os.walk(root, followlinks=False):
+        folders[:] = [d for d in folders if not d.startswith(".") and d != "__pycache__"]
+        found += [Path(folder, n) for n in names if not n.startswith(".")]
+    return [p for p in found if p.is_file() and not p.is_symlink()]
+
+
+def _python_sources(root: Path) -> list[Path]:
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [d for d in folders if d not in _SKIPPED_FOLDERS and not d.startswith((".", "config-"))]
+        found += [Path(folder, n) for n in names if n.endswith(".py")]
+    return found
+
+
+def _stable_hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")
+
+
+def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> Corpus:
+    """Fill both parts in the order of the names' hashes; every tenth file goes to the held-out part."""
+    keyed = sorted((_stable_hash(p.relative_to(root).as_posix()), p) for p in files)
+    train: list[bytes] = []
+    held_out: list[bytes] = []
+    total = used = 0
+    for _, file in keyed:
+        if total >= max_bytes:
+            break
+        try:
+            with file.open("rb") as f:
+                data = f.read(max_bytes - total)
+        except OSError:
+            continue  # unreadable for this user: one file less
+        if not data or not _is_text(data):
+            continue
+        (held_out if used % _HELD_OUT_ONE_IN == _HELD_OUT_ONE_IN - 1 else train).append(data)
+        total += len(data)
+        used += 1
+    if used < _HELD_OUT_ONE_IN:
+        raise TextError(f"{root}: expected at least {_HELD_OUT_ONE_IN} text files in this folder, found {used}")
+    return Corpus(_array(train), _array(held_out), source, used)
+
+
+def rank_batch(data: Bytes, *, seed: int, step: int, sequences: int, length: int, rank: int, ranks: int) -> IntArray:
+    """This rank's rows of the step's global batch, [b, T + 1] token ids; the next byte of each is its target.
+
+    The global batch of B = `sequences` rows is drawn from (seed, step) alone, and rank r takes rows r*b ..
+    (r+1)*b-1: the tokens of a step are the same whatever the number of ranks. Raises `TextError` when the
+    text is shorter than a row, ValueError when the rows cannot be divided among the ranks.
+    """
+    if sequences % ranks:
+        raise ValueError(f"{sequences} sequences cannot be divided among {ranks} ranks")
+    _check_length(data, length)
+    rng = np.random.default_rng((seed, step))
+    starts = rng.integers(0, data.size - length, size=sequences)
+    share = sequences // ranks
+    mine = starts[rank * share : (rank + 1) * share]
+    return _rows(data, mine, length)
+
+
+def held_out_rows(data: Bytes, *, sequences: int, length: int) -> IntArray:
+    """Rows spread evenly over the held-out text, [`sequences`, T + 1]; the same at every call."""
+    _check_length(data, length)
+    starts = np.linspace(0, data.size - length - 1, num=sequences).astype(np.int64)
+    return _rows(data, starts, length)
+
+
+def _rows(data: Bytes, starts: IntArray, length: int) -> IntArray:
+    rows: IntArray = data[starts[:, None] + np.arange(length + 1)].astype(np.int64)
+    return rows
+
+
+def _check_length(data: Bytes, length: int) -> None:
+    if data.size < length + 1:
+        raise TextError(f"the text has {data.size} bytes, expected at least {length + 1} for one sequence")

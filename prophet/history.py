@@ -1,0 +1,151 @@
+"""Routing history: what a layer routed lately, and what it will probably route next.
+
+Shape legend: L layers, R ranks, E experts, W window (steps kept per layer).
+
+Hot experts stay hot for hundreds of steps, so the last steps predict the next one (Pro-Prophet, section
+III: locality). Every rank feeds its history with the same gathered integers and predicts with integer
+arithmetic only, so that all ranks plan from equal loads and reach equal plans without talking.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from prophet.spec import FloatArray, IntArray, SpecError, check_load
+
+PredictMode = Literal["last", "ema"]
+
+_FRACTION_BITS = 16  # of the fixed-point moving average
+
+
+class History:
+    """Recent loads of every layer, and their prediction.
+
+    Memory is taken once: W * L * R * E integers of 32 bits, plus one of 64 bits per cell for the moving
+    average.
+
+    Args:
+        layers, ranks, experts: the shape of what is observed.
+        window: steps kept per layer.
+        ema_weight_256: weight of the newest step in the moving average, in 256ths; 64 (a quarter) forgets a
+        step in
+            about four.
+
+    Raises:
+        SpecError: for sizes below one, or a weight outside 1..256.
+    """
+
+    def __init__(self, layers: int, ranks: int, experts: int, *, window: int = 16, ema_weight_256: int = 64) -> None:
+        for name, value in (("layers", layers), ("ranks", ranks), ("experts", experts), ("window", window)):
+            if value < 1:
+                raise SpecError(f"History.{name} must be at least 1, got {value}")
+        if not 1 <= ema_weight_256 <= 256:
+            raise SpecError(f"History.ema_weight_256 must be from 1 to 256, got {ema_weight_256}")
+        self.layers, self.ranks, self.experts, self.window = layers, ranks, experts, window
+        self._weight = ema_weight_256
+        self._ring = np.zeros((layers, window, ranks, experts), dtype=np.int32)
+        self._ema = np.zeros((layers, ranks, experts), dtype=np.int64)  # 47.16 fixed point
+        self._observed = np.zeros(layers, dtype=np.int64)
+
+    def observe(self, layer: int, load: npt.NDArray[Any]) -> None:
+        """Remember `load` ([R, E] non-negative integers below 2**31) as the newest step of `layer`."""
+        self._check_layer(layer)
+        array = check_load(load)
+        if array.shape != (self.ranks, self.experts):
+            raise SpecError(f"load must have shape [{self.ranks}, {self.experts}], got {list(array.shape)}")
+        if array.size and array.max() > np.iinfo(np.int32).max:
+            raise SpecError(f"load must be below 2**31 tokens per rank and expert, got {int(array.max())}")
+        seen = int(self._observed[layer])
+        self._ring[layer, seen % self.window] = array
+        scaled = array << _FRACTION_BITS
+        if seen == 0:
+            self._ema[layer] = scaled
+        else:
+            # ema += (x - ema) * w / 256, rounded down by the shift: integers, hence equal on every rank.
+            self._ema[layer] += ((scaled - self._ema[layer]) * self._weight) >> 8
+        self._observed[layer] = seen + 1
+
+    def observed(self, layer: int) -> int:
+        """Steps that `layer` has been observed for, including those the ring has forgotten."""
+        self._check_layer(layer)
+        return int(self._observed[layer])
+
+    def predict(self, layer: int, mode: PredictMode = "last") -> IntArray:
+        """The load expected of `layer` in its next step, [R, E] integers; zeros before the first observation.
+
+        "last" repeats the newest step; "ema" is a moving average, rounded to the nearest token.
+        """
+        self._check_layer(layer)
+        if mode == "last":
+            newest = (int(self._observed[layer]) - 1) % self.window
+            last: IntArray = self._ring[layer, newest].astype(np.int64)
+            return last
+        if mode == "ema":
+            rounded: IntArray = (self._ema[layer] + (1 << (_FRACTION_BITS - 1))) >> _FRACTION_BITS
+            return rounded
+        raise SpecError(f"History.predict mode must be 'last' or 'ema', got {mode!r}")
+
+    def recent(self, layer: int) -> IntArray:
+        """The steps still kept of `layer`, oldest first, [n, R, E] with n up to W."""
+        seen = self.observed(layer)
+        kept = min(seen, self.window)
+        order = [(seen - kept + i) % self.window for i in range(kept)]
+        steps: IntArray = self._ring[layer, order].astype(np.int64)
+        return steps
+
+    def drift(self, layer: int) -> float:
+        """How far the experts' shares moved over the kept steps: 0 not at all, 1 to other experts."""
+        steps = self.recent(layer)
+        return 1.0 - similarity(steps[0], steps[-1]) if len(steps) > 1 else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held; constant from the start."""
+        return self._ring.nbytes + self._ema.nbytes + self._observed.nbytes
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise SpecError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
+
+
+def expert_shares(load: npt.NDArray[Any]) -> FloatArray:
+    """Share of the tokens that every expert gets, [E], summing to 1; even shares when there are no tokens.
+
+    `load` is [E], or has any leading dimensions (ranks, steps), which are summed.
+    """
+    array = np.asarray(load)
+    if array.ndim < 1 or array.shape[-1] < 1:
+        raise SpecError(f"load must have experts as its last dimension, got shape {list(array.shape)}")
+    per_expert = array.reshape(-1, array.shape[-1]).sum(axis=0, dtype=np.int64)
+    total = int(per_expert.sum())
+    if total == 0:
+        return np.full(per_expert.size, 1.0 / per_expert.size)
+    shares: FloatArray = per_expert / total
+    return shares
+
+
+def similarity(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Overlap of the experts' shares in two loads: 1 minus half their L1 distance.
+
+    1 means that every expert gets the same share of tokens in both, 0 that the two use disjoint experts;
+    the value is the fraction of tokens that a placement made for `a` finds where it expects them in `b`.
+    `a` and `b` are [E] or [..., E].
+    """
+    p, q = _paired_shares(a, b)
+    return float(1.0 - 0.5 * np.abs(p - q).sum())
+
+
+def cosine_similarity(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Cosine of the angle between the experts' shares, 0 to 1; `a` and `b` as in `similarity`."""
+    p, q = _paired_shares(a, b)
+    return float(min(1.0, np.dot(p, q) / np.sqrt(np.dot(p, p) * np.dot(q, q))))
+
+
+def _paired_shares(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
+    p, q = expert_shares(a), expert_shares(b)
+    if p.size != q.size:
+        raise SpecError(f"both loads must have the same number of experts, got {p.size} and {q.size}")
+    return p, q

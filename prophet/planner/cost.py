@@ -1,0 +1,172 @@
+"""Predicted seconds of one MoE layer in one training step: the paper's plain model and a richer one.
+
+Shape legend: R ranks (D of the paper), E experts, D destination ranks (equal to R).
+
+Both models count four all-to-alls (dispatch and combine, forward and backward), one forward and one backward
+product of the experts (the backward takes twice the forward), one Trans and one Agg. The paper's form knows
+one bandwidth and one throughput; `step_cost` knows the levels of the network, what each rank sends and
+receives, each rank's speed, and a fixed cost for every expert that a rank computes.
+
+This file is the definition; `search.py` holds the compiled twin that the search uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prophet.spec import (
+    FloatArray,
+    IntArray,
+    Link,
+    Placement,
+    PlanContext,
+    SpecError,
+    Split,
+    StepCost,
+    Topology,
+)
+
+A2A_PER_STEP = 4
+FORWARD_AND_BACKWARD = 3  # the backward product of an expert takes twice its forward product (paper, Eq. 3)
+
+Traffic = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferCost:
+    """Seconds of a Trans (or Agg) and the form that takes them."""
+
+    seconds: float
+    two_phase: bool
+
+
+def mean_bandwidth(topology: Topology) -> float:
+    """The paper's average bandwidth, bytes/s: what an even exchange with every other rank reaches on one link
+    at a time.
+
+    It is the harmonic mean over a rank's peers, because an even exchange sends each peer the same bytes.
+    """
+    peers = topology.ranks - 1
+    if peers == 0:
+        return topology.intra.bytes_per_s
+    inside = min(topology.ranks_per_node, topology.ranks) - 1
+    seconds_per_byte = inside / topology.intra.bytes_per_s + (peers - inside) / topology.inter.bytes_per_s
+    return peers / seconds_per_byte
+
+
+def paper_cost(
+    rank_load: IntArray,
+    received: IntArray,
+    *,
+    replicated: int,
+    excluded: float,
+    context: PlanContext,
+    overlapped: bool = True,
+) -> StepCost:
+    """Pro-Prophet, Eq. 1-6 (`overlapped=False`) and Eq. 8 (`overlapped=True`).
+
+    `rank_load` is H and `received` is R of the paper, both [R] tokens; `replicated` is s, the experts that
+    are sent out, and `excluded` is n, the ranks to which such an expert is not sent (a mean where experts
+    differ).
+    """
+    topology, shape = context.topology, context.shape
+    ranks = topology.ranks
+    if rank_load.shape != (ranks,) or received.shape != (ranks,):
+        raise SpecError(f"rank_load and received need one entry per rank ({ranks})")
+    bandwidth = mean_bandwidth(topology)
+    tokens_per_s = float(np.mean(topology.flops_per_s)) / shape.forward_flops_per_token
+    a2a_s = float(received.max()) * shape.token_bytes / bandwidth  # Eq. 1
+    forward_s = float(rank_load.max()) / tokens_per_s  # Eq. 2
+    backward_s = 2.0 * forward_s  # Eq. 3
+    reach = replicated * (ranks - excluded) / ranks
+    trans_s = reach * shape.expert_bytes / bandwidth  # Eq. 4
+    agg_s = reach * shape.expert_grad_bytes / bandwidth  # Eq. 5
+    hidden_forward_s = forward_s + context.windows.fnec_s if overlapped else 0.0
+    hidden_backward_s = backward_s + context.windows.bnec_s if overlapped else 0.0
+    return StepCost(
+        a2a_s=A2A_PER_STEP * a2a_s,
+        expert_s=forward_s + backward_s,
+        exposed_trans_s=max(0.0, trans_s - hidden_forward_s),
+        exposed_agg_s=max(0.0, agg_s - hidden_backward_s),
+        trans_s=trans_s,
+        agg_s=agg_s,
+    )
+
+
+def exchange_seconds(pairs: FloatArray, topology: Topology) -> float:
+    """Seconds of one all-to-all in which rank r sends `pairs[r, d]` bytes to rank d, [R, D].
+
+    The levels work at the same time (they are separate wires, both ways at once), so the slowest rank of the
+    slowest level decides; a level that moves nothing adds no latency. What stays on a rank is free.
+    """
+    node = topology.node_ids()
+    same_node = node[:, None] == node[None, :]
+    off_rank = ~np.eye(topology.ranks, dtype=np.bool_)
+    seconds = 0.0
+    for link, mask in ((topology.intra, same_node & off_rank), (topology.inter, ~same_node)):
+        moved = np.where(mask, pairs, 0)
+        seconds = max(seconds, link_seconds(link, moved.sum(axis=1), moved.sum(axis=0)))
+    return seconds
+
+
+def link_seconds(link: Link, sent: Traffic, received: Traffic) -> float:
+    """Seconds until the busiest rank has sent and received its bytes, both [R], over one level."""
+    return link.seconds(float(max(sent.max(), received.max())))
+
+
+def transfer_cost(placement: Placement, topology: Topology, n_bytes: int) -> TransferCost:
+    """Seconds to bring `n_bytes` of every replicated expert to its replicas: Trans, and mirrored in time,
+        Agg.
+
+    Direct: the home sends every replica a whole copy. Two-phase: it scatters one copy over its n replicas,
+    which then exchange their n-th parts among themselves. The cheaper form is taken for the layer as a whole.
+    """
+    ranks = placement.ranks
+    direct = np.zeros((ranks, ranks))
+    scatter = np.zeros((ranks, ranks))
+    gather = np.zeros((ranks, ranks))
+    mask = placement.replica_mask()
+    for expert in np.flatnonzero(mask.any(axis=1)):
+        receivers = np.flatnonzero(mask[expert])
+        part = n_bytes / receivers.size
+        home = placement.home[expert]
+        direct[home, receivers] += n_bytes
+        scatter[home, receivers] += part
+        gather[np.ix_(receivers, receivers)] += part
+    np.fill_diagonal(gather, 0.0)
+    direct_s = exchange_seconds(direct, topology)
+    two_phase_s = exchange_seconds(scatter, topology) + exchange_seconds(gather, topology)
+    return TransferCost(min(direct_s, two_phase_s), two_phase_s < direct_s)
+
+
+def compute_seconds(load_ED: IntArray, context: PlanContext) -> float:
+    """Forward seconds of the slowest rank; `load_ED[e, d]` tokens of expert e are computed on rank d."""
+    rate = np.asarray(context.topology.flops_per_s) / context.shape.forward_flops_per_token
+    groups = np.count_nonzero(load_ED, axis=0)
+    return float((load_ED.sum(axis=0) / rate + groups * context.topology.expert_overhead_s).max())
+
+
+def step_cost(split: Split, placement: Placement, context: PlanContext) -> StepCost:
+    """Predicted seconds of one layer-step under `split` and `placement` (the shape of Eq. 8, with real
+    terms).
+    """
+    topology, shape = context.topology, context.shape
+    if split.ranks != topology.ranks or placement.ranks != topology.ranks:
+        raise SpecError(
+            f"topology has {topology.ranks} ranks, split {split.ranks}, placement {placement.ranks}: all must agree"
+        )
+    pairs = split.tokens.sum(axis=1).astype(np.float64) * shape.token_bytes
+    forward_s = compute_seconds(split.tokens.sum(axis=0), context)
+    trans_s = transfer_cost(placement, topology, shape.expert_bytes).seconds
+    agg_s = transfer_cost(placement, topology, shape.expert_grad_bytes).seconds
+    return StepCost(
+        a2a_s=A2A_PER_STEP * exchange_seconds(pairs, topology),
+        expert_s=FORWARD_AND_BACKWARD * forward_s,
+        exposed_trans_s=max(0.0, trans_s - forward_s - context.windows.fnec_s),
+        exposed_agg_s=max(0.0, agg_s - 2.0 * forward_s - context.windows.bnec_s),
+        trans_s=trans_s,
+        agg_s=agg_s,
+    )

@@ -1,0 +1,433 @@
+"""Compiled kernels of the exact split: how many tokens of each expert every holder computes, and which they
+are.
+
+Shape legend: R ranks, E experts, M experts held by more than one rank, A arcs (one per holder of those
+experts).
+
+An expert with one holder leaves no choice. The others form a transport problem: arcs (expert, holder) carry
+integer tokens, rank d takes at most cap[d] = floor(T * speed[d]). Start from the cheapest assignment without
+caps (local tokens stay; the rest stays in the node; the rest goes where there is room), then move excess
+along shortest augmenting paths, where a token that must leave its node costs far more than one that must
+leave its rank. Shortest paths keep the flow cheapest for the loads it has. If the excess cannot leave the set
+of ranks it reaches, no assignment at this T exists, the set itself says how far T must rise (Newton's method
+on the cut), and the answer at the final T is exact.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prophet.planner.compiled import BOOLS_2D, FLOATS, INTS, INTS_2D, OUT_INTS_3D, compiled, entry
+from prophet.spec import BoolArray, FloatArray, IntArray
+
+FAR = np.int64(1) << 60
+CROSS = np.int64(1) << 24  # cost of one token between nodes; one between ranks of a node costs 1
+
+
+@compiled
+def index_holders(holds_ER: BoolArray, home_E: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Experts with several holders [M], where their arcs start [M + 1], the arcs' ranks [A], ascending."""
+    experts, ranks = holds_ER.shape
+    count = np.empty(experts, np.int64)
+    many = 0
+    arcs = 0
+    for e in range(experts):
+        n = 0
+        for r in range(ranks):
+            if holds_ER[e, r]:
+                n += 1
+        count[e] = n
+        if n > 1:
+            many += 1
+            arcs += n
+    multi = np.empty(many, np.int64)
+    start = np.empty(many + 1, np.int64)
+    arc_rank = np.empty(arcs, np.int64)
+    j = 0
+    a = 0
+    for e in range(experts):
+        if count[e] > 1:
+            multi[j] = e
+            start[j] = a
+            j += 1
+            for r in range(ranks):
+                if holds_ER[e, r]:
+                    arc_rank[a] = r
+                    a += 1
+    start[many] = a
+    return multi, start, arc_rank
+
+
+@compiled
+def expert_totals(load_RE: IntArray) -> IntArray:
+    """Tokens of every expert, [E]."""
+    ranks, experts = load_RE.shape
+    total = np.zeros(experts, np.int64)
+    for r in range(ranks):
+        for e in range(experts):
+            total[e] += load_RE[r, e]
+    return total
+
+
+@compiled
+def fixed_load(total_E: IntArray, home_E: IntArray, multi: IntArray, ranks: int) -> IntArray:
+    """Tokens that every rank computes whatever the split: those of experts with one holder, [R]."""
+    load = np.zeros(ranks, np.int64)
+    for e in range(total_E.size):
+        load[home_E[e]] += total_E[e]
+    for j in range(multi.size):
+        load[home_E[multi[j]]] -= total_E[multi[j]]
+    return load
+
+
+@compiled
+def raised_level(need: int, chosen: BoolArray, speed: FloatArray, everyone: bool) -> float:
+    """Smallest T at which floor(T * speed) summed over the chosen ranks reaches `need`."""
+    ranks = speed.size
+    total_speed = 0.0
+    for r in range(ranks):
+        if everyone or chosen[r]:
+            total_speed += speed[r]
+    level = need / total_speed
+    while True:
+        room = 0
+        following = np.inf
+        for r in range(ranks):
+            if everyone or chosen[r]:
+                cap = int(np.floor(level * speed[r] + 1e-6))
+                room += cap
+                following = min(following, (cap + 1) / speed[r])
+        if room >= need:
+            return level
+        level = following
+
+
+@compiled
+def _pour(amount: int, first: int, last: int, arc_rank: IntArray, x: IntArray, load: IntArray, cap: IntArray) -> None:
+    """Give `amount` tokens to the arcs first..last-1, each time to the roomiest rank, lower rank on ties."""
+    while amount > 0:
+        best = first
+        best_room = np.int64(-1) << 60
+        for k in range(first, last):
+            room = cap[arc_rank[k]] - load[arc_rank[k]]
+            if room > best_room:
+                best_room = room
+                best = k
+        part = amount
+        if 0 < best_room < amount:
+            part = int(best_room)
+        x[best] += part
+        load[arc_rank[best]] += part
+        amount -= part
+
+
+@compiled
+def solve_totals(
+    load_RE: IntArray,
+    total_E: IntArray,
+    fixed_R: IntArray,
+    multi: IntArray,
+    start: IntArray,
+    arc_rank: IntArray,
+    node_R: IntArray,
+    speed_R: FloatArray,
+    x: IntArray,
+    rank_load: IntArray,
+) -> float:
+    """Fill `x` [A] (tokens per arc) and `rank_load` [R]; return T, the speed-weighted bottleneck.
+
+    `fixed_R` are the tokens of experts with one holder. The result minimises T, then tokens between nodes,
+    then tokens between ranks.
+    """
+    ranks = rank_load.size
+    many = multi.size
+    arcs = arc_rank.size
+    need = 0
+    level = 0.0
+    for r in range(ranks):
+        need += fixed_R[r]
+        level = max(level, fixed_R[r] / speed_R[r])
+    for j in range(many):
+        need += total_E[multi[j]]
+    nobody = np.zeros(ranks, np.bool_)
+    level = max(level, raised_level(need, nobody, speed_R, True))
+
+    # Groups: the holders of one expert in one node.
+    group = np.empty(arcs, np.int64)
+    have = np.empty(arcs, np.int64)
+    group_first = np.empty(arcs + 1, np.int64)
+    supply = np.zeros(arcs, np.int64)
+    groups = 0
+    nodes = node_R[ranks - 1] + 1
+    for j in range(many):
+        e = multi[j]
+        before = -1
+        for k in range(start[j], start[j + 1]):
+            r = arc_rank[k]
+            have[k] = load_RE[r, e]
+            if node_R[r] != before:
+                before = node_R[r]
+                group_first[groups] = k
+                groups += 1
+                if nodes == 1:
+                    supply[groups - 1] = total_E[e]
+                else:
+                    low = r
+                    while low > 0 and node_R[low - 1] == before:
+                        low -= 1
+                    while low < ranks and node_R[low] == before:
+                        supply[groups - 1] += load_RE[low, e]
+                        low += 1
+            group[k] = groups - 1
+    group_first[groups] = arcs
+
+    cap = np.empty(ranks, np.int64)
+    held = np.zeros(groups, np.int64)
+    dist = np.empty(ranks, np.int64)
+    came_from = np.empty(ranks, np.int64)
+    came_by = np.empty(ranks, np.int64)
+    group_best = np.empty(groups, np.int64)
+    group_arc = np.empty(groups, np.int64)
+    final = False
+    while True:
+        # Cheapest assignment without caps.
+        for r in range(ranks):
+            cap[r] = int(np.floor(level * speed_R[r] + 1e-6))
+            rank_load[r] = fixed_R[r]
+        for k in range(arcs):
+            x[k] = have[k]
+            rank_load[arc_rank[k]] += have[k]
+        for g in range(groups):
+            rest = supply[g]
+            for k in range(group_first[g], group_first[g + 1]):
+                rest -= x[k]
+            _pour(rest, group_first[g], group_first[g + 1], arc_rank, x, rank_load, cap)
+        if nodes > 1:
+            for j in range(many):
+                rest = total_E[multi[j]]
+                for k in range(start[j], start[j + 1]):
+                    rest -= x[k]
+                _pour(rest, start[j], start[j + 1], arc_rank, x, rank_load, cap)
+        for g in range(groups):
+            held[g] = 0
+        for k in range(arcs):
+            held[group[k]] += x[k]
+        raised = False
+        while True:
+            excess = False
+            for r in range(ranks):
+                came_by[r] = -1
+                came_from[r] = -1
+                dist[r] = FAR
+                if rank_load[r] > cap[r]:
+                    dist[r] = 0
+                    excess = True
+            if not excess:
+                break
+            # Shortest paths from all overloaded ranks (Bellman-Ford: arcs have negative costs).
+            for _ in range(ranks + 1):
+                changed = False
+                for j in range(many):
+                    out_best = FAR
+                    out_arc = -1
+                    for k in range(start[j], start[j + 1]):
+                        g = group[k]
+                        if k == group_first[g]:
+                            group_best[g] = FAR
+                            group_arc[g] = -1
+                        d = dist[arc_rank[k]]
+                        if d < FAR and x[k] > 0:
+                            if x[k] <= have[k]:
+                                d += 1
+                            if d < group_best[g]:
+                                group_best[g] = d
+                                group_arc[g] = k
+                            if held[g] <= supply[g]:
+                                d += CROSS
+                            if d < out_best:
+                                out_best = d
+                                out_arc = k
+                    if out_arc < 0:
+                        continue
+                    for k in range(start[j], start[j + 1]):
+                        g = group[k]
+                        d = out_best
+                        by = out_arc
+                        if held[g] < supply[g]:
+                            d -= CROSS
+                        if group_best[g] <= d:
+                            d = group_best[g]
+                            by = group_arc[g]
+                        if x[k] < have[k]:
+                            d -= 1
+                        if by != k and d < dist[arc_rank[k]]:
+                            dist[arc_rank[k]] = d
+                            came_from[arc_rank[k]] = by
+                            came_by[arc_rank[k]] = k
+                            changed = True
+                if not changed:
+                    break
+            nearest = FAR
+            for r in range(ranks):
+                if rank_load[r] < cap[r] and dist[r] < nearest:
+                    nearest = dist[r]
+            if nearest == FAR:
+                # The reached ranks are closed: none of their tokens has a holder elsewhere.
+                need = 0
+                for r in range(ranks):
+                    nobody[r] = dist[r] < FAR
+                    if nobody[r]:
+                        need += rank_load[r]
+                level = raised_level(need, nobody, speed_R, False)
+                for r in range(ranks):
+                    cap[r] = int(np.floor(level * speed_R[r] + 1e-6))
+                raised = True
+                continue
+            progress = False
+            for sink in range(ranks):
+                if dist[sink] != nearest or rank_load[sink] >= cap[sink]:
+                    continue
+                amount = cap[sink] - rank_load[sink]
+                cost = np.int64(0)
+                r = sink
+                hops = 0
+                while came_by[r] >= 0 and hops <= ranks:
+                    to = came_by[r]
+                    by = came_from[r]
+                    if x[by] > have[by]:
+                        amount = min(amount, x[by] - have[by])
+                    else:
+                        amount = min(amount, x[by])
+                        cost += 1
+                    if x[to] < have[to]:
+                        amount = min(amount, have[to] - x[to])
+                        cost -= 1
+                    if group[by] != group[to]:
+                        if held[group[by]] > supply[group[by]]:
+                            amount = min(amount, held[group[by]] - supply[group[by]])
+                        else:
+                            cost += CROSS
+                        if held[group[to]] < supply[group[to]]:
+                            amount = min(amount, supply[group[to]] - held[group[to]])
+                            cost -= CROSS
+                    r = arc_rank[by]
+                    hops += 1
+                amount = min(amount, rank_load[r] - cap[r])
+                if amount <= 0 or (cost != nearest and progress):
+                    continue  # an earlier path of this round used it up; the next round finds another
+                progress = True
+                rank_load[r] -= amount
+                rank_load[sink] += amount
+                r = sink
+                while came_by[r] >= 0:
+                    to = came_by[r]
+                    by = came_from[r]
+                    x[by] -= amount
+                    x[to] += amount
+                    held[group[by]] -= amount
+                    held[group[to]] += amount
+                    r = arc_rank[by]
+        if final or not raised:
+            return level
+        final = True  # once more from the cheapest assignment, now that the caps are known
+
+
+@compiled
+def expand(
+    load_RE: IntArray,
+    multi: IntArray,
+    start: IntArray,
+    arc_rank: IntArray,
+    node_R: IntArray,
+    x: IntArray,
+) -> tuple[IntArray, int]:
+    """Turn tokens per arc into flows: rows (source rank, expert, destination, tokens) and how many rows are
+        used.
+
+    Within an expert local tokens stay, then sources meet holders of their own node in rank order, then all
+    others do.
+    """
+    ranks = load_RE.shape[0]
+    many = multi.size
+    flows = np.empty((2 * many * ranks + 3 * arc_rank.size + many, 4), np.int64)
+    used = 0
+    left = np.empty(ranks, np.int64)
+    want = np.empty(ranks, np.int64)
+    for j in range(many):
+        e = multi[j]
+        rest = 0
+        for r in range(ranks):
+            left[r] = load_RE[r, e]
+            rest += left[r]
+        for k in range(start[j], start[j + 1]):
+            d = arc_rank[k]
+            part = min(left[d], x[k])
+            want[d] = x[k] - part
+            left[d] -= part
+            rest -= part
+            if part > 0:
+                flows[used, 0] = d
+                flows[used, 1] = e
+                flows[used, 2] = d
+                flows[used, 3] = part
+                used += 1
+        for inside in range(2):  # first within nodes, then across
+            k = start[j]
+            r = 0
+            while rest > 0 and k < start[j + 1]:
+                d = arc_rank[k]
+                if want[d] == 0:
+                    k += 1
+                    continue
+                if inside == 0:
+                    while r < ranks and (node_R[r] < node_R[d] or left[r] == 0):
+                        r += 1
+                    if r == ranks or node_R[r] > node_R[d]:
+                        k += 1
+                        continue
+                else:
+                    while left[r] == 0:
+                        r += 1
+                part = min(left[r], want[d])
+                left[r] -= part
+                want[d] -= part
+                rest -= part
+                flows[used, 0] = r
+                flows[used, 1] = e
+                flows[used, 2] = d
+                flows[used, 3] = part
+                used += 1
+    return flows, used
+
+
+@entry(INTS_2D, INTS, INTS, INTS_2D, OUT_INTS_3D)
+def scatter_dense(load_RE: IntArray, home_E: IntArray, multi: IntArray, flows: IntArray, tokens: IntArray) -> None:
+    """Write the split into the zeroed `tokens` [R, E, D]: experts with one holder go home, the others by
+    `flows`.
+    """
+    ranks, experts = load_RE.shape
+    shared = np.zeros(experts, np.bool_)
+    for j in range(multi.size):
+        shared[multi[j]] = True
+    for r in range(ranks):
+        for e in range(experts):
+            if not shared[e]:
+                tokens[r, e, home_E[e]] = load_RE[r, e]
+    for i in range(flows.shape[0]):
+        tokens[flows[i, 0], flows[i, 1], flows[i, 2]] += flows[i, 3]
+
+
+@entry(INTS_2D, BOOLS_2D, INTS, INTS, FLOATS)
+def split_flows(
+    load_RE: IntArray, holds_ER: BoolArray, home_E: IntArray, node_R: IntArray, speed_R: FloatArray
+) -> tuple[IntArray, IntArray, IntArray, float]:
+    """The exact split: shared experts [M], their flows [F, 4], rank loads [R], the bottleneck T."""
+    ranks = load_RE.shape[0]
+    multi, start, arc_rank = index_holders(holds_ER, home_E)
+    total_E = expert_totals(load_RE)
+    fixed_R = fixed_load(total_E, home_E, multi, ranks)
+    rank_load = np.empty(ranks, np.int64)
+    x = np.empty(arc_rank.size, np.int64)
+    level = solve_totals(load_RE, total_E, fixed_R, multi, start, arc_rank, node_R, speed_R, x, rank_load)
+    flows, used = expand(load_RE, multi, start, arc_rank, node_R, x)
+    return multi, flows[:used], rank_load, level

@@ -1,0 +1,179 @@
+"""The default planner: few replicas from the predicted load, an exact split of the real one.
+
+Shape legend: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prophet.planner import search
+from prophet.planner.split import Flows, exact_flows
+from prophet.spec import (
+    BoolArray,
+    FloatArray,
+    IntArray,
+    LayerShape,
+    Placement,
+    PlanContext,
+    SpecError,
+    Split,
+    Topology,
+    Windows,
+    check_load,
+)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Machine:
+    """A `PlanContext` as the arrays that the kernels take; all read-only."""
+
+    topology: Topology
+    shape: LayerShape
+    windows: Windows
+    home_tuple: tuple[int, ...]
+    budget_bytes: tuple[int, ...] | None
+    slots_per_rank: int
+    home: IntArray
+    node: IntArray
+    speed: FloatArray
+    seconds_per_token: FloatArray
+    figures: FloatArray
+    limit: IntArray
+
+    @classmethod
+    def of(cls, context: PlanContext) -> Machine:
+        topology, shape = context.topology, context.shape
+        figures = np.zeros(search.FIGURES)
+        figures[search.TOKEN_BYTES] = shape.token_bytes
+        figures[search.INTRA_BYTES_PER_S] = topology.intra.bytes_per_s
+        figures[search.INTRA_LATENCY_S] = topology.intra.latency_s
+        figures[search.INTER_BYTES_PER_S] = topology.inter.bytes_per_s
+        figures[search.INTER_LATENCY_S] = topology.inter.latency_s
+        figures[search.PARAM_BYTES] = shape.expert_bytes
+        figures[search.GRAD_BYTES] = shape.expert_grad_bytes
+        figures[search.FNEC_S] = context.windows.fnec_s
+        figures[search.BNEC_S] = context.windows.bnec_s
+        figures[search.OVERHEAD_S] = topology.expert_overhead_s
+        limit = np.minimum(context.slot_limits(), context.experts)
+        return cls(
+            topology=topology,
+            shape=shape,
+            windows=context.windows,
+            home_tuple=context.home,
+            budget_bytes=context.budget_bytes,
+            slots_per_rank=context.slots_per_rank,
+            home=np.asarray(context.home, dtype=np.int64),
+            node=topology.node_ids(),
+            speed=topology.relative_speed(),
+            seconds_per_token=shape.forward_flops_per_token / np.asarray(topology.flops_per_s),
+            figures=figures,
+            limit=limit,
+        )
+
+    def matches(self, context: PlanContext) -> bool:
+        """Whether `context` (apart from `previous`) is the one these arrays were made from."""
+        return (
+            self.slots_per_rank == context.slots_per_rank
+            and _same(self.topology, context.topology)
+            and _same(self.shape, context.shape)
+            and _same(self.windows, context.windows)
+            and _same(self.home_tuple, context.home)
+            and _same(self.budget_bytes, context.budget_bytes)
+        )
+
+
+def _same(a: object, b: object) -> bool:
+    return a is b or a == b
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProphetPlanner:
+    """Cost-aware replicas with fractional use, and an exact split.
+
+    `keep_margin`: the placement in force is kept while its predicted cost is within this fraction of the best
+    one found. `gain_margin`: replicas are used only when the prediction gains at least this fraction over
+    none. `evaluations` bounds the trial moves of the search, beyond its constructive part.
+    """
+
+    keep_margin: float = 0.005
+    gain_margin: float = 0.01
+    evaluations: int = 8
+    name: str = "prophet"
+    _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.keep_margin < 0 or not 0 <= self.gain_margin < 1 or self.evaluations < 0:
+            raise SpecError(
+                "prophet planner: keep_margin and evaluations must not be negative, gain_margin in [0, 1), "
+                f"got {self.keep_margin}, {self.evaluations} and {self.gain_margin}"
+            )
+
+    def _machine(self, context: PlanContext) -> Machine:
+        # The last context is remembered, since the same one comes back for every layer and step. Replacing
+        # the entry is one assignment, so that a planning thread and the training thread may share the
+        # planner.
+        memo = self._memo
+        if memo and (machine := memo[0]).matches(context):
+            return machine
+        machine = Machine.of(context)
+        memo[:] = [machine]
+        return machine
+
+    def place(self, load: IntArray, context: PlanContext) -> Placement:
+        """Choose replicas for the predicted `load` [R, E]; homes only where nothing beats them."""
+        machine = self._machine(context)
+        load = _checked(load, context)
+        previous = context.previous
+        holds, _, _ = search.search(
+            load,
+            machine.home,
+            machine.node,
+            machine.speed,
+            machine.seconds_per_token,
+            machine.figures,
+            machine.limit,
+            machine_previous(previous, load),
+            previous is not None,
+            self.keep_margin,
+            self.gain_margin,
+            self.evaluations,
+        )
+        return Placement.trusted(machine.home, holds)
+
+    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
+        """Assign `load` [R, E] exactly; minimises the bottleneck, then tokens between nodes, then between
+        ranks.
+        """
+        return self.flows(load, placement, context).dense()
+
+    def flows(self, load: IntArray, placement: Placement, context: PlanContext) -> Flows:
+        """The same as `split` in sparse form, for large groups."""
+        machine = self._machine(context)
+        load = _checked(load, context)
+        if placement.holds.shape != (context.experts, context.ranks):
+            raise SpecError(
+                f"placement is for {placement.experts} experts x {placement.ranks} ranks, "
+                f"the context for {context.experts} x {context.ranks}"
+            )
+        return exact_flows(load, placement, node=machine.node, speed=machine.speed, check=False)
+
+
+def machine_previous(previous: Placement | None, load: IntArray) -> BoolArray:
+    """The holders of the placement in force, or an array of the same type that stands for none."""
+    if previous is None:
+        return np.zeros((1, 1), dtype=np.bool_)
+    if previous.holds.shape != (load.shape[1], load.shape[0]):
+        raise SpecError(
+            f"previous placement is for {previous.experts} experts x {previous.ranks} ranks, load is {list(load.shape)}"
+        )
+    return previous.holds
+
+
+def _checked(load: IntArray, context: PlanContext) -> IntArray:
+    load = check_load(load)
+    if load.shape != (context.ranks, context.experts):
+        raise SpecError(f"load must be [{context.ranks} ranks, {context.experts} experts], got {list(load.shape)}")
+    return load

@@ -1,0 +1,95 @@
+"""The exact split: this step's counts, in integers, over the ranks that hold each expert.
+
+Shape legend: R ranks, E experts, D destination ranks (equal to R), F flows.
+
+`exact_split` minimises the speed-weighted bottleneck, then tokens between nodes, then tokens between ranks.
+Equal arguments give equal results on every machine: all decisions compare integers, and ties go to the lower
+index.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from prophet.spec import FloatArray, IntArray, Placement, SpecError, Split, Topology, check_load
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Flows:
+    """A split in sparse form, for groups so large that [R, E, D] integers would be too many.
+
+    `load` [R, E] are the counts, `home` [E] the homes. `shared` [M] names the experts whose tokens follow
+    `rows` [F, 4] (source rank, expert, destination rank, tokens); all tokens of any other expert go to its
+    home.
+    """
+
+    load: IntArray
+    home: IntArray
+    shared: IntArray
+    rows: IntArray
+    rank_load: IntArray
+    bottleneck: float
+
+    def dense(self) -> Split:
+        """The same split as [R, E, D] integers."""
+        from prophet.planner import flow
+
+        ranks, experts = self.load.shape
+        tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
+        flow.scatter_dense(self.load, self.home, self.shared, self.rows, tokens)
+        return Split.trusted(tokens)
+
+    def max_mean(self) -> float:
+        """Largest rank load over the mean; 1.0 when there are no tokens."""
+        total = int(self.rank_load.sum())
+        return float(self.rank_load.max()) * self.rank_load.size / total if total else 1.0
+
+
+def _check(load: IntArray, placement: Placement, topology: Topology) -> IntArray:
+    load = check_load(load)
+    if load.shape != (placement.ranks, placement.experts) or topology.ranks != placement.ranks:
+        raise SpecError(
+            f"load is {list(load.shape)}, placement is for {placement.ranks} ranks x {placement.experts} "
+            f"experts, the topology has {topology.ranks} ranks: load must be [ranks, experts] of both"
+        )
+    return load
+
+
+def exact_flows(
+    load: IntArray, placement: Placement, *, node: IntArray, speed: FloatArray, check: bool = True
+) -> Flows:
+    """The exact split in sparse form; `node` [R] and `speed` [R] as of the topology (`node_ids`,
+    `relative_speed`).
+    """
+    from prophet.planner import flow
+
+    if check:
+        load = check_load(load)
+    shared, rows, rank_load, level = flow.split_flows(load, placement.holds, placement.home, node, speed)
+    return Flows(load, placement.home, shared, rows, rank_load, level)
+
+
+def exact_split(load: IntArray, placement: Placement, topology: Topology) -> Split:
+    """The exact split of `load` [R, E] over `placement`; raises `SpecError` where sizes disagree."""
+    load = _check(load, placement, topology)
+    flows = exact_flows(load, placement, node=topology.node_ids(), speed=topology.relative_speed(), check=False)
+    return flows.dense()
+
+
+def local_split(load: IntArray, placement: Placement) -> Split:
+    """Tokens stay where their expert is held locally and go home otherwise: the split of the published
+    baselines.
+    """
+    load = check_load(load)
+    ranks, experts = load.shape
+    if (ranks, experts) != (placement.ranks, placement.experts):
+        raise SpecError(
+            f"load is {list(load.shape)}, placement is for {placement.ranks} ranks x {placement.experts} experts"
+        )
+    tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
+    rank, expert = np.divmod(np.arange(ranks * experts), experts)
+    target = np.where(placement.holds.T.reshape(-1), rank, placement.home[expert])
+    tokens[rank, expert, target] = load.reshape(-1)
+    return Split.trusted(tokens)

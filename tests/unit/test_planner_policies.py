@@ -1,0 +1,147 @@
+"""Planners on loads small enough to reason about, and the registry."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prophet.planner import PLANNER_NAMES, Planner, get_planner, warm
+from prophet.planner.greedy import ProphetPlanner
+from prophet.spec import LayerShape, Link, Placement, PlanContext, SpecError, Topology, Windows
+
+# One expert of 4 is hot; a replica is cheap and hidden, so compute decides.
+HOT = np.tile(np.array([600, 100, 50, 50], dtype=np.int64), (4, 1))
+ROOMY = PlanContext(
+    topology=Topology.uniform(4, flops_per_s=1e9, intra=Link(bytes_per_s=1e9)),
+    shape=LayerShape(dim=16, hidden=64),
+    home=(0, 1, 2, 3),
+    windows=Windows(fnec_s=1.0, bnec_s=1.0),
+)
+
+
+def test_every_name_gives_a_planner_that_places_and_splits() -> None:
+    for name in PLANNER_NAMES:
+        planner = get_planner(name)
+        assert isinstance(planner, Planner)
+        assert planner.name == name
+        planner.split(HOT, planner.place(HOT, ROOMY), ROOMY).check(HOT, planner.place(HOT, ROOMY))
+
+
+def test_unknown_names_and_options_are_refused() -> None:
+    with pytest.raises(SpecError, match=r"no planner 'best'.*prophet"):
+        get_planner("best")
+    with pytest.raises(SpecError, match="does not take these options: \\['speed'\\]"):
+        get_planner("static", speed=1)
+    for name, options in (
+        ("prophet", {"evaluations": -1}),
+        ("prophet", {"gain_margin": 1.0}),
+        ("top-k", {"k": -1}),
+        ("pro-prophet", {"alpha": -1.0}),
+    ):
+        with pytest.raises(SpecError):
+            get_planner(name, **options)
+
+
+def test_prophet_balances_a_hot_expert_exactly() -> None:
+    planner = ProphetPlanner()
+    placement = planner.place(HOT, ROOMY)
+    split = planner.split(HOT, placement, ROOMY)
+    assert split.max_mean() == 1.0
+    assert split.rank_load().tolist() == [800, 800, 800, 800]
+
+
+def test_prophet_uses_no_replica_where_links_are_slow_or_loads_even() -> None:
+    slow = PlanContext(
+        topology=Topology.uniform(4, flops_per_s=1e12, intra=Link(bytes_per_s=1e5)),
+        shape=LayerShape(dim=16, hidden=8192),
+        home=(0, 1, 2, 3),
+    )
+    assert ProphetPlanner().place(np.maximum(HOT // 50, 1), slow).is_static
+    even = np.full((4, 4), 100, dtype=np.int64)
+    plain = PlanContext(topology=ROOMY.topology, shape=LayerShape(dim=64, hidden=256), home=(0, 1, 2, 3))
+    assert ProphetPlanner().place(even, plain).is_static
+
+
+def test_prophet_gives_a_slow_rank_less() -> None:
+    topology = Topology(
+        ranks=2,
+        ranks_per_node=2,
+        intra=Link(bytes_per_s=1e9),
+        inter=Link(bytes_per_s=1e9),
+        flops_per_s=(1e9, 5e8),
+        free_bytes=(1 << 40, 1 << 40),
+    )
+    plan = PlanContext(
+        topology=topology,
+        shape=LayerShape(dim=16, hidden=64),
+        home=(0, 1),
+        windows=Windows(fnec_s=1, bnec_s=1),
+    )
+    load = np.array([[100, 500], [100, 500]], dtype=np.int64)
+    split = ProphetPlanner().split(load, ProphetPlanner().place(load, plan), plan)
+    assert split.rank_load().tolist() == [800, 400]
+
+
+def test_prophet_handles_the_edges() -> None:
+    planner = ProphetPlanner()
+    nothing = np.zeros((4, 4), dtype=np.int64)
+    assert planner.place(nothing, ROOMY).is_static
+    assert planner.split(nothing, planner.place(HOT, ROOMY), ROOMY).rank_load().sum() == 0
+    alone = PlanContext(topology=Topology.uniform(1), shape=ROOMY.shape, home=(0, 0))
+    load = np.array([[3, 4]], dtype=np.int64)
+    assert planner.split(load, planner.place(load, alone), alone).rank_load().tolist() == [7]
+    no_slots = PlanContext(topology=ROOMY.topology, shape=ROOMY.shape, home=ROOMY.home, slots_per_rank=0)
+    assert planner.place(HOT, no_slots).is_static
+    one = np.zeros((4, 4), dtype=np.int64)
+    one[2] = [0, 900, 0, 0]  # all tokens from one rank for one expert
+    assert planner.split(one, planner.place(one, ROOMY), ROOMY).rank_load().sum() == 900
+
+
+def test_wrong_sizes_and_types_are_refused() -> None:
+    planner = ProphetPlanner()
+    with pytest.raises(SpecError, match="4 ranks, 4 experts"):
+        planner.place(HOT[:2], ROOMY)
+    with pytest.raises(SpecError, match="integers"):
+        planner.place(HOT.astype(float), ROOMY)
+    with pytest.raises(SpecError, match="negative"):
+        planner.place(-HOT, ROOMY)
+    with pytest.raises(SpecError, match="placement is for"):
+        planner.split(HOT, Placement.homes_only(2, 2), ROOMY)
+
+
+def test_top_k_replicates_the_heaviest_everywhere() -> None:
+    placement = get_planner("top2").place(HOT, ROOMY)
+    assert placement.holds.sum(axis=1).tolist() == [4, 4, 1, 1]
+    split = get_planner("top2").split(HOT, placement, ROOMY)
+    assert split.rank_load().tolist() == [700, 700, 900, 900]
+    assert get_planner("top-k", k=0).place(HOT, ROOMY).is_static
+
+
+def test_pro_prophet_follows_algorithm_1() -> None:
+    # Rank 0 is heaviest, so expert 0 goes to all but the n ranks with the fewest tokens for it.
+    load = HOT.copy()
+    load[3, 0] = 10
+    one = get_planner("pro-prophet", n=1, alpha=0.0).place(load, ROOMY)
+    assert one.holds[0].tolist() == [True, True, True, False]
+    # A tolerance that calls everything balanced leaves the loop before its first round.
+    assert get_planner("pro-prophet", alpha=1e6).place(load, ROOMY).is_static
+    # Where transfers are exposed and long, the recorded best prefix is the empty one.
+    slow = PlanContext(
+        topology=Topology.uniform(4, flops_per_s=1e12, intra=Link(bytes_per_s=1e3)),
+        shape=LayerShape(dim=16, hidden=8192),
+        home=(0, 1, 2, 3),
+    )
+    assert get_planner("pro-prophet").place(load, slow).is_static
+
+
+def test_kernels_are_compiled_once_for_all_kinds_of_arrays() -> None:
+    warm()
+    from prophet.planner import flow, search
+
+    before = [len(k.signatures) for k in (search.search, flow.split_flows, flow.scatter_dense)]
+    frozen = HOT.copy()
+    frozen.setflags(write=False)
+    planner = ProphetPlanner()
+    for load in (frozen, HOT, HOT.astype(np.int32), np.asfortranarray(HOT)):
+        planner.split(load, planner.place(load, ROOMY), ROOMY)
+    assert [len(k.signatures) for k in (search.search, flow.split_flows, flow.scatter_dense)] == before
