@@ -17,7 +17,7 @@ def triton_available() -> bool:
 
 
 def choose(impl: Impl, x: Tensor) -> Literal["naive", "torch", "triton"]:
-    """The implementation to run for an input `x`; ValueError for an unknown name, ImportError where Triton is missing."""
+    """The implementation to run for an input `x`. Raises ValueError, or ImportError for a missing Triton."""
     if impl == "auto":
         return "triton" if x.is_cuda and triton_available() else "torch"
     if impl not in ("naive", "torch", "triton"):

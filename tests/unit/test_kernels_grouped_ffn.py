@@ -19,9 +19,7 @@ def expert(*lead: int, act: Activation, bias: bool, dtype: torch.dtype, seed: in
     g = torch.Generator().manual_seed(seed)
     u = 2 * H if act == "swiglu" else H
     shapes = [(u, D), (D, H)] + ([(u,), (D,)] if bias else [])
-    made = [
-        torch.randn(*lead, *s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes
-    ]
+    made = [torch.randn(*lead, *s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
     return ExpertWeights(*made)
 
 
@@ -37,11 +35,7 @@ def flat(home: ExpertWeights, replicas: list[ExpertWeights]) -> list[Tensor]:
 
 
 def rows(n: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return (
-        torch.randn(n, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_()
-    )
+    return torch.randn(n, D, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(dtype).requires_grad_()
 
 
 def grads(y: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
@@ -87,9 +81,7 @@ def test_buffers_are_added_to_in_place(impl: Literal["torch", "naive"], act: Act
     sizes = [2, 0, 3, 1, 0]
     x = rows(6)
     params = flat(home, replicas)
-    wanted = grads(
-        grouped_ffn(x, sizes, home, act, replicas=replicas, grad_scale=0.5, impl="naive"), [x, *params]
-    )
+    wanted = grads(grouped_ffn(x, sizes, home, act, replicas=replicas, grad_scale=0.5, impl="naive"), [x, *params])
     ones = [ExpertWeights(*(None if p is None else torch.ones_like(p) for p in w)) for w in (home, *replicas)]
     y = grouped_ffn(
         x,
@@ -114,10 +106,7 @@ def test_adding_to_the_same_buffers_from_two_passes_before_either_runs_backward(
     home, replicas = build("gelu", True)
     buffers = [ExpertWeights(*(torch.zeros_like(p) for p in w)) for w in replicas]  # type: ignore[arg-type]
     x = rows(6)
-    ys = [
-        grouped_ffn(x, [1, 1, 1, 2, 1], home, "gelu", replicas=replicas, replica_grads=buffers)
-        for _ in range(2)
-    ]
+    ys = [grouped_ffn(x, [1, 1, 1, 2, 1], home, "gelu", replicas=replicas, replica_grads=buffers) for _ in range(2)]
     for y in ys:
         y.sum().backward()
     single = torch.autograd.grad(

@@ -58,7 +58,7 @@ def tiles(sizes: Sequence[int], rows: int, *, split: bool = True) -> list[list[P
 
 
 def _tile_plan(sizes: Sequence[int], hidden: int, dtype: torch.dtype) -> tuple[list[list[Piece]], int]:
-    """Tiles and the number of rows of the largest. Half-precision groups are not cut: their sums stay inside a product."""
+    """Tiles, and the rows of the largest. Half-precision groups are not cut: their sums stay inside one product."""
     rows = min(4096, max(512, SCRATCH_BYTES // (hidden * dtype.itemsize)))
     plan = tiles(sizes, rows, split=dtype.itemsize >= 4)
     return plan, max((tile[-1].stop - tile[0].start for tile in plan), default=0)
@@ -67,7 +67,8 @@ def _tile_plan(sizes: Sequence[int], hidden: int, dtype: torch.dtype) -> tuple[l
 def _act(hidden: Tensor, swiglu: bool, out: Tensor) -> Tensor:
     """Activation of pre-activations `hidden` [n, U] into `out` [n, H]."""
     if not swiglu:
-        return torch._C._nn.gelu(hidden, out=out)
+        torch.ops.aten.gelu.out(hidden, out=out)
+        return out
     gate, up = hidden.chunk(2, dim=1)
     torch.ops.aten.silu.out(gate, out=out)
     return out.mul_(up)
@@ -79,7 +80,7 @@ def _act_backward(hidden: Tensor, d_act: Tensor, swiglu: bool, act: Tensor, d_hi
     Writes `act` [n, H] and `d_hidden` [n, U]; overwrites `d_act`, which is `d_hidden` itself for GELU.
     """
     if not swiglu:
-        torch._C._nn.gelu(hidden, out=act)
+        torch.ops.aten.gelu.out(hidden, out=act)
         torch.ops.aten.gelu_backward.grad_input(d_act, hidden, approximate="none", grad_input=d_hidden)
         return
     gate, up = hidden.chunk(2, dim=1)

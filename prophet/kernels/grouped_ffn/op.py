@@ -92,9 +92,7 @@ def _check(
     for name, shape, *parts in zip(ExpertWeights._fields, expected, home, *replicas, strict=True):
         for i, p in enumerate(parts):
             if (p is not None) != (biased or name.startswith("w")):
-                raise ValueError(
-                    "experts have both biases or none, and all experts the same: b_in and b_out differ"
-                )
+                raise ValueError("experts have both biases or none, and all experts the same: b_in and b_out differ")
             wanted = tuple(shape)[1:] if i else tuple(shape)
             if p is not None and tuple(p.shape) != wanted:
                 who = f"replica {i - 1}" if i else "home"
@@ -106,9 +104,7 @@ def _check(
         if sizes.shape != (groups,) or sizes.dtype != torch.int64:
             raise ValueError(f"sizes must be {groups} int64, got {list(sizes.shape)} {sizes.dtype}")
     elif len(sizes) != groups or sum(sizes) != x.shape[0] or min(sizes, default=0) < 0:
-        raise ValueError(
-            f"{len(sizes)} groups of {sum(sizes)} rows do not match {groups} experts, {x.shape[0]} rows"
-        )
+        raise ValueError(f"{len(sizes)} groups of {sum(sizes)} rows do not match {groups} experts, {x.shape[0]} rows")
 
 
 def _flat(weights: ExpertWeights) -> list[Tensor]:
@@ -126,9 +122,7 @@ def _buffers(params: list[Tensor], grads: Sequence[ExpertWeights], name: str) ->
         raise ValueError(f"{name}: expected one buffer for each of {len(params)} parameters, got {len(flat)}")
     for p, g in zip(params, flat, strict=True):
         if g is None and p.requires_grad:
-            raise ValueError(
-                f"{name}: a parameter of shape {list(p.shape)} requires a gradient but has no buffer"
-            )
+            raise ValueError(f"{name}: a parameter of shape {list(p.shape)} requires a gradient but has no buffer")
         if g is not None and g.shape != p.shape:
             raise ValueError(f"{name}: expected a buffer of shape {list(p.shape)}, got {list(g.shape)}")
     return [p.new_empty(0) if g is None else g.detach() for p, g in zip(params, flat, strict=True)]
@@ -165,19 +159,22 @@ def _naive(
     grad_scale: float,
 ) -> Tensor:
     def wrap(weights: ExpertWeights, grads: ExpertWeights | None, scale: float) -> ExpertWeights:
-        buffers = (None,) * 4 if grads is None else tuple(grads)
         if scale == 1.0 and grads is None:
             return weights
-        return ExpertWeights(
-            *(None if p is None else _Into.apply(p, scale, b) for p, b in zip(weights, buffers, strict=True))
-        )
+
+        def one(p: Tensor | None, buffer: Tensor | None) -> Any:
+            return None if p is None else _Into.apply(p, scale, buffer)  # type: ignore[no-untyped-call]
+
+        buffers = (None,) * 4 if grads is None else grads
+        return ExpertWeights(*(one(p, b) for p, b in zip(weights, buffers, strict=True)))
 
     stacked = wrap(home, home_grads, grad_scale)
     parts = [(None,) * stacked.w_in.shape[0] if p is None else p.unbind(0) for p in stacked]
     experts = [ExpertWeights(*p) for p in zip(*parts, strict=True)]
-    grads = list(replica_grads) or [None] * len(replicas)
+    grads = list(replica_grads) if replica_grads else [None] * len(replicas)
     experts += [wrap(w, g, 1.0) for w, g in zip(replicas, grads, strict=True)]
-    experts = [ExpertWeights(*(None if p is None else p.to(x.dtype) for p in w)) for w in experts]
+    cast: list[list[Any]] = [[None if p is None else p.to(x.dtype) for p in w] for w in experts]
+    experts = [ExpertWeights(*parts) for parts in cast]
     return naive.grouped_ffn(x, sizes.tolist() if isinstance(sizes, Tensor) else sizes, experts, activation)
 
 
@@ -200,11 +197,13 @@ def _targets(
     scale: float,
 ) -> list[GradTarget]:
     """Where every group's gradients go, homes first."""
-    pad = (None,) * (4 - step)
-    parts = [(None,) * m if p is None else p.unbind(0) for p in home]
-    found = [GradTarget(*row, *pad, fresh[0], scale) for row in zip(*parts, strict=True)]
-    for i in range(0, len(replicas), step):
-        found.append(GradTarget(*replicas[i : i + step], *pad, fresh[1], 1.0))
+    pad: list[Tensor | None] = [None] * (4 - step)
+    rows = list(zip(*([None] * m if p is None else p.unbind(0) for p in home), strict=True))
+    rows += [tuple(replicas[i : i + step]) for i in range(0, len(replicas), step)]
+    found = []
+    for group, row in enumerate(rows):
+        how = (fresh[0], scale) if group < m else (fresh[1], 1.0)
+        found.append(GradTarget._make([*row, *pad, *how]))
     return found
 
 
@@ -233,9 +232,7 @@ def _forward_op(
         from prophet.kernels.grouped_ffn import kernel
 
         return kernel.forward(x, sizes, home, replicas, swiglu, keep=keep)
-    return blocked.forward(
-        x.contiguous(), _host(sizes, x.shape[0]), _experts(home, replicas), swiglu, keep=keep
-    )
+    return blocked.forward(x.contiguous(), _host(sizes, x.shape[0]), _experts(home, replicas), swiglu, keep=keep)
 
 
 @_forward_op.register_fake
@@ -331,9 +328,7 @@ def _backward(ctx: Any, d_y: Tensor | None, _: Tensor | None) -> tuple[Any, ...]
     d_home = _destinations(home, needs[2], home_grads)
     d_replicas = _destinations(replicas, needs[3], replica_grads)
     fresh = not home_grads, not replica_grads
-    _backward_op(
-        d_y, x, kept, sizes, home, replicas, d_x, d_home, d_replicas, *fresh, swiglu, grad_scale, impl
-    )
+    _backward_op(d_y, x, kept, sizes, home, replicas, d_x, d_home, d_replicas, *fresh, swiglu, grad_scale, impl)
 
     def returned(grads: list[Tensor], needed: Sequence[bool], fresh: bool) -> list[Tensor | None]:
         return [g if n and fresh else None for g, n in zip(grads, needed, strict=True)]
@@ -353,8 +348,7 @@ def _destinations(params: list[Tensor], needed: Sequence[bool], buffers: list[Te
         return [b if n else p.new_empty(0) for p, n, b in zip(params, needed, buffers, strict=True)]
     layout = torch.contiguous_format
     return [
-        torch.empty_like(p, memory_format=layout) if n else p.new_empty(0)
-        for p, n in zip(params, needed, strict=True)
+        torch.empty_like(p, memory_format=layout) if n else p.new_empty(0) for p, n in zip(params, needed, strict=True)
     ]
 
 

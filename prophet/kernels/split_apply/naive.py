@@ -20,9 +20,7 @@ def regroup(lengths: Tensor) -> Tensor:
     turned = lengths.t().reshape(-1)
     offsets = starts - (turned.cumsum(0) - turned)
     total = int(flat.sum())
-    return torch.repeat_interleave(offsets, turned, output_size=total) + torch.arange(
-        total, device=lengths.device
-    )
+    return torch.repeat_interleave(offsets, turned, output_size=total) + torch.arange(total, device=lengths.device)
 
 
 def send_order(ids: Tensor, kept: Tensor | None, split_ED: Tensor) -> Tensor:
