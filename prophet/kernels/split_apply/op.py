@@ -40,7 +40,7 @@ def send_order(
         rows = ids.numel() if kept is None else int(split_ED.sum())
     if kept is None and rows != ids.numel():
         raise ValueError(f"a split of {rows} choices does not match ids of shape {list(ids.shape)}")
-    chosen = choose(impl, ids)
+    chosen = choose(impl, ids, indices=True)
     if chosen == "naive":
         order = naive.send_order(ids, kept, split_ED)
         return SendOrder(order, inverse(order, ids.numel()).view(ids.shape))
