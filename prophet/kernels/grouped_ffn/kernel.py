@@ -7,9 +7,13 @@ and writes or adds them to that group's gradient. Group sizes are read on the de
 Shape legend: T rows of all groups, G groups, D model dim, H hidden dim, U rows of w_in (H, or 2H for SwiGLU).
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# (arguments of a kernel have no Python types)
+
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prophet.kernels.grouped_ffn.blocked import GradTarget
-from prophet.kernels.tuning import Config, config_for
+from prophet.kernels.tuning import config_for
 
 PLAIN, ACT, ACT_BACKWARD = 0, 1, 2
 
@@ -44,7 +48,8 @@ def _sigmoid(x):
 def _rows_kernel(
     a, out, extra, sizes, w_table, b_table, w_like,
     groups, n_cols, depth, a_stride, out_stride, extra_stride, w_stride_n, w_stride_k,
-    MODE: tl.constexpr, SWIGLU: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    MODE: tl.constexpr, SWIGLU: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWIZZLE: tl.constexpr,
 ):  # fmt: skip
     """out[rows of g, n] = a[rows of g, :] · w_g[n, :], for n < n_cols, then what MODE says.
@@ -77,6 +82,8 @@ def _rows_kernel(
             inside = col < n_cols
             k = tl.arange(0, BK)
             w = tl.load(w_table + g).to(tl.pointer_type(w_like.dtype.element_ty))
+            if ALIGNED:  # what the compiler cannot see in a table, and needs to copy tiles asynchronously
+                w = tl.multiple_of(w, 16)
             a_at = a + row[:, None] * a_stride + k[None, :]
             w_at = w + col[None, :].to(tl.int64) * w_stride_n + k[:, None].to(tl.int64) * w_stride_k
             total = tl.zeros((BM, BN), tl.float32)
@@ -226,9 +233,11 @@ class _Launch:
             rows += [p.data_ptr() + e * stride for e in range(m)]
             rows += [q.data_ptr() for q in self.replicas[i::step]]
         self.table = _to_device(rows, torch.int64, x.device).view(step, self.groups)
+        per_weight = [rows[i : i + self.groups] for i in range(0, len(rows), self.groups)]
+        self.aligned = [all(a % 16 == 0 for a in addresses) for addresses in per_weight]
         self.biased = step == 4
         self.like = self.home[0]
-        self.precision = "ieee"
+        self.precision = "ieee"  # of float32 products; other dtypes have one precision
 
     def rows(
         self,
@@ -248,11 +257,14 @@ class _Launch:
         if a.shape[0] == 0:
             return
         c = config_for("rows", self.device, self.dtype, a.shape[0] // self.groups, cols, a.shape[1])
+        if mode == ACT and swiglu and c.rows * c.cols > 128 * 128:  # two accumulators share the registers
+            c = replace(c, cols=c.cols // 2)
         b_table = self.table[0 if bias is None else bias]
         _rows_kernel[(_programs(self.device),)](
             a, out, extra, self.sizes, self.table[weight], b_table, self.like,
             self.groups, cols, a.shape[1], a.stride(0), out.stride(0), extra.stride(0), *strides,
-            MODE=mode, SWIGLU=swiglu, BIASED=bias is not None, KEEP=keep, PRECISION=self.precision,
+            MODE=mode, SWIGLU=swiglu, BIASED=bias is not None, KEEP=keep, ALIGNED=self.aligned[weight],
+            PRECISION=self.precision,
             BM=c.rows, BN=c.cols, BK=c.depth, SWIZZLE=c.swizzle, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
 

@@ -3,6 +3,9 @@
 Shape legend: N tokens, K choices per token, A choices sent, D model dim.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# (arguments of a kernel have no Python types)
+
 from __future__ import annotations
 
 import torch
@@ -11,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # counts change from step to step
 def _spread_kernel(
     x, out, order, rows, dim, stride_n, stride_d,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -26,7 +29,7 @@ def _spread_kernel(
         tl.store(out + row[:, None] * dim + col[None, :], value, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # counts change from step to step
 def _collect_kernel(
     rows, out, position, weights, tokens, dim, stride_a, stride_d,
     TOP_K: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -49,7 +52,7 @@ def _collect_kernel(
         tl.store(out + token[:, None] * dim + col[None, :], total, mask=live[:, None] & inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # counts change from step to step
 def _collect_backward_kernel(
     d_y, rows, d_rows, order, weights, d_weights, count, dim, stride_n, stride_nd, stride_a, stride_ad,
     TOP_K: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,

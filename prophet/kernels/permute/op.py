@@ -33,8 +33,8 @@ def unpermute(
 ) -> Tensor:
     """Combine experts' outputs: y[n] = sum over k of weights[n, k] · rows[position[n, k]]. Returns [N, D].
 
-    rows [A, D] in send order; weights [N, K], None for ones. Choices that were not sent count as zero. The sum runs over
-    k in order, in float32 at least; the result has the dtype of `rows`. Differentiable in rows and weights, once.
+    rows [A, D] in send order; weights [N, K], None for ones. Choices that were not sent count as zero. The sum runs
+    over k in order, in float32 at least; the result has the dtype of `rows`. Differentiable in rows and weights, once.
     """
     _check(position.shape[0], order, position, "tokens", rows)
     if rows.shape[0] != order.shape[0]:

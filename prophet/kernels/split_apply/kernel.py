@@ -3,6 +3,9 @@
 Shape legend: C = N*K choices, A of them sent, E experts, D destination ranks, B blocks of choices.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# (arguments of a kernel have no Python types)
+
 from __future__ import annotations
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 BLOCK = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["choices"])  # counts change from step to step
 def _count_kernel(ids, kept, counts, choices, experts, HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr):
     """counts[b, e]: choices of expert e in block b. Integer additions: their order does not matter."""
     block = tl.program_id(0)
@@ -25,7 +28,7 @@ def _count_kernel(ids, kept, counts, choices, experts, HAS_KEPT: tl.constexpr, B
     tl.atomic_add(counts + block.to(tl.int64) * experts + expert, 1, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["choices", "rows"])  # counts change from step to step
 def _place_kernel(
     ids, kept, before, shares, starts, order, position, choices, experts, ranks, rows,
     HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr,
