@@ -229,9 +229,9 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor]:
     """Outputs [T, D] and pre-activations [T, U] (none unless `keep`). The buffers are for the backward pass only."""
     if impl == "triton":
-        from prophet.kernels.grouped_ffn import kernel
+        import prophet.kernels.grouped_ffn.kernel as triton_path
 
-        return kernel.forward(x, sizes, home, replicas, swiglu, keep=keep)
+        return triton_path.forward(x, sizes, home, replicas, swiglu, keep=keep)
     return blocked.forward(x.contiguous(), _host(sizes, x.shape[0]), _experts(home, replicas), swiglu, keep=keep)
 
 
@@ -278,9 +278,9 @@ def _backward_op(
     targets = _targets(wanted(d_home, home), wanted(d_replicas, replicas), len(home), m, fresh, grad_scale)
     into = d_x if d_x.shape == x.shape else None
     if impl == "triton":
-        from prophet.kernels.grouped_ffn import kernel
+        import prophet.kernels.grouped_ffn.kernel as triton_path
 
-        kernel.backward(d_y, x, kept, sizes, home, replicas, targets, swiglu, d_x=into)
+        triton_path.backward(d_y, x, kept, sizes, home, replicas, targets, swiglu, d_x=into)
         return
     hosted, experts = _host(sizes, x.shape[0]), _experts(home, replicas)
     blocked.backward(d_y.contiguous(), x.contiguous(), kept, hosted, experts, targets, swiglu, d_x=into)
