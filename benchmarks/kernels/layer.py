@@ -115,6 +115,8 @@ def deepspeed_layer(shape: Shape, gate: Tensor, home: ExpertWeights) -> nn.Modul
         address = f"tcp://localhost:{port}"
         dist.init_process_group("gloo", init_method=address, rank=0, world_size=1, timeout=timedelta(seconds=30))
     if not deepspeed.comm.is_initialized():
+        # one rank has nobody to share memory with: without this it compiles a C++ extension first
+        import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
         deepspeed.init_distributed("gloo", dist_init_required=False, verbose=False)
     layer: nn.Module = moe.MoE(
         shape.dim,
