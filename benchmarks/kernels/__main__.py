@@ -1,0 +1,109 @@
+"""`python -m benchmarks.kernels --json OUT`: check, then time, then print a table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from benchmarks.kernels import ffn, layer, moves
+from benchmarks.kernels.workload import CPU_SHAPES, GPU_SHAPES, Shape
+
+COLUMNS = (
+    "op", "shape", "tokens", "dtype", "skew", "replicas", "pass", "ours_us", "peer", "peer_us", "ratio", "tflops",
+    "fraction_of_dense", "gb_per_s", "fraction_of_copy",
+)  # fmt: skip
+
+
+def show(row: ffn.Row) -> str:
+    """One line of the table."""
+    cells = []
+    for name in COLUMNS:
+        value = row.get(name, "")
+        cells.append(f"{value:.3g}" if isinstance(value, float) and name != "ours_us" else str(value))
+        if name.endswith("_us") and isinstance(value, float):
+            cells[-1] = f"{value:.0f}"
+    extra = row.get("wrong") or row.get("note")
+    return " | ".join(cells) + (f" | {extra}" if extra else "")
+
+
+def gpu_tokens(shape: Shape) -> list[int]:
+    """2k to 64k tokens; the widest layers stop where their rows no longer fit beside the peers'."""
+    return [2048, 16384, 65536] if shape.dim * shape.top_k <= 8192 else [2048, 16384]
+
+
+def on_gpu(limit_s: float) -> Iterator[ffn.Row]:
+    began = time.perf_counter()
+    dtype = torch.bfloat16
+    yield from moves.measure(GPU_SHAPES, gpu_tokens, "cuda", dtype, repeats=15, budget_s=0.5)
+    cases = ffn.measure(GPU_SHAPES, gpu_tokens, (0, 4, 16), "cuda", dtype, repeats=11, budget_s=1.0)
+    for row in cases:
+        yield row
+        torch.cuda.empty_cache()
+        if time.perf_counter() - began > limit_s:
+            yield {"op": "grouped_ffn", "note": f"stopped after {limit_s:.0f} s; what is missing was not measured"}
+            return
+
+
+def on_cpu(tokens: int, quick: bool) -> Iterator[ffn.Row]:
+    def few(shape: Shape) -> list[int]:
+        return [tokens]
+
+    repeats, budget_s = (3, 0.0) if quick else (7, 6.0)
+    shapes = CPU_SHAPES[1:] if quick else CPU_SHAPES
+    yield from layer.measure(CPU_SHAPES[0], tokens, repeats=repeats, budget_s=2 * budget_s)
+    yield from moves.measure(shapes, few, "cpu", torch.float32, repeats=repeats, budget_s=budget_s)
+    replicas = (0, 4)
+    yield from ffn.measure(shapes, few, replicas, "cpu", torch.float32, repeats=repeats, budget_s=budget_s)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the benchmark; 1 if a kernel was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the rows and the environment to this file")
+    parser.add_argument("--cpu", action="store_true", help="the CPU table even where there is a GPU")
+    parser.add_argument("--quick", action="store_true", help="CPU: few repetitions of the smaller shapes")
+    parser.add_argument("--tokens", type=int, default=2048, help="CPU: tokens (default 2048)")
+    parser.add_argument("--threads", type=int, help="CPU: threads (default: what torch chooses)")
+    parser.add_argument("--limit-s", type=float, default=400.0, help="GPU: stop after so long (default 400)")
+    parser.add_argument("--tune", action="store_true", help="GPU: measure tile shapes first, and keep the best")
+    given = parser.parse_args(arguments)
+    if given.tokens < 1:
+        parser.error("--tokens must be positive")
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    gpu = torch.cuda.is_available() and not given.cpu
+    environment = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    print(environment if gpu else f"no GPU: not measured. CPU table: {environment}")
+    if gpu and given.tune:
+        from benchmarks.kernels import tune
+
+        tune.run(GPU_SHAPES, budget_s=90.0)
+    print(" | ".join(COLUMNS))
+    rows = []
+    for row in on_gpu(given.limit_s) if gpu else on_cpu(given.tokens, given.quick):
+        rows.append(row)
+        print(show(row), flush=True)
+    if given.json:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps({"environment": environment, "gpu": gpu, "rows": rows}, indent=1))
+    wrong = [row for row in rows if "wrong" in row]
+    if wrong:
+        print(f"{len(wrong)} results were wrong and were not timed", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Timing: interleaved repetitions, medians, caches exceeded; CUDA events on a GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+FLUSH_BYTES = 256 << 20  # several times the L2 cache of the largest GPU
+
+
+class Flusher:
+    """Overwrites the L2 cache between repetitions on a GPU; on CPU does nothing."""
+
+    def __init__(self, device: str) -> None:
+        self.block = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device == "cuda" else None
+
+    def __call__(self) -> None:
+        if self.block is not None:
+            self.block.zero_()
+
+
+def once_us(run: Callable[[], object], device: str, flush: Flusher) -> float:
+    flush()
+    if device == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e3
+    before = time.perf_counter()
+    run()
+    return (time.perf_counter() - before) * 1e6
+
+
+def medians_us(
+    runs: Mapping[str, Sequence[Callable[[], object]]], device: str, *, repeats: int, budget_s: float
+) -> dict[str, float]:
+    """Median time of each named run over `repeats` rounds; every round visits all of them, on one input set of several.
+
+    `runs[name]` has one callable for each input set. Rounds stop early when `budget_s` is spent, after three at least.
+    """
+    flush = Flusher(device)
+    for sets in runs.values():  # compile, allocate
+        sets[0]()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    deadline = time.perf_counter() + budget_s
+    for i in range(repeats):
+        for name, sets in runs.items():
+            found[name].append(once_us(sets[i % len(sets)], device, flush))
+        if i >= 2 and time.perf_counter() > deadline:
+            break
+    return {name: statistics.median(times) for name, times in found.items()}

@@ -1,0 +1,37 @@
+"""Which implementation of an op runs: the choice is made from the arguments alone."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Impl = Literal["auto", "naive", "torch", "triton"]
+"""naive: the definition. torch: library calls on slices, any device. triton: the fused kernels. auto: by device."""
+
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def triton_available() -> bool:
+    """Whether Triton can be imported; it is an optional dependency."""
+    return find_spec("triton") is not None
+
+
+def choose(impl: Impl, x: Tensor, *, indices: bool = False) -> Literal["naive", "torch", "triton"]:
+    """The implementation to run for an input `x`, of one of `TRITON_DTYPES` for Triton unless it holds `indices`.
+
+    Raises ValueError for a name or dtype that cannot be served, ImportError for a missing Triton.
+    """
+    served = indices or x.dtype in TRITON_DTYPES
+    if impl == "auto":
+        return "triton" if x.is_cuda and served and triton_available() else "torch"
+    if impl not in ("naive", "torch", "triton"):
+        raise ValueError(f"impl must be 'auto', 'naive', 'torch' or 'triton', got {impl!r}")
+    if impl == "triton":
+        if not triton_available():
+            raise ImportError("impl='triton' was asked for, but the package triton is not installed")
+        if not served:
+            raise ValueError(f"impl='triton' works in float32, float16 and bfloat16, got {x.dtype}")
+    return impl

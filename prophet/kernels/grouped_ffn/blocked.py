@@ -1,0 +1,221 @@
+"""Grouped FFN with library matrix products on slices: what runs on CPU, and on a GPU without Triton.
+
+Rows are visited in tiles of consecutive rows. A tile holds many small groups or a part of a large one; its element-wise
+work is done in one call for all its groups, on scratch that is reused and stays in cache, and each group costs one
+matrix product per weight, straight into its slice of the result. Nothing is padded, stacked or copied.
+
+Shape legend: T rows of all groups, G groups, D model dim, H hidden dim, U rows of w_in (H, or 2H for SwiGLU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prophet.kernels.grouped_ffn.naive import ExpertWeights
+
+SCRATCH_BYTES = 8 << 20  # per scratch buffer; past the caches larger tiles gain nothing
+
+
+class Piece(NamedTuple):
+    """Rows start..stop, all of one group; `first` if no earlier piece belongs to the group."""
+
+    group: int
+    start: int
+    stop: int
+    first: bool
+
+
+def tiles(sizes: Sequence[int], rows: int, *, split: bool = True) -> list[list[Piece]]:
+    """Cut consecutive groups of `sizes` rows into tiles of at most `rows` rows, each a list of pieces; O(G + T / rows).
+
+    With `split` False a group is never cut, and a tile may be as large as the largest group.
+    """
+    found: list[list[Piece]] = []
+    tile: list[Piece] = []
+    base, room = 0, rows
+    for group, size in enumerate(sizes):
+        start, end = base, base + size
+        base = end
+        first = True
+        if tile and not split and size > room:
+            found.append(tile)
+            tile, room = [], rows
+        while start < end:
+            if room <= 0:
+                found.append(tile)
+                tile, room = [], rows
+            stop = min(end, start + room) if split else end
+            tile.append(Piece(group, start, stop, first))
+            room -= stop - start
+            start, first = stop, False
+    if tile:
+        found.append(tile)
+    return found
+
+
+def _tile_plan(sizes: Sequence[int], hidden: int, dtype: torch.dtype) -> tuple[list[list[Piece]], int]:
+    """Tiles, and the rows of the largest. Half-precision groups are not cut: their sums stay inside one product."""
+    rows = min(4096, max(512, SCRATCH_BYTES // (hidden * dtype.itemsize)))
+    plan = tiles(sizes, rows, split=dtype.itemsize >= 4)
+    return plan, max((tile[-1].stop - tile[0].start for tile in plan), default=0)
+
+
+def _act(hidden: Tensor, swiglu: bool, out: Tensor) -> Tensor:
+    """Activation of pre-activations `hidden` [n, U] into `out` [n, H]."""
+    if not swiglu:
+        torch.ops.aten.gelu.out(hidden, out=out)
+        return out
+    gate, up = hidden.chunk(2, dim=1)
+    torch.ops.aten.silu.out(gate, out=out)
+    return out.mul_(up)
+
+
+def _act_backward(hidden: Tensor, d_act: Tensor, swiglu: bool, act: Tensor, d_hidden: Tensor) -> None:
+    """From `hidden` [n, U] and the activation's gradient `d_act` [n, H]: the activation and the gradient of `hidden`.
+
+    Writes `act` [n, H] and `d_hidden` [n, U]; overwrites `d_act`, which is `d_hidden` itself for GELU.
+    """
+    if not swiglu:
+        torch.ops.aten.gelu.out(hidden, out=act)
+        torch.ops.aten.gelu_backward.grad_input(d_act, hidden, approximate="none", grad_input=d_hidden)
+        return
+    gate, up = hidden.chunk(2, dim=1)
+    d_gate, d_up = d_hidden.chunk(2, dim=1)
+    torch.ops.aten.silu.out(gate, out=act)
+    torch.mul(act, d_act, out=d_up)
+    act.mul_(up)
+    d_act.mul_(up)
+    torch.ops.aten.silu_backward.grad_input(d_act, gate, grad_input=d_gate)
+
+
+def _project(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = rows · weightᵀ + bias, computed in the dtype of `rows`."""
+    matrix = weight.to(rows.dtype).t()
+    if bias is None:
+        torch.mm(rows, matrix, out=out)
+    else:
+        torch.addmm(bias.to(rows.dtype), rows, matrix, out=out)
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor, scale: float, fresh: bool) -> None:
+    """out += scale · leftᵀ · right, or `=` if fresh; `out` may be of another dtype than the factors."""
+    if out.dtype == left.dtype:
+        torch.addmm(out, left.t(), right, beta=0 if fresh else 1, alpha=scale, out=out)
+        return
+    product = torch.mm(left.t(), right)
+    if fresh:
+        out.copy_(product).mul_(scale)
+    else:
+        out.add_(product, alpha=scale)
+
+
+def _add_sum(out: Tensor, rows: Tensor, scale: float, fresh: bool) -> None:
+    """out += scale · sum over `rows`, or `=` if fresh; summed in float32 at least."""
+    total = rows.sum(dim=0, dtype=torch.promote_types(rows.dtype, torch.float32))
+    if fresh:
+        out.copy_(total.mul_(scale))
+    else:
+        out.add_(total, alpha=scale)
+
+
+def forward(
+    x: Tensor, sizes: Sequence[int], weights: Sequence[ExpertWeights], swiglu: bool, *, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Outputs [T, D] and, if `keep`, pre-activations [T, U] for the backward pass (else an empty tensor)."""
+    first = weights[0]
+    units = first.w_in.shape[0]
+    width = units // 2 if swiglu else units
+    y = x.new_empty((x.shape[0], first.w_out.shape[0]))
+    plan, most = _tile_plan(sizes, width, x.dtype)
+    kept = x.new_empty((x.shape[0], units) if keep else (0, units))
+    hidden_scratch = kept if keep else x.new_empty((most, units))
+    act_scratch = x.new_empty((most, width))
+    for tile in plan:
+        base, end = tile[0].start, tile[-1].stop
+        hidden = kept[base:end] if keep else hidden_scratch[: end - base]
+        for group, start, stop, _ in tile:
+            w = weights[group]
+            _project(x[start:stop], w.w_in, w.b_in, hidden[start - base : stop - base])
+        act = _act(hidden, swiglu, act_scratch[: end - base])
+        for group, start, stop, _ in tile:
+            w = weights[group]
+            _project(act[start - base : stop - base], w.w_out, w.b_out, y[start:stop])
+    return y, kept
+
+
+class GradTarget(NamedTuple):
+    """Where the gradients of one expert's parameters go, None where none is wanted.
+
+    They are written if `fresh` and added to otherwise, after multiplication by `scale`.
+    """
+
+    w_in: Tensor | None
+    w_out: Tensor | None
+    b_in: Tensor | None
+    b_out: Tensor | None
+    fresh: bool
+    scale: float
+
+    def clear(self) -> None:
+        """Zero what is to be written fresh."""
+        if self.fresh:
+            for grad in self[:4]:
+                if grad is not None:
+                    grad.zero_()
+
+
+def backward(
+    d_y: Tensor,
+    x: Tensor,
+    kept: Tensor,
+    sizes: Sequence[int],
+    weights: Sequence[ExpertWeights],
+    targets: Sequence[GradTarget],
+    swiglu: bool,
+    *,
+    d_x: Tensor | None,
+) -> None:
+    """Fill the experts' gradients, and that of `x` into `d_x` [T, D] if there is one.
+
+    kept: pre-activations [T, U] from `forward`, or an empty tensor: they are then computed again.
+    """
+    units = weights[0].w_in.shape[0]
+    width = units // 2 if swiglu else units
+    plan, most = _tile_plan(sizes, width, x.dtype)
+    recompute = kept.shape[0] != x.shape[0]
+    d_act_all, act_all = x.new_empty((most, width)), x.new_empty((most, width))
+    d_hidden_all = x.new_empty((most, units)) if swiglu else d_act_all
+    again = x.new_empty((most, units)) if recompute else kept
+    for size, target in zip(sizes, targets, strict=True):
+        if size == 0:
+            target.clear()
+    for tile in plan:
+        base, end = tile[0].start, tile[-1].stop
+        n = end - base
+        hidden = again[:n] if recompute else kept[base:end]
+        d_act, act, d_hidden = d_act_all[:n], act_all[:n], d_hidden_all[:n]
+        for group, start, stop, _ in tile:
+            w, a, b = weights[group], start - base, stop - base
+            if recompute:
+                _project(x[start:stop], w.w_in, w.b_in, hidden[a:b])
+            torch.mm(d_y[start:stop], w.w_out.to(x.dtype), out=d_act[a:b])
+        _act_backward(hidden, d_act, swiglu, act, d_hidden)
+        for group, start, stop, first in tile:
+            a, b = start - base, stop - base
+            rows, d_rows, d_h = x[start:stop], d_y[start:stop], d_hidden[a:b]
+            if d_x is not None:
+                torch.mm(d_h, weights[group].w_in.to(x.dtype), out=d_x[start:stop])
+            grad = targets[group]
+            fresh = grad.fresh and first
+            if grad.w_in is not None:
+                _add_product(grad.w_in, d_h, rows, grad.scale, fresh)
+            if grad.w_out is not None:
+                _add_product(grad.w_out, d_rows, act[a:b], grad.scale, fresh)
+            if grad.b_in is not None:
+                _add_sum(grad.b_in, d_h, grad.scale, fresh)
+            if grad.b_out is not None:
+                _add_sum(grad.b_out, d_rows, grad.scale, fresh)

@@ -1,0 +1,365 @@
+"""Grouped FFN in Triton: persistent grids over all groups' tiles, weights read through a table of addresses.
+
+Two kernels do everything. The rows kernel multiplies each group's rows by its weight matrix, with a bias, an activation
+or an activation's derivative fused behind the product. The weights kernel sums outer products over each group's rows
+and writes or adds them to that group's gradient. Group sizes are read on the device: the host never waits for them.
+
+Shape legend: T rows of all groups, G groups, D model dim, H hidden dim, U rows of w_in (H, or 2H for SwiGLU).
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# (arguments of a kernel have no Python types)
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from prophet.kernels.grouped_ffn.blocked import GradTarget
+from prophet.kernels.tuning import config_for
+
+PLAIN, ACT, ACT_BACKWARD = 0, 1, 2
+
+
+@triton.jit
+def _gelu(x):
+    return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _gelu_slope(x):
+    density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476)) + x * density
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _rows_kernel(
+    a, out, extra, sizes, w_table, b_table, w_like,
+    groups, n_cols, depth, a_stride, out_stride, extra_stride, w_stride_n, w_stride_k,
+    MODE: tl.constexpr, SWIGLU: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWIZZLE: tl.constexpr,
+):  # fmt: skip
+    """out[rows of g, n] = a[rows of g, :] · w_g[n, :], for n < n_cols, then what MODE says.
+
+    ACT: out is the activation of the product (SwiGLU: of columns n and n + n_cols); extra, if KEEP, the product itself.
+    ACT_BACKWARD: the product is the activation's gradient; `extra` holds pre-activations on entry, and on exit the
+    gradient with respect to them; out is the activation itself, computed again.
+    """
+    tile = tl.program_id(0)
+    programs = tl.num_programs(0)
+    n_tiles = tl.cdiv(n_cols, BN)
+    first_tile = 0
+    first_row = tl.zeros((), tl.int64)
+    for g in range(groups):
+        size = tl.load(sizes + g)
+        m_tiles = tl.cdiv(size, BM).to(tl.int32)
+        after = first_tile + m_tiles * n_tiles
+        while tile < after:
+            # tiles in bands of SWIZZLE row tiles, so that concurrent programs share weights in cache
+            local = tile - first_tile
+            band = local // (SWIZZLE * n_tiles)
+            high = tl.minimum(m_tiles - band * SWIZZLE, SWIZZLE)
+            within = local - band * SWIZZLE * n_tiles
+            m = band * SWIZZLE + within % high
+            n = within // high
+            row_in = m * BM + tl.arange(0, BM)
+            row = first_row + row_in
+            live = row_in < size
+            col = n * BN + tl.arange(0, BN)
+            inside = col < n_cols
+            k = tl.arange(0, BK)
+            w = tl.load(w_table + g).to(tl.pointer_type(w_like.dtype.element_ty))
+            if ALIGNED:  # what the compiler cannot see in a table, and needs to copy tiles asynchronously
+                w = tl.multiple_of(w, 16)
+            a_at = a + row[:, None] * a_stride + k[None, :]
+            w_at = w + col[None, :].to(tl.int64) * w_stride_n + k[:, None].to(tl.int64) * w_stride_k
+            total = tl.zeros((BM, BN), tl.float32)
+            if SWIGLU and MODE == 1:
+                up_at = w_at + n_cols.to(tl.int64) * w_stride_n
+                total_up = tl.zeros((BM, BN), tl.float32)
+            for start in range(0, depth, BK):
+                deep = k < depth - start
+                left = tl.load(a_at, mask=live[:, None] & deep[None, :], other=0.0)
+                w_mask = deep[:, None] & inside[None, :]
+                right = tl.load(w_at, mask=w_mask, other=0.0).to(left.dtype)
+                total = tl.dot(left, right, total, input_precision=PRECISION)
+                if SWIGLU and MODE == 1:
+                    right_up = tl.load(up_at, mask=w_mask, other=0.0).to(left.dtype)
+                    total_up = tl.dot(left, right_up, total_up, input_precision=PRECISION)
+                    up_at += BK * w_stride_k
+                a_at += BK
+                w_at += BK * w_stride_k
+            if BIASED:
+                b = tl.load(b_table + g).to(tl.pointer_type(w_like.dtype.element_ty))
+                total += tl.load(b + col, mask=inside, other=0.0).to(tl.float32)[None, :]
+                if SWIGLU and MODE == 1:
+                    total_up += tl.load(b + n_cols + col, mask=inside, other=0.0).to(tl.float32)[None, :]
+            mask = live[:, None] & inside[None, :]
+            out_at = out + row[:, None] * out_stride + col[None, :]
+            extra_at = extra + row[:, None] * extra_stride + col[None, :]
+            if MODE == 0:
+                tl.store(out_at, total, mask=mask)
+            elif MODE == 1:
+                if KEEP:
+                    tl.store(extra_at, total, mask=mask)
+                if SWIGLU:
+                    if KEEP:
+                        tl.store(extra_at + n_cols, total_up, mask=mask)
+                    tl.store(out_at, total * _sigmoid(total) * total_up, mask=mask)
+                else:
+                    tl.store(out_at, _gelu(total), mask=mask)
+            else:
+                pre = tl.load(extra_at, mask=mask, other=0.0).to(tl.float32)
+                if SWIGLU:
+                    up = tl.load(extra_at + n_cols, mask=mask, other=0.0).to(tl.float32)
+                    gate = _sigmoid(pre)
+                    silu = pre * gate
+                    tl.store(out_at, silu * up, mask=mask)
+                    tl.store(extra_at, total * up * (gate + silu * (1.0 - gate)), mask=mask)
+                    tl.store(extra_at + n_cols, total * silu, mask=mask)
+                else:
+                    tl.store(out_at, _gelu(pre), mask=mask)
+                    tl.store(extra_at, total * _gelu_slope(pre), mask=mask)
+            tile += programs
+        first_tile = after
+        first_row += size
+
+
+@triton.jit
+def _weights_kernel(
+    left, right, ends, table, b_table, modes, scales, grad_like,
+    groups, n_rows, n_cols, left_stride, right_stride,
+    BIASED: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SWIZZLE: tl.constexpr,
+):  # fmt: skip
+    """grad_g[m, n] (+)= scale_g · sum over rows r of group g of left[r, m] · right[r, n]; bias: sums of left[r, m].
+
+    table, b_table: addresses of the gradients, 0 for none. modes: 1 to write, 0 to add. ends: rows up to and with g.
+    """
+    m_tiles, n_tiles = tl.cdiv(n_rows, BM), tl.cdiv(n_cols, BN)
+    each = m_tiles * n_tiles
+    for tile in range(tl.program_id(0), groups * each, tl.num_programs(0)):
+        g = tile // each
+        local = tile - g * each
+        band = local // (SWIZZLE * n_tiles)
+        high = tl.minimum(m_tiles - band * SWIZZLE, SWIZZLE)
+        within = local - band * SWIZZLE * n_tiles
+        m = band * SWIZZLE + within % high
+        n = within // high
+        address = tl.load(table + g)
+        b_address = tl.load(b_table + g)
+        end = tl.load(ends + g)
+        begin = tl.load(ends + g - 1, mask=g > 0, other=0)
+        fresh = tl.load(modes + g) != 0
+        if ((address != 0) | (b_address != 0)) & (fresh | (end > begin)):
+            row = m * BM + tl.arange(0, BM)
+            col = n * BN + tl.arange(0, BN)
+            r = tl.arange(0, BK)
+            total = tl.zeros((BM, BN), tl.float32)
+            total_b = tl.zeros((BM,), tl.float32)
+            for start in range(begin, end, BK):
+                at = start + r
+                live = at < end
+                l_mask = live[:, None] & (row < n_rows)[None, :]
+                lhs = tl.load(left + at[:, None] * left_stride + row[None, :], mask=l_mask, other=0.0)
+                r_mask = live[:, None] & (col < n_cols)[None, :]
+                rhs = tl.load(right + at[:, None] * right_stride + col[None, :], mask=r_mask, other=0.0)
+                total = tl.dot(tl.trans(lhs), rhs, total, input_precision=PRECISION)
+                if BIASED:
+                    total_b += tl.sum(lhs.to(tl.float32), axis=0)
+            scale = tl.load(scales + g)
+            if address != 0:
+                grad = address.to(tl.pointer_type(grad_like.dtype.element_ty))
+                mask = (row < n_rows)[:, None] & (col < n_cols)[None, :]
+                place = grad + row[:, None].to(tl.int64) * n_cols + col[None, :]
+                value = total * scale
+                if fresh:
+                    tl.store(place, value, mask=mask)
+                else:
+                    tl.store(place, tl.load(place, mask=mask, other=0.0).to(tl.float32) + value, mask=mask)
+            if BIASED and (b_address != 0) & (n == 0):
+                grad_b = b_address.to(tl.pointer_type(grad_like.dtype.element_ty))
+                value_b = total_b * scale
+                if fresh:
+                    tl.store(grad_b + row, value_b, mask=row < n_rows)
+                else:
+                    before = tl.load(grad_b + row, mask=row < n_rows, other=0.0).to(tl.float32)
+                    tl.store(grad_b + row, before + value_b, mask=row < n_rows)
+
+
+@lru_cache(maxsize=16)
+def _programs(device: torch.device) -> int:
+    """Programs of a persistent grid: one per multiprocessor; a few on CPU, where Triton's interpreter runs them."""
+    if device.type != "cuda":
+        return 3
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small table on the device; the copy does not make the host wait."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+class _Launch:
+    """What the launches of one pass share: sizes, addresses and strides of the weights, and the tile shapes."""
+
+    def __init__(self, x: Tensor, sizes: Tensor, home: Sequence[Tensor], replicas: Sequence[Tensor]) -> None:
+        step, m = len(home), home[0].shape[0]
+        self.groups = m + len(replicas) // step
+        self.device, self.dtype = x.device, x.dtype
+        self.sizes = sizes.contiguous()
+        dtypes = {p.dtype for p in (*home, *replicas)}
+        if len(dtypes) > 1:
+            raise ValueError(f"expected all experts' parameters in one dtype, got {sorted(map(str, dtypes))}")
+        self.home = [p if p.is_contiguous() else p.contiguous() for p in home]
+        self.replicas = [p if p.is_contiguous() else p.contiguous() for p in replicas]
+        rows = []
+        for i, p in enumerate(self.home):
+            stride = p.stride(0) * p.element_size()
+            rows += [p.data_ptr() + e * stride for e in range(m)]
+            rows += [q.data_ptr() for q in self.replicas[i::step]]
+        self.table = _to_device(rows, torch.int64, x.device).view(step, self.groups)
+        per_weight = [rows[i : i + self.groups] for i in range(0, len(rows), self.groups)]
+        self.aligned = [all(a % 16 == 0 for a in addresses) for addresses in per_weight]
+        self.biased = step == 4
+        self.like = self.home[0]
+        self.precision = "ieee"  # of float32 products; other dtypes have one precision
+
+    def rows(
+        self,
+        mode: int,
+        a: Tensor,
+        out: Tensor,
+        extra: Tensor,
+        *,
+        weight: int,
+        strides: tuple[int, int],
+        cols: int,
+        swiglu: bool = False,
+        bias: int | None = None,
+        keep: bool = False,
+    ) -> None:
+        """Launch the rows kernel with weight number `weight` of each expert, whose [n, k] strides are given."""
+        if a.shape[0] == 0:
+            return
+        c = config_for("rows", self.device, self.dtype, a.shape[0] // self.groups, cols, a.shape[1])
+        if mode == ACT and swiglu and c.rows * c.cols > 128 * 128:  # two accumulators share the registers
+            c = replace(c, cols=c.cols // 2)
+        b_table = self.table[0 if bias is None else bias]
+        _rows_kernel[(_programs(self.device),)](
+            a, out, extra, self.sizes, self.table[weight], b_table, self.like,
+            self.groups, cols, a.shape[1], a.stride(0), out.stride(0), extra.stride(0), *strides,
+            MODE=mode, SWIGLU=swiglu, BIASED=bias is not None, KEEP=keep, ALIGNED=self.aligned[weight],
+            PRECISION=self.precision,
+            BM=c.rows, BN=c.cols, BK=c.depth, SWIZZLE=c.swizzle, num_warps=c.warps, num_stages=c.stages,
+        )  # fmt: skip
+
+    def weights(
+        self, left: Tensor, right: Tensor, grads: list[Tensor | None], biases: list[Tensor | None], how: _Modes
+    ) -> None:
+        """Launch the weights kernel: gradients of one weight (and bias) of every expert."""
+        for dtype in sorted({g.dtype for g in (*grads, *biases) if g is not None}, key=str):
+
+            def pick(found: list[Tensor | None], dtype: torch.dtype = dtype) -> list[Tensor | None]:
+                return [g if g is not None and g.dtype == dtype else None for g in found]
+
+            self._weights(left, right, pick(grads), pick(biases), how)
+
+    def _weights(
+        self, left: Tensor, right: Tensor, grads: list[Tensor | None], biases: list[Tensor | None], how: _Modes
+    ) -> None:
+        for grad in (*grads, *biases):
+            if grad is not None and not grad.is_contiguous():
+                raise ValueError("expected contiguous gradient buffers")
+        like = next(g for g in (*grads, *biases) if g is not None)
+        addresses = [0 if g is None else g.data_ptr() for g in (*grads, *biases)]
+        table = _to_device(addresses, torch.int64, self.device).view(2, self.groups)
+        cols, depth = left.shape[1], right.shape[1]
+        c = config_for("weights", self.device, self.dtype, left.shape[0] // self.groups, cols, depth)
+        _weights_kernel[(_programs(self.device),)](
+            left, right, how.ends, table[0], table[1], how.fresh, how.scales, like,
+            self.groups, cols, depth, left.stride(0), right.stride(0),
+            BIASED=any(b is not None for b in biases), PRECISION=self.precision,
+            BM=c.rows, BN=c.cols, BK=c.depth, SWIZZLE=c.swizzle, num_warps=c.warps, num_stages=c.stages,
+        )  # fmt: skip
+
+
+class _Modes:
+    """Per group: where its rows end, whether its gradients are written or added to, and their factor; on the device."""
+
+    def __init__(self, sizes: Tensor, targets: Sequence[GradTarget]) -> None:
+        self.ends = sizes.cumsum(0)
+        self.fresh = _to_device([int(t.fresh) for t in targets], torch.int32, sizes.device)
+        self.scales = _to_device([t.scale for t in targets], torch.float32, sizes.device)
+
+
+def forward(
+    x: Tensor, sizes: Tensor, home: Sequence[Tensor], replicas: Sequence[Tensor], swiglu: bool, *, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """Outputs [T, D] and, if `keep`, pre-activations [T, U] (else an empty tensor)."""
+    launch = _Launch(x, sizes, home, replicas)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    act, kept = _activations(launch, x, swiglu, keep=keep)
+    hidden, dim = act.shape[1], y.shape[1]
+    bias = 3 if launch.biased else None
+    launch.rows(PLAIN, act, y, y, weight=1, strides=(hidden, 1), cols=dim, bias=bias)
+    return y, kept
+
+
+def _activations(launch: _Launch, x: Tensor, swiglu: bool, *, keep: bool) -> tuple[Tensor, Tensor]:
+    """Activations [T, H] and, if `keep`, pre-activations [T, U]."""
+    units, dim = launch.home[0].shape[1:]
+    hidden = units // 2 if swiglu else units
+    act = x.new_empty((x.shape[0], hidden))
+    kept = x.new_empty((x.shape[0] if keep else 0, units))
+    bias = 2 if launch.biased else None
+    launch.rows(
+        ACT, x, act, kept, weight=0, strides=(dim, 1), cols=hidden, swiglu=swiglu, bias=bias, keep=keep
+    )  # fmt: skip
+    return act, kept
+
+
+def backward(
+    d_y: Tensor,
+    x: Tensor,
+    kept: Tensor,
+    sizes: Tensor,
+    home: Sequence[Tensor],
+    replicas: Sequence[Tensor],
+    targets: Sequence[GradTarget],
+    swiglu: bool,
+    *,
+    d_x: Tensor | None,
+) -> None:
+    """Fill the experts' gradients, and that of `x` into `d_x` [T, D] if there is one."""
+    launch = _Launch(x, sizes, home, replicas)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    d_y = d_y if d_y.stride(1) == 1 else d_y.contiguous()
+    units, dim = home[0].shape[1:]
+    hidden = units // 2 if swiglu else units
+    if kept.shape[0] != x.shape[0]:
+        act, d_hidden = _activations(launch, x, swiglu, keep=True)
+    else:  # overwritten in place: a second backward pass through the same graph still needs the original
+        act, d_hidden = x.new_empty((x.shape[0], hidden)), kept.clone()
+    # d_act[r, h] = sum over d of d_y[r, d] w_out[d, h]
+    launch.rows(ACT_BACKWARD, d_y, act, d_hidden, weight=1, strides=(1, hidden), cols=hidden, swiglu=swiglu)
+    if d_x is not None:
+        launch.rows(PLAIN, d_hidden, d_x, d_x, weight=0, strides=(1, dim), cols=dim)
+    modes = _Modes(launch.sizes, targets)
+    launch.weights(d_hidden, x, [t.w_in for t in targets], [t.b_in for t in targets], modes)
+    launch.weights(d_y, act, [t.w_out for t in targets], [t.b_out for t in targets], modes)

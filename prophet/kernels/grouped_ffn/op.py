@@ -1,0 +1,355 @@
+"""The grouped feed-forward network as one differentiable operator over home experts and replicas.
+
+Shape legend: T rows of all groups, G groups = m home experts then n replicas, D model dim, H hidden dim, U rows of w_in
+(H, or 2H for SwiGLU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from prophet.kernels.choice import Impl, choose
+from prophet.kernels.grouped_ffn import blocked, naive
+from prophet.kernels.grouped_ffn.blocked import GradTarget
+from prophet.kernels.grouped_ffn.naive import ExpertWeights
+
+
+def grouped_ffn(
+    x: Tensor,
+    sizes: Sequence[int] | Tensor,
+    home: ExpertWeights,
+    activation: Literal["gelu", "swiglu"],
+    *,
+    replicas: Sequence[ExpertWeights] = (),
+    home_grads: ExpertWeights | None = None,
+    replica_grads: Sequence[ExpertWeights] = (),
+    grad_scale: float = 1.0,
+    recompute: bool = False,
+    impl: Impl = "auto",
+) -> Tensor:
+    """Apply expert g to the g-th run of `sizes[g]` consecutive rows of `x` [T, D]; returns [T, D] in the dtype of `x`.
+
+    home: stacked parameters of the m home experts, w_in [m, U, D], w_out [m, D, H], biases [m, U] and [m, D] or None.
+    replicas: parameters of single experts, read where they are. sizes: m + n integers whose sum is T, as a sequence, or
+    as an int64 tensor on the device of `x`, which a compiled graph needs to stay valid while the counts change.
+    grad_scale: factor on the gradients of the home parameters. home_grads, replica_grads: buffers shaped like the
+    parameters to which the backward pass adds in place, instead of returning those gradients; they may have a dtype of
+    their own. recompute: keep `x` only, and compute the pre-activations again in the backward pass.
+
+    Parameters may be wider than `x`: products run in the dtype of `x` (under autocast: in autocast's). The result
+    depends on `x` and all parameters even where every group is empty. Differentiable once; `impl="naive"` as often as
+    needed. Raises ValueError for sizes or shapes that do not fit.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    _check(x, sizes, home, replicas, activation)
+    chosen = choose(impl, x)
+    if chosen == "naive":
+        return _naive(x, sizes, home, activation, replicas, home_grads, replica_grads, grad_scale)
+    if not isinstance(sizes, Tensor):
+        sizes = torch.tensor(list(sizes), dtype=torch.int64)
+        if chosen == "triton":
+            sizes = sizes.to(x.device, non_blocking=True)
+    flat_home, flat_replicas = _flat(home), [p for w in replicas for p in _flat(w)]
+    wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *flat_home, *flat_replicas))
+    y: Tensor = _forward_op(
+        x,
+        sizes,
+        flat_home,
+        flat_replicas,
+        _buffers(flat_home, [] if home_grads is None else [home_grads], "home_grads"),
+        _buffers(flat_replicas, replica_grads, "replica_grads"),
+        activation == "swiglu",
+        grad_scale,
+        wants_grad and not recompute,
+        chosen,
+    )[0]
+    return y
+
+
+def _check(
+    x: Tensor,
+    sizes: Sequence[int] | Tensor,
+    home: ExpertWeights,
+    replicas: Sequence[ExpertWeights],
+    activation: str,
+) -> None:
+    if activation not in ("gelu", "swiglu"):
+        raise ValueError(f"activation must be 'gelu' or 'swiglu', got {activation!r}")
+    if x.ndim != 2 or home.w_in.ndim != 3 or home.w_out.ndim != 3:
+        raise ValueError(
+            f"expected x [T, D], w_in [m, U, D] and w_out [m, D, H], got shapes {list(x.shape)}, "
+            f"{list(home.w_in.shape)} and {list(home.w_out.shape)}"
+        )
+    m, units, dim = home.w_in.shape
+    hidden = units if activation == "gelu" else units // 2
+    expected = ExpertWeights((m, units, dim), (m, dim, hidden), (m, units), (m, dim))  # type: ignore[arg-type]
+    biased = home.b_in is not None
+    for name, shape, *parts in zip(ExpertWeights._fields, expected, home, *replicas, strict=True):
+        for i, p in enumerate(parts):
+            if (p is not None) != (biased or name.startswith("w")):
+                raise ValueError("experts have both biases or none, and all experts the same: b_in and b_out differ")
+            wanted = tuple(shape)[1:] if i else tuple(shape)
+            if p is not None and tuple(p.shape) != wanted:
+                who = f"replica {i - 1}" if i else "home"
+                raise ValueError(f"{who} {name}: expected shape {list(wanted)}, got {list(p.shape)}")
+    if x.shape[1] != dim:
+        raise ValueError(f"experts of dim {dim} cannot run on rows of shape {list(x.shape)}")
+    groups = m + len(replicas)
+    if isinstance(sizes, Tensor):
+        if sizes.shape != (groups,) or sizes.dtype != torch.int64:
+            raise ValueError(f"sizes must be {groups} int64, got {list(sizes.shape)} {sizes.dtype}")
+    elif len(sizes) != groups or sum(sizes) != x.shape[0] or min(sizes, default=0) < 0:
+        raise ValueError(f"{len(sizes)} groups of {sum(sizes)} rows do not match {groups} experts, {x.shape[0]} rows")
+
+
+def _flat(weights: ExpertWeights) -> list[Tensor]:
+    return [p for p in weights if p is not None]
+
+
+def _buffers(params: list[Tensor], grads: Sequence[ExpertWeights], name: str) -> list[Tensor]:
+    """The buffers of `params`, or none at all; a parameter without one has an empty tensor in its place."""
+    if not grads:
+        return []
+    flat = [g for weights in grads for g in weights]
+    if len(flat) == 2 * len(params):  # experts without biases
+        flat = [g for i, g in enumerate(flat) if i % 4 < 2]
+    if len(flat) != len(params):
+        raise ValueError(f"{name}: expected one buffer for each of {len(params)} parameters, got {len(flat)}")
+    for p, g in zip(params, flat, strict=True):
+        if g is None and p.requires_grad:
+            raise ValueError(f"{name}: a parameter of shape {list(p.shape)} requires a gradient but has no buffer")
+        if g is not None and g.shape != p.shape:
+            raise ValueError(f"{name}: expected a buffer of shape {list(p.shape)}, got {list(g.shape)}")
+    return [p.new_empty(0) if g is None else g.detach() for p, g in zip(params, flat, strict=True)]
+
+
+# --- the definition ---------------------------------------------------------------------------------------------------
+
+
+class _Into(torch.autograd.Function):
+    """Identity forward; the gradient is scaled, and added to a buffer instead of being passed on if there is one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float, buffer: Tensor | None) -> Tensor:
+        ctx.scale, ctx.buffer = scale, buffer
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
+        scaled = grads[0] * ctx.scale
+        if ctx.buffer is None:
+            return scaled, None, None
+        ctx.buffer.add_(scaled)
+        return None, None, None
+
+
+def _naive(
+    x: Tensor,
+    sizes: Sequence[int] | Tensor,
+    home: ExpertWeights,
+    activation: Literal["gelu", "swiglu"],
+    replicas: Sequence[ExpertWeights],
+    home_grads: ExpertWeights | None,
+    replica_grads: Sequence[ExpertWeights],
+    grad_scale: float,
+) -> Tensor:
+    def wrap(weights: ExpertWeights, grads: ExpertWeights | None, scale: float) -> ExpertWeights:
+        if scale == 1.0 and grads is None:
+            return weights
+
+        def one(p: Tensor | None, buffer: Tensor | None) -> Any:
+            return None if p is None else _Into.apply(p, scale, buffer)  # type: ignore[no-untyped-call]
+
+        buffers = (None,) * 4 if grads is None else grads
+        return ExpertWeights(*(one(p, b) for p, b in zip(weights, buffers, strict=True)))
+
+    stacked = wrap(home, home_grads, grad_scale)
+    parts = [(None,) * stacked.w_in.shape[0] if p is None else p.unbind(0) for p in stacked]
+    experts = [ExpertWeights(*p) for p in zip(*parts, strict=True)]
+    grads = list(replica_grads) if replica_grads else [None] * len(replicas)
+    experts += [wrap(w, g, 1.0) for w, g in zip(replicas, grads, strict=True)]
+    cast: list[list[Any]] = [[None if p is None else p.to(x.dtype) for p in w] for w in experts]
+    experts = [ExpertWeights(*parts) for parts in cast]
+    return naive.grouped_ffn(x, sizes.tolist() if isinstance(sizes, Tensor) else sizes, experts, activation)
+
+
+# --- the operators ----------------------------------------------------------------------------------------------------
+
+
+def _experts(home: Sequence[Tensor], replicas: Sequence[Tensor]) -> list[ExpertWeights]:
+    """Parameters of every group, homes first, as views."""
+    step = len(home)
+    experts = [ExpertWeights(*parts) for parts in zip(*(p.unbind(0) for p in home), strict=True)]
+    return experts + [ExpertWeights(*replicas[i : i + step]) for i in range(0, len(replicas), step)]
+
+
+def _targets(
+    home: Sequence[Tensor | None],
+    replicas: Sequence[Tensor | None],
+    step: int,
+    m: int,
+    fresh: tuple[bool, bool],
+    scale: float,
+) -> list[GradTarget]:
+    """Where every group's gradients go, homes first."""
+    pad: list[Tensor | None] = [None] * (4 - step)
+    rows = list(zip(*([None] * m if p is None else p.unbind(0) for p in home), strict=True))
+    rows += [tuple(replicas[i : i + step]) for i in range(0, len(replicas), step)]
+    found = []
+    for group, row in enumerate(rows):
+        how = (fresh[0], scale) if group < m else (fresh[1], 1.0)
+        found.append(GradTarget._make([*row, *pad, *how]))
+    return found
+
+
+def _host(sizes: Tensor, rows: int) -> list[int]:
+    found: list[int] = sizes.tolist()
+    if sum(found) != rows or min(found, default=0) < 0:
+        raise ValueError(f"groups of {found} rows, {sum(found)} in all, do not match {rows} rows")
+    return found
+
+
+@torch.library.custom_op("prophet::grouped_ffn", mutates_args=())
+def _forward_op(
+    x: Tensor,
+    sizes: Tensor,
+    home: list[Tensor],
+    replicas: list[Tensor],
+    home_grads: list[Tensor],
+    replica_grads: list[Tensor],
+    swiglu: bool,
+    grad_scale: float,
+    keep: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [T, D] and pre-activations [T, U] (none unless `keep`). The buffers are for the backward pass only."""
+    if impl == "triton":
+        import prophet.kernels.grouped_ffn.kernel as triton_path
+
+        return triton_path.forward(x, sizes, home, replicas, swiglu, keep=keep)
+    return blocked.forward(x.contiguous(), _host(sizes, x.shape[0]), _experts(home, replicas), swiglu, keep=keep)
+
+
+@_forward_op.register_fake
+def _(
+    x: Tensor,
+    sizes: Tensor,
+    home: list[Tensor],
+    replicas: list[Tensor],
+    home_grads: list[Tensor],
+    replica_grads: list[Tensor],
+    swiglu: bool,
+    grad_scale: float,
+    keep: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty((x.shape[0] if keep else 0, home[0].shape[1]))
+
+
+@torch.library.custom_op("prophet::grouped_ffn_backward", mutates_args=("d_x", "d_home", "d_replicas"))
+def _backward_op(
+    d_y: Tensor,
+    x: Tensor,
+    kept: Tensor,
+    sizes: Tensor,
+    home: list[Tensor],
+    replicas: list[Tensor],
+    d_x: Tensor,
+    d_home: list[Tensor],
+    d_replicas: list[Tensor],
+    fresh_home: bool,
+    fresh_replicas: bool,
+    swiglu: bool,
+    grad_scale: float,
+    impl: str,
+) -> None:
+    """Fill `d_x` and write (fresh) or add to the gradients of the parameters; an empty tensor: no such gradient."""
+
+    def wanted(grads: list[Tensor], params: list[Tensor]) -> list[Tensor | None]:
+        return [g if g.shape == p.shape else None for g, p in zip(grads, params, strict=True)]
+
+    m = home[0].shape[0]
+    fresh = fresh_home, fresh_replicas
+    targets = _targets(wanted(d_home, home), wanted(d_replicas, replicas), len(home), m, fresh, grad_scale)
+    into = d_x if d_x.shape == x.shape else None
+    if impl == "triton":
+        import prophet.kernels.grouped_ffn.kernel as triton_path
+
+        triton_path.backward(d_y, x, kept, sizes, home, replicas, targets, swiglu, d_x=into)
+        return
+    hosted, experts = _host(sizes, x.shape[0]), _experts(home, replicas)
+    blocked.backward(d_y.contiguous(), x.contiguous(), kept, hosted, experts, targets, swiglu, d_x=into)
+
+
+@_backward_op.register_fake
+def _(
+    d_y: Tensor,
+    x: Tensor,
+    kept: Tensor,
+    sizes: Tensor,
+    home: list[Tensor],
+    replicas: list[Tensor],
+    d_x: Tensor,
+    d_home: list[Tensor],
+    d_replicas: list[Tensor],
+    fresh_home: bool,
+    fresh_replicas: bool,
+    swiglu: bool,
+    grad_scale: float,
+    impl: str,
+) -> None: ...
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, sizes, home, replicas, home_grads, replica_grads, swiglu, grad_scale, keep, impl = inputs
+    ctx.set_materialize_grads(False)
+    kept = output[1] if keep else x.new_empty((0, home[0].shape[1]))
+    ctx.save_for_backward(x, kept, sizes, *home, *replicas)
+    # not saved as inputs: other passes may add to these buffers before this one does
+    ctx.buffers = home_grads, replica_grads
+    ctx.plain = len(home), swiglu, grad_scale, impl
+
+
+def _backward(ctx: Any, d_y: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    x, kept, sizes, *params = ctx.saved_tensors
+    step, swiglu, grad_scale, impl = ctx.plain
+    home_grads, replica_grads = ctx.buffers
+    home, replicas = params[:step], params[step:]
+    needs = ctx.needs_input_grad
+    blank = [None] * len(home_grads), [None] * len(replica_grads), None, None, None, None
+    if d_y is None:
+        return None, None, [None] * step, [None] * len(replicas), *blank
+    d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else x.new_empty(0)
+    d_home = _destinations(home, needs[2], home_grads)
+    d_replicas = _destinations(replicas, needs[3], replica_grads)
+    fresh = not home_grads, not replica_grads
+    _backward_op(d_y, x, kept, sizes, home, replicas, d_x, d_home, d_replicas, *fresh, swiglu, grad_scale, impl)
+
+    def returned(grads: list[Tensor], needed: Sequence[bool], fresh: bool) -> list[Tensor | None]:
+        return [g if n and fresh else None for g, n in zip(grads, needed, strict=True)]
+
+    return (
+        d_x if needs[0] else None,
+        None,
+        returned(d_home, needs[2], fresh[0]),
+        returned(d_replicas, needs[3], fresh[1]),
+        *blank,
+    )
+
+
+def _destinations(params: list[Tensor], needed: Sequence[bool], buffers: list[Tensor]) -> list[Tensor]:
+    """Where the gradients of `params` go: their buffers, or new memory; an empty tensor for those not needed."""
+    if buffers:
+        return [b if n else p.new_empty(0) for p, n, b in zip(params, needed, buffers, strict=True)]
+    layout = torch.contiguous_format
+    return [
+        torch.empty_like(p, memory_format=layout) if n else p.new_empty(0) for p, n in zip(params, needed, strict=True)
+    ]
+
+
+_forward_op.register_autograd(_backward, setup_context=_setup)

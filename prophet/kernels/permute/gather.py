@@ -1,0 +1,74 @@
+"""Permute and unpermute with library gathers: what runs on CPU, and on a GPU without Triton.
+
+Both directions of both passes are gathers, so nothing is zeroed first, nothing is added atomically, and every result is
+the same bit for bit in every run.
+
+Shape legend: N tokens, K choices per token, A choices sent (N*K less those dropped), D model dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def spread(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """Row i of the result is row order[i] // K of `x` [N, D]; returns [A, D]."""
+    return x.index_select(0, order if top_k == 1 else order // top_k)
+
+
+def collect(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
+    """y[n] = sum over k of weights[n, k] · rows[position[n, k]], choices at position -1 left out; returns [N, D].
+
+    Sums run over k in order, in the wider of the dtypes and in float32 at least; the result has the dtype of `rows`.
+    """
+    tokens, top_k = position.shape
+    if top_k == 1 and weights is None and rows.shape[0] == tokens:
+        return rows.index_select(0, position.view(-1))
+    if rows.shape[0] == 0:
+        return rows.new_zeros((tokens, rows.shape[1]))
+    if rows.device.type == "cpu" and rows.dtype == torch.float32 and weights_fit(weights):
+        return _bags(rows, position, weights)
+    precise = torch.promote_types(rows.dtype, torch.float32 if weights is None else weights.dtype)
+    precise = torch.promote_types(precise, torch.float32)
+    dropped = position < 0 if rows.shape[0] < tokens * top_k else None
+    y = torch.zeros((tokens, rows.shape[1]), dtype=precise, device=rows.device)
+    for k in range(top_k):
+        part = rows.index_select(0, position[:, k].clamp_min(0))
+        if dropped is not None:
+            part = part.masked_fill_(dropped[:, k : k + 1], 0)
+        if weights is None:
+            y += part
+        else:
+            y.addcmul_(part.to(precise), weights[:, k : k + 1].to(precise))
+    return y.to(rows.dtype)
+
+
+def weights_fit(weights: Tensor | None) -> bool:
+    return weights is None or weights.dtype == torch.float32
+
+
+def _bags(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
+    """`collect` in one pass over the rows; float32 on CPU."""
+    if rows.shape[0] == position.numel():
+        return F.embedding_bag(position, rows, mode="sum", per_sample_weights=weights)
+    sent = position >= 0
+    ends = F.pad(sent.sum(dim=1).cumsum(0), (1, 0))
+    picked = None if weights is None else weights[sent]
+    return F.embedding_bag(position[sent], rows, ends, mode="sum", per_sample_weights=picked, include_last_offset=True)
+
+
+def collect_backward(d_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the rows [A, D] and the weights [N, K] of `collect`; zero for the weights of dropped choices."""
+    top_k = weights.shape[1]
+    d_rows = spread(d_y, order, top_k)
+    precise = torch.promote_types(rows.dtype, torch.promote_types(weights.dtype, torch.float32))
+    flat = weights.reshape(-1)
+    d_flat = torch.zeros_like(flat)
+    if rows.dtype == precise:
+        d_flat[order] = torch.linalg.vecdot(rows, d_rows).to(flat.dtype)
+        return d_rows.mul_(flat[order].unsqueeze(1)), d_flat.view_as(weights)
+    wide = d_rows.to(precise)
+    d_flat[order] = torch.linalg.vecdot(rows.to(precise), wide).to(flat.dtype)
+    return wide.mul_(flat[order].unsqueeze(1)).to(rows.dtype), d_flat.view_as(weights)

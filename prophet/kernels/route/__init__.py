@@ -1,0 +1,6 @@
+"""The top-k gate."""
+
+from prophet.kernels.route.naive import Routed
+from prophet.kernels.route.op import route
+
+__all__ = ["Routed", "route"]

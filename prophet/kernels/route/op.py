@@ -1,0 +1,121 @@
+"""The top-k gate as one differentiable operator.
+
+Shape legend: N tokens, E experts, K choices per token.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from prophet.kernels.choice import Impl, choose
+from prophet.kernels.route import naive
+from prophet.kernels.route.naive import Routed
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    score: Literal["softmax", "sigmoid"] = "softmax",
+    normalize: bool = True,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Routed:
+    """Choose the K experts of highest score for every row of `logits` [N, E], and count the choices.
+
+    score: softmax over experts, or a sigmoid per expert. bias: [E], added to the scores for the choice only.
+    Weights are the chosen scores, divided by their sum if `normalize`, times `scale`; they alone are differentiable
+    (once), with respect to the logits. No expert is chosen twice. Raises ValueError for arguments that do not fit.
+    """
+    if logits.ndim != 2 or not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(f"expected logits [N, E] with E >= top_k >= 1, got {list(logits.shape)} and top_k {top_k}")
+    if score not in ("softmax", "sigmoid"):
+        raise ValueError(f"score must be 'softmax' or 'sigmoid', got {score!r}")
+    if bias is not None and bias.shape != logits.shape[1:]:
+        raise ValueError(f"expected a bias of shape {list(logits.shape[1:])}, got {list(bias.shape)}")
+    chosen = choose(impl, logits)
+    if chosen == "naive":
+        return naive.route(logits, top_k, score=score, normalize=normalize, scale=scale, bias=bias)
+    ids, weights, counts = _route_op(logits, top_k, score == "sigmoid", normalize, scale, bias, chosen)
+    return Routed(ids, weights, counts)
+
+
+@torch.library.custom_op("prophet::route", mutates_args=())
+def _route_op(
+    logits: Tensor, top_k: int, sigmoid: bool, normalize: bool, scale: float, bias: Tensor | None, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    if impl == "triton":
+        from prophet.kernels.route import kernel
+
+        return kernel.route(logits, top_k, sigmoid, normalize, scale, bias)
+    if sigmoid or bias is not None or not normalize:
+        scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
+        ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
+        weights = scores.gather(1, ids)
+        if normalize:
+            weights /= weights.sum(dim=-1, keepdim=True).clamp_min_(torch.finfo(weights.dtype).tiny)
+    else:  # the same as a softmax over the chosen logits, which are those of the largest scores
+        best, ids = logits.topk(top_k, dim=-1)
+        weights = best.softmax(dim=-1)
+    if scale != 1.0:
+        weights *= scale
+    return ids, weights, torch.bincount(ids.view(-1), minlength=logits.shape[1])
+
+
+@_route_op.register_fake
+def _(
+    logits: Tensor, top_k: int, sigmoid: bool, normalize: bool, scale: float, bias: Tensor | None, impl: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    ids = logits.new_empty((logits.shape[0], top_k), dtype=torch.int64)
+    precise = torch.float32 if impl == "triton" else logits.dtype
+    return ids, logits.new_empty(ids.shape, dtype=precise), ids.new_empty(logits.shape[1])
+
+
+@torch.library.custom_op("prophet::route_backward", mutates_args=())
+def _route_backward_op(
+    d_weights: Tensor, logits: Tensor, ids: Tensor, sigmoid: bool, normalize: bool, scale: float, impl: str
+) -> Tensor:
+    if impl == "triton":
+        from prophet.kernels.route import kernel
+
+        return kernel.route_backward(d_weights, logits, ids, sigmoid, normalize, scale)
+    grad = d_weights * scale
+    if normalize and not sigmoid:
+        weights = logits.gather(1, ids).softmax(dim=-1)
+        inner = weights * (grad - (grad * weights).sum(dim=-1, keepdim=True))
+        return torch.zeros_like(logits).scatter_(1, ids, inner)
+    scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
+    chosen = scores.gather(1, ids)
+    if normalize:
+        total = chosen.sum(dim=-1, keepdim=True).clamp_min_(torch.finfo(chosen.dtype).tiny)
+        grad = (grad - (grad * chosen).sum(dim=-1, keepdim=True) / total) / total
+    if sigmoid:
+        return torch.zeros_like(logits).scatter_(1, ids, grad * chosen * (1 - chosen))
+    mean = (grad * chosen).sum(dim=-1, keepdim=True)
+    return (scores * -mean).scatter_add_(1, ids, grad * chosen)
+
+
+@_route_backward_op.register_fake
+def _(
+    d_weights: Tensor, logits: Tensor, ids: Tensor, sigmoid: bool, normalize: bool, scale: float, impl: str
+) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    logits, _, sigmoid, normalize, scale, _, impl = inputs
+    ctx.mark_non_differentiable(output[0], output[2])
+    ctx.save_for_backward(logits, output[0])
+    ctx.plain = sigmoid, normalize, scale, impl
+
+
+def _backward(ctx: Any, _ids: Any, d_weights: Tensor, _counts: Any) -> tuple[Any, ...]:
+    logits, ids = ctx.saved_tensors
+    return _route_backward_op(d_weights, logits, ids, *ctx.plain), None, None, None, None, None, None
+
+
+_route_op.register_autograd(_backward, setup_context=_setup)

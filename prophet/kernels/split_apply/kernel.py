@@ -1,0 +1,87 @@
+"""Split-apply in Triton: a counting sort of choices by destination and expert, from integers alone.
+
+Shape legend: C = N*K choices, A of them sent, E experts, D destination ranks, B blocks of choices.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# (arguments of a kernel have no Python types)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 128
+
+
+@triton.jit(do_not_specialize=["choices"])  # counts change from step to step
+def _count_kernel(ids, kept, counts, choices, experts, HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr):
+    """counts[b, e]: choices of expert e in block b. Integer additions: their order does not matter."""
+    block = tl.program_id(0)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    live = at < choices
+    if HAS_KEPT:
+        live = live & (tl.load(kept + at, mask=live, other=0) != 0)
+    expert = tl.load(ids + at, mask=live, other=0)
+    tl.atomic_add(counts + block.to(tl.int64) * experts + expert, 1, mask=live)
+
+
+@triton.jit(do_not_specialize=["choices", "rows"])  # counts change from step to step
+def _place_kernel(
+    ids, kept, before, shares, starts, order, position, choices, experts, ranks, rows,
+    HAS_KEPT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where every choice goes. before [B, E]: choices of the expert in earlier blocks. shares [E, D]: first place of a
+    rank's share among an expert's choices. starts [E, D]: where the run (rank, expert) begins in the order."""
+    block = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    at = block * BLOCK + lane
+    inside = at < choices
+    live = inside
+    if HAS_KEPT:
+        live = live & (tl.load(kept + at, mask=inside, other=0) != 0)
+    expert = tl.load(ids + at, mask=live, other=-1)
+    other_at = block * BLOCK + lane
+    other = tl.load(ids + other_at, mask=inside, other=-2)
+    if HAS_KEPT:
+        other_kept = tl.load(kept + other_at, mask=inside, other=0) != 0
+        other = tl.where(other_kept, other, -2)
+    earlier = (expert[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
+    place = tl.load(before + block.to(tl.int64) * experts + expert, mask=live, other=0)
+    place += tl.sum(earlier.to(tl.int64), axis=1)
+    rank = tl.zeros((BLOCK,), tl.int64)
+    for d in range(1, ranks):
+        rank += (place >= tl.load(shares + expert * ranks + d, mask=live, other=0)).to(tl.int64)
+    cell = expert * ranks + rank
+    first = tl.load(shares + cell, mask=live, other=0)
+    target = tl.load(starts + cell, mask=live, other=0) + place - first
+    tl.store(position + at, tl.where(live, target, -1), mask=inside)
+    tl.store(order + target, at.to(tl.int64), mask=live & (target < rows))
+
+
+def send_order(ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Order [A] of the choices by destination rank, expert and position, and its inverse [N, K], -1 where not sent."""
+    experts, ranks = split_ED.shape
+    choices = ids.numel()
+    position = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+    order = torch.empty(rows, dtype=torch.int64, device=ids.device)
+    if choices == 0:
+        return order, position
+    flat = ids.contiguous()
+    flags = flat if kept is None else kept.contiguous().to(torch.int8)
+    blocks = triton.cdiv(choices, BLOCK)
+    counts = torch.zeros((blocks, experts), dtype=torch.int64, device=ids.device)
+    has_kept = kept is not None
+    _count_kernel[(blocks,)](flat, flags, counts, choices, experts, HAS_KEPT=has_kept, BLOCK=BLOCK)
+    before = counts.cumsum(0) - counts
+    split = split_ED.to(torch.int64)
+    shares = split.cumsum(1) - split
+    turned = split.t().reshape(-1)
+    starts = (turned.cumsum(0) - turned).view(ranks, experts).t().contiguous()
+    _place_kernel[(blocks,)](
+        flat, flags, before, shares, starts, order, position, choices, experts, ranks, rows,
+        HAS_KEPT=has_kept, BLOCK=BLOCK,
+    )  # fmt: skip
+    return order, position

@@ -1,0 +1,99 @@
+"""Split-apply as operators: index building from integer counts, on the device, without host synchronisation.
+
+Shape legend: A choices sent (N tokens x K, less those dropped), E experts, D destination ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from prophet.kernels.choice import Impl, choose
+from prophet.kernels.split_apply import naive
+
+
+class SendOrder(NamedTuple):
+    """order: [A] indices into the N*K choices, in the order in which they are sent. position: [N, K], its inverse:
+    where in the order a choice is, or -1 where it is not sent."""
+
+    order: Tensor
+    position: Tensor
+
+
+def send_order(
+    ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int | None = None, *, impl: Impl = "auto"
+) -> SendOrder:
+    """Order in which this rank's choices are sent: by destination rank, then expert, then position in the batch.
+
+    ids: [N, K] expert of every choice. kept: [N, K] booleans, None where all are sent. split_ED: [E, D] how many of
+    this rank's choices of expert e go to rank d; an expert's earlier choices go to the lower ranks. rows: A, the sum of
+    `split_ED`, where the host knows it; without it and with `kept`, finding it costs a synchronisation.
+    """
+    if ids.ndim != 2 or split_ED.ndim != 2 or (kept is not None and kept.shape != ids.shape):
+        raise ValueError(
+            f"expected ids [N, K], kept like it and split [E, D], got shapes {list(ids.shape)}, "
+            f"{None if kept is None else list(kept.shape)} and {list(split_ED.shape)}"
+        )
+    if rows is None:
+        rows = ids.numel() if kept is None else int(split_ED.sum())
+    if kept is None and rows != ids.numel():
+        raise ValueError(f"a split of {rows} choices does not match ids of shape {list(ids.shape)}")
+    chosen = choose(impl, ids, indices=True)
+    if chosen == "naive":
+        order = naive.send_order(ids, kept, split_ED)
+        return SendOrder(order, inverse(order, ids.numel()).view(ids.shape))
+    order, position = _send_order_op(ids, kept, split_ED, rows, chosen)
+    return SendOrder(order, position)
+
+
+def regroup(lengths: Tensor, rows: int | None = None) -> Tensor:
+    """The order that turns runs of rows laid out as [a, b] into runs laid out as [b, a]; as in the definition.
+
+    lengths: [A, B] integers. rows: their sum, where the host knows it; without it, finding it synchronises a device.
+    """
+    flat = lengths.reshape(-1)
+    total = int(flat.sum()) if rows is None else rows
+    starts = (flat.cumsum(0) - flat).view_as(lengths).t().reshape(-1)
+    turned = lengths.t().reshape(-1)
+    offsets = starts - (turned.cumsum(0) - turned)
+    spread = torch.repeat_interleave(offsets, turned, output_size=total)
+    return spread.add_(torch.arange(total, device=lengths.device))
+
+
+def inverse(order: Tensor, size: int) -> Tensor:
+    """Where each of 0..size-1 is in `order` [A], or -1 where it is not in it; [size] int64."""
+    found = torch.full((size,), -1, dtype=torch.int64, device=order.device)
+    found[order] = torch.arange(order.shape[0], device=order.device)
+    return found
+
+
+def _by_expert(ids: Tensor, experts: int) -> Tensor:
+    """Stable order of the flat `ids` by expert; few-bit keys sort several times faster than 64-bit ones."""
+    key = torch.uint8 if experts <= 256 else torch.int16 if experts <= 32767 else ids.dtype
+    return ids.to(key).argsort(stable=True)
+
+
+@torch.library.custom_op("prophet::send_order", mutates_args=())
+def _send_order_op(ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int, impl: str) -> tuple[Tensor, Tensor]:
+    if impl == "triton":
+        from prophet.kernels.split_apply import kernel
+
+        return kernel.send_order(ids, kept, split_ED, rows)
+    experts, ranks = split_ED.shape
+    flat = ids.reshape(-1)
+    if kept is None:
+        order = _by_expert(flat, experts)
+    else:  # those not sent are sorted behind the last expert and cut off
+        order = _by_expert(flat.masked_fill(~kept.reshape(-1), experts), experts + 1)[:rows]
+    if order.shape[0] != rows:
+        raise ValueError(f"a split of {rows} choices does not match {order.shape[0]} choices")
+    if ranks > 1:
+        order = order[regroup(split_ED, rows)]
+    return order, inverse(order, flat.shape[0]).view(ids.shape)
+
+
+@_send_order_op.register_fake
+def _(ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int, impl: str) -> tuple[Tensor, Tensor]:
+    return ids.new_empty((rows,), dtype=torch.int64), ids.new_empty(ids.shape, dtype=torch.int64)

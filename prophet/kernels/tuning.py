@@ -1,0 +1,154 @@
+"""Tile shapes of the Triton kernels: a rule that always answers, and a file of measured choices that overrides it.
+
+Nothing is timed while a model trains: a shape that was never measured runs with the rule's choice, so that no step
+stalls and no host synchronisation hides in a first call. `tune` measures a bounded list of candidates and writes the
+best to a file that is keyed by device, dtype and shape class (sizes rounded up to powers of two).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+Kind = Literal["rows", "weights"]
+CANDIDATES = 8  # at most so many tile shapes are ever timed for a class
+FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """Tile of rows x cols, steps of `depth`, bands of `swizzle` row tiles; warps and pipeline stages of a program."""
+
+    rows: int
+    cols: int
+    depth: int
+    swizzle: int = 8
+    warps: int = 4
+    stages: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "cols", "depth"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 16 <= value <= 256 or value & (value - 1):
+                raise ValueError(f"Config.{name} must be a power of two from 16 to 256, got {value!r}")
+        if self.warps not in (1, 2, 4, 8, 16) or not 1 <= self.stages <= 8 or not 1 <= self.swizzle <= 64:
+            raise ValueError(f"warps, stages or swizzle out of range: {self}")
+
+
+def cache_file() -> Path:
+    """Where measured choices are kept."""
+    return Path.home() / ".cache" / "moe-prophet" / "tiles.json"
+
+
+def shape_class(rows: int, cols: int, depth: int) -> tuple[int, int, int]:
+    """Rows per group, columns and depth, each rounded up to a power of two, rows from 16 to 4096."""
+
+    def up(n: int) -> int:
+        return 1 << max(0, n - 1).bit_length()
+
+    return min(max(up(rows), 16), 4096), up(cols), up(depth)
+
+
+def key(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> str:
+    """One entry's name in the file."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return "|".join([kind, name, str(dtype).removeprefix("torch."), *map(str, shape)])
+
+
+def rule(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> Config:
+    """The choice for a class that was never measured."""
+    if device.type != "cuda":
+        return Config(rows=16, cols=16, depth=16, swizzle=2, warps=1, stages=1)
+    rows = shape[0]
+    if dtype.itemsize >= 4:
+        return Config(rows=64, cols=64, depth=32, warps=4, stages=2)
+    if kind == "weights":
+        return Config(rows=128, cols=128, depth=64, warps=8, stages=3)
+    if rows <= 32:
+        return Config(rows=16 if rows <= 16 else 32, cols=128, depth=64, warps=4, stages=4)
+    return Config(rows=64 if rows <= 64 else 128, cols=128, depth=64, warps=4 if rows <= 64 else 8, stages=3)
+
+
+def candidates(kind: Kind, dtype: torch.dtype) -> list[Config]:
+    """Tile shapes worth timing on a GPU, at most `CANDIDATES`."""
+    if dtype.itemsize >= 4:
+        found = [
+            Config(rows=m, cols=n, depth=32, warps=w, stages=s)
+            for m, n, w in ((64, 64, 4), (128, 64, 4), (64, 128, 4), (128, 128, 8))
+            for s in (2, 3)
+        ]
+    else:
+        found = [
+            Config(rows=64, cols=128, depth=64, warps=4, stages=4),
+            Config(rows=128, cols=128, depth=64, warps=4, stages=3),
+            Config(rows=128, cols=128, depth=64, warps=8, stages=3),
+            Config(rows=128, cols=128, depth=64, warps=8, stages=4),
+            Config(rows=128, cols=128, depth=32, warps=8, stages=4),
+            Config(rows=128, cols=256, depth=64, warps=8, stages=3),
+            Config(rows=256, cols=128, depth=64, warps=8, stages=3),
+            Config(rows=32, cols=128, depth=64, warps=4, stages=4),
+        ]
+    return found[:CANDIDATES]
+
+
+def read(path: Path) -> dict[str, Config]:
+    """Measured choices in a file; none if there is no such file. ValueError names the file and the bad entry."""
+    if not path.exists():
+        return {}
+    if path.stat().st_size > FILE_BYTES:
+        raise ValueError(f"{path}: expected at most {FILE_BYTES} bytes of tile shapes")
+    try:
+        table = json.loads(path.read_text())
+        return {str(name): Config(**entry) for name, entry in table.items()}
+    except (json.JSONDecodeError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path}: expected an object of tile shapes by name: {error}") from error
+
+
+def write(path: Path, chosen: dict[str, Config]) -> None:
+    """Merge measured choices into a file, replacing it in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = {**read(path), **chosen}
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps({name: asdict(c) for name, c in sorted(merged.items())}, indent=1))
+    fresh.replace(path)
+    _measured.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def _measured() -> dict[str, Config]:
+    return read(cache_file())
+
+
+@lru_cache(maxsize=1024)
+def _config(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int, int, int]) -> Config:
+    if device.type != "cuda":
+        return rule(kind, device, dtype, shape)
+    return _measured().get(key(kind, device, dtype, shape)) or rule(kind, device, dtype, shape)
+
+
+def config_for(kind: Kind, device: torch.device, dtype: torch.dtype, rows: int, cols: int, depth: int) -> Config:
+    """The tile shape for groups of `rows` rows on average, results of `cols` columns and products of `depth` terms."""
+    return _config(kind, device, dtype, shape_class(rows, cols, depth))
+
+
+def forget() -> None:
+    """Read the file again at the next use."""
+    _measured.cache_clear()
+    _config.cache_clear()
+
+
+def best(measure_s: Callable[[Config], float], configs: Sequence[Config]) -> Config | None:
+    """The fastest of `configs`; those that `measure_s` cannot run (it raises) are skipped. None if none runs."""
+    timed: list[tuple[float, int]] = []
+    for i, config in enumerate(configs[:CANDIDATES]):
+        try:
+            timed.append((measure_s(config), i))
+        except (RuntimeError, ValueError):  # does not fit into shared memory or registers
+            continue
+    return configs[min(timed)[1]] if timed else None

@@ -1,0 +1,249 @@
+"""The Triton kernels against the definitions: on a GPU, or in Triton's interpreter where TRITON_INTERPRET=1 is set.
+
+`tests/unit/test_kernels_interpreter.py` runs this file in the interpreter. bfloat16 needs a GPU: the interpreter
+rounds it wrongly.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
+from prophet.kernels.permute import permute, unpermute
+from prophet.kernels.route import route
+from prophet.kernels.split_apply import send_order
+
+pytest.importorskip("triton", reason="Triton is not installed")
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no GPU, and TRITON_INTERPRET=1 is not set", allow_module_level=True)
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if ON_GPU else [])
+EXAMPLES = 40 if ON_GPU else 4
+Activation = Literal["gelu", "swiglu"]
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that a kernel forgets to write holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return drawn.to(DEVICE, dtype).requires_grad_()
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """A few roundings of the stored intermediates, relative to the largest value; float32 sums are re-ordered."""
+    return 2e-5 if dtype == torch.float32 else 6 * torch.finfo(dtype).eps
+
+
+def assert_near(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.shape == want.shape
+    assert got.isfinite().all()
+    if want.numel():
+        error = (got.detach().double() - want.detach().double()).abs().max()
+        assert error <= tolerance(dtype) * max(1.0, float(want.detach().abs().max()))
+
+
+def check_ffn(
+    sizes: list[int],
+    *,
+    homes: int,
+    dim: int,
+    hidden: int,
+    act: Activation,
+    bias: bool,
+    dtype: torch.dtype,
+    buffers: bool,
+    recompute: bool = False,
+) -> None:
+    """Outputs and all gradients against the definition in float64."""
+    units = 2 * hidden if act == "swiglu" else hidden
+
+    def expert(seed: int, *lead: int) -> ExpertWeights:
+        shapes = [(units, dim), (dim, hidden), *([(units,), (dim,)] if bias else [])]
+        return ExpertWeights(*(normal(*lead, *s, dtype=dtype, seed=seed + i, scale=0.3) for i, s in enumerate(shapes)))
+
+    home = expert(0, homes)
+    replicas = [expert(10 * (r + 1)) for r in range(len(sizes) - homes)]
+    x = normal(sum(sizes), dim, dtype=dtype, seed=5)
+    d_y = normal(sum(sizes), dim, dtype=dtype, seed=6).detach()
+    params = [p for w in (home, *replicas) for p in w if p is not None]
+    step = 4 if bias else 2
+    added = [torch.ones_like(p, dtype=torch.float32) for p in params[step:]] if buffers else []
+    y = grouped_ffn(
+        x,
+        sizes,
+        home,
+        act,
+        replicas=replicas,
+        replica_grads=[ExpertWeights(*added[i : i + step]) for i in range(0, len(added), step)],
+        grad_scale=0.5,
+        recompute=recompute,
+        impl="triton",
+    )
+    wanted_from = [x, *(params[:step] if buffers else params)]
+    found = [y, *torch.autograd.grad(y, wanted_from, d_y), *(a - 1 for a in added)]
+
+    wide = [t.detach().double().requires_grad_() for t in (x, *params)]
+    experts = [ExpertWeights(*wide[1 + i : 1 + i + step]) for i in range(0, len(params), step)]
+    exact = grouped_ffn(wide[0], sizes, experts[0], act, replicas=experts[1:], grad_scale=0.5, impl="naive")
+    grads = torch.autograd.grad(exact, wide, d_y.double(), allow_unused=True, materialize_grads=True)
+    for got, want in zip(found, [exact, *grads], strict=True):
+        assert_near(got, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("act", "bias", "buffers", "recompute"),
+    [("gelu", True, True, False), ("swiglu", True, True, False), ("swiglu", False, False, True)],
+)
+def test_grouped_ffn(dtype: torch.dtype, act: Activation, bias: bool, buffers: bool, recompute: bool) -> None:
+    check_ffn(
+        [20, 0, 3, 1], homes=3, dim=21, hidden=19, act=act, bias=bias, dtype=dtype, buffers=buffers, recompute=recompute
+    )
+
+
+@pytest.mark.parametrize("sizes", [[0, 0, 0], [0, 40, 0], [0, 0, 33]], ids=str)
+def test_grouped_ffn_with_all_rows_in_one_group_or_none(sizes: list[int]) -> None:
+    check_ffn(sizes, homes=2, dim=16, hidden=17, act="gelu", bias=True, dtype=torch.float32, buffers=True)
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(st.lists(st.integers(0, 35), min_size=2, max_size=5), st.data())
+def test_grouped_ffn_at_any_group_sizes(sizes: list[int], data: st.DataObject) -> None:
+    check_ffn(
+        sizes,
+        homes=data.draw(st.integers(1, len(sizes))),
+        dim=data.draw(st.integers(1, 20)),
+        hidden=data.draw(st.integers(1, 20)),
+        act=data.draw(st.sampled_from(["gelu", "swiglu"])),
+        bias=data.draw(st.booleans()),
+        dtype=data.draw(st.sampled_from(DTYPES)),
+        buffers=data.draw(st.booleans()),
+    )
+
+
+@pytest.mark.skipif(not ON_GPU, reason="shapes of real tiles take minutes in the interpreter")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("act", ["gelu", "swiglu"])
+def test_grouped_ffn_at_real_tile_shapes(dtype: torch.dtype, act: Activation) -> None:
+    sizes = [1000, 0, 3, 517, 128, 1]
+    check_ffn(sizes, homes=4, dim=320, hidden=200, act=act, bias=False, dtype=dtype, buffers=True)
+
+
+def test_grouped_ffn_with_rows_that_are_not_contiguous() -> None:
+    wide = normal(12, 40, dtype=torch.float32, seed=0)
+    home = ExpertWeights(normal(2, 7, 20, dtype=torch.float32, seed=1), normal(2, 20, 7, dtype=torch.float32, seed=2))
+    d_y = normal(20, 12, dtype=torch.float32, seed=3).t()
+    results = []
+    for impl in ("triton", "naive"):
+        y = grouped_ffn(wide[:, ::2], [5, 7], home, "gelu", impl=impl)  # type: ignore[arg-type]
+        results.append([y, *torch.autograd.grad(y, [wide, *home[:2]], d_y)])
+    for got, want in zip(*results, strict=True):
+        assert_near(got, want, torch.float32)
+
+
+def routed(tokens: int, top_k: int, experts: int, seed: int) -> Tensor:
+    drawn = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(seed))
+    return drawn.argsort(dim=1)[:, :top_k].contiguous().to(DEVICE)
+
+
+def shared(ids: Tensor, kept: Tensor | None, experts: int, ranks: int, seed: int) -> Tensor:
+    """A random split of the kept choices, [E, D]."""
+    counts = torch.bincount((ids.reshape(-1) if kept is None else ids[kept]).cpu(), minlength=experts)
+    g = torch.Generator().manual_seed(seed)
+    cuts = (torch.rand(experts, ranks - 1, generator=g) * (counts[:, None] + 1)).long().sort(dim=1).values
+    return torch.cat([torch.zeros(experts, 1, dtype=torch.long), cuts, counts[:, None]], dim=1).diff(dim=1).to(DEVICE)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 1, 3), (1, 1, 1), (7, 2, 5), (200, 3, 17)])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_send_order_permute_and_unpermute(tokens: int, top_k: int, experts: int, drop: bool, ranks: int) -> None:
+    ids = routed(tokens, top_k, experts, seed=tokens)
+    kept = (torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(1)) < 0.6).to(DEVICE) if drop else None
+    split = shared(ids, kept, experts, ranks, seed=2)
+    plan = send_order(ids, kept, split, int(split.sum()), impl="triton")
+    want = send_order(ids, kept, split, impl="naive")
+    assert torch.equal(plan.order, want.order)
+    assert torch.equal(plan.position, want.position)
+    for dtype in DTYPES:
+        x = normal(tokens, 19, dtype=dtype, seed=3)
+        weights = normal(tokens, top_k, dtype=torch.float32, seed=4)
+        results = []
+        for impl, kind in (("triton", dtype), ("naive", torch.float64)):
+            a, w = (t.detach().to(kind if t is x else torch.promote_types(kind, t.dtype)) for t in (x, weights))
+            a.requires_grad_(), w.requires_grad_()
+            rows = permute(a, *plan, impl=impl)  # type: ignore[arg-type]
+            y = unpermute(rows, *plan, w, impl=impl)  # type: ignore[arg-type]
+            total = unpermute(rows, *plan, impl=impl)  # type: ignore[arg-type]
+            grads = torch.autograd.grad(y.sum() + 2 * total.sum(), [a, w])
+            results.append([rows, y, total, *grads])
+        for got, exact in zip(*results, strict=True):
+            assert_near(got, exact, dtype)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 4, 1), (5, 6, 6), (70, 13, 3), (1, 1, 1)])
+def test_route(
+    score: Literal["softmax", "sigmoid"], normalize: bool, biased: bool, tokens: int, experts: int, top_k: int
+) -> None:
+    logits = normal(tokens, experts, dtype=torch.float32, seed=1)
+    bias = normal(experts, dtype=torch.float32, seed=2, scale=0.1).detach() if biased else None
+    found = route(logits, top_k, score=score, normalize=normalize, scale=1.5, bias=bias, impl="triton")
+    wide = logits.detach().double().requires_grad_()
+    exact = route(wide, top_k, score=score, normalize=normalize, scale=1.5, bias=bias, impl="naive")
+    assert torch.equal(found.ids, exact.ids)
+    assert torch.equal(found.counts, exact.counts)
+    assert_near(found.weights, exact.weights, torch.float32)
+    d_weights = normal(tokens, top_k, dtype=torch.float32, seed=3).detach()
+    got = torch.autograd.grad(found.weights, logits, d_weights)[0]
+    assert_near(got, torch.autograd.grad(exact.weights, wide, d_weights.double())[0], torch.float32)
+
+
+def test_triton_refuses_float64() -> None:
+    with pytest.raises(ValueError, match="float32, float16 and bfloat16"):
+        route(torch.zeros(2, 3, dtype=torch.float64, device=DEVICE), 1, impl="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+def test_nothing_makes_the_host_wait() -> None:
+    home = ExpertWeights(
+        normal(2, 64, 32, dtype=torch.bfloat16, seed=1), normal(2, 32, 64, dtype=torch.bfloat16, seed=2)
+    )
+    ids = routed(64, 2, 2, seed=0)
+    split = shared(ids, None, 2, 1, seed=0)
+    sizes = torch.tensor([64, 64], device=DEVICE)
+    x = normal(64, 32, dtype=torch.bfloat16, seed=3)
+    logits = normal(64, 2, dtype=torch.float32, seed=4)
+
+    def layer() -> None:
+        weights = route(logits, 2).weights
+        plan = send_order(ids, None, split)
+        rows = grouped_ffn(permute(x, *plan), sizes, home, "gelu")
+        unpermute(rows, *plan, weights).sum().backward()
+
+    layer()  # compiles
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
