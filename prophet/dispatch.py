@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from prophet.comm import Collective, Operation
-from prophet.kernels.split_apply.naive import regroup
+from prophet.kernels.split_apply import regroup
 from prophet.scheduler.runtime import Stopwatch
 from prophet.spec import Placement, Split
 

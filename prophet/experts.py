@@ -110,6 +110,10 @@ class ExpertBank(nn.Module):
             if p is not None:
                 yield name, p
 
+    def stacked_weights(self) -> ExpertWeights:
+        """The home experts' parameters as they are: stacked, their gradients unscaled."""
+        return ExpertWeights(self.w_in, self.w_out, self.b_in, self.b_out)
+
     def shape(self) -> LayerShape:
         """The sizes the performance model needs, at the parameters' precision."""
         size = self.w_in.element_size()
@@ -233,6 +237,11 @@ class Replica:
             views[name] = leaf
             base += n
         return cls(expert, params, grads, ExpertWeights(**views))
+
+    def weight_grads(self) -> ExpertWeights:
+        """Where the gradients of `weights` accumulate: views of `grads`, None for what is frozen or not there."""
+        self.settle_grads()
+        return ExpertWeights(*(None if w is None else w.grad for w in self.weights))  # type: ignore[arg-type]
 
     def settle_grads(self) -> None:
         """Make sure `grads` holds what autograd accumulated, also where it replaced `.grad` by a new tensor."""

@@ -21,9 +21,10 @@ from prophet.comm import DEFAULT_TIMEOUT_S, Collective, Operation, collective_fo
 from prophet.dispatch import Route, all_to_all, on_backward
 from prophet.experts import ExpertBank, Replica
 from prophet.gate import Gate, GateConfig, Routing
-from prophet.kernels.grouped_ffn.naive import grouped_ffn
-from prophet.kernels.permute.naive import permute, unpermute
-from prophet.kernels.split_apply.naive import send_order
+from prophet.kernels.choice import Impl
+from prophet.kernels.grouped_ffn import grouped_ffn
+from prophet.kernels.permute import permute, unpermute
+from prophet.kernels.split_apply import inverse, send_order
 from prophet.scheduler.actions import WindowKind
 from prophet.scheduler.runtime import Stopwatch
 from prophet.spec import Activation, IntArray, Placement, Split, check_experts_per_rank
@@ -167,7 +168,8 @@ class MoE(nn.Module):
 
     dim, hidden: sizes of one expert. activation: "gelu" (w_out·gelu(w_in·x)) or "swiglu". bias: whether experts have
     biases. gate: how tokens are routed. group: the expert-parallel group; None means all processes, or a single rank
-    where `torch.distributed` is not initialised. A `prophet.comm.Collective` may be given instead.
+    where `torch.distributed` is not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels
+    run ("auto": Triton on a GPU, library products elsewhere; "naive": their definitions).
 
     Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
     other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
@@ -186,6 +188,7 @@ class MoE(nn.Module):
         gate: GateConfig | None = None,
         group: dist.ProcessGroup | Collective | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        impl: Impl = "auto",
     ) -> None:
         super().__init__()
         if dim < 1 or hidden < 1:
@@ -196,6 +199,7 @@ class MoE(nn.Module):
         ranks = self.collective.size
         m = check_experts_per_rank(num_experts, ranks)
         self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
+        self.impl: Impl = impl
         self.gate = Gate(dim, num_experts, top_k, gate)
         self.experts = ExpertBank(
             dim,
@@ -258,21 +262,29 @@ class MoE(nn.Module):
         self._record(routing, known, split, training)
         route = route.to(x.device)
 
-        order = send_order(routing.ids, routing.kept, route.send_ED)
-        rows = permute(tokens.to(dtype), order, self.top_k)
+        order, position = send_order(routing.ids, routing.kept, route.send_ED, sum(route.send_rows), impl=self.impl)
+        rows = permute(tokens.to(dtype), order, position, impl=self.impl)
         rows = self._exchange(rows, route.send_rows, route.recv_rows, "dispatch")
-        rows = self._edge(rows.index_select(0, route.to_groups), "BEC_ENDED")
+        from_groups = inverse(route.to_groups, route.to_groups.numel()).unsqueeze(1)
+        rows = self._edge(permute(rows, route.to_groups, from_groups, impl=self.impl), "BEC_ENDED")
         replicas = port.replicas(training)
         self._window("FEC")
         before = time.perf_counter()
-        weights = self.experts.home_weights() + [r.weights for r in replicas]
-        out = grouped_ffn(rows, route.sizes, weights, self.experts.activation)
+        out = grouped_ffn(
+            rows,
+            route.sizes,
+            self.experts.stacked_weights(),
+            self.experts.activation,
+            replicas=[r.weights for r in replicas],
+            replica_grads=[r.weight_grads() for r in replicas],
+            grad_scale=self.experts.grad_scale,
+            impl=self.impl,
+        )
         watch.add("expert", time.perf_counter() - before)
         out = self._edge(out, "BEC")
-        back = torch.empty_like(route.to_groups)
-        back[route.to_groups] = torch.arange(back.numel(), device=back.device)
-        rows = self._exchange(out.index_select(0, back), route.recv_rows, route.send_rows, "combine")
-        y = unpermute(rows, order, routing.weights)
+        out = unpermute(out, route.to_groups, from_groups, impl=self.impl)
+        rows = self._exchange(out, route.recv_rows, route.send_rows, "combine")
+        y = unpermute(rows, order, position, routing.weights, impl=self.impl)
         self._window("FNEC")
         return y.view(*x.shape[:-1], self.dim)
 
