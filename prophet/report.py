@@ -299,8 +299,7 @@ def _losses(report: Report) -> str:
         differs = np.flatnonzero(difference)
         bottom.plot(differs + 1, difference[differs], ".", color=_THIRD, markersize=3)
         bottom.set_yscale("log")
-        if not differs.size:
-            bottom.set_ylim(1e-9, 1e-5)
+        bottom.set_ylim(1e-9, max(1e-5, 3.0 * float(difference.max())))
         bottom.set(xlabel="step", ylabel="relative\ndifference")
 
     return _draw(draw, height_in=3.2, label="Losses of both runs, and their difference")
