@@ -296,8 +296,10 @@ def _losses(report: Report) -> str:
         top.set_ylabel("loss, nats / byte")
         top.legend()
         difference = relative_difference(report.before.loss, report.after.loss)
-        bottom.plot(np.arange(1, len(difference) + 1), np.maximum(difference, 1e-9), color=_THIRD, linewidth=1.0)
+        differs = np.flatnonzero(difference)
+        bottom.plot(differs + 1, difference[differs], ".", color=_THIRD, markersize=3)
         bottom.set_yscale("log")
+        bottom.set_ylim(1e-9, max(1e-5, 3.0 * float(difference.max())))
         bottom.set(xlabel="step", ylabel="relative\ndifference")
 
     return _draw(draw, height_in=3.2, label="Losses of both runs, and their difference")
@@ -330,8 +332,9 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
     ),
     (
         "The loss does not notice",
-        "Both runs start from one seed and see the same tokens. The lower panel is the relative "
-        "difference of the two losses; it comes from adding the same numbers in another order.",
+        "Both runs start from one seed and see the same tokens. The lower panel is the relative difference of the "
+        "two losses; it comes from adding the same numbers in another order. Steps without a point are equal in "
+        "every bit.",
         _losses,
     ),
 )
@@ -356,7 +359,7 @@ p{margin:.2rem 0 .6rem}
 .tile,section{background:var(--card);border:1px solid var(--faint);border-radius:10px;padding:.9rem 1rem}
 .tile b{display:block;font-size:1.35rem;line-height:1.25;font-variant-numeric:tabular-nums}
 .tile span{color:var(--soft);font-size:.88rem;line-height:1.35;display:block}
-.columns{columns:24rem;column-gap:1rem}
+.columns{columns:24rem;column-gap:1rem;margin-bottom:1rem}
 section{break-inside:avoid;margin:0 0 1rem}
 figure{margin:0}
 figure svg{width:100%;height:auto;display:block;margin-top:.5rem}

@@ -215,7 +215,7 @@ def make_report(
             (f"{b['copies_per_rank_mean']:.1f}", "expert copies per rank and layer, on average"),
             (
                 f"{1e3 * a['step_s_median']:.0f} → {1e3 * b['step_s_median']:.0f} ms",
-                "step time on this machine (see the notes: it cannot fall here)"
+                "step time on this machine, where it cannot fall but for noise (see the notes)"
                 if cores is not None and cores < ranks
                 else "step time on this machine",
             ),
