@@ -38,7 +38,7 @@ def both(run: peers.Run, t: Tensors) -> Callable[[], object]:
 
 def compare(name: str, got: Tensor, want: Tensor) -> None:
     """Raise WrongResult unless `got` is within the rounding of a few stored intermediates of `want`."""
-    eps = {torch.float32: 1e-5, torch.float16: 8e-3, torch.bfloat16: 6e-2}[want.dtype]
+    eps = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}[want.dtype]
     if want.numel() == 0:
         return
     error = float((got.detach().float() - want.detach().float()).abs().max())
@@ -92,7 +92,11 @@ def measure(
                     if replicas and skew == "uniform":
                         continue  # nothing is hot
                     sizes = group_sizes(shares, tokens * shape.top_k, replicas)
-                    yield from _case(shape, tokens, skew, sizes, device, dtype, repeats=repeats, budget_s=budget_s)
+                    try:
+                        yield from _case(shape, tokens, skew, sizes, device, dtype, repeats=repeats, budget_s=budget_s)
+                    except torch.OutOfMemoryError:
+                        note = f"{tokens} tokens do not fit in memory: not measured"
+                        yield {"op": "grouped_ffn", "shape": shape.name, "skew": skew, "note": note}
 
 
 def _case(
