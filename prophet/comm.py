@@ -195,8 +195,13 @@ class ProcessGroupCollective(Collective):
         super().__init__(dist.get_rank(base), dist.get_world_size(base), timeout_s)
         ranks = dist.get_process_group_ranks(base)
         limit = timedelta(seconds=timeout_s)
+        # Local synchronisation lets the members of a smaller group make it without the other processes. It derives the
+        # group's name from how many groups exist, so a name may come back after a group was destroyed and then hang on
+        # what the store remembers: hence not where all processes take part, and `collective_for` never destroys.
+        local = len(ranks) < dist.get_world_size()
+        self._base = weakref.ref(base)
         self._groups: dict[Channel, Any] = {
-            channel: dist.new_group(ranks, timeout=limit, use_local_synchronization=True)
+            channel: dist.new_group(ranks, timeout=limit, use_local_synchronization=local)
             for channel in ("tokens", "weights")
         }
         self._broken: CollectiveError | None = None
@@ -272,7 +277,10 @@ class ProcessGroupCollective(Collective):
         return _WorkPending(self, works, torch.empty(0), (list(sends), list(recvs)), op)
 
     def _renewed(self, timeout_s: float) -> Collective:
-        return ProcessGroupCollective(self._groups["tokens"], timeout_s=timeout_s)
+        base = self._base()
+        if base is None:
+            raise RuntimeError("the process group of this collective has been destroyed")
+        return collective_for(base, timeout_s=timeout_s)
 
     def close(self) -> None:
         if dist.is_initialized():
@@ -514,14 +522,14 @@ def processes() -> int:
 
 
 # Communicators belong to a process, as torch.distributed's own registry does; layers over one group share them.
-_shared: weakref.WeakKeyDictionary[Any, ProcessGroupCollective] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[Any, dict[float, ProcessGroupCollective]] = weakref.WeakKeyDictionary()
 
 
 def collective_for(group: dist.ProcessGroup | Collective | None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Collective:
     """The collective for `group`.
 
     A `Collective` is returned as it is. None means all processes, or a single rank where `torch.distributed` is not
-    initialised. Calls with the same group share one pair of communicators (the first call's time limit holds).
+    initialised. Calls with the same group and time limit share one pair of communicators, for the life of the group.
     """
     if isinstance(group, Collective):
         return group
@@ -532,8 +540,8 @@ def collective_for(group: dist.ProcessGroup | Collective | None, *, timeout_s: f
         raise ValueError("this process is not a member of the group it was given")
     if dist.get_world_size(base) == 1:
         return ThreadWorld(1).collective(0)
-    found = _shared.get(base)
+    known = _shared.setdefault(base, {})
+    found = known.get(timeout_s)
     if found is None or not found._groups:
-        found = ProcessGroupCollective(base, timeout_s=timeout_s)
-        _shared[base] = found
+        found = known[timeout_s] = ProcessGroupCollective(base, timeout_s=timeout_s)
     return found

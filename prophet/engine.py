@@ -157,8 +157,8 @@ class _LayerPort:
 
     def enter(self, kind: WindowKind) -> None:
         at = self._at - 1 if kind == "BNEC" else self._at
-        if at >= 0:
-            self._engine.runtime.enter(Window(kind, at))
+        # nothing comes before the first block: what belongs to the end starts under the rest of the backward pass
+        self._engine.runtime.enter(Window(kind, at) if at >= 0 else Window("END"))
 
     def backward_ran(self) -> None:
         self._engine.runtime.backward_ran(self._at)
@@ -176,8 +176,6 @@ class Engine:
         layers: list[MoE],
         collective: Collective,
         config: EngineConfig,
-        *,
-        owns_collective: bool,
     ) -> None:
         self.layers = layers
         self.collective = collective
@@ -186,7 +184,6 @@ class Engine:
         self.step = 0
         self.last_step: StepReport | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
-        self._owns_collective = owns_collective
         self._closed = False
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
@@ -484,8 +481,6 @@ class Engine:
         self._hooks.clear()
         for layer, (collective, port) in zip(self.layers, self._originals, strict=True):
             layer.collective, layer._port = collective, port
-        if self._owns_collective:
-            self.collective.close()
 
 
 def check_equal(layers: list[MoE], config: EngineConfig, collective: Collective) -> None:
@@ -555,7 +550,7 @@ def attach(
         )
     check_equal(layers, config, first)
     collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
-    engine = Engine(layers, collective, config, owns_collective=collective is not first)
+    engine = Engine(layers, collective, config)
     engine._hooks.append(
         # a copy of the model has the hook, too: it must not drive this engine
         model.register_forward_pre_hook(lambda m, _: engine.ensure_step() if m is model and m.training else None)

@@ -17,7 +17,10 @@ _PATTERN = re.compile(r"^(TRANS|AGG)\((\d+),(\d+)\)@(START|FEC|FNEC|BNEC|BEC|END
 
 @dataclass(frozen=True, slots=True, order=True)
 class Window:
-    """A stretch of compute: START (before the first block), FEC/FNEC/BNEC/BEC of a block, END (after backward)."""
+    """A stretch of compute.
+
+    START is before the first block, END after the first block's backward pass; the others belong to a block.
+    """
 
     kind: WindowKind
     block: int | None = None

@@ -353,7 +353,7 @@ def test_second_derivatives_are_refused() -> None:
         run = Run(CASE, group, ALL, slots_per_rank=8)
         weight = run.model.mix(0)
         (grad,) = torch.autograd.grad(run.forward(0), weight, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable|no autograd formula"):
+        with pytest.raises(RuntimeError, match=r"once_differentiable|no autograd formula"):
             grad.square().sum().backward()
 
     on_threads(2, body)
