@@ -8,11 +8,14 @@ is imported and never again, whatever arrays they are given.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 from numba import types
+from numba.core.caching import FunctionCache
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -25,15 +28,44 @@ OUT_INTS_3D = types.Array(types.int64, 3, "C")
 INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 
 
+KERNELS = ("flow.py", "timing.py", "outlets.py", "search.py")
+
+
+def _fingerprint() -> str:
+    """Changes with any kernel's source."""
+    folder = Path(__file__).parent
+    return hashlib.blake2b(b"".join((folder / k).read_bytes() for k in KERNELS), digest_size=16).hexdigest()
+
+
+_SOURCES = _fingerprint()
+
+
+class _Cache(FunctionCache):
+    """Numba's disk cache, keyed by all kernels: its own key does not see a change in a function that is called."""
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        key: tuple[Any, ...] = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]
+        return (*key, _SOURCES)
+
+
+def _dispatcher(function: Callable[..., Any]) -> Any:
+    dispatcher: Any = numba.njit(nogil=True)(function)
+    dispatcher._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    return dispatcher
+
+
 def compiled(function: _Function) -> _Function:
     """Compile `function` with numba when a kernel first calls it."""
-    return cast(_Function, numba.njit(cache=True, nogil=True)(function))
+    return cast(_Function, _dispatcher(function))
 
 
 def entry(*arguments: Any) -> Callable[[_Function], _Function]:
     """Compile a function for `arguments` (the types above) at once, and for no others."""
 
     def decorate(function: _Function) -> _Function:
-        return cast(_Function, numba.njit([tuple(arguments)], cache=True, nogil=True)(function))
+        dispatcher = _dispatcher(function)
+        dispatcher.compile(tuple(arguments))
+        dispatcher.disable_compile()
+        return cast(_Function, dispatcher)
 
     return decorate

@@ -17,19 +17,52 @@ from prophet.spec import BoolArray, IntArray
 
 
 @compiled
+def spread(
+    seen: BoolArray,
+    origin: int,
+    forward: bool,
+    floor: int,
+    item_expert: IntArray,
+    item_rank: IntArray,
+    item_tokens: IntArray,
+    next_of_rank: IntArray,
+    next_of_expert: IntArray,
+    first_of_rank: IntArray,
+    first_of_expert: IntArray,
+) -> None:
+    """Add `origin` to `seen` [R], and all ranks that it can drain to (`forward`) or that can drain to it."""
+    queue = np.empty(seen.size, np.int64)
+    met = np.zeros(first_of_expert.size, np.bool_)
+    seen[origin] = True
+    queue[0] = origin
+    head = 0
+    tail = 1
+    while head < tail:
+        i = first_of_rank[queue[head]]
+        head += 1
+        while i >= 0:
+            e = item_expert[i]
+            if not met[e] and (not forward or item_tokens[i] >= floor):
+                met[e] = True
+                k = first_of_expert[e]
+                while k >= 0:
+                    r = item_rank[k]
+                    if not seen[r] and (forward or item_tokens[k] >= floor):
+                        seen[r] = True
+                        queue[tail] = r
+                        tail += 1
+                    k = next_of_expert[k]
+            i = next_of_rank[i]
+
+
+@compiled
 def choose_target(
-    expert: int,
-    giver: int,
-    allowed: BoolArray,
-    held: BoolArray,
-    free: IntArray,
-    load_RE: IntArray,
-    node_R: IntArray,
+    holds: BoolArray, giver: int, allowed: BoolArray, free: IntArray, local: IntArray, node_R: IntArray
 ) -> int:
-    """The allowed rank with most free slots, then in the giver's node, then with most local tokens; -1: none."""
+    """The allowed rank with most free slots, then in the giver's node, then with most `local` tokens; -1: none."""
     target = -1
     for r in range(free.size):
-        if not allowed[r] or free[r] <= 0 or held[expert, r]:
+        if not allowed[r] or free[r] <= 0 or holds[r]:
             continue
         if target < 0:
             better = True
@@ -38,7 +71,7 @@ def choose_target(
         elif (node_R[r] == node_R[giver]) != (node_R[target] == node_R[giver]):
             better = node_R[r] == node_R[giver]
         else:
-            better = load_RE[r, expert] > load_RE[target, expert]
+            better = local[r] > local[target]
         if better:
             target = r
     return target
@@ -60,8 +93,7 @@ def add_outlets(
     rep_rank: IntArray,
     used: int,
 ) -> tuple[int, bool]:
-    """Append the replicas that connect all ranks by links of at least `floor` tokens; (replicas, slots
-    short).
+    """Append the replicas that connect all ranks by links of at least `floor` tokens; (replicas, slots short).
 
     `multi`, `start`, `arc_rank` index the replicas given and `x` [A] are their tokens under the exact split.
     """
@@ -69,92 +101,104 @@ def add_outlets(
     short = False
     if multi.size == 0:
         return used, short
-    # Arcs, with room for those to come: every expert is listed, the ones with one holder as a single arc at
-    # home.
-    held = np.zeros((experts, ranks), np.bool_)
-    tokens = np.zeros((experts, ranks), np.int64)
-    for e in range(experts):
-        held[e, home_E[e]] = True
-        tokens[e, home_E[e]] = total_E[e]
+    # One item per holder of an expert, in a list by rank and in a list by expert; new replicas are items, too.
+    most = experts + arc_rank.size + rep_expert.size - used
+    item_expert = np.empty(most, np.int64)
+    item_rank = np.empty(most, np.int64)
+    item_tokens = np.zeros(most, np.int64)
+    next_of_rank = np.empty(most, np.int64)
+    next_of_expert = np.empty(most, np.int64)
+    first_of_rank = np.full(ranks, -1, np.int64)
+    first_of_expert = np.full(experts, -1, np.int64)
+    items = 0
+    hottest = multi[0]
     for j in range(multi.size):
         e = multi[j]
-        tokens[e, home_E[e]] = 0
+        if total_E[e] > total_E[hottest]:
+            hottest = e
         for k in range(start[j], start[j + 1]):
-            held[e, arc_rank[k]] = True
-            tokens[e, arc_rank[k]] = x[k]
+            item_expert[items] = e
+            item_rank[items] = arc_rank[k]
+            item_tokens[items] = x[k]
+            next_of_expert[items] = first_of_expert[e]
+            first_of_expert[e] = items
+            items += 1
+    for e in range(experts):
+        if first_of_expert[e] < 0:
+            item_expert[items] = e
+            item_rank[items] = home_E[e]
+            item_tokens[items] = total_E[e]
+            next_of_expert[items] = -1
+            first_of_expert[e] = items
+            items += 1
+    for i in range(items):
+        next_of_rank[i] = first_of_rank[item_rank[i]]
+        first_of_rank[item_rank[i]] = i
     free = limit_R.copy()
     for i in range(used):
         free[rep_rank[i]] -= 1
-    hottest = multi[0]
-    for j in range(multi.size):
-        if total_E[multi[j]] > total_E[hottest]:
-            hottest = multi[j]
     root = home_E[hottest]
-    stuck = np.zeros(ranks, np.bool_)
+    holds = np.zeros(ranks, np.bool_)
     for inward in range(2):  # first every rank must drain to the root, then the root to every rank
-        stuck[:] = False
-        while used < rep_expert.size:
-            core = np.zeros(ranks, np.bool_)
-            core[root] = True
-            grow(core, inward == 1, floor, held, tokens)
-            lost = -1
-            for r in range(ranks):
-                if not core[r] and not stuck[r]:
-                    lost = r
-                    break
-            if lost < 0:
-                break
+        core = np.zeros(ranks, np.bool_)
+        spread(
+            core, root, inward == 1, floor, item_expert, item_rank, item_tokens, next_of_rank, next_of_expert,
+            first_of_rank, first_of_expert,
+        )  # fmt: skip
+        for lost in range(ranks):
+            if core[lost] or used == rep_expert.size:
+                continue
             region = np.zeros(ranks, np.bool_)
-            region[lost] = True
-            grow(region, inward == 0, floor, held, tokens)
+            spread(
+                region, lost, inward == 0, floor, item_expert, item_rank, item_tokens, next_of_rank, next_of_expert,
+                first_of_rank, first_of_expert,
+            )  # fmt: skip
             givers = core if inward == 1 else region
             takers = region if inward == 1 else core
-            best = -1
+            below = np.int64(1) << 60
             giver = -1
             target = -1
-            for r in range(ranks):
-                if givers[r]:
-                    for e in range(experts):
-                        if tokens[e, r] >= floor and (best < 0 or tokens[e, r] > tokens[best, giver]):
-                            to = choose_target(e, r, takers, held, free, load_RE, node_R)
-                            if to >= 0:
-                                best = e
-                                giver = r
-                                target = to
-            if best < 0:
-                stuck[lost] = True
+            expert = -1
+            for _ in range(8):  # the largest links first; a few may have no rank left to go to
+                link = -1
+                for i in range(items):
+                    n = item_tokens[i]
+                    if floor <= n < below and givers[item_rank[i]] and (link < 0 or n > item_tokens[link]):
+                        link = i
+                if link < 0:
+                    break
+                below = item_tokens[link]
+                expert = item_expert[link]
+                giver = item_rank[link]
+                k = first_of_expert[expert]
+                while k >= 0:
+                    holds[item_rank[k]] = True
+                    k = next_of_expert[k]
+                target = choose_target(holds, giver, takers, free, load_RE[:, expert], node_R)
+                k = first_of_expert[expert]
+                while k >= 0:
+                    holds[item_rank[k]] = False
+                    k = next_of_expert[k]
+                if target >= 0:
+                    break
+            if target < 0:
                 for r in range(ranks):
-                    if takers[r] and free[r] <= 0:
-                        short = True
+                    short = short or (takers[r] and free[r] <= 0)
                 continue
-            held[best, target] = True
+            item_expert[items] = expert
+            item_rank[items] = target
+            item_tokens[items] = 0
+            next_of_expert[items] = first_of_expert[expert]
+            first_of_expert[expert] = items
+            next_of_rank[items] = first_of_rank[target]
+            first_of_rank[target] = items
+            items += 1
             free[target] -= 1
-            rep_expert[used] = best
+            rep_expert[used] = expert
             rep_rank[used] = target
             used += 1
+            spread(
+                core, giver if inward == 0 else target, inward == 1, floor, item_expert, item_rank, item_tokens,
+                next_of_rank, next_of_expert, first_of_rank, first_of_expert,
+            )  # fmt: skip
     return used, short
-
-
-@compiled
-def grow(seen: BoolArray, forward: bool, floor: int, held: BoolArray, tokens: IntArray) -> None:
-    """Grow `seen` [R] by all ranks its members can drain to (`forward`), or that can drain to its members."""
-    experts, ranks = held.shape
-    changed = True
-    used = np.zeros(experts, np.bool_)
-    while changed:
-        changed = False
-        for e in range(experts):
-            if used[e]:
-                continue
-            touches = False
-            for r in range(ranks):
-                if seen[r] and (tokens[e, r] >= floor if forward else held[e, r]):
-                    touches = True
-                    break
-            if not touches:
-                continue
-            used[e] = True
-            for r in range(ranks):
-                if not seen[r] and (held[e, r] if forward else tokens[e, r] >= floor):
-                    seen[r] = True
-                    changed = True

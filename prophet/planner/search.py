@@ -427,7 +427,7 @@ def search(
             problem, timed, False, limit, rep_expert, rep_rank, best_expert, best_rank, best_used, best
         )
         # Where more than the products themselves is left to gain: other starts, and single moves from each.
-        if best[0] > 1.05 * 3.0 * tokens / total_rate:
+        if evaluations > 0 and best[0] > 1.05 * 3.0 * tokens / total_rate:
             for start_kind in range(4):
                 now = base.copy()
                 now_used = 0
@@ -468,45 +468,45 @@ def search(
                     best_used = now_used
                     best_expert[:now_used] = now_expert[:now_used]
                     best_rank[:now_used] = now_rank[:now_used]
-        # Spare replicas against drift, as long as they cost next to nothing.
-        spared = False
-        if best_used > 0 and spare > 0.0:
-            multi, start, arc_rank = index_replicas(best_expert, best_rank, best_used, home_E)
-            x = best_flows(problem, multi, start, arc_rank, timed)[1]
-            rep_expert[:best_used] = best_expert[:best_used]
-            rep_rank[:best_used] = best_rank[:best_used]
-            used, lacking = add_outlets(
-                load_RE,
-                problem.total_E,
-                home_E,
-                node_R,
-                limit,
-                multi,
-                start,
-                arc_rank,
-                x,
-                max(1, int(spare * tokens / ranks)),
-                rep_expert,
-                rep_rank,
-                best_used,
-            )
-            short = short or lacking
-            if used > best_used:
-                cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
-                spared = cost[0] <= best[0] * (1.0 + spare_margin)
-                if spared:
-                    kept[:] = cost
-                    kept_used = used
-                    kept_expert[:used] = rep_expert[:used]
-                    kept_rank[:used] = rep_rank[:used]
-        if not spared:
-            kept[:] = best
-            kept_used = best_used
-            kept_expert[:best_used] = best_expert[:best_used]
-            kept_rank[:best_used] = best_rank[:best_used]
-        if not short:
+        even = best[2] <= 1.005 * 3.0 * tokens / total_rate and best[3] + best[4] <= 0.0
+        if not short or (even and best[1] <= 0.05 * best[0]):
             break
         slot += max(1, slot // 2)
+    # Spare replicas against drift, as long as they cost next to nothing.
+    spared = False
+    if best_used > 0 and spare > 0.0:
+        multi, start, arc_rank = index_replicas(best_expert, best_rank, best_used, home_E)
+        x = best_flows(problem, multi, start, arc_rank, timed)[1]
+        rep_expert[:best_used] = best_expert[:best_used]
+        rep_rank[:best_used] = best_rank[:best_used]
+        used, _ = add_outlets(
+            load_RE,
+            problem.total_E,
+            home_E,
+            node_R,
+            limit_R,
+            multi,
+            start,
+            arc_rank,
+            x,
+            max(1, int(spare * tokens / ranks)),
+            rep_expert,
+            rep_rank,
+            best_used,
+        )
+        if used > best_used:
+            cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
+            spared = cost[0] <= best[0] * (1.0 + spare_margin)
+            if spared:
+                kept[:] = cost
+                kept_used = used
+                kept_expert[:used] = rep_expert[:used]
+                kept_rank[:used] = rep_rank[:used]
+    if not spared:
+        kept[:] = best
+        kept_used = best_used
+        kept_expert[:best_used] = best_expert[:best_used]
+        kept_rank[:best_used] = best_rank[:best_used]
     if kept[0] > base[0] * (1.0 - gain_margin):
         kept_used = 0
         kept[:] = base

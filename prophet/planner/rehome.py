@@ -1,0 +1,96 @@
+"""Re-homing: rare swaps of homes that pay for themselves over many steps. Decision only; nothing is moved here.
+
+Shape legend: R ranks, E experts.
+
+A swap exchanges the homes of two experts on different ranks, so every rank keeps its number of experts. It pays where
+several hot experts share a home, or where an expert's tokens come from another node, and the skew lasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from prophet.planner.base import Planner
+from prophet.planner.cost import step_cost
+from prophet.spec import IntArray, LayerShape, PlanContext, SpecError, Topology, check_load
+
+Swap = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Proposal:
+    """Swaps of homes, in order, and what they bring.
+
+    `home` are the homes afterwards, [E]. `saving_s` is saved in every step, `cost_s` is paid once; `break_even_steps`
+    is their quotient, infinite where nothing is saved.
+    """
+
+    swaps: tuple[Swap, ...]
+    home: tuple[int, ...]
+    saving_s: float
+    cost_s: float
+
+    @property
+    def break_even_steps(self) -> float:
+        return self.cost_s / self.saving_s if self.saving_s > 0 else float("inf")
+
+
+def swap_seconds(a: int, b: int, topology: Topology, shape: LayerShape, state_bytes_per_param: int) -> float:
+    """Seconds to exchange two experts, with gradients' and optimizer's state, between their ranks `a` and `b`."""
+    link = topology.intra if topology.node_of(a) == topology.node_of(b) else topology.inter
+    return link.seconds(shape.expert_params * state_bytes_per_param)
+
+
+def propose(
+    load: IntArray,
+    context: PlanContext,
+    planner: Planner,
+    *,
+    steps_ahead: int,
+    state_bytes_per_param: int = 16,
+    max_swaps: int = 4,
+    candidates: int = 8,
+) -> Proposal:
+    """Swaps whose saving over `steps_ahead` steps, in which the load stays like `load` [R, E], exceeds their cost.
+
+    `planner` places and splits before and after, so replicas that already mend the skew leave nothing to save.
+    `state_bytes_per_param` is what moves with a parameter: 16 is float32 master weights, two Adam moments and a copy.
+    Of every round the `candidates` heaviest experts are tried against the lightest ones; the best swap is kept.
+    """
+    load = check_load(load)
+    if load.shape != (context.ranks, context.experts):
+        raise SpecError(f"load must be [{context.ranks}, {context.experts}], got {list(load.shape)}")
+    if steps_ahead < 0 or state_bytes_per_param <= 0 or max_swaps < 0 or candidates < 1:
+        raise SpecError("rehome: steps_ahead and max_swaps must not be negative, sizes and candidates be positive")
+
+    def seconds(home: tuple[int, ...]) -> float:
+        moved = replace(context, home=home, previous=None)
+        placement = planner.place(load, moved)
+        return step_cost(planner.split(load, placement, moved), placement, moved).total_s
+
+    home = context.home
+    before_s = now_s = seconds(home)
+    cost_s = 0.0
+    swaps: list[Swap] = []
+    order = [int(e) for e in np.argsort(-load.sum(axis=0), kind="stable")]
+    for _ in range(max_swaps):
+        best: tuple[float, float, float, Swap, tuple[int, ...]] | None = None
+        for a in order[:candidates]:
+            for b in order[::-1][:candidates]:
+                if home[a] == home[b]:
+                    continue
+                after = list(home)
+                after[a], after[b] = home[b], home[a]
+                after_s = seconds(tuple(after))
+                move_s = swap_seconds(home[a], home[b], context.topology, context.shape, state_bytes_per_param)
+                gain_s = (now_s - after_s) * steps_ahead - move_s
+                if gain_s > 0 and (best is None or gain_s > best[0]):
+                    best = (gain_s, after_s, move_s, (a, b), tuple(after))
+        if best is None:
+            break
+        _, now_s, move_s, swap, home = best
+        cost_s += move_s
+        swaps.append(swap)
+    return Proposal(swaps=tuple(swaps), home=home, saving_s=before_s - now_s, cost_s=cost_s)
