@@ -1,7 +1,7 @@
 # The two commands: `make demo` and `make test`. Each makes its own virtual environment first, once.
 #
 #   make demo    train a small MoE language model on four ranks, without and with balancing; writes out/demo/
-#   make test    run the tests
+#   make test    run the tests (make test-all: the slow ones too, faults on an emulated cluster among them)
 #   make lint    ruff, its formatter and mypy
 #   make bench   run the benchmarks (BENCH=name for one of them)
 #   make clean   remove the environment and everything that was made
@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-all lint bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -43,8 +43,11 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.installed
 	$(BIN)/prophet demo $(ARGS)
 
-test: export OMP_NUM_THREADS ?= 1
+test test-all: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.installed
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev

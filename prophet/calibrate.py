@@ -225,7 +225,7 @@ def _fit_experts(
 
     # the model counts the backward pass as twice the forward one: its rate is that of both together
     flops = bank.shape().forward_flops_per_token
-    per_token = (forward.unit_s + backward.unit_s) / 3.0
+    per_token = max((forward.unit_s + backward.unit_s) / 3.0, 1e-15)
     slowest = max(TOKENS)
     speed = by_rank[float(slowest)] / by_rank[float(slowest)].max()  # relative seconds of the ranks, slowest 1
     rates = flops / (per_token * speed)

@@ -142,7 +142,7 @@ def _add_demo(commands: Any) -> None:
     add(
         "--slots",
         type=_not_negative,
-        default=4,
+        default=2,
         metavar="N",
         help="replicas a rank may hold per layer (default: %(default)s)",
     )

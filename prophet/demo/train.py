@@ -41,7 +41,7 @@ class TrainConfig:
     held_out_sequences: int = 64
     learning_rate: float = 1e-3
     seed: int = 0
-    slots_per_rank: int = 4
+    slots_per_rank: int = 2
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
