@@ -1,4 +1,4 @@
-"""Before the first test: the planner's kernels are compiled, or loaded from the cache, once and not under a time limit."""
+"""Before the first test the planner's kernels are compiled, or loaded from the cache: once, under no time limit."""
 
 from __future__ import annotations
 

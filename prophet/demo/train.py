@@ -20,6 +20,7 @@ from prophet.comm import Collective, Operation
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, held_out_rows, rank_batch
 from prophet.engine import Engine, EngineConfig, StepReport, attach
+from prophet.planner.base import Planner
 from prophet.planner.presets import CLUSTERS
 from prophet.spec import FloatArray, IntArray
 from prophet.traces import TraceWriter
@@ -146,11 +147,11 @@ def train(
     corpus: Corpus,
     *,
     name: str,
-    planner: str,
+    planner: str | Planner,
     group: Any = None,
     listeners: Iterable[Listener] = (),
 ) -> RunResult:
-    """Train from `config.seed` with the planner called `planner`; collective over `group`.
+    """Train from `config.seed` with `planner`, a name or an object; collective over `group`.
 
     Everything that differs between runs is `planner`: the data and the initial parameters follow from the seed.
     """
