@@ -5,7 +5,8 @@
 >>> engine = prophet.attach(model, optimizer)                   # and train as before
 """
 
-from prophet.engine import ConfigMismatch, Engine, EngineConfig, StepReport, attach
+from prophet.config import ConfigMismatch, EngineConfig
+from prophet.engine import Engine, StepReport, attach
 from prophet.experts import ReplicaMemoryError
 from prophet.gate import GateConfig
 from prophet.layer import LossBook, MoE, PlanMismatch, RoutingError, collect_losses

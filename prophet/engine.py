@@ -12,82 +12,29 @@ Shape legend: L layers, R ranks, E experts.
 
 from __future__ import annotations
 
-import hashlib
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from prophet.comm import Collective, Operation, processes
+from prophet.config import EngineConfig, check_equal
 from prophet.experts import Replica, ReplicaMemoryError, ReplicaPool
+from prophet.history import History
 from prophet.layer import MoE, PlanMismatch, Port, plain_port
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import block_wise, blocking
 from prophet.scheduler.runtime import Runtime, Stopwatch
-from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology, Windows
-
-
-class ConfigMismatch(RuntimeError):
-    """The ranks were configured differently; the message names those that differ."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """How a model is balanced. Must be the same on all ranks.
-
-    planner: a name from `prophet.planner.PLANNER_NAMES`, or an object with the `Planner` protocol.
-    topology: the machine, for the performance model; None assumes equal ranks on one node.
-    windows: seconds of non-MoE compute per block, under which Trans and Agg can be hidden.
-    slots_per_rank: replicas of one layer that a rank may hold.
-    replica_memory_bytes: budget per rank for the replicas of all layers, parameters and gradients; None is no limit.
-    accumulation_steps: backward passes per optimizer step. Agg then runs once, with the last of them. With the default
-        of 1 every backward pass brings its own gradients home, which is correct for any number of them.
-    schedule: "block-wise" (Algorithm 2) or "blocking" (nothing hidden; for comparison).
-    check_split_every: steps between explicit comparisons of the split over ranks (placements are compared in every
-        layer of every step, at no extra message).
-    timeout_s: limit on every wait; None keeps the layers' own.
-    """
-
-    planner: str | Planner = "prophet"
-    topology: Topology | None = None
-    windows: Windows = field(default_factory=Windows)
-    slots_per_rank: int = 4
-    replica_memory_bytes: int | None = None
-    accumulation_steps: int = 1
-    schedule: Literal["block-wise", "blocking"] = "block-wise"
-    check_split_every: int = 50
-    timeout_s: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.slots_per_rank < 0:
-            raise ValueError(f"EngineConfig.slots_per_rank must not be negative, got {self.slots_per_rank}")
-        if self.replica_memory_bytes is not None and self.replica_memory_bytes < 0:
-            raise ValueError(f"EngineConfig.replica_memory_bytes must not be negative, got {self.replica_memory_bytes}")
-        for name in ("accumulation_steps", "check_split_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
-        if self.schedule not in ("block-wise", "blocking"):
-            raise ValueError(f"EngineConfig.schedule must be 'block-wise' or 'blocking', got {self.schedule!r}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ValueError(f"EngineConfig.timeout_s must be positive, got {self.timeout_s!r}")
-
-    def signature(self) -> str:
-        """What must be equal on all ranks, as text."""
-        planner = self.planner if isinstance(self.planner, str) else self.planner.name
-        return (
-            f"planner={planner} topology={self.topology} windows={self.windows} slots={self.slots_per_rank} "
-            f"memory={self.replica_memory_bytes} accumulation={self.accumulation_steps} schedule={self.schedule} "
-            f"check={self.check_split_every} timeout={self.timeout_s}"
-        )
+from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +156,8 @@ class Engine:
         self._digests = [p.digest() for p in self._placements]
         self._split_digest = 0
         self._plans: list[Future[tuple[Placement, float]] | None] = [None] * len(layers)
+        # one history per layer, since layers may differ in their number of experts
+        self.histories = [History(1, collective.size, layer.num_experts) for layer in layers]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prophet-plan")
         self._clear_step()
         for index, layer in enumerate(layers):
@@ -329,9 +278,10 @@ class Engine:
                 self._placements[i] = Placement.with_replicas(placement.home, placement.ranks, keep)
 
     def _imbalance(self, layer: int) -> float:
-        load = self._previous_load[layer]
-        if load is None:
+        history = self.histories[layer]
+        if not history.observed(0):
             return 1.0
+        load = history.predict(0, "last")
         return Split.to_homes(load, self._static[layer]).max_mean()
 
     def _before_optimizer(self, *_: Any) -> None:
@@ -357,15 +307,13 @@ class Engine:
         self.last_step = self._report()
         self.step += 1
         for i, load in enumerate(self._load):
-            self._previous_load[i] = load
+            self.histories[i].observe(0, load)
         self._clear_step()
         for listener in self.on_step:
             listener(self.last_step)
 
     def _clear_step(self) -> None:
         ranks = self.collective.size
-        if not hasattr(self, "_previous_load"):
-            self._previous_load: list[IntArray | None] = [None] * len(self.layers)
         self._load = [np.zeros((ranks, x.num_experts), dtype=np.int64) for x in self.layers]
         self._rank_load = np.zeros((len(self.layers), ranks), dtype=np.int64)
         self._choices = [np.zeros(x.num_experts, dtype=np.int64) for x in self.layers]
@@ -429,8 +377,9 @@ class Engine:
         previous = self._plans[layer]
         if previous is not None:
             previous.cancel()
-        seen, context = self._load[layer].copy(), self._contexts[layer]
-        self._plans[layer] = self._thread.submit(self._place, seen, context, self._placements[layer])
+        expected = self.histories[layer].forecast(0, self._load[layer].copy(), self.config.predict)
+        context, in_force = self._contexts[layer], self._placements[layer]
+        self._plans[layer] = self._thread.submit(self._place, expected, context, in_force)
 
     def _place(self, load: IntArray, context: PlanContext, previous: Placement) -> tuple[Placement, float]:
         before = time.perf_counter()
@@ -481,28 +430,6 @@ class Engine:
         self._hooks.clear()
         for layer, (collective, port) in zip(self.layers, self._originals, strict=True):
             layer.collective, layer._port = collective, port
-
-
-def check_equal(layers: list[MoE], config: EngineConfig, collective: Collective) -> None:
-    """Raise `ConfigMismatch` unless all ranks have the same configuration and layers; collective."""
-    parts = [config.signature(), *(layer.signature() for layer in layers)]
-    digests = [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=7).digest(), "little") for p in parts]
-    head = torch.tensor([len(parts), digests[0], hash_of(digests[1:])], dtype=torch.int64)
-    device = layers[0].experts.w_in.device
-    table = collective.all_gather(head.to(device), op=Operation("comparison of configurations")).cpu()
-    for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
-        values, votes = table[:, column].unique(return_counts=True)
-        if values.numel() > 1:
-            differ = (table[:, column] != values[votes.argmax()]).nonzero().flatten().tolist()
-            mine = parts[0] if column == 1 else "; ".join(parts[1:])
-            raise ConfigMismatch(
-                f"the {what} of rank(s) {differ} differ from the other ranks'; rank {collective.rank} has: {mine}"
-            )
-
-
-def hash_of(digests: list[int]) -> int:
-    """One 56-bit integer from several."""
-    return int.from_bytes(hashlib.blake2b(repr(digests).encode(), digest_size=7).digest(), "little")
 
 
 def moe_layers(model: nn.Module) -> list[MoE]:

@@ -60,13 +60,32 @@ class History:
             raise SpecError(f"load must be below 2**31 tokens per rank and expert, got {int(array.max())}")
         seen = int(self._observed[layer])
         self._ring[layer, seen % self.window] = array
-        scaled = array << _FRACTION_BITS
-        if seen == 0:
-            self._ema[layer] = scaled
-        else:
-            # ema += (x - ema) * w / 256, rounded down by the shift: integers, hence equal on every rank.
-            self._ema[layer] += ((scaled - self._ema[layer]) * self._weight) >> 8
+        self._ema[layer] = self._averaged(layer, array)
         self._observed[layer] = seen + 1
+
+    def _averaged(self, layer: int, load: IntArray) -> IntArray:
+        """The moving average with `load` as its newest step, in fixed point."""
+        scaled = load << _FRACTION_BITS
+        if not self._observed[layer]:
+            return scaled
+        # ema += (x - ema) * w / 256, rounded down by the shift: integers, hence equal on every rank.
+        average: IntArray = self._ema[layer] + (((scaled - self._ema[layer]) * self._weight) >> 8)
+        return average
+
+    def forecast(self, layer: int, load: npt.NDArray[Any], mode: PredictMode = "last") -> IntArray:
+        """What `predict` would say if `load` [R, E] were observed now; nothing is remembered.
+
+        For a step that is still running: its microbatches so far stand for the whole.
+        """
+        self._check_layer(layer)
+        array = check_load(load)
+        if array.shape != (self.ranks, self.experts):
+            raise SpecError(f"load must have shape [{self.ranks}, {self.experts}], got {list(array.shape)}")
+        if mode == "last":
+            return array
+        if mode == "ema":
+            return _rounded(self._averaged(layer, array))
+        raise SpecError(f"History.forecast mode must be 'last' or 'ema', got {mode!r}")
 
     def observed(self, layer: int) -> int:
         """Steps that `layer` has been observed for, including those the ring has forgotten."""
@@ -84,8 +103,7 @@ class History:
             last: IntArray = self._ring[layer, newest].astype(np.int64)
             return last
         if mode == "ema":
-            rounded: IntArray = (self._ema[layer] + (1 << (_FRACTION_BITS - 1))) >> _FRACTION_BITS
-            return rounded
+            return _rounded(self._ema[layer])
         raise SpecError(f"History.predict mode must be 'last' or 'ema', got {mode!r}")
 
     def recent(self, layer: int) -> IntArray:
@@ -109,6 +127,12 @@ class History:
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:
             raise SpecError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
+
+
+def _rounded(fixed: IntArray) -> IntArray:
+    """Fixed point to the nearest integer."""
+    rounded: IntArray = (fixed + (1 << (_FRACTION_BITS - 1))) >> _FRACTION_BITS
+    return rounded
 
 
 def expert_shares(load: npt.NDArray[Any]) -> FloatArray:

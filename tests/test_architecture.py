@@ -34,18 +34,20 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": _RANKS | {"planner", "history"},
     "dispatch": _RANKS | {"scheduler"},
     "layer": _RANKS | {"planner", "history", "scheduler", "dispatch"},
-    "engine": _RANKS | {"planner", "history", "traces", "scheduler", "layer"},
+    "config": _RANKS | {"planner", "history", "layer"},
+    "engine": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "config"},
     "convert": _RANKS | {"layer"},
     "topology": _VALUES,
     "calibrate": _RANKS | {"topology"},
     "replay": _VALUES | {"planner", "traces"},
     "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay"},
     "demo": _RANKS
-    | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert", "replay", "report", ""},
+    | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert", "replay", "report", ""},
     "cli": _VALUES
     | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", ""},
     "__main__": {"cli"},
-    "": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "engine", "convert"},  # prophet/__init__.py
+    "": _RANKS
+    | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert"},  # prophet/__init__.py
 }
 
 # Third-party packages a room may import. Rooms that are not listed may import torch, numpy and rich.

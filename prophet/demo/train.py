@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from prophet.comm import Collective, Operation
+from prophet.config import EngineConfig
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, held_out_rows, rank_batch
-from prophet.engine import Engine, EngineConfig, StepReport, attach
+from prophet.engine import Engine, StepReport, attach
 from prophet.planner.base import Planner
 from prophet.planner.presets import CLUSTERS
 from prophet.spec import FloatArray, IntArray

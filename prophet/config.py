@@ -1,0 +1,95 @@
+"""How a model is balanced, and the check that all ranks want the same."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from prophet.comm import Collective, Operation
+from prophet.history import PredictMode
+from prophet.layer import MoE
+from prophet.planner.base import Planner
+from prophet.spec import Topology, Windows
+
+
+class ConfigMismatch(RuntimeError):
+    """The ranks were configured differently; the message names those that differ."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How a model is balanced. Must be the same on all ranks.
+
+    planner: a name from `prophet.planner.PLANNER_NAMES`, or an object with the `Planner` protocol.
+    topology: the machine, for the performance model; None assumes equal ranks on one node.
+    windows: seconds of non-MoE compute per block, under which Trans and Agg can be hidden.
+    slots_per_rank: replicas of one layer that a rank may hold.
+    replica_memory_bytes: budget per rank for the replicas of all layers, parameters and gradients; None is no limit.
+    accumulation_steps: backward passes per optimizer step. Agg then runs once, with the last of them. With the default
+        of 1 every backward pass brings its own gradients home, which is correct for any number of them.
+    schedule: "block-wise" (Algorithm 2) or "blocking" (nothing hidden; for comparison).
+    predict: the load that placements are planned for: that of the "last" step, or a moving average ("ema").
+    check_split_every: steps between explicit comparisons of the split over ranks (placements are compared in every
+        layer of every step, at no extra message).
+    timeout_s: limit on every wait; None keeps the layers' own.
+    """
+
+    planner: str | Planner = "prophet"
+    topology: Topology | None = None
+    windows: Windows = field(default_factory=Windows)
+    slots_per_rank: int = 4
+    replica_memory_bytes: int | None = None
+    accumulation_steps: int = 1
+    schedule: Literal["block-wise", "blocking"] = "block-wise"
+    predict: PredictMode = "last"
+    check_split_every: int = 50
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots_per_rank < 0:
+            raise ValueError(f"EngineConfig.slots_per_rank must not be negative, got {self.slots_per_rank}")
+        if self.replica_memory_bytes is not None and self.replica_memory_bytes < 0:
+            raise ValueError(f"EngineConfig.replica_memory_bytes must not be negative, got {self.replica_memory_bytes}")
+        for name in ("accumulation_steps", "check_split_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
+        if self.predict not in ("last", "ema"):
+            raise ValueError(f"EngineConfig.predict must be 'last' or 'ema', got {self.predict!r}")
+        if self.schedule not in ("block-wise", "blocking"):
+            raise ValueError(f"EngineConfig.schedule must be 'block-wise' or 'blocking', got {self.schedule!r}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"EngineConfig.timeout_s must be positive, got {self.timeout_s!r}")
+
+    def signature(self) -> str:
+        """What must be equal on all ranks, as text."""
+        planner = self.planner if isinstance(self.planner, str) else self.planner.name
+        return (
+            f"planner={planner} topology={self.topology} windows={self.windows} slots={self.slots_per_rank} "
+            f"predict={self.predict} memory={self.replica_memory_bytes} accumulation={self.accumulation_steps} "
+            f"schedule={self.schedule} check={self.check_split_every} timeout={self.timeout_s}"
+        )
+
+
+def check_equal(layers: list[MoE], config: EngineConfig, collective: Collective) -> None:
+    """Raise `ConfigMismatch` unless all ranks have the same configuration and layers; collective."""
+    parts = [config.signature(), *(layer.signature() for layer in layers)]
+    digests = [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=7).digest(), "little") for p in parts]
+    head = torch.tensor([len(parts), digests[0], hash_of(digests[1:])], dtype=torch.int64)
+    device = layers[0].experts.w_in.device
+    table = collective.all_gather(head.to(device), op=Operation("comparison of configurations")).cpu()
+    for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
+        values, votes = table[:, column].unique(return_counts=True)
+        if values.numel() > 1:
+            differ = (table[:, column] != values[votes.argmax()]).nonzero().flatten().tolist()
+            mine = parts[0] if column == 1 else "; ".join(parts[1:])
+            raise ConfigMismatch(
+                f"the {what} of rank(s) {differ} differ from the other ranks'; rank {collective.rank} has: {mine}"
+            )
+
+
+def hash_of(digests: list[int]) -> int:
+    """One 56-bit integer from several."""
+    return int.from_bytes(hashlib.blake2b(repr(digests).encode(), digest_size=7).digest(), "little")
