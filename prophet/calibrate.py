@@ -18,7 +18,7 @@ import torch
 
 from prophet.comm import Collective, Operation
 from prophet.experts import ExpertBank
-from prophet.kernels.grouped_ffn.naive import expert_ffn
+from prophet.kernels.grouped_ffn.naive import ExpertWeights, expert_ffn
 from prophet.spec import Activation, Link, Topology
 
 A2A_BYTES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
@@ -198,7 +198,7 @@ def _fit_experts(
     inputs = {
         n: torch.randn(n, bank.dim, device=device, dtype=dtype, requires_grad=True) for n in TOKENS + TOKENS_HELD_OUT
     }
-    weights = bank.home_weights()[0]
+    weights = ExpertWeights(*(None if p is None else p[0] for p in bank.stacked_weights()))  # type: ignore[arg-type]
     runs: dict[float, Callable[[], None]] = {}
     for n, x in inputs.items():
 

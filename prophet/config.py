@@ -12,7 +12,7 @@ from prophet.comm import Collective, Operation
 from prophet.history import PredictMode
 from prophet.layer import MoE
 from prophet.planner.base import Planner
-from prophet.spec import Topology, Windows
+from prophet.spec import Topology, Windows, odd_ones_out
 
 
 class ConfigMismatch(RuntimeError):
@@ -81,9 +81,8 @@ def check_equal(layers: list[MoE], config: EngineConfig, collective: Collective)
     device = layers[0].experts.w_in.device
     table = collective.all_gather(head.to(device), op=Operation("comparison of configurations")).cpu()
     for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
-        values, votes = table[:, column].unique(return_counts=True)
-        if values.numel() > 1:
-            differ = (table[:, column] != values[votes.argmax()]).nonzero().flatten().tolist()
+        differ = odd_ones_out(table[:, column].numpy())
+        if differ:
             mine = parts[0] if column == 1 else "; ".join(parts[1:])
             raise ConfigMismatch(
                 f"the {what} of rank(s) {differ} differ from the other ranks'; rank {collective.rank} has: {mine}"

@@ -34,7 +34,7 @@ from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import block_wise, blocking
 from prophet.scheduler.runtime import Runtime, Stopwatch
-from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology
+from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology, odd_ones_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,9 +237,8 @@ class Engine:
         op = Operation("comparison of placements")
         found = self.collective.all_gather(mine, op=op, channel="weights").cpu()
         for layer, column in enumerate(found.unbind(1)):
-            values, votes = column.unique(return_counts=True)
-            if values.numel() > 1:
-                differ = (column != values[votes.argmax()]).nonzero().flatten().tolist()
+            differ = odd_ones_out(column.numpy())
+            if differ:
                 raise PlanMismatch(
                     f"MoE layer {layer}, step {self.step}: the placement of rank(s) {differ} differs from the other "
                     f"ranks'; all ranks must run the same configuration and versions"
@@ -361,9 +360,8 @@ class Engine:
         mine = torch.tensor([self._split_digest], dtype=torch.int64, device=device)
         op = Operation("comparison of splits", layer)
         found = self.collective.all_gather(mine, op=op).cpu().flatten()
-        values, votes = found.unique(return_counts=True)
-        if values.numel() > 1:
-            differ = (found != values[votes.argmax()]).nonzero().flatten().tolist()
+        differ = odd_ones_out(found.numpy())
+        if differ:
             raise PlanMismatch(
                 f"MoE layer {layer}, step {self.step}: the split of rank(s) {differ} differs from the others'"
             )

@@ -21,19 +21,6 @@ class ReplicaMemoryError(MemoryError):
     """The replica pool has no room left within its byte budget."""
 
 
-class _ScaleGradient(torch.autograd.Function):
-    """Identity forward; multiplies the gradient by a constant backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0] * ctx.scale, None
-
-
 class ExpertBank(nn.Module):
     """The m experts that live on this rank, as stacked parameters.
 
@@ -131,15 +118,6 @@ class ExpertBank(nn.Module):
     def expert_numel(self) -> int:
         """P: parameters of one expert."""
         return sum(p[0].numel() for _, p in self.stacked())
-
-    def home_weights(self) -> list[ExpertWeights]:
-        """The home experts' weights, differentiable; their gradients are scaled to the mean over ranks."""
-        parts: dict[str, tuple[Tensor, ...]] = {}
-        for name, p in self.stacked():
-            scaled: Tensor = p if self.grad_scale == 1.0 else _ScaleGradient.apply(p, self.grad_scale)  # type: ignore[no-untyped-call]
-            # unbind, not indexing: its backward writes each expert's gradient once instead of m padded tensors
-            parts[name] = scaled.unbind(0)
-        return [ExpertWeights(**{name: p[e] for name, p in parts.items()}) for e in range(self.experts)]
 
     # --- an expert as a flat vector, what Trans and Agg move ---
 

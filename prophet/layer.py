@@ -27,7 +27,7 @@ from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.split_apply import inverse, send_order
 from prophet.scheduler.actions import WindowKind
 from prophet.scheduler.runtime import Stopwatch
-from prophet.spec import Activation, IntArray, Placement, Split, check_experts_per_rank
+from prophet.spec import Activation, IntArray, Placement, Split, check_experts_per_rank, odd_ones_out
 
 HEADER = 7  # integers before the counts: finite, step, tokens, dropped, placement digest, last split digest, stale
 
@@ -328,12 +328,11 @@ class MoE(nn.Module):
                 f"expected finite scores"
             )
         for column, what in ((1, "step"), (4, "placement"), (5, "previous split")):
-            values, votes = np.unique(header[:, column], return_counts=True)
-            if values.size > 1:
-                differ = np.flatnonzero(header[:, column] != values[votes.argmax()])
+            differ = odd_ones_out(header[:, column])
+            if differ:
                 shown = f" ({header[:, column].tolist()} by rank)" if column == 1 else ""
                 raise PlanMismatch(
-                    f"{self.label}, step {step}: the {what} of rank(s) {differ.tolist()} differs from the other "
+                    f"{self.label}, step {step}: the {what} of rank(s) {differ} differs from the other "
                     f"ranks'{shown}; all ranks must run the same configuration and versions"
                 )
 

@@ -50,6 +50,13 @@ def digest(*arrays: npt.NDArray[Any]) -> int:
     return int.from_bytes(h.digest(), "little") >> 2
 
 
+def odd_ones_out(values: npt.ArrayLike) -> list[int]:
+    """Ranks whose entry of `values` [R] differs from the most common one (the smallest of several); [] if all agree."""
+    array = np.asarray(values)
+    found, votes = np.unique(array, return_counts=True)
+    return [int(r) for r in np.flatnonzero(array != found[votes.argmax()])] if found.size > 1 else []
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
     """One level of the network as one rank sees it."""
