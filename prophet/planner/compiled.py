@@ -28,7 +28,9 @@ OUT_INTS_3D = types.Array(types.int64, 3, "C")
 INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 
 
-KERNELS = ("flow.py", "timing.py", "outlets.py", "search.py")
+KERNELS = (
+    "flow.py", "timing.py", "descent.py", "shortest.py", "moves.py", "export.py", "outlets.py", "search.py",
+)  # fmt: skip
 
 
 def _fingerprint() -> str:
@@ -48,15 +50,16 @@ class _Cache(FunctionCache):
         return (*key, _SOURCES)
 
 
-def _dispatcher(function: Callable[..., Any]) -> Any:
-    dispatcher: Any = numba.njit(nogil=True)(function)
+def _dispatcher(function: Callable[..., Any], **options: Any) -> Any:
+    # No kernel divides by zero, so divisions need no check that raises.
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy", **options)(function)
     dispatcher._cache = _Cache(function)  # type: ignore[no-untyped-call]
     return dispatcher
 
 
 def compiled(function: _Function) -> _Function:
     """Compile `function` with numba when a kernel first calls it."""
-    return cast(_Function, _dispatcher(function))
+    return cast(_Function, _dispatcher(function, no_cfunc_wrapper=True, no_cpython_wrapper=True))
 
 
 def entry(*arguments: Any) -> Callable[[_Function], _Function]:

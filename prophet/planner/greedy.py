@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from prophet.planner import search, timing
+from prophet.planner import search, shortest, timing
 from prophet.planner.split import Flows, exact_flows
 from prophet.spec import (
     BoolArray,
@@ -24,6 +24,8 @@ from prophet.spec import (
     Windows,
     check_load,
 )
+
+MOST_TRIES = 600  # trial moves per slot limit, however long the step
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -95,28 +97,26 @@ class ProphetPlanner:
 
     `keep_margin`: the placement in force is kept while its predicted cost is within this fraction of the best one
     found. `gain_margin`: replicas are used only when the prediction gains at least this fraction over none.
-    `evaluations` bounds the trial moves of the search per start at 16 ranks x 32 experts; smaller cases get more.
     `spare`: replicas are added until every rank can drain this share of the mean load to any other, where that costs
     at most `spare_margin` of the step (0: no spare replicas).
-    `timed`: where exchanges are a good part of the step, the split may leave the bottleneck higher than it must be, if
-    that makes the predicted step shorter; False always minimises the bottleneck.
+    `effort`: the share of the predicted step that the search may take beyond the fast plan, which levels products. It
+    is turned into a number of trial moves by an assumed time per move, so that every rank makes the same.
+    `split_effort`: the same for the split, which waits for the step's counts; 0 always minimises the bottleneck.
     """
 
     keep_margin: float = 0.005
     gain_margin: float = 0.01
-    evaluations: int = 4
     spare: float = 0.2
     spare_margin: float = 0.01
-    timed: bool = True
+    effort: float = 0.1
+    split_effort: float = 0.02
     name: str = "prophet"
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.keep_margin < 0 or not 0 <= self.gain_margin < 1 or self.evaluations < 0:
-            raise SpecError(
-                "prophet planner: keep_margin and evaluations must not be negative, gain_margin in [0, 1), "
-                f"got {self.keep_margin}, {self.evaluations} and {self.gain_margin}"
-            )
+        low = min(self.keep_margin, self.spare, self.spare_margin, self.effort, self.split_effort)
+        if not low >= 0 or not 0 <= self.gain_margin < 1:
+            raise SpecError(f"prophet planner: no option may be negative, and gain_margin must be below 1, got {self}")
 
     def _machine(self, context: PlanContext) -> Machine:
         # The last context is remembered, since the same one comes back for every layer and step. Replacing
@@ -146,10 +146,11 @@ class ProphetPlanner:
             previous is not None,
             self.keep_margin,
             self.gain_margin,
-            min(400, self.evaluations * 512 // load.size),
             self.spare,
             self.spare_margin,
-            self.timed,
+            self.effort,
+            self.split_effort,
+            MOST_TRIES,
         )
         return Placement.trusted(machine.home, holds)
 
@@ -168,9 +169,9 @@ class ProphetPlanner:
                 f"placement is for {placement.experts} experts x {placement.ranks} ranks, "
                 f"the context for {context.experts} x {context.ranks}"
             )
-        if not self.timed:
+        if self.split_effort == 0.0:
             return exact_flows(load, placement, node=machine.node, speed=machine.speed, check=False)
-        shared, rows, rank_load, level = timing.timed_flows(
+        shared, rows, rank_load, level, _ = shortest.timed_flows(
             load,
             placement.holds,
             placement.home,
@@ -178,6 +179,7 @@ class ProphetPlanner:
             machine.speed,
             machine.seconds_per_token,
             machine.figures,
+            self.split_effort,
         )
         return Flows(load, placement.home, shared, rows, rank_load, level)
 

@@ -1,8 +1,8 @@
-"""Compiled kernels of the placement search: candidates, and the moves that improve them.
+"""Compiled kernel of the placement search: a fast plan first, then moves for as long as they are worth their time.
 
-Shape legend: R ranks, E experts, M experts with replicas, A arcs (holders of those experts), C replicas.
+Shape legend: R ranks, E experts, J experts of a flow, A arcs (one per expert and holder).
 
-A candidate is a list of replicas (expert, rank). Its cost is that of its split under the predicted load.
+A placement is a list of replicas (expert, rank). Its cost is that of its split under the predicted load.
 """
 
 from __future__ import annotations
@@ -10,350 +10,158 @@ from __future__ import annotations
 import numpy as np
 
 from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, compiled, entry
+from prophet.planner.descent import Flow, attach, copy_flow, load_on, sweep, twin
+from prophet.planner.export import export_excess
+from prophet.planner.moves import grow, make_search, shrink, swap
 from prophet.planner.outlets import add_outlets
-from prophet.planner.timing import Problem, best_flows, index_replicas, make_problem, placement_cost
+from prophet.planner.shortest import (
+    MOST_SWEEPS,
+    best_split,
+    copies_moved,
+    cost_of,
+    guide_of,
+    make_flow,
+    reprice,
+    shorten,
+)
+from prophet.planner.timing import OVERHEAD_S, Problem, make_problem
 from prophet.spec import BoolArray, FloatArray, IntArray
 
-
-@compiled
-def consider(
-    problem: Problem,
-    timed: bool,
-    rep_expert: IntArray,
-    rep_rank: IntArray,
-    used: int,
-    now_expert: IntArray,
-    now_rank: IntArray,
-    now_used: int,
-    now: FloatArray,
-) -> int:
-    """Move on to the candidate, in place, if its guide is lower; return how many replicas are held now."""
-    cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
-    if cost[5] >= now[5]:
-        return now_used
-    now[:] = cost
-    now_expert[:used] = rep_expert[:used]
-    now_rank[:used] = rep_rank[:used]
-    return used
+NEAR_ENOUGH = 1.005  # a plan this close to even products, with nothing else to save, is not searched further
+STARTS = 11
+RUNGS = 4  # the tries of an effort are shared out over so many slot limits
+EXCHANGE_MATTERS = 0.15  # share of the step that the all-to-alls must have for local replicas to be tried
+LAYER_S = 3e-8  # like TRIAL_S, for a layer of local replicas
+TRIAL_S = 5e-8  # assumed seconds of a trial move per rank and expert; only fixes how many moves an effort buys
 
 
 @compiled
-def pick_taker(
-    problem: Problem,
-    room: IntArray,
-    ask: int,
-    giver: int,
-    expert: int,
-    rep_expert: IntArray,
-    rep_rank: IntArray,
-    used: int,
-    free: IntArray,
-    regardless: bool,
-    only_near: bool,
-) -> int:
-    """The rank to take `ask` tokens of `expert`, among those with a free slot (or `regardless` of slots); -1: none.
-
-    One that can take all of it (in the giver's node first, then with most local tokens), or else the roomiest.
-    """
-    load_RE, node_R = problem.load_RE, problem.node_R
-    taker = -1
-    fits = False
-    near = False
-    for r in range(room.size):
-        if room[r] <= 0 or r == giver or (free[r] <= 0 and not regardless):
-            continue
-        held = False
-        for i in range(used):
-            if rep_expert[i] == expert and rep_rank[i] == r:
-                held = True
-                break
-        if held:
-            continue
-        r_fits = room[r] >= ask
-        r_near = node_R[r] == node_R[giver]
-        if only_near and not r_near:
-            continue
-        if taker < 0:
-            better = True
-        elif r_fits != fits:
-            better = r_fits
-        elif not fits:
-            better = room[r] > room[taker]
-        elif r_near != near:
-            better = r_near
-        else:
-            better = load_RE[r, expert] > load_RE[taker, expert]
-        if better:
-            taker = r
-            fits = r_fits
-            near = r_near
-    return taker
-
-
-@compiled
-def export_excess(
-    problem: Problem,
-    slack: float,
-    near: bool,
-    limit_R: IntArray,
-    rep_expert: IntArray,
-    rep_rank: IntArray,
-) -> tuple[int, bool]:
-    """Bring loads down to (1 + slack) of the even level by few, large exports; return (replicas, slots short).
-
-    The most overloaded rank gives its heaviest expert to one rank that can take all of its excess (nearest first,
-    then most local tokens), or else to the roomiest one. With `near`, nodes keep their load and level it among their
-    own ranks.
-    """
-    home_E = problem.home_E
-    ranks, experts = problem.load_RE.shape
-    left = problem.total_E.copy()
-    room = np.empty(ranks, np.int64)
-    free = limit_R.copy()
-    stuck = np.zeros(ranks, np.bool_)
-    first = np.full(ranks, -1, np.int64)  # experts of a home as a linked list
-    following = np.full(experts, -1, np.int64)
-    for e in range(experts - 1, -1, -1):
-        following[e] = first[home_E[e]]
-        first[home_E[e]] = e
-    node_R = problem.node_R
-    nodes = node_R[ranks - 1] + 1 if near else 1
-    load_of = np.zeros(nodes)
-    speed_of = np.zeros(nodes)
-    for r in range(ranks):
-        n = node_R[r] if near else 0
-        load_of[n] += problem.home_load[r]
-        speed_of[n] += problem.speed_R[r]
-    for r in range(ranks):
-        n = node_R[r] if near else 0
-        level = load_of[n] / speed_of[n] * (1.0 + slack)
-        room[r] = int(np.floor(level * problem.speed_R[r] + 1e-6)) - problem.home_load[r]
-    used = 0
-    short = False
-    capacity = rep_expert.size
-    while used < capacity:
-        giver = -1
-        for r in range(ranks):
-            if room[r] < 0 and not stuck[r] and (giver < 0 or room[r] < room[giver]):
-                giver = r
-        if giver < 0:
-            break
-        heaviest = -1
-        e = first[giver]
-        while e >= 0:
-            if left[e] > 0 and (heaviest < 0 or left[e] > left[heaviest]):
-                heaviest = e
-            e = following[e]
-        if heaviest < 0:
-            stuck[giver] = True
-            continue
-        ask = min(-room[giver], left[heaviest])
-        taker = pick_taker(problem, room, ask, giver, heaviest, rep_expert, rep_rank, used, free, True, near)
-        if taker < 0 or free[taker] <= 0:
-            short = True
-            taker = pick_taker(problem, room, ask, giver, heaviest, rep_expert, rep_rank, used, free, False, near)
-        if taker < 0:
-            stuck[giver] = True
-            continue
-        part = min(ask, room[taker])
-        left[heaviest] -= part
-        room[giver] += part
-        room[taker] -= part
-        free[taker] -= 1
-        rep_expert[used] = heaviest
-        rep_rank[used] = taker
-        used += 1
-    return used, short
-
-
-@compiled
-def add_local_layer(
-    problem: Problem,
-    near: bool,
-    limit_R: IntArray,
-    rep_expert: IntArray,
-    rep_rank: IntArray,
-    used: int,
-) -> tuple[int, bool]:
-    """Give every rank with a free slot the expert it lacks and routes to most; return (replicas, slots short).
-
-    With `near`, only experts whose home is in its node.
-    """
-    load_RE, home_E, node_R = problem.load_RE, problem.home_E, problem.node_R
-    ranks, experts = load_RE.shape
-    held = np.zeros((ranks, experts), np.bool_)
-    free = limit_R.copy()
-    for e in range(experts):
-        held[home_E[e], e] = True
+def holders_of(rep_expert: IntArray, rep_rank: IntArray, used: int, home_E: IntArray, ranks: int) -> BoolArray:
+    """The placement as [E, R]."""
+    holds = np.zeros((home_E.size, ranks), np.bool_)
+    for e in range(home_E.size):
+        holds[e, home_E[e]] = True
     for i in range(used):
-        held[rep_rank[i], rep_expert[i]] = True
-        free[rep_rank[i]] -= 1
-    short = False
-    for r in range(ranks):
-        if free[r] <= 0:
-            short = True
-            continue
-        best = -1
-        for e in range(experts):
-            if held[r, e] or load_RE[r, e] == 0 or (near and node_R[home_E[e]] != node_R[r]):
-                continue
-            if best < 0 or load_RE[r, e] > load_RE[r, best]:
-                best = e
-        if best >= 0 and used < rep_expert.size:
-            rep_expert[used] = best
-            rep_rank[used] = r
-            used += 1
-    return used, short
+        holds[rep_expert[i], rep_rank[i]] = True
+    return holds
 
 
 @compiled
-def polish(
-    problem: Problem,
-    timed: bool,
-    limit_R: IntArray,
-    tries: int,
-    rep_expert: IntArray,
-    rep_rank: IntArray,
-    now_expert: IntArray,
-    now_rank: IntArray,
-    now_used: int,
-    now: FloatArray,
-) -> tuple[int, bool]:
-    """Improve a candidate in place by at most `tries` trial moves; return (replicas, slots were short).
+def index_replicas(
+    rep_expert: IntArray, rep_rank: IntArray, used: int, home_E: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Like `flow.index_holders`, from a list of replicas in any order."""
+    experts = home_E.size
+    count = np.zeros(experts, np.int64)
+    for i in range(used):
+        count[rep_expert[i]] += 1
+    many = 0
+    for e in range(experts):
+        if count[e] > 0:
+            many += 1
+    multi = np.empty(many, np.int64)
+    start = np.empty(many + 1, np.int64)
+    arc_rank = np.empty(used + many, np.int64)
+    a = 0
+    j = 0
+    for e in range(experts):
+        n = count[e]
+        if n > 0:
+            multi[j] = e
+            start[j] = a
+            arc_rank[a] = home_E[e]
+            count[e] = a + 1
+            a += n + 1
+            j += 1
+    start[many] = a
+    for i in range(used):
+        e = rep_expert[i]
+        k = count[e]
+        arc_rank[k] = rep_rank[i]
+        count[e] += 1
+    for j in range(many):
+        for k in range(start[j] + 1, start[j + 1]):
+            r = arc_rank[k]
+            q = k
+            while q > start[j] and arc_rank[q - 1] > r:
+                arc_rank[q] = arc_rank[q - 1]
+                q -= 1
+            arc_rank[q] = r
+    return multi, start, arc_rank
 
-    Moves: a layer of local replicas, dropping one, adding one, replacing one's rank or one's expert.
-    """
-    load_RE, home_E = problem.load_RE, problem.home_E
-    ranks, experts = load_RE.shape
-    short = False
-    improved = True
-    while improved and tries > 0:
-        improved = False
-        for near in (True, False):
-            while tries > 0:
-                rep_expert[:now_used] = now_expert[:now_used]
-                rep_rank[:now_used] = now_rank[:now_used]
-                used, lacking = add_local_layer(problem, near, limit_R, rep_expert, rep_rank, now_used)
-                short = short or lacking
-                if used == now_used:
+
+@compiled
+def placement_cost(
+    problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: int, split_effort: float
+) -> FloatArray:
+    """Cost of a list of replicas under the split that it will get, [5] seconds as of `shortest.cost_of`."""
+    multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
+    return best_split(problem, multi, start, arc_rank, split_effort)[1]
+
+
+@compiled
+def export_cost(
+    problem: Problem, rep_expert: IntArray, rep_rank: IntArray, rep_tokens: IntArray, used: int
+) -> FloatArray:
+    """Cost of exports whose tokens are known: local ones first, then those of the node, the home's own last."""
+    ranks = problem.node_R.size
+    row = np.full(problem.home_E.size, -1, np.int64)
+    many = 0
+    chosen = np.empty(used, np.int64)
+    for i in range(used):
+        if row[rep_expert[i]] < 0:
+            row[rep_expert[i]] = many
+            chosen[many] = rep_expert[i]
+            many += 1
+    flow = make_flow(problem, chosen[:many], used)
+    for i in range(used):
+        j = row[rep_expert[i]]
+        home = flow.rank_A[j]
+        to = rep_rank[i]
+        a = attach(flow, j, to, problem.figures[OVERHEAD_S])
+        left = rep_tokens[i]
+        for kind in range(4):
+            for r in range(ranks):
+                if left == 0:
                     break
-                tries -= 1
-                before = now[5]
-                now_used = consider(problem, timed, rep_expert, rep_rank, used, now_expert, now_rank, now_used, now)
-                if now[5] >= before:
-                    break
-                improved = True
-        i = now_used - 1
-        while i >= 0 and tries > 0:
-            before = now[5]
-            used = 0
-            for k in range(now_used):
-                if k != i:
-                    rep_expert[used] = now_expert[k]
-                    rep_rank[used] = now_rank[k]
-                    used += 1
-            tries -= 1
-            now_used = consider(problem, timed, rep_expert, rep_rank, used, now_expert, now_rank, now_used, now)
-            improved = improved or now[5] < before
-            i -= 1
-        for d in range(ranks):
-            if tries <= 0:
-                break
-            held = np.zeros(experts, np.bool_)
-            count = 0
-            for e in range(experts):
-                held[e] = home_E[e] == d
-            for k in range(now_used):
-                if now_rank[k] == d:
-                    held[now_expert[k]] = True
-                    count += 1
-            wanted = -1
-            for e in range(experts):
-                if not held[e] and load_RE[d, e] > 0 and (wanted < 0 or load_RE[d, e] > load_RE[d, wanted]):
-                    wanted = e
-            if wanted < 0:
-                continue
-            before = now[5]
-            if count < limit_R[d]:
-                rep_expert[:now_used] = now_expert[:now_used]
-                rep_rank[:now_used] = now_rank[:now_used]
-                rep_expert[now_used] = wanted
-                rep_rank[now_used] = d
-                tries -= 1
-                now_used = consider(
-                    problem, timed, rep_expert, rep_rank, now_used + 1, now_expert, now_rank, now_used, now
-                )
-            else:
-                short = True
-            if now[5] < before:
-                improved = True
-                continue
-            for k in range(now_used):
-                if now_rank[k] == d and tries > 0:
-                    rep_expert[:now_used] = now_expert[:now_used]
-                    rep_rank[:now_used] = now_rank[:now_used]
-                    rep_expert[k] = wanted
-                    tries -= 1
-                    now_used = consider(
-                        problem, timed, rep_expert, rep_rank, now_used, now_expert, now_rank, now_used, now
-                    )
-                    if now[5] < before:
-                        improved = True
-                        break
-        count_R = np.zeros(ranks, np.int64)
-        for k in range(now_used):
-            count_R[now_rank[k]] += 1
-        i = 0
-        while i < now_used and tries > 0:
-            e = now_expert[i]
-            for t in range(ranks):
-                taken = t == home_E[e]
-                for k in range(now_used):
-                    taken = taken or (now_expert[k] == e and now_rank[k] == t)
-                if taken:
+                near = problem.node_R[r] == problem.node_R[to]
+                mine = 0 if r == to else 3 if r == home else 1 if near else 2
+                if mine != kind:
                     continue
-                if count_R[t] >= limit_R[t]:
-                    short = True
-                    continue
-                if tries <= 0:
-                    break
-                rep_expert[:now_used] = now_expert[:now_used]
-                rep_rank[:now_used] = now_rank[:now_used]
-                source = rep_rank[i]
-                rep_rank[i] = t
-                tries -= 1
-                before = now[5]
-                now_used = consider(problem, timed, rep_expert, rep_rank, now_used, now_expert, now_rank, now_used, now)
-                if now[5] < before:
-                    count_R[source] -= 1
-                    count_R[t] += 1
-                    improved = True
-            i += 1
-    return now_used, short
+                n = min(left, flow.tokens_AR[j, r])
+                if n > 0:
+                    left -= n
+                    flow.tokens_AR[j, r] -= n
+                    flow.tokens_AR[a, r] += n
+                    load_on(flow, r, home, -n)
+                    load_on(flow, r, to, n)
+    moved = np.empty((2, 6, ranks))
+    busiest = np.zeros(6)
+    copies_moved(flow, moved, busiest)
+    return cost_of(flow, problem, chosen, busiest)
 
 
 @compiled
 def try_exports(
     problem: Problem,
-    timed: bool,
-    near: bool,
     limit_R: IntArray,
     rep_expert: IntArray,
     rep_rank: IntArray,
+    rep_tokens: IntArray,
     best_expert: IntArray,
     best_rank: IntArray,
-    best_used: int,
     best: FloatArray,
 ) -> tuple[int, bool]:
     """Exports down to a ladder of levels: all the way where transfers are free, less far where they are not.
 
-    Improves the best candidate in place; returns (its replicas, slots were short).
+    Writes the placement that costs less than `best` [5]; returns (its replicas or 0, slots were short).
     """
+    best_used = 0
     slack = 0.0
     misses = 0
-    used, short = export_excess(problem, slack, near, limit_R, rep_expert, rep_rank)
+    used, short = export_excess(problem, slack, False, limit_R, rep_expert, rep_rank, rep_tokens)
     while used > 0:
-        cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
+        cost = export_cost(problem, rep_expert, rep_rank, rep_tokens, used)
         misses += 1
         if cost[0] < best[0]:
             misses = 0
@@ -364,12 +172,211 @@ def try_exports(
         if cost[3] + cost[4] <= 0.0 or slack > 8.0 or misses > 2:
             break
         slack = 0.05 if slack == 0.0 else slack * 2.0
-        used, lacking = export_excess(problem, slack, near, limit_R, rep_expert, rep_rank)
+        used, lacking = export_excess(problem, slack, False, limit_R, rep_expert, rep_rank, rep_tokens)
         short = short or lacking
     return best_used, short
 
 
-@entry(INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL, FLOAT, FLOAT, INT, FLOAT, FLOAT, BOOL)
+@compiled
+def local_layers(
+    problem: Problem,
+    limit_R: IntArray,
+    layers: int,
+    flow: Flow,
+    rep_expert: IntArray,
+    rep_rank: IntArray,
+) -> int:
+    """Layer by layer, give every rank the expert it routes most tokens to and lacks: for steps that exchanges fill.
+
+    `flow` starts with all tokens at home. Writes the best placement met, returns its replicas.
+    """
+    ranks, experts = problem.load_RE.shape
+    figures = problem.figures
+    held = holders_of(rep_expert, rep_rank, 0, problem.home_E, ranks)
+    moved = np.empty((2, 6, ranks))
+    busiest = np.zeros(6)
+    q = np.int64(8)
+    low = np.inf
+    used = 0
+    best_used = 0
+    misses = 0
+    for layer in range(layers):
+        before = used
+        for r in range(ranks):
+            if layer >= limit_R[r] or used == rep_expert.size:
+                continue
+            best = -1
+            for e in range(experts):
+                n = problem.load_RE[r, e]
+                if n > 0 and not held[e, r] and (best < 0 or n > problem.load_RE[r, best]):
+                    best = e
+            if best < 0:
+                continue
+            held[best, r] = True
+            a = attach(flow, best, r, figures[OVERHEAD_S])
+            n = flow.tokens_AR[best, r]
+            flow.tokens_AR[best, r] -= n
+            flow.tokens_AR[a, r] += n
+            load_on(flow, r, flow.rank_A[best], -n)
+            load_on(flow, r, r, n)
+            rep_expert[used] = best
+            rep_rank[used] = r
+            used += 1
+        if used == before:
+            break
+        copies_moved(flow, moved, busiest)
+        reprice(flow, figures, busiest, q)
+        sweep(flow, q)
+        now = guide_of(flow, figures, busiest, np.int64(0))
+        misses += 1
+        if now < low * (1.0 - 1e-3):
+            low = now
+            best_used = used
+            misses = 0
+        if misses > 1:
+            break
+    return best_used
+
+
+@compiled
+def replicas_of(flow: Flow, rep_expert: IntArray, rep_rank: IntArray) -> int:
+    """Write the replicas of a flow over all experts; return how many there are."""
+    first = flow.counters[1]
+    for a in range(first, flow.counters[0]):
+        rep_expert[a - first] = flow.expert_A[a]
+        rep_rank[a - first] = flow.rank_A[a]
+    return int(flow.counters[0] - first)
+
+
+@compiled
+def explore(
+    problem: Problem,
+    limit_R: IntArray,
+    tries: int,
+    homes: Flow,
+    flows: tuple[Flow, Flow, Flow],
+    rep_expert: IntArray,
+    rep_rank: IntArray,
+    rep_tokens: IntArray,
+    best_expert: IntArray,
+    best_rank: IntArray,
+    best_used: int,
+) -> int:
+    """Grow, shrink and swap from several starts; writes the best placement met to `rep_*` and returns its replicas.
+
+    Starts: the best so far, no replicas, exports, no replicas under a smoother norm and without regard for transfers;
+    then, while tries last, the best of all with one in three of its replicas missing.
+    """
+    flow, best, spare = flows
+    search = make_search(problem.figures, limit_R, problem.home_E.size, tries)
+    overhead_s = problem.figures[OVERHEAD_S]
+    kept_expert = np.empty_like(rep_expert)
+    kept_rank = np.empty_like(rep_rank)
+    kept = 0
+    low = np.inf
+    left = tries
+    for start in range(STARTS):
+        if left <= 0 or (start == 0 and best_used == 0) or (start > 4 and kept < 2):
+            continue
+        copy_flow(homes, flow)
+        q = np.int64(2 if start == 3 else 4)
+        sweeps = np.int64(4)
+        rounds = np.int64(3)
+        if start == 0:
+            for i in range(best_used):
+                attach(flow, best_expert[i], best_rank[i], overhead_s)
+        elif start > 4:
+            for i in range(kept):
+                if i % 3 != start % 3:
+                    attach(flow, kept_expert[i], kept_rank[i], overhead_s)
+        elif start == 2:
+            used, _ = export_excess(problem, 0.0, False, limit_R, rep_expert, rep_rank, rep_tokens)
+            for i in range(used):
+                attach(flow, rep_expert[i], rep_rank[i], overhead_s)
+        search.tries[0] = left
+        reached = grow(flow, best, search, q, 0.0 if start == 4 else 1.0, sweeps)
+        shrink(flow, best, search, q, reached, sweeps)
+        copy_flow(best, flow)
+        for q in (np.int64(4), np.int64(16)):
+            swap(flow, best, spare, search, q, rounds, sweeps)
+        left = search.tries[0]
+        copies_moved(flow, search.moved, search.busiest)
+        seconds = shorten(flow, problem.figures, search.busiest, np.int64(MOST_SWEEPS))
+        if seconds < low:
+            low = seconds
+            kept = replicas_of(flow, kept_expert, kept_rank)
+    rep_expert[:kept] = kept_expert[:kept]
+    rep_rank[:kept] = kept_rank[:kept]
+    return kept
+
+
+@compiled
+def keep_better(
+    cost: FloatArray,
+    now_expert: IntArray,
+    now_rank: IntArray,
+    used: int,
+    best_expert: IntArray,
+    best_rank: IntArray,
+    best_used: int,
+    best: FloatArray,
+) -> int:
+    """Take a placement over, in place, if its `cost` is below `best` (both [5]); return the replicas held now."""
+    if cost[0] >= best[0]:
+        return best_used
+    best[:] = cost
+    best_expert[:used] = now_expert[:used]
+    best_rank[:used] = now_rank[:used]
+    return used
+
+
+@compiled
+def previous_replicas(
+    holds_ER: BoolArray, home_E: IntArray, limit_R: IntArray, rep_expert: IntArray, rep_rank: IntArray
+) -> int:
+    """Write the replicas of a placement in force; return how many, or 0 where they no longer fit the limits."""
+    free = limit_R.copy()
+    used = 0
+    for e in range(home_E.size):
+        for r in range(limit_R.size):
+            if holds_ER[e, r] and home_E[e] != r:
+                if free[r] <= 0 or used == rep_expert.size:
+                    return 0
+                free[r] -= 1
+                rep_expert[used] = e
+                rep_rank[used] = r
+                used += 1
+    return used
+
+
+@compiled
+def with_spares(
+    problem: Problem,
+    limit_R: IntArray,
+    floor: int,
+    split_effort: float,
+    rep_expert: IntArray,
+    rep_rank: IntArray,
+    used: int,
+) -> int:
+    """Append spare replicas (`outlets.py`) to a placement; return the replicas there are then."""
+    multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
+    flow = best_split(problem, multi, start, arc_rank, split_effort)[0]
+    x = np.zeros(arc_rank.size, np.int64)
+    for a in range(flow.counters[0]):
+        j = flow.expert_A[a]
+        for k in range(start[j], start[j + 1]):
+            if arc_rank[k] == flow.rank_A[a]:
+                for r in range(problem.node_R.size):
+                    x[k] += flow.tokens_AR[a, r]
+    grown, _ = add_outlets(
+        problem.load_RE, problem.total_E, problem.home_E, problem.node_R, limit_R, multi, start, arc_rank, x, floor,
+        rep_expert, rep_rank, used,
+    )  # fmt: skip
+    return grown
+
+
+@entry(INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT)
 def search(
     load_RE: IntArray,
     home_E: IntArray,
@@ -382,158 +389,98 @@ def search(
     previous_given: bool,
     keep_margin: float,
     gain_margin: float,
-    evaluations: int,
     spare: float,
     spare_margin: float,
-    timed: bool,
+    effort: float,
+    split_effort: float,
+    most_tries: int,
 ) -> tuple[BoolArray, float, float]:
     """Search replicas for the predicted `load_RE`; return (holds [E, R], their cost, the cost of homes only).
 
-    Slot limits grow step by step up to `limit_R`; the best candidate so far goes along, so that a further slot
-    never makes the prediction worse. `evaluations` bounds the trial moves per step.
+    Slot limits grow step by step up to `limit_R`; the best placement so far goes along, so that a further slot does
+    not make the prediction worse. `effort` is the share of the step that planning may take, turned into a number of
+    trial moves by the sizes alone (at most `most_tries`), so that all ranks and machines make the same.
     """
     ranks, experts = load_RE.shape
     problem = make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures)
     most = 0
     slots = 0
-    for r in range(ranks):
-        most = max(most, limit_R[r])
-        slots += limit_R[r]
-    slots = min(slots, experts * ranks)
-    rep_expert = np.empty(slots, np.int64)
-    rep_rank = np.empty(slots, np.int64)
-    best_expert = np.empty(slots, np.int64)
-    best_rank = np.empty(slots, np.int64)
-    best_used = 0
-    now_expert = np.empty(slots, np.int64)
-    now_rank = np.empty(slots, np.int64)
-    kept_expert = np.empty(slots, np.int64)
-    kept_rank = np.empty(slots, np.int64)
-    kept_used = 0
-    base = placement_cost(problem, rep_expert, rep_rank, 0, False)
-    best = base.copy()
-    kept = base.copy()
     tokens = 0
     total_rate = 0.0
     for r in range(ranks):
+        most = max(most, limit_R[r])
+        slots += limit_R[r]
         tokens += problem.home_load[r]
         total_rate += 1.0 / seconds_per_token_R[r]
-    limit = np.empty(ranks, np.int64)
+    slots = min(slots, experts * ranks)
+    even_s = 3.0 * tokens / total_rate
+    rep_expert = np.empty(slots, np.int64)
+    rep_rank = np.empty(slots, np.int64)
+    rep_tokens = np.empty(slots, np.int64)
+    best_expert = np.empty(slots, np.int64)
+    best_rank = np.empty(slots, np.int64)
+    now_expert = np.empty(slots, np.int64)
+    now_rank = np.empty(slots, np.int64)
+    best_used = 0
+    nothing = np.empty(0, np.int64)
+    base = cost_of(make_flow(problem, nothing, np.int64(0)), problem, nothing, np.zeros(6))
+    best = base.copy()
+    trial_s = TRIAL_S * ranks * min(experts, 2 * ranks)
+    tries = min(most_tries, int(effort * base[0] / (RUNGS * trial_s)))
+    layers = int(effort * base[0] / (LAYER_S * ranks * experts))
+    chosen = np.arange(experts if tries > 0 else 0)
+    homes = make_flow(problem, chosen, slots if tries > 0 else np.int64(0))
+    flows = (twin(homes), twin(homes), twin(homes))
+    if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
+        used = local_layers(
+            problem, limit_R, layers, make_flow(problem, np.arange(experts), slots), now_expert, now_rank
+        )
+        if used > 0:
+            cost = placement_cost(problem, now_expert, now_rank, used, split_effort)
+            best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
+    limit = limit_R.copy()
     slot = 1
-    while slot <= most:
+    while slot <= most and base[0] > even_s * (1.0 + gain_margin):
         for r in range(ranks):
             limit[r] = min(limit_R[r], slot)
-        best_used, short = try_exports(
-            problem, timed, False, limit, rep_expert, rep_rank, best_expert, best_rank, best_used, best
-        )
-        # Where more than the products themselves is left to gain: other starts, and single moves from each.
-        if evaluations > 0 and best[0] > 1.05 * 3.0 * tokens / total_rate:
-            for start_kind in range(4):
-                now = base.copy()
-                now_used = 0
-                if start_kind == 0:
-                    now = best.copy()
-                    now_used = best_used
-                    now_expert[:best_used] = best_expert[:best_used]
-                    now_rank[:best_used] = best_rank[:best_used]
-                elif start_kind == 1:
-                    if node_R[ranks - 1] == 0:
-                        continue
-                    now_used, lacking = try_exports(
-                        problem, timed, True, limit, rep_expert, rep_rank, now_expert, now_rank, 0, now
-                    )
-                    short = short or lacking
-                else:
-                    if start_kind == 2 and node_R[ranks - 1] == 0:
-                        continue
-                    used = 0
-                    while True:
-                        grown, lacking = add_local_layer(problem, start_kind == 2, limit, rep_expert, rep_rank, used)
-                        short = short or lacking
-                        if grown == used:
-                            break
-                        used = grown
-                        cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
-                        if cost[0] < now[0]:
-                            now = cost
-                            now_used = used
-                            now_expert[:used] = rep_expert[:used]
-                            now_rank[:used] = rep_rank[:used]
-                now_used, lacking = polish(
-                    problem, timed, limit, evaluations, rep_expert, rep_rank, now_expert, now_rank, now_used, now
-                )
-                short = short or lacking
-                if now[0] < best[0]:
-                    best[:] = now
-                    best_used = now_used
-                    best_expert[:now_used] = now_expert[:now_used]
-                    best_rank[:now_used] = now_rank[:now_used]
-        even = best[2] <= 1.005 * 3.0 * tokens / total_rate and best[3] + best[4] <= 0.0
+        slot += max(1, slot // 2)
+        used, short = try_exports(problem, limit, rep_expert, rep_rank, rep_tokens, now_expert, now_rank, base.copy())
+        if used > 0:
+            cost = placement_cost(problem, now_expert, now_rank, used, split_effort)
+            best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
+        if tries > 0 and best[0] > even_s * NEAR_ENOUGH:
+            used = explore(
+                problem, limit, tries, homes, flows, now_expert, now_rank, rep_tokens, best_expert, best_rank, best_used
+            )
+            cost = placement_cost(problem, now_expert, now_rank, used, split_effort)
+            best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
+        taken = np.zeros(ranks, np.int64)
+        for i in range(best_used):
+            taken[best_rank[i]] += 1
+        for r in range(ranks):
+            short = short or (taken[r] == limit[r] and limit[r] < limit_R[r])
+        even = best[2] <= even_s * NEAR_ENOUGH and best[3] + best[4] <= 0.0
         if not short or (even and best[1] <= 0.05 * best[0]):
             break
-        slot += max(1, slot // 2)
-    # Spare replicas against drift, as long as they cost next to nothing.
-    spared = False
-    if best_used > 0 and spare > 0.0:
-        multi, start, arc_rank = index_replicas(best_expert, best_rank, best_used, home_E)
-        x = best_flows(problem, multi, start, arc_rank, timed)[1]
-        rep_expert[:best_used] = best_expert[:best_used]
-        rep_rank[:best_used] = best_rank[:best_used]
-        used, _ = add_outlets(
-            load_RE,
-            problem.total_E,
-            home_E,
-            node_R,
-            limit_R,
-            multi,
-            start,
-            arc_rank,
-            x,
-            max(1, int(spare * tokens / ranks)),
-            rep_expert,
-            rep_rank,
-            best_used,
-        )
+    kept = best.copy()
+    kept_used = best_used
+    now_expert[:best_used] = best_expert[:best_used]
+    now_rank[:best_used] = best_rank[:best_used]
+    if best_used > 0 and spare > 0.0:  # replicas against drift, as long as they cost next to nothing
+        floor = max(1, int(spare * tokens / ranks))
+        used = with_spares(problem, limit_R.copy(), floor, split_effort, now_expert, now_rank, best_used)
         if used > best_used:
-            cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
-            spared = cost[0] <= best[0] * (1.0 + spare_margin)
-            if spared:
-                kept[:] = cost
+            cost = placement_cost(problem, now_expert, now_rank, used, split_effort)
+            if cost[0] <= best[0] * (1.0 + spare_margin):
+                kept = cost
                 kept_used = used
-                kept_expert[:used] = rep_expert[:used]
-                kept_rank[:used] = rep_rank[:used]
-    if not spared:
-        kept[:] = best
-        kept_used = best_used
-        kept_expert[:best_used] = best_expert[:best_used]
-        kept_rank[:best_used] = best_rank[:best_used]
     if kept[0] > base[0] * (1.0 - gain_margin):
         kept_used = 0
         kept[:] = base
     if previous_given:
-        fits = True
-        used = 0
-        free = limit_R.copy()
-        for e in range(experts):
-            for r in range(ranks):
-                if previous_EH[e, r] and home_E[e] != r:
-                    if free[r] <= 0:
-                        fits = False
-                    else:
-                        free[r] -= 1
-                        rep_expert[used] = e
-                        rep_rank[used] = r
-                        used += 1
-        if fits and used > 0:
-            cost = placement_cost(problem, rep_expert, rep_rank, used, timed)
+        used = previous_replicas(previous_EH, home_E, limit_R, rep_expert, rep_rank)
+        if used > 0:
+            cost = placement_cost(problem, rep_expert, rep_rank, used, split_effort)
             if cost[0] <= kept[0] * (1.0 + keep_margin) and cost[0] <= base[0] * (1.0 - gain_margin):
-                kept[:] = cost
-                kept_used = used
-                kept_expert[:used] = rep_expert[:used]
-                kept_rank[:used] = rep_rank[:used]
-    holds = np.zeros((experts, ranks), np.bool_)
-    for e in range(experts):
-        holds[e, home_E[e]] = True
-    for i in range(kept_used):
-        holds[kept_expert[i], kept_rank[i]] = True
-    return holds, kept[0], base[0]
+                return holders_of(rep_expert, rep_rank, used, home_E, ranks), cost[0], base[0]
+    return holders_of(now_expert, now_rank, kept_used, home_E, ranks), kept[0], base[0]

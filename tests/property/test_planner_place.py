@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prophet.planner import PLANNER_NAMES, get_planner, timing
+from prophet.planner import PLANNER_NAMES, get_planner, shortest
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import Machine, ProphetPlanner
 from prophet.spec import Placement, PlanContext
@@ -56,24 +55,24 @@ def test_a_further_slot_never_makes_the_prediction_worse(case: Case) -> None:
 
 
 @MANY
-@given(cases(), st.booleans())
-def test_compiled_cost_agrees_with_its_definition(case: Case, timed: bool) -> None:
+@given(cases(), st.sampled_from([0.0, 0.02, 1.0]))
+def test_compiled_cost_agrees_with_its_definition(case: Case, effort: float) -> None:
     machine = Machine.of(case.context)
-    problem = timing.make_problem(
+    *_, fast = shortest.timed_flows(
         case.load,
-        np.asarray(case.context.home),
+        case.placement.holds,
+        case.placement.home,
         machine.node,
         machine.speed,
         machine.seconds_per_token,
         machine.figures,
+        effort,
     )
-    replicas = np.array(case.placement.replicas(), dtype=np.int64).reshape(-1, 2)[::-1]
-    fast = timing.placement_cost(problem, replicas[:, 0].copy(), replicas[:, 1].copy(), len(replicas), timed)
     slow = step_cost(
-        ProphetPlanner(timed=timed).split(case.load, case.placement, case.context), case.placement, case.context
+        ProphetPlanner(split_effort=effort).split(case.load, case.placement, case.context), case.placement, case.context
     )
     expected = [slow.total_s, slow.a2a_s, slow.expert_s, slow.exposed_trans_s, slow.exposed_agg_s]
-    assert fast.tolist()[:5] == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert fast.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 @MANY
@@ -86,13 +85,29 @@ def test_the_placement_in_force_is_kept_while_it_is_as_good(case: Case) -> None:
 
 
 @MANY
-@given(cases())
-def test_a_timed_split_is_never_slower_than_the_one_with_the_lowest_bottleneck(case: Case) -> None:
+@given(cases(), st.sampled_from([0.02, 10.0]))
+def test_effort_never_makes_a_split_slower_than_the_one_with_the_lowest_bottleneck(case: Case, effort: float) -> None:
     timed, exact = (
-        step_cost(ProphetPlanner(timed=t).split(case.load, case.placement, case.context), case.placement, case.context)
-        for t in (True, False)
+        step_cost(
+            ProphetPlanner(split_effort=e).split(case.load, case.placement, case.context), case.placement, case.context
+        )
+        for e in (effort, 0.0)
     )
     assert timed.total_s <= exact.total_s * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([0.1, 30.0, 1000.0]))
+def test_every_effort_respects_limits_and_is_never_worse_than_none(case: Case, effort: float) -> None:
+    planner = ProphetPlanner(effort=effort, split_effort=1.0)
+    placement = planner.place(case.load, case.context)
+    assert (placement.copies_per_rank() <= case.context.slot_limits()).all()
+    none = case.context.homes_only()
+    chosen_s, none_s = (
+        step_cost(planner.split(case.load, p, case.context), p, case.context).total_s for p in (placement, none)
+    )
+    assert chosen_s <= none_s * (1 + 1e-9)
+    planner.split(case.load, placement, case.context).check(case.load, placement)
 
 
 @settings(max_examples=60, deadline=None)

@@ -33,7 +33,7 @@ def test_unknown_names_and_options_are_refused() -> None:
     with pytest.raises(SpecError, match="does not take these options: \\['speed'\\]"):
         get_planner("static", speed=1)
     for name, options in (
-        ("prophet", {"evaluations": -1}),
+        ("prophet", {"effort": -1.0}),
         ("prophet", {"gain_margin": 1.0}),
         ("top-k", {"k": -1}),
         ("pro-prophet", {"alpha": -1.0}),
@@ -136,12 +136,12 @@ def test_pro_prophet_follows_algorithm_1() -> None:
 
 def test_kernels_are_compiled_once_for_all_kinds_of_arrays() -> None:
     warm()
-    from prophet.planner import flow, search, timing
+    from prophet.planner import flow, search, shortest
 
-    before = [len(k.signatures) for k in (search.search, timing.timed_flows, flow.scatter_dense)]
+    before = [len(k.signatures) for k in (search.search, shortest.timed_flows, flow.scatter_dense)]
     frozen = HOT.copy()
     frozen.setflags(write=False)
     planner = ProphetPlanner()
     for load in (frozen, HOT, HOT.astype(np.int32), np.asfortranarray(HOT)):
         planner.split(load, planner.place(load, ROOMY), ROOMY)
-    assert [len(k.signatures) for k in (search.search, timing.timed_flows, flow.scatter_dense)] == before
+    assert [len(k.signatures) for k in (search.search, shortest.timed_flows, flow.scatter_dense)] == before

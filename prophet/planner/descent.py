@@ -1,0 +1,330 @@
+"""Compiled kernels that make a step short: tokens move from dear resources to cheap ones.
+
+Shape legend: R ranks, J experts that take part, A arcs (one per expert and holder), K = 5 resources of a rank.
+
+A step ends when its busiest resources do: a rank's products, what it sends and what it receives within its node, and
+the same between nodes. The largest of many is replaced by their q-norm, whose derivative is a price for every resource:
+next to nothing where there is room, high where the step waits. A token of rank r computed on rank d pays for d's
+products, and for r's sending and d's receiving unless r is d. Each pair of a rank and an expert moves tokens from the
+holder that is dearest for it to the one that is cheapest, as many as level the two prices; with growing q the norm
+becomes the maximum itself. q is a power of two, so that only products and square roots are needed, which round alike
+on every machine.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from prophet.planner.compiled import compiled
+from prophet.spec import FloatArray, IntArray
+
+COMPUTE, SEND_NEAR, RECEIVE_NEAR, SEND_FAR, RECEIVE_FAR = 0, 1, 2, 3, 4
+RESOURCES = 5
+
+
+class Flow(NamedTuple):
+    """Tokens on their way, changed in place. The arcs of expert j are a linked list that starts with its home, arc j.
+
+    `busy` [K, R] counts tokens on every resource, `rate` seconds per token, `base` the seconds it takes in any case
+    (latency, fixed cost of an expert). `scale` holds the reference seconds and the weight of the products and of the
+    exchanges, `counters` the arcs in use and the experts.
+    """
+
+    node_R: IntArray
+    rate: FloatArray
+    base: FloatArray
+    busy: FloatArray
+    price: FloatArray
+    scale: FloatArray
+    following_A: IntArray
+    rank_A: IntArray
+    expert_A: IntArray
+    tokens_AR: IntArray
+    counters: IntArray
+
+
+@compiled
+def power(value: float, q: int) -> float:
+    """`value` to the power q, a power of two."""
+    while q > 1:
+        value *= value
+        q >>= 1
+    return value
+
+
+@compiled
+def root(value: float, q: int) -> float:
+    """The q-th root of `value`, q a power of two."""
+    while q > 1:
+        value = np.sqrt(value)
+        q >>= 1
+    return value
+
+
+@compiled
+def norms(flow: Flow, q: int) -> tuple[float, float, float, float]:
+    """Largest and q-norm seconds of the exchanges, then of the products."""
+    busy, rate, base = flow.busy, flow.rate, flow.base
+    ranks = flow.node_R.size
+    longest = 0.0
+    forward = 0.0
+    for r in range(ranks):
+        forward = max(forward, busy[0, r] * rate[0, r] + base[0, r])
+    for k in range(1, RESOURCES):
+        for r in range(ranks):
+            if busy[k, r] > 0:
+                longest = max(longest, busy[k, r] * rate[k, r] + base[k, r])
+    if q == 0:
+        return longest, longest, forward, forward
+    total = 0.0
+    for r in range(ranks):
+        if forward > 0.0:
+            total += power((busy[0, r] * rate[0, r] + base[0, r]) / forward, q)
+    forward_q = forward * root(total, q)
+    total = 0.0
+    if longest > 0.0:
+        for k in range(1, RESOURCES):
+            for r in range(ranks):
+                if busy[k, r] > 0:
+                    total += power((busy[k, r] * rate[k, r] + base[k, r]) / longest, q)
+    return longest, longest * root(total, q), forward, forward_q
+
+
+@compiled
+def set_prices(flow: Flow, q: int, exchange_weight: float, forward_weight: float) -> None:
+    """Prices of all resources: what one more token on them adds to the weighted norms."""
+    busy, rate, base, price, scale = flow.busy, flow.rate, flow.base, flow.price, flow.scale
+    longest, longest_q, forward, forward_q = norms(flow, q)
+    scale[0] = max(forward, 1e-30)
+    scale[1] = max(longest, 1e-30)
+    scale[2] = forward_weight
+    scale[3] = exchange_weight
+    if forward > 0.0:
+        scale[2] = forward_weight / power(forward_q / forward, q)
+    if longest > 0.0:
+        scale[3] = exchange_weight / power(longest_q / longest, q)
+    for k in range(RESOURCES):
+        group = 0 if k == 0 else 1
+        for r in range(flow.node_R.size):
+            c = rate[k, r]
+            price[k, r] = scale[2 + group] * c * power((busy[k, r] * c + base[k, r]) / scale[group], q)
+
+
+@compiled
+def settle(
+    j: int,
+    q: int,
+    node_R: IntArray,
+    rate: FloatArray,
+    base: FloatArray,
+    busy: FloatArray,
+    price: FloatArray,
+    scale: FloatArray,
+    following_A: IntArray,
+    rank_A: IntArray,
+    tokens_AR: IntArray,
+) -> int:
+    """Let every rank move tokens of expert j from its dearest holder to its cheapest; return the number of moves."""
+    moves = 0
+    touched = np.empty(6, np.int64)
+    for r in range(node_R.size):
+        dear = -1
+        cheap = -1
+        high = 0.0
+        low = 0.0
+        a = j
+        while a >= 0:
+            d = rank_A[a]
+            p = price[0, d]
+            if d != r:
+                level = 1 if node_R[d] == node_R[r] else 3
+                p += price[level, r] + price[level + 1, d]
+            if tokens_AR[a, r] > 0 and (dear < 0 or p > high):
+                dear = a
+                high = p
+            if cheap < 0 or p < low:
+                cheap = a
+                low = p
+            a = following_A[a]
+        if dear < 0 or dear == cheap or high <= low * (1.0 + 1e-9):
+            continue
+        giver = rank_A[dear]
+        taker = rank_A[cheap]
+        # Resources of the giver's side (0..2) and of the taker's side (3..5), as k * R + rank; -1: none.
+        ranks = node_R.size
+        touched[0] = giver
+        touched[3] = taker
+        if giver == r:
+            touched[1] = -1
+            touched[2] = -1
+        else:
+            level = 1 if node_R[giver] == node_R[r] else 3
+            touched[1] = level * ranks + r
+            touched[2] = (level + 1) * ranks + giver
+        if taker == r:
+            touched[4] = -1
+            touched[5] = -1
+        else:
+            level = 1 if node_R[taker] == node_R[r] else 3
+            touched[4] = level * ranks + r
+            touched[5] = (level + 1) * ranks + taker
+        if touched[1] == touched[4]:  # what r sends does not change
+            touched[1] = -1
+            touched[4] = -1
+        bend = 0.0  # how fast the two prices near each other, per token
+        high = 0.0
+        low = 0.0
+        for i in range(6):
+            if touched[i] >= 0:
+                k = touched[i] // ranks
+                n = touched[i] - k * ranks
+                c = rate[k, n]
+                bend += q * price[k, n] * c / (max(busy[k, n], 1.0) * c + base[k, n])
+                if i < 3:
+                    high += price[k, n]
+                else:
+                    low += price[k, n]
+        step = tokens_AR[dear, r]
+        gap = high - low
+        if bend * step > gap:
+            step = max(1, int(gap / bend))
+        while step > 0:
+            above = 0.0
+            for i in range(6):
+                if touched[i] >= 0:
+                    k = touched[i] // ranks
+                    n = touched[i] - k * ranks
+                    c = rate[k, n]
+                    sign = -step if i < 3 else step
+                    group = 0 if k == 0 else 1
+                    p = scale[2 + group] * c * power(((busy[k, n] + sign) * c + base[k, n]) / scale[group], q)
+                    above += p if i >= 3 else -p
+            if above < 0.5 * gap:
+                break
+            step >>= 1
+        if step == 0:
+            continue
+        moves += 1
+        tokens_AR[dear, r] -= step
+        tokens_AR[cheap, r] += step
+        for i in range(6):
+            if touched[i] >= 0:
+                k = touched[i] // ranks
+                n = touched[i] - k * ranks
+                c = rate[k, n]
+                busy[k, n] += -step if i < 3 else step
+                group = 0 if k == 0 else 1
+                price[k, n] = scale[2 + group] * c * power((busy[k, n] * c + base[k, n]) / scale[group], q)
+    return moves
+
+
+@compiled
+def settle_expert(flow: Flow, j: int, q: int) -> int:
+    """`settle` for a whole flow."""
+    return settle(
+        j, q, flow.node_R, flow.rate, flow.base, flow.busy, flow.price, flow.scale, flow.following_A, flow.rank_A,
+        flow.tokens_AR,
+    )  # fmt: skip
+
+
+@compiled
+def sweep(flow: Flow, q: int) -> int:
+    """Settle every expert with several holders once; return the number of moves."""
+    moves = 0
+    for j in range(flow.counters[1]):
+        if flow.following_A[j] >= 0:
+            moves += settle_expert(flow, j, q)
+    return moves
+
+
+@compiled
+def attach(flow: Flow, j: int, rank: int, overhead_s: float) -> int:
+    """Give expert j a further holder, without tokens yet; return its arc."""
+    a = flow.counters[0]
+    flow.counters[0] = a + 1
+    flow.rank_A[a] = rank
+    flow.expert_A[a] = j
+    flow.tokens_AR[a, :] = 0
+    flow.following_A[a] = flow.following_A[j]
+    flow.following_A[j] = a
+    flow.base[0, rank] += overhead_s
+    return int(a)
+
+
+@compiled
+def load_on(flow: Flow, source: int, rank: int, tokens: int) -> None:
+    """Count `tokens` of `source` that are computed on `rank` (negative: no longer)."""
+    busy, node_R = flow.busy, flow.node_R
+    busy[0, rank] += tokens
+    if rank != source:
+        level = 1 if node_R[rank] == node_R[source] else 3
+        busy[level, source] += tokens
+        busy[level + 1, rank] += tokens
+
+
+@compiled
+def detach(flow: Flow, a: int, overhead_s: float) -> None:
+    """Take replica `a` away; its tokens go to the holder that is cheapest for them at the present prices."""
+    price, node_R = flow.price, flow.node_R
+    j = flow.expert_A[a]
+    rank = flow.rank_A[a]
+    k = j
+    while flow.following_A[k] != a:
+        k = flow.following_A[k]
+    flow.following_A[k] = flow.following_A[a]
+    for r in range(node_R.size):
+        n = flow.tokens_AR[a, r]
+        if n == 0:
+            continue
+        best = -1
+        low = 0.0
+        k = j
+        while k >= 0:
+            d = flow.rank_A[k]
+            p = price[0, d]
+            if d != r:
+                level = 1 if node_R[d] == node_R[r] else 3
+                p += price[level, r] + price[level + 1, d]
+            if best < 0 or p < low:
+                best = k
+                low = p
+            k = flow.following_A[k]
+        load_on(flow, r, rank, -n)
+        load_on(flow, r, flow.rank_A[best], n)
+        flow.tokens_AR[best, r] += n
+    flow.base[0, rank] -= overhead_s
+    last = flow.counters[0] - 1
+    flow.counters[0] = last
+    if last != a:  # the last arc moves into the gap
+        k = flow.expert_A[last]
+        while flow.following_A[k] != last:
+            k = flow.following_A[k]
+        flow.following_A[k] = a
+        flow.following_A[a] = flow.following_A[last]
+        flow.rank_A[a] = flow.rank_A[last]
+        flow.expert_A[a] = flow.expert_A[last]
+        flow.tokens_AR[a, :] = flow.tokens_AR[last, :]
+
+
+@compiled
+def copy_flow(source: Flow, target: Flow) -> None:
+    """Overwrite `target` by `source` (of the same sizes)."""
+    arcs = source.counters[0]
+    target.base[0, :] = source.base[0, :]
+    target.busy[:] = source.busy
+    target.following_A[:arcs] = source.following_A[:arcs]
+    target.rank_A[:arcs] = source.rank_A[:arcs]
+    target.expert_A[:arcs] = source.expert_A[:arcs]
+    target.tokens_AR[:arcs] = source.tokens_AR[:arcs]
+    target.counters[0] = arcs
+
+
+@compiled
+def twin(flow: Flow) -> Flow:
+    """A second flow of the same sizes and contents."""
+    return Flow(
+        flow.node_R, flow.rate, flow.base.copy(), flow.busy.copy(), flow.price.copy(), flow.scale.copy(),
+        flow.following_A.copy(), flow.rank_A.copy(), flow.expert_A.copy(), flow.tokens_AR.copy(), flow.counters.copy(),
+    )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Compiled kernels of the fast plan: what overloaded ranks hand over to others, in few and large pieces.
+
+Shape legend: R ranks, E experts.
+
+Where products dominate this is all there is to do: loads come down to the even level, and the tokens that a replica
+takes are known at once. Linear in ranks for every replica.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prophet.planner.compiled import compiled
+from prophet.planner.timing import Problem
+from prophet.spec import BoolArray, IntArray
+
+
+@compiled
+def pick_taker(
+    room: IntArray,
+    ask: int,
+    giver: int,
+    local_RE: IntArray,
+    expert: int,
+    node_R: IntArray,
+    held: BoolArray,
+    free: IntArray,
+    only_near: bool,
+) -> tuple[int, bool]:
+    """The rank to take `ask` tokens of `expert`, and whether a rank without a free slot would be better; -1: none.
+
+    One that can take all of it (in the giver's node first, then with most local tokens), or else the roomiest.
+    """
+    taker = -1
+    wanted = -1
+    for r in range(room.size):
+        if room[r] <= 0 or held[r] or (only_near and node_R[r] != node_R[giver]):
+            continue
+        for pick in range(2):
+            other = wanted if pick == 0 else taker
+            if pick == 1 and free[r] <= 0:
+                break
+            if other < 0:
+                better = True
+            elif (room[r] >= ask) != (room[other] >= ask):
+                better = room[r] >= ask
+            elif room[r] < ask:
+                better = room[r] > room[other]
+            elif (node_R[r] == node_R[giver]) != (node_R[other] == node_R[giver]):
+                better = node_R[r] == node_R[giver]
+            else:
+                better = local_RE[r, expert] > local_RE[other, expert]
+            if better:
+                if pick == 0:
+                    wanted = r
+                else:
+                    taker = r
+    return taker, wanted != taker
+
+
+@compiled
+def export_excess(
+    problem: Problem,
+    slack: float,
+    near: bool,
+    limit_R: IntArray,
+    rep_expert: IntArray,
+    rep_rank: IntArray,
+    rep_tokens: IntArray,
+) -> tuple[int, bool]:
+    """Bring loads down to (1 + slack) of the even level; return (replicas, slots short).
+
+    The most overloaded rank gives its heaviest expert to one rank that can take all of its excess (nearest first,
+    then most local tokens), or else to the roomiest one. With `near`, nodes keep their load and level it among their
+    own ranks. `rep_tokens` are the tokens that each replica takes over.
+    """
+    home_E, node_R = problem.home_E, problem.node_R
+    ranks, experts = problem.load_RE.shape
+    left = problem.total_E.copy()
+    room = np.empty(ranks, np.int64)
+    free = limit_R.copy()
+    stuck = np.zeros(ranks, np.bool_)
+    held = np.zeros(ranks, np.bool_)
+    first = np.full(ranks, -1, np.int64)  # experts of a home as a linked list
+    following = np.full(experts, -1, np.int64)
+    for e in range(experts - 1, -1, -1):
+        following[e] = first[home_E[e]]
+        first[home_E[e]] = e
+    last = np.full(experts, -1, np.int64)  # replicas of an expert as a linked list
+    before = np.empty(rep_expert.size, np.int64)
+    nodes = node_R[ranks - 1] + 1 if near else 1
+    load_of = np.zeros(nodes)
+    speed_of = np.zeros(nodes)
+    for r in range(ranks):
+        n = node_R[r] if near else 0
+        load_of[n] += problem.home_load[r]
+        speed_of[n] += problem.speed_R[r]
+    for r in range(ranks):
+        n = node_R[r] if near else 0
+        level = load_of[n] / speed_of[n] * (1.0 + slack)
+        room[r] = int(np.floor(level * problem.speed_R[r] + 1e-6)) - problem.home_load[r]
+    used = 0
+    short = False
+    while used < rep_expert.size:
+        giver = -1
+        for r in range(ranks):
+            if room[r] < 0 and not stuck[r] and (giver < 0 or room[r] < room[giver]):
+                giver = r
+        if giver < 0:
+            break
+        heaviest = -1
+        e = first[giver]
+        while e >= 0:
+            if left[e] > 0 and (heaviest < 0 or left[e] > left[heaviest]):
+                heaviest = e
+            e = following[e]
+        if heaviest < 0:
+            stuck[giver] = True
+            continue
+        ask = min(-room[giver], left[heaviest])
+        held[giver] = True
+        i = last[heaviest]
+        while i >= 0:
+            held[rep_rank[i]] = True
+            i = before[i]
+        taker, lacking = pick_taker(room, ask, giver, problem.load_RE, heaviest, node_R, held, free, near)
+        held[giver] = False
+        i = last[heaviest]
+        while i >= 0:
+            held[rep_rank[i]] = False
+            i = before[i]
+        short = short or lacking
+        if taker < 0:
+            stuck[giver] = True
+            continue
+        part = min(ask, room[taker])
+        left[heaviest] -= part
+        room[giver] += part
+        room[taker] -= part
+        free[taker] -= 1
+        rep_expert[used] = heaviest
+        rep_rank[used] = taker
+        rep_tokens[used] = part
+        before[used] = last[heaviest]
+        last[heaviest] = used
+        used += 1
+    return used, short

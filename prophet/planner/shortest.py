@@ -1,0 +1,307 @@
+"""Compiled kernels of the split that makes a step shortest, for given holders.
+
+Shape legend: R ranks, E experts, J experts with several holders, A arcs (one per expert and holder).
+
+First the exact split of `flow.py`: the lowest bottleneck, and as few tokens on the way as that allows. Where exchanges
+are a part of the step that matters, descent (`descent.py`) goes on from there, because the busiest sender or receiver
+counts and not the sum, and because a slightly higher bottleneck can be worth a shorter exchange. The better split is
+taken.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prophet.planner.compiled import BOOLS_2D, FLOAT, FLOATS, INTS, INTS_2D, compiled, entry
+from prophet.planner.descent import Flow, load_on, norms, set_prices, sweep
+from prophet.planner.flow import expand, index_holders, solve_totals
+from prophet.planner.timing import (
+    INTER_BYTES_PER_S,
+    INTER_LATENCY_S,
+    INTRA_BYTES_PER_S,
+    INTRA_LATENCY_S,
+    OVERHEAD_S,
+    TOKEN_BYTES,
+    Problem,
+    exchange_seconds,
+    exposed_seconds,
+    make_problem,
+)
+from prophet.spec import BoolArray, FloatArray, IntArray
+
+SETTLE_S = 2.5e-8  # assumed seconds to settle one rank and expert once; only fixes how many sweeps an effort buys
+MOST_SWEEPS = 40
+
+
+@compiled
+def make_flow(problem: Problem, chosen_J: IntArray, spare_arcs: int) -> Flow:
+    """All tokens at home; the experts `chosen_J` may get up to `spare_arcs` replicas."""
+    ranks = problem.node_R.size
+    chosen = chosen_J.size
+    figures = problem.figures
+    rate = np.empty((5, ranks))
+    base = np.empty((5, ranks))
+    busy = np.empty((5, ranks))
+    for r in range(ranks):
+        rate[0, r] = problem.seconds_per_token_R[r]
+        base[0, r] = problem.home_groups[r] * figures[OVERHEAD_S]
+        busy[0, r] = problem.home_load[r]
+        for k in range(4):
+            rate[1 + k, r] = figures[TOKEN_BYTES] / figures[INTRA_BYTES_PER_S if k < 2 else INTER_BYTES_PER_S]
+            base[1 + k, r] = figures[INTRA_LATENCY_S if k < 2 else INTER_LATENCY_S]
+            busy[1 + k, r] = problem.home_moved[k, r]
+    arcs = chosen + spare_arcs
+    tokens = np.empty((arcs, ranks), np.int64)
+    following = np.empty(arcs, np.int64)
+    rank = np.empty(arcs, np.int64)
+    expert = np.empty(arcs, np.int64)
+    for j in range(chosen):
+        following[j] = -1
+        expert[j] = j
+        rank[j] = problem.home_E[chosen_J[j]]
+    for r in range(ranks):
+        for j in range(chosen):
+            tokens[j, r] = problem.load_RE[r, chosen_J[j]]
+    counters = np.empty(2, np.int64)
+    counters[0] = chosen
+    counters[1] = chosen
+    return Flow(
+        problem.node_R, rate, base, busy, np.empty((5, ranks)), np.empty(4), following, rank, expert, tokens, counters
+    )  # fmt: skip
+
+
+@compiled
+def copies_moved(flow: Flow, moved: FloatArray, busiest: FloatArray) -> None:
+    """Copies of experts that Trans moves: `moved` [2, 6, R] sent and received by every rank, `busiest` [6].
+
+    Direct, scatter and gather, each within and between nodes.
+    """
+    node_R = flow.node_R
+    ranks = node_R.size
+    moved[:] = 0.0
+    sent = moved[0]
+    received = moved[1]
+    in_node = np.zeros(node_R[ranks - 1] + 1)
+    for j in range(flow.counters[1]):
+        a = flow.following_A[j]
+        if a < 0:
+            continue
+        home = flow.rank_A[j]
+        n = 0
+        while a >= 0:
+            n += 1
+            in_node[node_R[flow.rank_A[a]]] += 1
+            a = flow.following_A[a]
+        part = 1.0 / n
+        a = flow.following_A[j]
+        while a >= 0:
+            d = flow.rank_A[a]
+            level = 0 if node_R[d] == node_R[home] else 1
+            sent[level, home] += 1.0
+            received[level, d] += 1.0
+            sent[2 + level, home] += part
+            received[2 + level, d] += part
+            near = in_node[node_R[d]]
+            sent[4, d] += (near - 1) * part
+            sent[5, d] += (n - near) * part
+            a = flow.following_A[a]
+        a = flow.following_A[j]
+        while a >= 0:
+            in_node[node_R[flow.rank_A[a]]] = 0
+            a = flow.following_A[a]
+    for i in range(6):
+        busiest[i] = 0.0
+        for r in range(ranks):
+            busiest[i] = max(busiest[i], sent[i, r], received[i, r])
+
+
+@compiled
+def cost_of(flow: Flow, problem: Problem, chosen_J: IntArray, busiest: FloatArray) -> FloatArray:
+    """The cost of the tokens' present ways, [5] seconds: total, a2a, expert, exposed Trans, exposed Agg."""
+    ranks = flow.node_R.size
+    figures = problem.figures
+    groups = problem.home_groups.copy()
+    for j in range(flow.counters[1]):
+        if problem.total_E[chosen_J[j]] > 0:
+            groups[flow.rank_A[j]] -= 1
+    for a in range(flow.counters[0]):
+        for r in range(ranks):
+            if flow.tokens_AR[a, r] > 0:
+                groups[flow.rank_A[a]] += 1
+                break
+    forward_s = 0.0
+    near = 0.0
+    far = 0.0
+    for r in range(ranks):
+        forward_s = max(forward_s, flow.busy[0, r] * flow.rate[0, r] + groups[r] * figures[OVERHEAD_S])
+        near = max(near, flow.busy[1, r], flow.busy[2, r])
+        far = max(far, flow.busy[3, r], flow.busy[4, r])
+    cost = np.empty(5)
+    cost[1] = 4.0 * exchange_seconds(near, far, figures[TOKEN_BYTES], figures)
+    cost[2] = 3.0 * forward_s
+    cost[3], cost[4] = exposed_seconds(busiest, forward_s, figures)
+    cost[0] = cost[1] + cost[2] + cost[3] + cost[4]
+    return cost
+
+
+@compiled
+def guide_of(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> float:
+    """Seconds of a step with q-norms in place of the largest exchange and product (q = 0: the largest themselves)."""
+    _, longest, forward_s, forward_q = norms(flow, q)
+    trans_s, agg_s = exposed_seconds(busiest, forward_s, figures)
+    return 4.0 * longest + 3.0 * forward_q + trans_s + agg_s
+
+
+@compiled
+def reprice(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> None:
+    """Set the prices of `descent.py`; longer products hide more of an exposed transfer and are cheaper for it."""
+    _, _, forward_s, _ = norms(flow, np.int64(0))
+    trans_s, agg_s = exposed_seconds(busiest, forward_s, figures)
+    weight = 3.0
+    if trans_s > 0.0:
+        weight -= 1.0
+    if agg_s > 0.0:
+        weight -= 2.0
+    set_prices(flow, q, 4.0, max(weight, 0.1))
+
+
+@compiled
+def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -> float:
+    """Descend with growing q for at most `sweeps` sweeps; the best found stays in place. Returns its guide (q = 0)."""
+    low = guide_of(flow, figures, busiest, np.int64(0))
+    arcs = flow.counters[0]
+    best_tokens = flow.tokens_AR[:arcs].copy()
+    best_busy = flow.busy.copy()
+    done = 0
+    steps = 9
+    for i in range(steps):
+        q = np.int64(2) << i
+        share = (sweeps * (i + 1)) // steps
+        while done < share:
+            done += 1
+            reprice(flow, figures, busiest, q)
+            moves = sweep(flow, q)
+            now = guide_of(flow, figures, busiest, np.int64(0))
+            if now < low:
+                low = now
+                best_tokens[:] = flow.tokens_AR[:arcs]
+                best_busy[:] = flow.busy
+            if moves == 0:
+                break
+        done = max(done, share)
+    flow.tokens_AR[:arcs] = best_tokens
+    flow.busy[:] = best_busy
+    return low
+
+
+@compiled
+def affordable(seconds: float, effort: float, settled: int) -> int:
+    """How many sweeps over `settled` pairs of rank and expert fit into this share of a step."""
+    if settled <= 0:
+        return 0
+    return min(MOST_SWEEPS, int(effort * seconds / (SETTLE_S * settled)))
+
+
+@compiled
+def best_split(
+    problem: Problem, multi: IntArray, start: IntArray, arc_rank: IntArray, effort: float
+) -> tuple[Flow, FloatArray, FloatArray, float]:
+    """The split over given holders (`flow.index_holders`): tokens, its cost [5], copies moved [6], the bottleneck T."""
+    ranks = problem.node_R.size
+    fixed = problem.home_load.copy()
+    for j in range(multi.size):
+        fixed[problem.home_E[multi[j]]] -= problem.total_E[multi[j]]
+    x = np.empty(arc_rank.size, np.int64)
+    rank_load = np.empty(ranks, np.int64)
+    level = solve_totals(
+        problem.load_RE, problem.total_E, fixed, multi, start, arc_rank, problem.node_R, problem.speed_R, x, rank_load,
+        0.0,
+    )  # fmt: skip
+    flows, rows = expand(problem.load_RE, multi, start, arc_rank, problem.node_R, x)
+    flow = make_flow(problem, multi, arc_rank.size - multi.size)
+    place = np.full(ranks, -1, np.int64)  # the arc of the present expert on every rank
+    for j in range(multi.size):
+        for k in range(start[j], start[j + 1]):
+            d = arc_rank[k]
+            if d == flow.rank_A[j]:
+                continue
+            a = flow.counters[0]
+            flow.counters[0] = a + 1
+            flow.rank_A[a] = d
+            flow.expert_A[a] = j
+            flow.tokens_AR[a, :] = 0
+            flow.following_A[a] = flow.following_A[j]
+            flow.following_A[j] = a
+            flow.base[0, d] += problem.figures[OVERHEAD_S]
+    i = 0
+    for j in range(multi.size):
+        a = j
+        while a >= 0:
+            place[flow.rank_A[a]] = a
+            a = flow.following_A[a]
+        home = flow.rank_A[j]
+        while i < rows and flows[i, 1] == multi[j]:
+            r = flows[i, 0]
+            d = flows[i, 2]
+            n = flows[i, 3]
+            if d != home:
+                flow.tokens_AR[j, r] -= n
+                flow.tokens_AR[place[d], r] += n
+                load_on(flow, r, home, -n)
+                load_on(flow, r, d, n)
+            i += 1
+    moved = np.empty((2, 6, ranks))
+    busiest = np.zeros(6)
+    copies_moved(flow, moved, busiest)
+    cost = cost_of(flow, problem, multi, busiest)
+    sweeps = affordable(cost[0], effort, multi.size * ranks)
+    if sweeps > 0 and cost[1] > 0.02 * cost[0]:
+        tokens = flow.tokens_AR.copy()
+        busy = flow.busy.copy()
+        shorten(flow, problem.figures, busiest, sweeps)
+        other = cost_of(flow, problem, multi, busiest)
+        if other[0] < cost[0]:
+            cost = other
+            level = 0.0
+            for r in range(ranks):
+                level = max(level, flow.busy[0, r] / problem.speed_R[r])
+        else:
+            flow.tokens_AR[:] = tokens
+            flow.busy[:] = busy
+    return flow, cost, busiest, level
+
+
+@entry(INTS_2D, BOOLS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, FLOAT)
+def timed_flows(
+    load_RE: IntArray,
+    holds_ER: BoolArray,
+    home_E: IntArray,
+    node_R: IntArray,
+    speed_R: FloatArray,
+    seconds_per_token_R: FloatArray,
+    figures: FloatArray,
+    effort: float,
+) -> tuple[IntArray, IntArray, IntArray, float, FloatArray]:
+    """Like `flow.split_flows`, for the shortest step; the last is its cost [5]. `effort` is the share of the step that
+    may be spent on more than the lowest bottleneck.
+    """
+    problem = make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures)
+    multi, start, arc_rank = index_holders(holds_ER, home_E)
+    flow, cost, _, level = best_split(problem, multi, start, arc_rank, effort)
+    ranks = node_R.size
+    rows = 0
+    for a in range(flow.counters[0]):
+        for r in range(ranks):
+            if flow.tokens_AR[a, r] > 0:
+                rows += 1
+    flows = np.empty((rows, 4), np.int64)
+    i = 0
+    for a in range(flow.counters[0]):
+        for r in range(ranks):
+            if flow.tokens_AR[a, r] > 0:
+                flows[i, 0] = r
+                flows[i, 1] = multi[flow.expert_A[a]]
+                flows[i, 2] = flow.rank_A[a]
+                flows[i, 3] = flow.tokens_AR[a, r]
+                i += 1
+    return multi, flows, flow.busy[0].astype(np.int64), level, cost
