@@ -46,6 +46,12 @@ class Flow(NamedTuple):
 
 
 @compiled
+def plain(number: int) -> int:
+    """`number` as any integer: numba would compile a callee once more for every literal."""
+    return number
+
+
+@compiled
 def power(value: float, q: int) -> float:
     """`value` to the power q, a power of two."""
     while q > 1:

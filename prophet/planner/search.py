@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, compiled, entry
-from prophet.planner.descent import Flow, attach, copy_flow, load_on, sweep, twin
+from prophet.planner.descent import Flow, attach, copy_flow, load_on, plain, sweep, twin
 from prophet.planner.export import export_excess
 from prophet.planner.moves import grow, make_search, shrink, swap
 from prophet.planner.outlets import add_outlets
@@ -195,7 +195,7 @@ def local_layers(
     held = holders_of(rep_expert, rep_rank, 0, problem.home_E, ranks)
     moved = np.empty((2, 6, ranks))
     busiest = np.zeros(6)
-    q = np.int64(8)
+    q = plain(8)
     low = np.inf
     used = 0
     best_used = 0
@@ -227,7 +227,7 @@ def local_layers(
         copies_moved(flow, moved, busiest)
         reprice(flow, figures, busiest, q)
         sweep(flow, q)
-        now = guide_of(flow, figures, busiest, np.int64(0))
+        now = guide_of(flow, figures, busiest, plain(0))
         misses += 1
         if now < low * (1.0 - 1e-3):
             low = now
@@ -279,9 +279,9 @@ def explore(
         if left <= 0 or (start == 0 and best_used == 0) or (start > 4 and kept < 2):
             continue
         copy_flow(homes, flow)
-        q = np.int64(2 if start == 3 else 4)
-        sweeps = np.int64(4)
-        rounds = np.int64(3)
+        q = plain(2 if start == 3 else 4)
+        sweeps = plain(4)
+        rounds = plain(3)
         if start == 0:
             for i in range(best_used):
                 attach(flow, best_expert[i], best_rank[i], overhead_s)
@@ -297,11 +297,11 @@ def explore(
         reached = grow(flow, best, search, q, 0.0 if start == 4 else 1.0, sweeps)
         shrink(flow, best, search, q, reached, sweeps)
         copy_flow(best, flow)
-        for q in (np.int64(4), np.int64(16)):
+        for q in (plain(4), plain(16)):
             swap(flow, best, spare, search, q, rounds, sweeps)
         left = search.tries[0]
         copies_moved(flow, search.moved, search.busiest)
-        seconds = shorten(flow, problem.figures, search.busiest, np.int64(MOST_SWEEPS))
+        seconds = shorten(flow, problem.figures, search.busiest, plain(MOST_SWEEPS))
         if seconds < low:
             low = seconds
             kept = replicas_of(flow, kept_expert, kept_rank)
@@ -423,13 +423,13 @@ def search(
     now_rank = np.empty(slots, np.int64)
     best_used = 0
     nothing = np.empty(0, np.int64)
-    base = cost_of(make_flow(problem, nothing, np.int64(0)), problem, nothing, np.zeros(6))
+    base = cost_of(make_flow(problem, nothing, plain(0)), problem, nothing, np.zeros(6))
     best = base.copy()
     trial_s = TRIAL_S * ranks * min(experts, 2 * ranks)
     tries = min(most_tries, int(effort * base[0] / (RUNGS * trial_s)))
     layers = int(effort * base[0] / (LAYER_S * ranks * experts))
     chosen = np.arange(experts if tries > 0 else 0)
-    homes = make_flow(problem, chosen, slots if tries > 0 else np.int64(0))
+    homes = make_flow(problem, chosen, slots if tries > 0 else plain(0))
     flows = (twin(homes), twin(homes), twin(homes))
     if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
         used = local_layers(

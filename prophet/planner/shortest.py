@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from prophet.planner.compiled import BOOLS_2D, FLOAT, FLOATS, INTS, INTS_2D, compiled, entry
-from prophet.planner.descent import Flow, load_on, norms, set_prices, sweep
+from prophet.planner.descent import Flow, load_on, norms, plain, set_prices, sweep
 from prophet.planner.flow import expand, index_holders, solve_totals
 from prophet.planner.timing import (
     INTER_BYTES_PER_S,
@@ -155,7 +155,7 @@ def guide_of(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> fl
 @compiled
 def reprice(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> None:
     """Set the prices of `descent.py`; longer products hide more of an exposed transfer and are cheaper for it."""
-    _, _, forward_s, _ = norms(flow, np.int64(0))
+    _, _, forward_s, _ = norms(flow, plain(0))
     trans_s, agg_s = exposed_seconds(busiest, forward_s, figures)
     weight = 3.0
     if trans_s > 0.0:
@@ -168,20 +168,20 @@ def reprice(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> Non
 @compiled
 def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -> float:
     """Descend with growing q for at most `sweeps` sweeps; the best found stays in place. Returns its guide (q = 0)."""
-    low = guide_of(flow, figures, busiest, np.int64(0))
+    low = guide_of(flow, figures, busiest, plain(0))
     arcs = flow.counters[0]
     best_tokens = flow.tokens_AR[:arcs].copy()
     best_busy = flow.busy.copy()
     done = 0
     steps = 9
     for i in range(steps):
-        q = np.int64(2) << i
+        q = plain(2) << i
         share = (sweeps * (i + 1)) // steps
         while done < share:
             done += 1
             reprice(flow, figures, busiest, q)
             moves = sweep(flow, q)
-            now = guide_of(flow, figures, busiest, np.int64(0))
+            now = guide_of(flow, figures, busiest, plain(0))
             if now < low:
                 low = now
                 best_tokens[:] = flow.tokens_AR[:arcs]
