@@ -12,6 +12,7 @@ from prophet.comm import Collective, Operation
 from prophet.history import PredictMode
 from prophet.layer import MoE
 from prophet.planner.base import Planner
+from prophet.scheduler.forms import Transfers
 from prophet.spec import Topology, Windows, odd_ones_out
 
 
@@ -31,6 +32,8 @@ class EngineConfig:
     accumulation_steps: backward passes per optimizer step. Agg then runs once, with the last of them. With the default
         of 1 every backward pass brings its own gradients home, which is correct for any number of them.
     schedule: "block-wise" (Algorithm 2) or "blocking" (nothing hidden; for comparison).
+    transfers: form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and gather),
+        or "auto", the cheaper one by the performance model.
     predict: the load that placements are planned for: that of the "last" step, or a moving average ("ema").
     check_split_every: steps between explicit comparisons of the split over ranks (placements are compared in every
         layer of every step, at no extra message).
@@ -44,6 +47,7 @@ class EngineConfig:
     replica_memory_bytes: int | None = None
     accumulation_steps: int = 1
     schedule: Literal["block-wise", "blocking"] = "block-wise"
+    transfers: Transfers = "auto"
     predict: PredictMode = "last"
     check_split_every: int = 50
     timeout_s: float | None = None
@@ -60,6 +64,8 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.predict must be 'last' or 'ema', got {self.predict!r}")
         if self.schedule not in ("block-wise", "blocking"):
             raise ValueError(f"EngineConfig.schedule must be 'block-wise' or 'blocking', got {self.schedule!r}")
+        if self.transfers not in ("auto", "direct", "two-phase"):
+            raise ValueError(f"EngineConfig.transfers must be 'auto', 'direct' or 'two-phase', got {self.transfers!r}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError(f"EngineConfig.timeout_s must be positive, got {self.timeout_s!r}")
 
@@ -69,7 +75,8 @@ class EngineConfig:
         return (
             f"planner={planner} topology={self.topology} windows={self.windows} slots={self.slots_per_rank} "
             f"predict={self.predict} memory={self.replica_memory_bytes} accumulation={self.accumulation_steps} "
-            f"schedule={self.schedule} check={self.check_split_every} timeout={self.timeout_s}"
+            f"schedule={self.schedule} transfers={self.transfers} check={self.check_split_every} "
+            f"timeout={self.timeout_s}"
         )
 
 

@@ -33,6 +33,8 @@ from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import block_wise, blocking
+from prophet.scheduler.forms import FormChooser
+from prophet.scheduler.pieces import Form
 from prophet.scheduler.runtime import Runtime, Stopwatch
 from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology, odd_ones_out
 
@@ -141,6 +143,7 @@ class Engine:
         self.pool = ReplicaPool(config.replica_memory_bytes)
         self._contexts = [self._context(layer) for layer in layers]
         self._check_memory()
+        self._forms = FormChooser(len(layers), config.transfers)
         make = block_wise if config.schedule == "block-wise" else blocking
         self.runtime = Runtime(
             layers,
@@ -148,6 +151,7 @@ class Engine:
             self.pool,
             make(len(layers)),
             accumulation_steps=config.accumulation_steps,
+            form=self._form,
             stopwatch=self.stopwatch,
             on_launch=self._actions.append,
         )
@@ -183,6 +187,10 @@ class Engine:
             slots_per_rank=self.config.slots_per_rank,
             budget_bytes=None if budget is None else (budget,) * ranks,
         )
+
+    def _form(self, layer: int, placement: Placement) -> Form:
+        """How a layer's Trans and Agg travel in the step that begins."""
+        return self._forms.form(layer, placement, self._contexts[layer])
 
     def _check_memory(self) -> None:
         budget = self.config.replica_memory_bytes
@@ -377,11 +385,13 @@ class Engine:
             previous.cancel()
         expected = self.histories[layer].forecast(0, self._load[layer].copy(), self.config.predict)
         context, in_force = self._contexts[layer], self._placements[layer]
-        self._plans[layer] = self._thread.submit(self._place, expected, context, in_force)
+        self._plans[layer] = self._thread.submit(self._place, layer, expected, context, in_force)
 
-    def _place(self, load: IntArray, context: PlanContext, previous: Placement) -> tuple[Placement, float]:
+    def _place(self, layer: int, load: IntArray, context: PlanContext, previous: Placement) -> tuple[Placement, float]:
         before = time.perf_counter()
         placement = self._planner.place(load, replace(context, previous=previous))
+        if placement.experts == context.experts and placement.ranks == context.ranks:
+            self._forms.two_phase(layer, placement, context)  # remembered for the step that uses it
         return placement, time.perf_counter() - before
 
     # --- for the user ---

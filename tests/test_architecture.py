@@ -34,7 +34,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": _RANKS | {"planner", "history"},
     "dispatch": _RANKS | {"scheduler"},
     "layer": _RANKS | {"planner", "history", "scheduler", "dispatch"},
-    "config": _RANKS | {"planner", "history", "layer"},
+    "config": _RANKS | {"planner", "history", "scheduler", "layer"},
     "engine": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "config"},
     "convert": _RANKS | {"layer"},
     "topology": _VALUES,
@@ -68,6 +68,8 @@ _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
 _PURE_MODULES = {
     "prophet.scheduler.actions",
     "prophet.scheduler.blockwise",
+    "prophet.scheduler.pieces",
+    "prophet.scheduler.forms",
     "prophet.scheduler.simulate",
 }
 

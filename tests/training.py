@@ -47,6 +47,7 @@ class Case:
     microbatches: int = 1
     announced: bool = True
     schedule: str = "block-wise"
+    transfers: str = "auto"
     density: float = 0.6
     slots: int = 3
     seed: int = 0
@@ -116,6 +117,7 @@ class Case:
                 "planner": planner or RandomPlanner(self.seed, self.density),
                 "slots_per_rank": self.slots,
                 "schedule": self.schedule,
+                "transfers": self.transfers,
                 "accumulation_steps": self.microbatches if self.announced else 1,
                 "check_split_every": 1,
                 **options,
