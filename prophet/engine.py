@@ -32,10 +32,12 @@ from prophet.layer import MoE, PlanMismatch, Port, plain_port
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
-from prophet.scheduler.blockwise import block_wise, blocking
+from prophet.scheduler.blockwise import block_wise, blocking, cut_of
 from prophet.scheduler.forms import FormChooser
+from prophet.scheduler.notes import UNKNOWN, Notes, predicted_weights
 from prophet.scheduler.pieces import Form
-from prophet.scheduler.runtime import Runtime, Stopwatch
+from prophet.scheduler.runtime import Runtime
+from prophet.scheduler.windows import Stopwatch
 from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology, odd_ones_out
 
 
@@ -88,6 +90,12 @@ class _LayerPort:
 
     def header(self, training: bool) -> tuple[int, int, int]:
         return self._engine.header(self._at, training)
+
+    def notes(self, training: bool) -> list[int]:
+        return self._engine.notes(self._at, training)
+
+    def noted(self, table: IntArray) -> None:
+        self._engine.noted(self._at, table)
 
     def stale(self, training: bool) -> bool:
         return training and self._engine.runtime.stale(self._at)
@@ -145,11 +153,14 @@ class Engine:
         self._check_memory()
         self._forms = FormChooser(len(layers), config.transfers)
         make = block_wise if config.schedule == "block-wise" else blocking
+        self._schedule = make(len(layers))
+        self._notes = Notes(self._schedule, len(layers))
+        self._compared = collective.size > 1 and self._planner.name != "static"
         self.runtime = Runtime(
             layers,
             collective,
             self.pool,
-            make(len(layers)),
+            self._schedule,
             accumulation_steps=config.accumulation_steps,
             form=self._form,
             stopwatch=self.stopwatch,
@@ -159,6 +170,8 @@ class Engine:
         self._placements = list(self._static)
         self._digests = [p.digest() for p in self._placements]
         self._split_digest = 0
+        self._on_host = layers[0].experts.w_in.device.type == "cpu"
+        self._last_rank_load = np.zeros((len(layers), collective.size), dtype=np.int64)
         self._plans: list[Future[tuple[Placement, float]] | None] = [None] * len(layers)
         # one history per layer, since layers may differ in their number of experts
         self.histories = [History(1, collective.size, layer.num_experts) for layer in layers]
@@ -190,7 +203,9 @@ class Engine:
 
     def _form(self, layer: int, placement: Placement) -> Form:
         """How a layer's Trans and Agg travel in the step that begins."""
-        return self._forms.form(layer, placement, self._contexts[layer])
+        weights = self._notes.weights() or predicted_weights(self._contexts, self._last_rank_load)
+        cuts = [cut_of(self._schedule, kind, layer, weights) for kind in ("TRANS", "AGG")]
+        return self._forms.form(layer, placement, self._contexts[layer], *cuts)
 
     def _check_memory(self) -> None:
         budget = self.config.replica_memory_bytes
@@ -218,7 +233,9 @@ class Engine:
                 self._plans[i] = None
         self._fit_memory()
         self._digests = [p.digest() for p in self._placements]
-        self._compare_placements()
+        if self._compared and not self._notes.confirmed:
+            self._compare_placements()
+        self._notes.confirmed = False
         self.stopwatch.add("exposed_plan", time.perf_counter() - before)
         self.runtime.begin(self._placements)
 
@@ -239,18 +256,19 @@ class Engine:
         It has to happen before the first Trans: a backend that receives more than was announced may end the process.
         On the weights channel, so that a rank which does not begin a step meets a time limit and no other message.
         """
-        if self.collective.size == 1 or self._planner.name == "static":
-            return
         mine = torch.tensor(self._digests, dtype=torch.int64, device=self.layers[0].experts.w_in.device)
         op = Operation("comparison of placements")
         found = self.collective.all_gather(mine, op=op, channel="weights").cpu()
         for layer, column in enumerate(found.unbind(1)):
             differ = odd_ones_out(column.numpy())
             if differ:
-                raise PlanMismatch(
-                    f"MoE layer {layer}, step {self.step}: the placement of rank(s) {differ} differs from the other "
-                    f"ranks'; all ranks must run the same configuration and versions"
-                )
+                raise self._mismatch(layer, differ)
+
+    def _mismatch(self, layer: int, ranks: list[int]) -> PlanMismatch:
+        return PlanMismatch(
+            f"MoE layer {layer}, step {self.step}: the placement of rank(s) {ranks} differs from the other "
+            f"ranks'; all ranks must run the same configuration and versions"
+        )
 
     def _check_placement(self, layer: int, placement: Placement) -> None:
         """Raise `SpecError` where the planner has not kept to its context: an own planner may be wrong."""
@@ -311,6 +329,9 @@ class Engine:
         for layer, choices in zip(self.layers, self._choices, strict=True):
             if layer.gate.bias is not None:
                 layer.gate.update_bias(torch.from_numpy(choices))
+        if self._on_host:
+            self._notes.measured(self.runtime.windows.take())
+        self._last_rank_load = self._rank_load
         self.last_step = self._report()
         self.step += 1
         for i, load in enumerate(self._load):
@@ -351,6 +372,31 @@ class Engine:
         """Step, placement digest and last split digest, for comparison over ranks."""
         return self.step, self._digests[layer] if training else 0, self._split_digest
 
+    def notes(self, layer: int, training: bool) -> list[int]:
+        """What this rank tells the others with the layer's counts; as many integers in every pass."""
+        if not self._compared:
+            return []
+        digests = self._digests if training else [0] * len(self.layers)
+        return self._notes.write(layer, digests, self._upcoming() if layer == len(self.layers) - 1 else UNKNOWN)
+
+    def _upcoming(self) -> int:
+        """Digest of the first layer's next placement, where it is known and final by now."""
+        future = self._plans[0]
+        if self.config.replica_memory_bytes is not None:
+            return UNKNOWN  # the other layers' placements decide what is dropped for lack of memory
+        if future is None:
+            return self._digests[0]
+        if not future.done() or future.cancelled() or future.exception() is not None:
+            return UNKNOWN
+        return future.result()[0].digest()
+
+    def noted(self, layer: int, table: IntArray) -> None:
+        """Take in what all ranks have told with the layer's counts, [R, n]."""
+        if self._compared:
+            differ = self._notes.read(layer, table)
+            if differ is not None:
+                raise self._mismatch(*differ)
+
     def plan(self, layer: int, load: IntArray, training: bool) -> tuple[Placement, Split]:
         """Placement in force and split of the exact counts; without replicas in evaluation."""
         placement = self._placements[layer] if training and self.runtime.running else self._static[layer]
@@ -380,6 +426,8 @@ class Engine:
         self._rank_load[layer] += split.rank_load()
         self._choices[layer] += choices
         self._dropped[layer] += dropped
+        if layer == 0:
+            self._notes.confirmed = False  # it is planned anew
         previous = self._plans[layer]
         if previous is not None:
             previous.cancel()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from prophet.scheduler.actions import Action, Window
+from prophet.scheduler.actions import Action, TransferKind, Window
+from prophet.scheduler.pieces import cut_by_weights
 
 Schedule = tuple[Action, ...]
 
@@ -45,3 +46,24 @@ def by_window(schedule: Iterable[Action]) -> Mapping[Window, tuple[Action, ...]]
     for action in schedule:
         table.setdefault(action.window, []).append(action)
     return {window: tuple(actions) for window, actions in table.items()}
+
+
+def cut_of(
+    schedule: Iterable[Action], kind: TransferKind, block: int, weights: Mapping[Window, int] | None = None
+) -> tuple[int, ...]:
+    """Where a block's transfer is cut: every chunk in proportion to the length of its window.
+
+    weights: integers by window, in any unit; all windows alike where those in question are missing or zero. Chunks that
+    start in one window are one: the first takes all of it.
+    """
+    windows = [a.window for a in sorted(_chunks(schedule, kind, block), key=lambda a: a.chunk)]
+    first = [windows.index(w) == c for c, w in enumerate(windows)]
+    found = [(weights or {}).get(w, 0) if f else 0 for w, f in zip(windows, first, strict=True)]
+    return cut_by_weights(found if any(found) else [int(f) for f in first])
+
+
+def _chunks(schedule: Iterable[Action], kind: TransferKind, block: int) -> list[Action]:
+    found = [a for a in schedule if a.kind == kind and a.block == block]
+    if not found:
+        raise ValueError(f"the schedule has no {kind} of block {block}")
+    return found

@@ -27,22 +27,8 @@ from prophet.scheduler.actions import Action, Window
 from prophet.scheduler.blockwise import Schedule, by_window
 from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
 from prophet.scheduler.transfers import Agg, Trans, Transfer
+from prophet.scheduler.windows import Stopwatch, WindowClock
 from prophet.spec import Placement
-
-
-class Stopwatch:
-    """Host seconds by name, summed over a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def take(self) -> dict[str, float]:
-        """Return what was measured, and start again from zero."""
-        taken, self.seconds = self.seconds, {}
-        return taken
 
 
 def _identity(grad: Tensor | None) -> tuple[int, int]:
@@ -97,6 +83,7 @@ class Runtime:
         self.pool = pool
         self.accumulation_steps = accumulation_steps
         self.stopwatch = stopwatch or Stopwatch()
+        self.windows = WindowClock(self.stopwatch)
         self.sync_gradients = True
         self._form = form or (lambda block, placement: Form())
         self._on_launch = on_launch
@@ -170,6 +157,7 @@ class Runtime:
         """Launch the transfers that belong to `window`, which is about to start."""
         if self._states is None:
             return
+        self.windows.enter(window)
         for action in self._table.get(window, ()):
             if action.kind == "TRANS":
                 self._launch_trans(action)
@@ -327,6 +315,7 @@ class Runtime:
         self._graph_task = -1
         if self._states is None:
             return
+        self.windows.close()
         self._finish(only_final=True)
         for block, state in zip(self.blocks, self._states, strict=True):
             state.grads_seen = [_identity(p.grad) for p in block.experts.parameters()]
