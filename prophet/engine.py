@@ -32,8 +32,9 @@ from prophet.layer import MoE, PlanMismatch, Port, plain_port
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
-from prophet.scheduler.blockwise import block_wise, blocking, cut_of
+from prophet.scheduler.blockwise import cut_of, depth_within, schedule_named
 from prophet.scheduler.forms import FormChooser
+from prophet.scheduler.memory import within_budget
 from prophet.scheduler.notes import UNKNOWN, Notes, predicted_weights
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.runtime import Runtime
@@ -48,7 +49,7 @@ class StepReport:
     counts: [L, R, E] choices by layer, source rank and expert. rank_load: [L, R] rows every rank computed.
     rank_load_static: [L, R] rows it would have computed without replicas. copies: [L, R] replicas it held.
     dropped: [L] choices dropped for lack of capacity. seconds: host seconds on this rank by activity. actions: the
-    transfers in the order in which this rank launched them.
+    transfers in the order in which this rank launched them. placements, forms: by layer, those that were in force.
     """
 
     step: int
@@ -59,6 +60,8 @@ class StepReport:
     dropped: IntArray
     seconds: dict[str, float]
     actions: tuple[Action, ...]
+    placements: tuple[Placement, ...] = ()
+    forms: tuple[Form, ...] = ()
 
     @property
     def max_mean(self) -> float:
@@ -152,16 +155,21 @@ class Engine:
         self._contexts = [self._context(layer) for layer in layers]
         self._check_memory()
         self._forms = FormChooser(len(layers), config.transfers)
-        make = block_wise if config.schedule == "block-wise" else blocking
-        self._schedule = make(len(layers))
-        self._notes = Notes(self._schedule, len(layers))
+        self._refetch = config.replica_memory == "refetch"
+        self._depth = 1 if config.schedule != "look-ahead" else config.look_ahead_blocks
+        if self._refetch:
+            wanted = [config.slots_per_rank * c.shape.expert_bytes for c in self._contexts]
+            self._depth = depth_within(wanted, config.replica_memory_bytes, self._depth)
+        self.schedule = schedule_named(config.schedule, len(layers), depth=self._depth, refetch=self._refetch)
+        self._notes = Notes(self.schedule, len(layers))
         self._compared = collective.size > 1 and self._planner.name != "static"
         self.runtime = Runtime(
             layers,
             collective,
             self.pool,
-            self._schedule,
+            self.schedule,
             accumulation_steps=config.accumulation_steps,
+            refetch=self._refetch,
             form=self._form,
             stopwatch=self.stopwatch,
             on_launch=self._actions.append,
@@ -204,7 +212,7 @@ class Engine:
     def _form(self, layer: int, placement: Placement) -> Form:
         """How a layer's Trans and Agg travel in the step that begins."""
         weights = self._notes.weights() or predicted_weights(self._contexts, self._last_rank_load)
-        cuts = [cut_of(self._schedule, kind, layer, weights) for kind in ("TRANS", "AGG")]
+        cuts = [cut_of(self.schedule, kind, layer, weights) for kind in ("TRANS", "AGG", "FETCH")]
         return self._forms.form(layer, placement, self._contexts[layer], *cuts)
 
     def _check_memory(self) -> None:
@@ -289,18 +297,17 @@ class Engine:
         budget = self.config.replica_memory_bytes
         if budget is None:
             return
-        used = np.zeros(self.collective.size, dtype=np.int64)
         # the layers with the worst imbalance come first; ties go to the earlier layer
         order = sorted(range(len(self.layers)), key=lambda i: (-self._imbalance(i), i))
-        for i in order:
-            placement, size = self._placements[i], self._contexts[i].shape.replica_bytes
-            keep = []
-            for expert, rank in placement.replicas():
-                if used[rank] + size <= budget:
-                    used[rank] += size
-                    keep.append((expert, rank))
-            if len(keep) < len(placement.replicas()):
-                self._placements[i] = Placement.with_replicas(placement.home, placement.ranks, keep)
+        shapes = [c.shape for c in self._contexts]
+        self._placements = within_budget(
+            self._placements,
+            [s.expert_bytes for s in shapes],
+            [s.expert_grad_bytes for s in shapes],
+            budget,
+            order,
+            span=self._depth + 1 if self._refetch else None,
+        )
 
     def _imbalance(self, layer: int) -> float:
         history = self.histories[layer]
@@ -364,6 +371,8 @@ class Engine:
             dropped=self._dropped,
             seconds=self.stopwatch.take(),
             actions=actions,
+            placements=tuple(self._placements),
+            forms=self.runtime.forms,
         )
 
     # --- called by the layers ---
@@ -469,6 +478,25 @@ class Engine:
                 assert p.grad is not None
                 p.grad.mul_(factor)
         return norm
+
+    def set_topology(self, topology: Topology) -> None:
+        """Plan for another machine from now on, as after measuring that a rank or a link has become slower.
+
+        Collective in effect: call it with the same topology on all ranks, between two steps. Plans that are under way
+        are thrown away; the placements in force stay for one more step. ValueError for another number of ranks;
+        RuntimeError within a step.
+        """
+        if topology.ranks != self.collective.size:
+            raise ValueError(f"expected a topology of {self.collective.size} ranks, got {topology.ranks}")
+        if self.runtime.running:
+            raise RuntimeError("set_topology() belongs between two steps, and one is under way")
+        for i, future in enumerate(self._plans):
+            if future is not None and not future.cancel():
+                future.exception(timeout=self.collective.timeout_s)
+            self._plans[i] = None
+        self._contexts = [replace(c, topology=topology) for c in self._contexts]
+        self._forms = FormChooser(len(self.layers), self.config.transfers)
+        self._notes.confirmed = False
 
     def close(self) -> None:
         """Detach: layers go back to plain expert parallelism, hooks and threads end; again is harmless.

@@ -70,6 +70,8 @@ _PURE_MODULES = {
     "prophet.scheduler.blockwise",
     "prophet.scheduler.pieces",
     "prophet.scheduler.forms",
+    "prophet.scheduler.memory",
+    "prophet.scheduler.notes",
     "prophet.scheduler.simulate",
 }
 

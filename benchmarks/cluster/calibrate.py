@@ -25,14 +25,15 @@ SAME_RATE = 0.15  # rates closer than this are not told apart
 class Calibration:
     """What planners and simulator are told, and what they are not: the rest of a step.
 
-    start_s, end_s: compute before the first block, and after the last one backward with all that follows up to the
-    next step. counts_s: one exchange of counts.
+    start_s, end_s: compute before the first block, and after it backward. update_s: from when the gradients are
+    complete to the next step. counts_s: one exchange of counts.
     """
 
     topology: Topology
     windows: Windows
     start_s: float
     end_s: float
+    update_s: float
     counts_s: float
 
 

@@ -96,17 +96,19 @@ class ObservedCollective(Collective):
 
 @dataclass(frozen=True, slots=True)
 class StepMarks:
-    """When a step began, its backward pass began, and it ended; seconds of `time.perf_counter`."""
+    """When a step began, when its backward pass began and ended, and when it ended; seconds of `time.perf_counter`."""
 
     began_s: float
     backward_s: float
+    gradients_s: float
     ended_s: float
 
 
 def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int, blocks: int) -> list[Span]:
     """The compute of one step, named by window: what lies between the all-to-alls and the waits.
 
-    "start", then route(i), FEC(i), FNEC(i) for every block, BNEC(i) and BEC(i) backward, "end".
+    "start", then route(i), FEC(i), FNEC(i) for every block, BNEC(i) and BEC(i) backward, "end", and "update" once the
+    gradients are complete.
     """
     taken = sorted(
         s for s in spans if s.stream in ("tokens", "waits") and marks.began_s <= s.start_s and s.end_s <= marks.ended_s
@@ -122,6 +124,9 @@ def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int, blocks: in
         if since < marks.backward_s <= s.start_s:
             close(marks.backward_s)
             label, since = f"BNEC({blocks - 1})", marks.backward_s
+        if since < marks.gradients_s <= s.start_s:
+            close(marks.gradients_s)
+            label, since = "update", marks.gradients_s
         close(s.start_s)
         since = max(since, s.end_s)
         match = _TOKEN_OP.match(s.name)
@@ -130,6 +135,9 @@ def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int, blocks: in
     if since < marks.backward_s:
         close(marks.backward_s)
         label, since = f"BNEC({blocks - 1})", marks.backward_s
+    if since < marks.gradients_s:
+        close(marks.gradients_s)
+        label, since = "update", marks.gradients_s
     close(marks.ended_s)
     return found
 

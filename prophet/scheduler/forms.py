@@ -45,7 +45,8 @@ class FormChooser:
         context: PlanContext,
         trans_cut: tuple[int, ...] = HALVES,
         agg_cut: tuple[int, ...] = HALVES,
+        fetch_cut: tuple[int, ...] = HALVES,
     ) -> Form:
         """The form with these cuts."""
         trans, agg = self.two_phase(layer, placement, context)
-        return Form(trans_cut, agg_cut, trans, agg)
+        return Form(trans_cut, agg_cut, trans, agg, fetch_cut)

@@ -32,7 +32,7 @@ class Notes:
 
     def __init__(self, schedule: Schedule, layers: int) -> None:
         self._layers = layers
-        first = {a.block for a in schedule if a.kind == "TRANS" and a.window.kind == "START"}
+        first = {a.block for a in schedule if a.kind == "TRANS" and a.window == Window("START")}
         self._can_confirm = layers > 1 and first <= {0}
         self._own_us = np.zeros((layers, len(KINDS)), dtype=np.int64)
         self._agreed_us = np.zeros((layers, len(KINDS)), dtype=np.int64)

@@ -76,17 +76,19 @@ class Exchange:
 class Form:
     """How one layer's transfers of one step are cut, and whether they take the two-phase form; equal on all ranks.
 
-    trans_cut, agg_cut: C + 1 boundaries of C chunks, in parts of GRAIN.
+    trans_cut, agg_cut, fetch_cut: C + 1 boundaries of C chunks, in parts of GRAIN.
     """
 
     trans_cut: tuple[int, ...] = HALVES
     agg_cut: tuple[int, ...] = HALVES
     two_phase_trans: bool = False
     two_phase_agg: bool = False
+    fetch_cut: tuple[int, ...] = HALVES
 
     def __post_init__(self) -> None:
         check_cut(self.trans_cut)
         check_cut(self.agg_cut)
+        check_cut(self.fetch_cut)
 
 
 Chunk = tuple[Exchange, ...]  # one after the other; the later ones send on what the earlier ones brought
@@ -182,6 +184,15 @@ def _phases(bounds: Sequence[int]) -> Iterator[tuple[Fraction | None, Fraction |
         part = (bounds[c] - low, bounds[c + 1] - low, high - low) if high > low else (0, int(last), 1)
         carried = part if part[0] < part[1] else None
         yield (carried, None) if first else (None, carried)
+
+
+def phase_shares(cut: Sequence[int]) -> list[tuple[float, float]]:
+    """By chunk of a two-phase transfer: the shares of its first and of its second phase that the chunk carries."""
+
+    def share(fraction: Fraction | None) -> float:
+        return 0.0 if fraction is None else (fraction[1] - fraction[0]) / fraction[2]
+
+    return [(share(first), share(second)) for first, second in _phases(check_cut(cut))]
 
 
 def _part(numel: int, j: int, n: int, fraction: Fraction) -> tuple[int, int]:

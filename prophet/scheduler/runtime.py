@@ -23,7 +23,7 @@ from torch import Tensor
 
 from prophet.comm import Collective
 from prophet.experts import ExpertBank, Replica, ReplicaPool
-from prophet.scheduler.actions import Action, Window
+from prophet.scheduler.actions import Action, Launch, Window
 from prophet.scheduler.blockwise import Schedule, by_window
 from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
 from prophet.scheduler.transfers import Agg, Trans, Transfer
@@ -50,6 +50,7 @@ class _BlockState:
     replicas: list[Replica] | None = None  # None: not made yet
     trans: Trans | None = None  # under way
     ready: bool = False
+    arrived: bool = False  # whether these parameters have been here before, in this step
     launched: bool = False
     version: int = 0  # of the home parameters when their Trans was launched
     backward_runs: int = 0
@@ -62,8 +63,9 @@ class Runtime:
     """Replicas, Trans and Agg of all MoE layers of one model on one rank.
 
     blocks: the layers' expert banks in execution order. schedule: what to launch where. form: which form a block's
-    transfers take, and how they are cut (`Form`); the same on all ranks. on_launch, when given, is called with every
-    action as it is launched.
+    transfers take, and how they are cut (`Form`); the same on all ranks. refetch: drop replicas' parameters after the
+    forward pass and fetch them again for the backward pass (the last block's stay). on_launch, when given, is called
+    with every action as it is launched.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Runtime:
         schedule: Schedule,
         *,
         accumulation_steps: int = 1,
+        refetch: bool = False,
         form: Callable[[int, Placement], Form] | None = None,
         stopwatch: Stopwatch | None = None,
         on_launch: Callable[[Action], None] | None = None,
@@ -85,10 +88,12 @@ class Runtime:
         self.stopwatch = stopwatch or Stopwatch()
         self.windows = WindowClock(self.stopwatch)
         self.sync_gradients = True
+        self._refetch = refetch
         self._form = form or (lambda block, placement: Form())
         self._on_launch = on_launch
-        self._table = by_window(schedule)
+        self._table = {w: [Launch.of(a) for a in actions] for w, actions in by_window(schedule).items()}
         self._states: list[_BlockState] | None = None
+        self.forms: tuple[Form, ...] = ()  # by block, of the step under way or the last one
         self._graph_task = -1
 
     # --- the step ---
@@ -98,7 +103,8 @@ class Runtime:
         if len(placements) != len(self.blocks):
             raise ValueError(f"expected {len(self.blocks)} placements, got {len(placements)}")
         self.end()
-        self._states = [_BlockState(p, self._form(i, p)) for i, p in enumerate(placements)]
+        self.forms = tuple(self._form(i, p) for i, p in enumerate(placements))
+        self._states = [_BlockState(p, form) for p, form in zip(placements, self.forms, strict=True)]
         self.enter(Window("START"))
 
     def resume(self) -> None:
@@ -158,11 +164,13 @@ class Runtime:
         if self._states is None:
             return
         self.windows.enter(window)
-        for action in self._table.get(window, ()):
-            if action.kind == "TRANS":
-                self._launch_trans(action)
-            elif self._final(self._states[action.block]):
-                self._launch_agg(action)
+        if self._refetch:
+            self._drop_before(window)
+        for launch in self._table.get(window, ()):
+            if launch.kind != "AGG":
+                self._launch_trans(launch)
+            elif self._final(self._states[launch.block]):
+                self._launch_agg(launch)
 
     def replicas(self, block: int) -> list[Replica]:
         """The replicas this rank holds for a block, their parameters arrived; waits for what is still under way."""
@@ -172,6 +180,23 @@ class Runtime:
         if not state.ready:
             self._finish_trans(block)
         return state.replicas or []
+
+    def _drop_before(self, window: Window) -> None:
+        """Free the parameters of the block that is done with them for now: its forward or its backward pass is over."""
+        assert self._states is not None
+        if window.kind == "FNEC" and window.block is not None and window.block < len(self.blocks) - 1:
+            block = window.block
+        elif window.kind == "BNEC" and window.block is not None:
+            block = window.block + 1
+        elif window.kind == "END":
+            block = 0
+        else:
+            return
+        state = self._states[block]
+        if state.ready and state.replicas is not None:
+            for replica in state.replicas:
+                self.pool.release(replica.params)
+            state.launched = state.ready = False
 
     def stale(self, block: int) -> bool:
         """Whether the home parameters were changed in place after their Trans was launched (as by SAM, or a load)."""
@@ -186,7 +211,7 @@ class Runtime:
         state = self._states[block]
         if state.trans is not None:
             state.trans.abandon()
-        state.trans, state.launched, state.ready = None, False, False
+        state.trans, state.launched, state.ready, state.arrived = None, False, False, False
 
     def _version(self, block: int) -> int:
         return sum(p._version for _, p in self.blocks[block].experts.stacked())
@@ -196,8 +221,13 @@ class Runtime:
         if self._states is None:
             return
         state = self._states[block]
+        if state.agg is not None and not state.agg.complete:
+            # a layer used twice: what is under way carries the gradients so far, whole, wherever it was cut
+            self._launch_rest(state.agg, Launch("AGG", block, sys.maxsize, Window("BEC", block)))
         state.backward_runs += 1
         state.unsent = True
+        if not state.ready and state.replicas is not None:
+            self._finish_trans(block)
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
@@ -205,7 +235,7 @@ class Runtime:
 
     # --- Trans ---
 
-    def _launch_trans(self, action: Action) -> None:
+    def _launch_trans(self, action: Launch) -> None:
         """Launch a block's Trans up to the action's chunk, where that has not happened yet."""
         block = action.block
         assert self._states is not None
@@ -221,8 +251,10 @@ class Runtime:
         if state.trans is None:
             form, rank = state.form, self.collective.rank
             numel = self.blocks[block].experts.expert_numel
-            chunks = trans_chunks(state.placement, rank, numel, form.trans_cut, two_phase=form.two_phase_trans)
-            state.trans = Trans(chunks, *self._parties(block))
+            cut = form.fetch_cut if action.kind == "FETCH" else form.trans_cut
+            chunks = trans_chunks(state.placement, rank, numel, cut, two_phase=form.two_phase_trans)
+            self._restore(state)
+            state.trans = Trans(chunks, *self._parties(block), again=state.arrived)
         self._advance(state.trans, action)
         self.stopwatch.add("exposed_trans", time.perf_counter() - before)
 
@@ -240,29 +272,43 @@ class Runtime:
                 ]
         return bank, state.replicas, self.collective, block
 
-    def _advance(self, transfer: Transfer, action: Action) -> None:
+    def _restore(self, state: _BlockState) -> None:
+        """Memory for parameters that were dropped."""
+        for replica in state.replicas or ():
+            if replica.params.numel() and not replica.params.untyped_storage().size():
+                self.pool.restore(replica.params)
+
+    def _advance(self, transfer: Transfer, action: Launch) -> None:
         """Launch a transfer's chunks up to the action's, but none that would wait for one of the same window."""
         while transfer.launched <= action.chunk and not transfer.complete:
             if transfer.must_wait and transfer.window == action.window:
                 return
             transfer.window = action.window
             if self._on_launch:
-                self._on_launch(replace(action, chunk=transfer.launched))
+                self._on_launch(replace(action, chunk=transfer.launched).action())
             transfer.launch_next()
+
+    def _launch_rest(self, transfer: Transfer, action: Launch) -> None:
+        """Launch all chunks that are left, even those that wait for one another."""
+        while not transfer.complete:
+            transfer.window = None
+            self._advance(transfer, action)
 
     def _finish_trans(self, block: int) -> None:
         assert self._states is not None
         state = self._states[block]
         before = time.perf_counter()
-        last = Window("FEC", block)
-        while not state.launched or (state.trans is not None and not state.trans.complete):
-            if state.trans is not None:
-                state.trans.window = None
-            self._launch_trans(Action("TRANS", block, sys.maxsize, last))
+        backward = torch._C._current_graph_task_id() != -1
+        if state.arrived and backward:
+            last = Launch("FETCH", block, sys.maxsize, Window("BEC", block))
+        else:
+            last = Launch("TRANS", block, sys.maxsize, Window("FEC", block))
+        self._launch_trans(last)
         if state.trans is not None:
+            self._launch_rest(state.trans, last)
             state.trans.finish()
             state.trans = None
-        state.ready = True
+        state.ready = state.arrived = True
         self.stopwatch.add("exposed_trans", time.perf_counter() - before)
 
     # --- Agg ---
@@ -273,7 +319,7 @@ class Runtime:
             return True
         return self.sync_gradients and state.unsent and state.backward_runs % self.accumulation_steps == 0
 
-    def _launch_agg(self, action: Action) -> None:
+    def _launch_agg(self, action: Launch) -> None:
         """Launch a block's Agg up to the action's chunk; a new one where there are gradients to send."""
         block = action.block
         assert self._states is not None
@@ -298,14 +344,12 @@ class Runtime:
         assert self._states is not None
         state = self._states[block]
         while state.agg is not None or state.unsent:
-            end = Action("AGG", block, sys.maxsize, Window("END"))
+            end = Launch("AGG", block, sys.maxsize, Window("UPDATE"))
             self._launch_agg(end)
             if state.agg is None:
                 continue
             before = time.perf_counter()
-            while not state.agg.complete:
-                state.agg.window = None
-                self._advance(state.agg, end)
+            self._launch_rest(state.agg, end)
             state.agg.finish()
             state.agg = None
             self.stopwatch.add("exposed_agg", time.perf_counter() - before)
@@ -332,6 +376,6 @@ class Runtime:
         assert self._states is not None
         blocks = [b for b in reversed(range(len(self.blocks))) if not only_final or self._final(self._states[b])]
         for block in blocks:
-            self._launch_agg(Action("AGG", block, sys.maxsize, Window("END")))
+            self._launch_agg(Launch("AGG", block, sys.maxsize, Window("UPDATE")))
         for block in blocks:
             self._finish_agg(block)

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from prophet.comm import Collective, Operation, Pending
 from prophet.experts import ExpertBank, Replica
@@ -103,9 +105,25 @@ class Transfer:
 
 
 class Trans(Transfer):
-    """Brings the replicas their parameters."""
+    """Brings the replicas their parameters.
+
+    again: the same parameters have been there before. A pass that has saved them then sees no change of version.
+    """
 
     name = "Trans"
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        bank: ExpertBank,
+        replicas: Sequence[Replica],
+        collective: Collective,
+        block: int,
+        *,
+        again: bool = False,
+    ) -> None:
+        super().__init__(chunks, bank, replicas, collective, block)
+        self._again = again
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
         if exchange.phase == "gather":
@@ -113,6 +131,13 @@ class Trans(Transfer):
         return self._bank.flat_views(piece.expert - self._bank.first_expert, piece.start, piece.stop)
 
     def _place(self, exchange: Exchange, arrived: Tensor) -> None:
+        with ExitStack() as stack:
+            if self._again:
+                written = tuple(r.params for r in self._replicas.values())
+                stack.enter_context(_unsafe_preserve_version_counter(written))
+            self._write(exchange, arrived)
+
+    def _write(self, exchange: Exchange, arrived: Tensor) -> None:
         offset = 0
         for piece in exchange.recvs:
             self._replicas[piece.expert].params[piece.start : piece.stop] = arrived[offset : offset + piece.size]
