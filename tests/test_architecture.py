@@ -40,11 +40,25 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "topology": _VALUES,
     "calibrate": _RANKS | {"topology"},
     "replay": _VALUES | {"planner", "traces"},
+    "extrapolate": _VALUES | {"planner", "scheduler"},
+    "commands_simulate": _VALUES | {"planner", "scheduler", "extrapolate", "topology"},
     "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay"},
     "demo": _RANKS
     | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert", "replay", "report", ""},
     "cli": _VALUES
-    | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", ""},
+    | {
+        "planner",
+        "history",
+        "traces",
+        "scheduler",
+        "replay",
+        "report",
+        "demo",
+        "topology",
+        "calibrate",
+        "commands_simulate",
+        "",
+    },
     "__main__": {"cli"},
     "": _RANKS
     | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert"},  # prophet/__init__.py
@@ -61,6 +75,8 @@ _PACKAGES: dict[str, set[str]] = {
     "kernels": _NUMERIC | {"torch", "triton"},
     "report": _NUMERIC | {"matplotlib"},
     "cli": _NUMERIC | {"rich"},
+    "extrapolate": _NUMERIC,
+    "commands_simulate": {"rich"},
 }
 _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
 
