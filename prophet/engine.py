@@ -37,6 +37,7 @@ from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.memory import within_budget
 from prophet.scheduler.notes import UNKNOWN, Notes, predicted_weights
 from prophet.scheduler.pieces import Form
+from prophet.scheduler.recording import ObservedCollective, Recording
 from prophet.scheduler.runtime import Runtime
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology, odd_ones_out
@@ -233,6 +234,8 @@ class Engine:
         if self.runtime.running:
             self.runtime.resume()
             return
+        if self.runtime.recording is not None:
+            self.runtime.recording.begin()
         before = time.perf_counter()
         for i, future in enumerate(self._plans):
             if future is not None:
@@ -333,6 +336,8 @@ class Engine:
         if not self.runtime.running:
             return
         self.runtime.end()
+        if self.runtime.recording is not None:
+            self.runtime.recording.end()
         for layer, choices in zip(self.layers, self._choices, strict=True):
             if layer.gate.bias is not None:
                 layer.gate.update_bias(torch.from_numpy(choices))
@@ -478,6 +483,28 @@ class Engine:
                 assert p.grad is not None
                 p.grad.mul_(factor)
         return norm
+
+    @contextmanager
+    def recording(self, *, limit: int = 100_000) -> Iterator[Recording]:
+        """Record what this rank does in the steps inside: `recording.spans()` is one of them, for `write_trace`.
+
+        Enter and leave it between steps. limit: spans that are kept. On a device that computes behind the host's back
+        the spans are the host's.
+        """
+        recording = Recording(self.collective.rank, len(self.layers), limit=limit)
+        plain, observed = self.collective, ObservedCollective(self.collective, recording.recorder)
+        self._use(observed, recording)
+        try:
+            yield recording
+        finally:
+            self._use(plain, None)
+
+    def _use(self, collective: Collective, recording: Recording | None) -> None:
+        self.collective = self.runtime.collective = collective
+        self.runtime.recording = recording
+        if not self._closed:
+            for layer in self.layers:
+                layer.collective = collective
 
     def set_topology(self, topology: Topology) -> None:
         """Plan for another machine from now on, as after measuring that a rank or a link has become slower.

@@ -40,9 +40,10 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "topology": _VALUES,
     "calibrate": _RANKS | {"topology"},
     "replay": _VALUES | {"planner", "traces"},
+    "picture": _VALUES | {"scheduler"},
     "extrapolate": _VALUES | {"planner", "scheduler"},
     "commands_simulate": _VALUES | {"planner", "scheduler", "extrapolate", "topology"},
-    "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay"},
+    "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay", "picture"},
     "demo": _RANKS
     | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert", "replay", "report", ""},
     "cli": _VALUES
@@ -76,6 +77,7 @@ _PACKAGES: dict[str, set[str]] = {
     "report": _NUMERIC | {"matplotlib"},
     "cli": _NUMERIC | {"rich"},
     "extrapolate": _NUMERIC,
+    "picture": _NUMERIC | {"matplotlib"},
     "commands_simulate": {"rich"},
 }
 _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}

@@ -23,7 +23,6 @@ from benchmarks.cluster import calibrate, peers
 from benchmarks.cluster.calibrate import Calibration
 from benchmarks.cluster.host import Host
 from benchmarks.cluster.policies import Policy, policy
-from benchmarks.cluster.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from benchmarks.cluster.workload import (
     Workload,
     batches,
@@ -40,6 +39,7 @@ from prophet.demo.text import load_corpus
 from prophet.engine import Engine, EngineConfig, StepReport, attach, moe_layers
 from prophet.planner import get_planner, warm
 from prophet.scheduler.pieces import Form
+from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from prophet.scheduler.simulate import predicted_durations, simulate
 from prophet.scheduler.timeline import Recorder
 from prophet.spec import IntArray, Link, Placement, PlanContext, Split, Topology, Windows

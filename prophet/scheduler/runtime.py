@@ -26,6 +26,7 @@ from prophet.experts import ExpertBank, Replica, ReplicaPool
 from prophet.scheduler.actions import Action, Launch, Window
 from prophet.scheduler.blockwise import Schedule, by_window
 from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
+from prophet.scheduler.recording import Recording
 from prophet.scheduler.transfers import Agg, Trans, Transfer
 from prophet.scheduler.windows import Stopwatch, WindowClock
 from prophet.spec import Placement
@@ -94,6 +95,7 @@ class Runtime:
         self._table = {w: [Launch.of(a) for a in actions] for w, actions in by_window(schedule).items()}
         self._states: list[_BlockState] | None = None
         self.forms: tuple[Form, ...] = ()  # by block, of the step under way or the last one
+        self.recording: Recording | None = None
         self._graph_task = -1
 
     # --- the step ---
@@ -363,6 +365,8 @@ class Runtime:
         self._finish(only_final=True)
         for block, state in zip(self.blocks, self._states, strict=True):
             state.grads_seen = [_identity(p.grad) for p in block.experts.parameters()]
+        if self.recording is not None:
+            self.recording.gradients()
 
     def finish_gradients(self) -> bool:
         """Bring home whatever is still away. Returns whether there was anything a backward pass had left behind."""

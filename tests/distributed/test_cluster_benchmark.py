@@ -17,13 +17,13 @@ from benchmarks.cluster import kernel_objects as kernel
 from benchmarks.cluster.calibrate import equal_within, fit_experts, fit_link
 from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, policy
 from benchmarks.cluster.profiles import uniform
-from benchmarks.cluster.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from benchmarks.cluster.rows import summarise, table
 from benchmarks.cluster.testbed import TestbedUnavailable
 from benchmarks.cluster.workload import Workload, build, even_ids, forced_balance
 from prophet.comm import Operation, ThreadCollective
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.engine import EngineConfig, attach, moe_layers
+from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from prophet.scheduler.timeline import Recorder, Span, hidden_s, read_trace
 from prophet.spec import LayerShape
 from tests.support import RandomPlanner, on_threads, seeded
