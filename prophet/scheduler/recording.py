@@ -109,9 +109,9 @@ class StepMarks:
 def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int, blocks: int) -> list[Span]:
     """The compute of one step, named by window: what lies between the all-to-alls and the waits.
 
-    These are "start", then route(i), FEC(i), FNEC(i) for every block, BNEC(i) and BEC(i) backward, "end", and "update" once
-    the gradients are complete. Where nobody noted the beginning of the backward pass, all that the last block computes
-    between its experts is its FNEC.
+    These are "start", then route(i), FEC(i), FNEC(i) for every block, BNEC(i) and BEC(i) backward, "end", and "update"
+    once the gradients are complete. Where nobody noted the beginning of the backward pass, all that the last block
+    computes between its experts is its FNEC.
     """
     taken = sorted(
         s for s in spans if s.stream in ("tokens", "waits") and marks.began_s <= s.start_s and s.end_s <= marks.ended_s
