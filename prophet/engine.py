@@ -32,7 +32,7 @@ from prophet.layer import MoE, PlanMismatch, Port, plain_port
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
-from prophet.scheduler.blockwise import cut_of, depth_within, schedule_named
+from prophet.scheduler.blockwise import cover_of, cut_of, depth_within, schedule_named
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.memory import within_budget
 from prophet.scheduler.notes import UNKNOWN, Notes, predicted_weights
@@ -213,8 +213,16 @@ class Engine:
     def _form(self, layer: int, placement: Placement) -> Form:
         """How a layer's Trans and Agg travel in the step that begins."""
         weights = self._notes.weights() or predicted_weights(self._contexts, self._last_rank_load)
-        cuts = [cut_of(self.schedule, kind, layer, weights) for kind in ("TRANS", "AGG", "FETCH")]
-        return self._forms.form(layer, placement, self._contexts[layer], *cuts)
+        return self._forms.form(
+            layer,
+            placement,
+            self._contexts[layer],
+            trans_cut=cut_of(self.schedule, "TRANS", layer, weights),
+            agg_cut=cut_of(self.schedule, "AGG", layer, weights),
+            fetch_cut=cut_of(self.schedule, "FETCH", layer, weights),
+            trans_cover_s=1e-6 * cover_of(self.schedule, "TRANS", layer, weights),
+            agg_cover_s=1e-6 * cover_of(self.schedule, "AGG", layer, weights),
+        )
 
     def _check_memory(self) -> None:
         budget = self.config.replica_memory_bytes
@@ -452,8 +460,9 @@ class Engine:
     def _place(self, layer: int, load: IntArray, context: PlanContext, previous: Placement) -> tuple[Placement, float]:
         before = time.perf_counter()
         placement = self._planner.place(load, replace(context, previous=previous))
-        if placement.experts == context.experts and placement.ranks == context.ranks:
-            self._forms.two_phase(layer, placement, context)  # remembered for the step that uses it
+        fits = placement.experts == context.experts and placement.ranks == context.ranks
+        if fits and self.config.transfers == "auto" and not placement.is_static:
+            self._forms.prepare(layer, placement, context)  # remembered for the step that uses it
         return placement, time.perf_counter() - before
 
     # --- for the user ---

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from prophet.planner import get_planner
-from prophet.scheduler.blockwise import cut_of, schedule_named
+from prophet.scheduler.blockwise import cover_of, cut_of, schedule_named
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.notes import predicted_weights
 from prophet.scheduler.simulate import SimulatedStep, predicted_durations, simulate
@@ -219,8 +219,17 @@ def _group_step(
     weights = predicted_weights(contexts, np.array([s.rank_load() for s in splits]))
     forms = []
     for i, placement in enumerate(placements):
-        cuts = [cut_of(schedule, kind, i, weights) for kind in ("TRANS", "AGG")]
-        forms.append(chooser.form(i, placement, context, *cuts))
+        forms.append(
+            chooser.form(
+                i,
+                placement,
+                context,
+                trans_cut=cut_of(schedule, "TRANS", i, weights),
+                agg_cut=cut_of(schedule, "AGG", i, weights),
+                trans_cover_s=1e-6 * cover_of(schedule, "TRANS", i, weights),
+                agg_cover_s=1e-6 * cover_of(schedule, "AGG", i, weights),
+            )
+        )
     durations = predicted_durations(placements, splits, contexts, forms=forms, update_s=update_s)
     held = sum(len(p.replicas()) for p in placements) / ranks
     return simulate(schedule, durations), float(np.mean([s.max_mean() for s in splits])), held

@@ -232,3 +232,8 @@ def cut_of(
     first = [where.index(w) == c for c, w in enumerate(where)]
     lengths = [(weights or {}).get(w, 0) if f else 0 for w, f in zip(where, first, strict=True)]
     return cut_by_weights(lengths if any(lengths) else [int(f) for f in first] or [1])
+
+
+def cover_of(schedule: Iterable[Action], kind: TransferKind, block: int, weights: Mapping[Window, int]) -> int:
+    """Length of all windows that a block's transfer runs under, in the unit of `weights`."""
+    return sum(weights.get(w, 0) for w in {a.window for a in schedule if (a.kind, a.block) == (kind, block)} if w)

@@ -175,7 +175,7 @@ def _phases(bounds: Sequence[int]) -> Iterator[tuple[Fraction | None, Fraction |
     if chunks == 1:
         yield (0, 1, 1), (0, 1, 1)
         return
-    middle = min(range(1, chunks), key=lambda s: (abs(2 * bounds[s] - GRAIN), s))
+    middle = _middle(bounds)
     for c in range(chunks):
         first = c < middle
         low, high = (0, bounds[middle]) if first else (bounds[middle], GRAIN)
@@ -184,6 +184,17 @@ def _phases(bounds: Sequence[int]) -> Iterator[tuple[Fraction | None, Fraction |
         part = (bounds[c] - low, bounds[c + 1] - low, high - low) if high > low else (0, int(last), 1)
         carried = part if part[0] < part[1] else None
         yield (carried, None) if first else (None, carried)
+
+
+def _middle(bounds: Sequence[int]) -> int:
+    """Index of the inner boundary next to the middle; the lower of two."""
+    return min(range(1, len(bounds) - 1), key=lambda s: (abs(2 * bounds[s] - GRAIN), s))
+
+
+def meeting(cut: Sequence[int]) -> int:
+    """Where the two phases meet, in parts of GRAIN; all of it for a single chunk, which gives the second no place."""
+    bounds = check_cut(cut)
+    return bounds[_middle(bounds)] if len(bounds) > 2 else GRAIN
 
 
 def phase_shares(cut: Sequence[int]) -> list[tuple[float, float]]:

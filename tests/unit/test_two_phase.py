@@ -9,7 +9,8 @@ import pytest
 
 from prophet.comm import Operation, RecordingCollective
 from prophet.planner.cost import transfer_cost
-from prophet.scheduler.forms import FormChooser
+from prophet.scheduler.forms import FormChooser, Seconds
+from prophet.scheduler.pieces import GRAIN, HALVES
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
 from tests.support import FixedPlanner, on_processes, on_threads
 from tests.training import Case, Run, Step, compare, expected, train, train_in_process
@@ -72,13 +73,34 @@ def test_the_cheaper_form_is_taken() -> None:
     context = PlanContext(topology=topology, shape=LayerShape(dim=8, hidden=8), home=tuple(range(8)))
     many = Placement.with_replicas(context.home, 8, [(0, r) for r in range(1, 8)])
     one = Placement.with_replicas(context.home, 8, [(0, 1), (2, 3)])
-    assert transfer_cost(many, topology, context.shape.expert_bytes).two_phase
     chooser = FormChooser(2)
-    for _ in range(2):
-        assert chooser.two_phase(0, many, context) == (True, True)
-        assert chooser.two_phase(1, one, context) == (False, False)
-    assert chooser.two_phase(0, one, context) == (False, False), "what is remembered belongs to its placement"
-    assert FormChooser(2, "direct").two_phase(0, many, context) == (False, False)
-    assert FormChooser(2, "two-phase").two_phase(0, one, context) == (True, True)
-    form = chooser.form(0, many, context, (0, 100, 1024), (0, 1024))
-    assert (form.trans_cut, form.agg_cut, form.two_phase_trans) == ((0, 100, 1024), (0, 1024), True)
+
+    def chosen(layer: int, placement: Placement, who: FormChooser = chooser, **cover_s: float) -> tuple[bool, bool]:
+        form = who.form(layer, placement, context, **cover_s)  # type: ignore[arg-type]
+        return form.two_phase_trans, form.two_phase_agg
+
+    for placement, two_phase in ((many, True), (one, False)):
+        cost = transfer_cost(placement, topology, context.shape.expert_bytes)
+        assert cost.two_phase == two_phase
+        trans, agg = chooser.prepare(0, placement, context)
+        assert min(trans.direct, trans.first + trans.second) == pytest.approx(cost.seconds)
+        assert (agg.first, agg.second) == (pytest.approx(trans.second), pytest.approx(trans.first))
+        for _ in range(2):
+            assert chosen(0, placement) == (two_phase, two_phase)
+    assert chosen(1, many) == (True, True)
+    assert chosen(1, one) == (False, False), "what is remembered belongs to its placement"
+    assert chosen(0, many, FormChooser(2, "direct")) == (False, False)
+    assert chosen(0, one, FormChooser(2, "two-phase")) == (True, True)
+    form = chooser.form(0, many, context, trans_cut=(0, 100, 1024), agg_cut=(0, 1024))
+    assert (form.trans_cut, form.agg_cut) == ((0, 100, 1024), (0, 1024))
+
+
+def test_a_form_that_is_cheaper_but_hides_less_is_not_taken() -> None:
+    seconds = Seconds(direct=10.0, first=3.0, second=3.0)
+    even, uneven = HALVES, (0, GRAIN // 8, GRAIN)
+    assert seconds.two_phase(even, 0.0)
+    assert seconds.two_phase(even, 8.0), "4 + 4 cover 3 + 3; a direct transfer has 2 left over"
+    assert seconds.two_phase(uneven, 8.0), "2 of the first phase are exposed, as of a direct transfer"
+    assert not seconds.two_phase(uneven, 12.0), "1.5 before the second phase can start; a direct transfer is hidden"
+    assert seconds.two_phase(uneven, 24.0)
+    assert not Seconds(6.0, 3.0, 3.0).two_phase(even, 0.0)
