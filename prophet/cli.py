@@ -89,6 +89,7 @@ def _complain(message: str, kind: str = "error") -> None:
 
 def _parser() -> argparse.ArgumentParser:
     import prophet
+    from prophet.commands_simulate import add_simulate
 
     parser = argparse.ArgumentParser(
         prog="prophet",
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_demo(commands)
     _add_plan(commands)
+    add_simulate(commands)
     return parser
 
 

@@ -60,7 +60,16 @@ class PeerLost(CollectiveError):
 
 
 class Pending(ABC):
-    """A collective under way."""
+    """A collective under way.
+
+    arrived_s: when the result had arrived, on the clock of `time.perf_counter`; None where that is not known (see
+    `watch`).
+    """
+
+    arrived_s: float | None = None
+
+    def watch(self) -> None:  # noqa: B027 (not every collective can tell)
+        """Note in `arrived_s` when the result arrives. Costs a callback; for timelines, on backends of the host."""
 
     @abstractmethod
     def wait(self) -> Tensor:
@@ -172,6 +181,18 @@ class _WorkPending(Pending):
         self._result = result
         self._keep = keep  # inputs stay alive until the transfer is over
         self._op = op
+
+    def watch(self) -> None:
+        left = len(self._works)
+
+        def over(_: Any) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.arrived_s = time.perf_counter()
+
+        for work in self._works:
+            work.get_future().then(over)
 
     def wait(self) -> Tensor:
         for work in self._works:

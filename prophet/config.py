@@ -12,6 +12,9 @@ from prophet.comm import Collective, Operation
 from prophet.history import PredictMode
 from prophet.layer import MoE
 from prophet.planner.base import Planner
+from prophet.scheduler.blockwise import NAMES
+from prophet.scheduler.forms import Transfers
+from prophet.scheduler.memory import ReplicaMemory
 from prophet.spec import Topology, Windows, odd_ones_out
 
 
@@ -30,7 +33,12 @@ class EngineConfig:
     replica_memory_bytes: budget per rank for the replicas of all layers, parameters and gradients; None is no limit.
     accumulation_steps: backward passes per optimizer step. Agg then runs once, with the last of them. With the default
         of 1 every backward pass brings its own gradients home, which is correct for any number of them.
-    schedule: "block-wise" (Algorithm 2) or "blocking" (nothing hidden; for comparison).
+    replica_memory: "keep" replicas until the step ends, or "refetch": drop their parameters after the forward pass, and
+        send them again for the backward pass. Only neighbouring layers' parameters then count towards the budget.
+    schedule: "block-wise" (Algorithm 2), "look-ahead" (over `look_ahead_blocks` blocks, fewer where refetched replicas
+        of so many would not fit the budget), and for comparison "operator" (uncut) and "blocking" (nothing hidden).
+    transfers: form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and gather),
+        or "auto", the cheaper one by the performance model.
     predict: the load that placements are planned for: that of the "last" step, or a moving average ("ema").
     check_split_every: steps between explicit comparisons of the split over ranks (placements are compared in every
         layer of every step, at no extra message).
@@ -43,7 +51,10 @@ class EngineConfig:
     slots_per_rank: int = 4
     replica_memory_bytes: int | None = None
     accumulation_steps: int = 1
-    schedule: Literal["block-wise", "blocking"] = "block-wise"
+    replica_memory: ReplicaMemory = "keep"
+    schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
+    look_ahead_blocks: int = 2
+    transfers: Transfers = "auto"
     predict: PredictMode = "last"
     check_split_every: int = 50
     timeout_s: float | None = None
@@ -53,13 +64,17 @@ class EngineConfig:
             raise ValueError(f"EngineConfig.slots_per_rank must not be negative, got {self.slots_per_rank}")
         if self.replica_memory_bytes is not None and self.replica_memory_bytes < 0:
             raise ValueError(f"EngineConfig.replica_memory_bytes must not be negative, got {self.replica_memory_bytes}")
-        for name in ("accumulation_steps", "check_split_every"):
+        for name in ("accumulation_steps", "check_split_every", "look_ahead_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
         if self.predict not in ("last", "ema"):
             raise ValueError(f"EngineConfig.predict must be 'last' or 'ema', got {self.predict!r}")
-        if self.schedule not in ("block-wise", "blocking"):
-            raise ValueError(f"EngineConfig.schedule must be 'block-wise' or 'blocking', got {self.schedule!r}")
+        if self.schedule not in NAMES:
+            raise ValueError(f"EngineConfig.schedule must be one of {', '.join(NAMES)}, got {self.schedule!r}")
+        if self.replica_memory not in ("keep", "refetch"):
+            raise ValueError(f"EngineConfig.replica_memory must be 'keep' or 'refetch', got {self.replica_memory!r}")
+        if self.transfers not in ("auto", "direct", "two-phase"):
+            raise ValueError(f"EngineConfig.transfers must be 'auto', 'direct' or 'two-phase', got {self.transfers!r}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError(f"EngineConfig.timeout_s must be positive, got {self.timeout_s!r}")
 
@@ -69,7 +84,9 @@ class EngineConfig:
         return (
             f"planner={planner} topology={self.topology} windows={self.windows} slots={self.slots_per_rank} "
             f"predict={self.predict} memory={self.replica_memory_bytes} accumulation={self.accumulation_steps} "
-            f"schedule={self.schedule} check={self.check_split_every} timeout={self.timeout_s}"
+            f"replicas={self.replica_memory} schedule={self.schedule} ahead={self.look_ahead_blocks} "
+            f"transfers={self.transfers} check={self.check_split_every} "
+            f"timeout={self.timeout_s}"
         )
 
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from prophet.comm import Collective, Operation
 from prophet.kernels.split_apply import regroup
-from prophet.scheduler.runtime import Stopwatch
+from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Placement, Split
 
 

@@ -32,8 +32,14 @@ from prophet.layer import MoE, PlanMismatch, Port, plain_port
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.scheduler.actions import Action, Window, WindowKind
-from prophet.scheduler.blockwise import block_wise, blocking
-from prophet.scheduler.runtime import Runtime, Stopwatch
+from prophet.scheduler.blockwise import cover_of, cut_of, depth_within, schedule_named
+from prophet.scheduler.forms import FormChooser
+from prophet.scheduler.memory import within_budget
+from prophet.scheduler.notes import UNKNOWN, Notes, predicted_weights
+from prophet.scheduler.pieces import Form
+from prophet.scheduler.recording import ObservedCollective, Recording
+from prophet.scheduler.runtime import Runtime
+from prophet.scheduler.windows import Stopwatch
 from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology, odd_ones_out
 
 
@@ -44,7 +50,7 @@ class StepReport:
     counts: [L, R, E] choices by layer, source rank and expert. rank_load: [L, R] rows every rank computed.
     rank_load_static: [L, R] rows it would have computed without replicas. copies: [L, R] replicas it held.
     dropped: [L] choices dropped for lack of capacity. seconds: host seconds on this rank by activity. actions: the
-    transfers in the order in which this rank launched them.
+    transfers in the order in which this rank launched them. placements, forms: by layer, those that were in force.
     """
 
     step: int
@@ -55,6 +61,8 @@ class StepReport:
     dropped: IntArray
     seconds: dict[str, float]
     actions: tuple[Action, ...]
+    placements: tuple[Placement, ...] = ()
+    forms: tuple[Form, ...] = ()
 
     @property
     def max_mean(self) -> float:
@@ -86,6 +94,12 @@ class _LayerPort:
 
     def header(self, training: bool) -> tuple[int, int, int]:
         return self._engine.header(self._at, training)
+
+    def notes(self, training: bool) -> list[int]:
+        return self._engine.notes(self._at, training)
+
+    def noted(self, table: IntArray) -> None:
+        self._engine.noted(self._at, table)
 
     def stale(self, training: bool) -> bool:
         return training and self._engine.runtime.stale(self._at)
@@ -141,13 +155,23 @@ class Engine:
         self.pool = ReplicaPool(config.replica_memory_bytes)
         self._contexts = [self._context(layer) for layer in layers]
         self._check_memory()
-        make = block_wise if config.schedule == "block-wise" else blocking
+        self._forms = FormChooser(len(layers), config.transfers)
+        self._refetch = config.replica_memory == "refetch"
+        self._depth = 1 if config.schedule != "look-ahead" else config.look_ahead_blocks
+        if self._refetch:
+            wanted = [config.slots_per_rank * c.shape.expert_bytes for c in self._contexts]
+            self._depth = depth_within(wanted, config.replica_memory_bytes, self._depth)
+        self.schedule = schedule_named(config.schedule, len(layers), depth=self._depth, refetch=self._refetch)
+        self._notes = Notes(self.schedule, len(layers))
+        self._compared = collective.size > 1 and self._planner.name != "static"
         self.runtime = Runtime(
             layers,
             collective,
             self.pool,
-            make(len(layers)),
+            self.schedule,
             accumulation_steps=config.accumulation_steps,
+            refetch=self._refetch,
+            form=self._form,
             stopwatch=self.stopwatch,
             on_launch=self._actions.append,
         )
@@ -155,6 +179,8 @@ class Engine:
         self._placements = list(self._static)
         self._digests = [p.digest() for p in self._placements]
         self._split_digest = 0
+        self._on_host = layers[0].experts.w_in.device.type == "cpu"
+        self._last_rank_load = np.zeros((len(layers), collective.size), dtype=np.int64)
         self._plans: list[Future[tuple[Placement, float]] | None] = [None] * len(layers)
         # one history per layer, since layers may differ in their number of experts
         self.histories = [History(1, collective.size, layer.num_experts) for layer in layers]
@@ -184,6 +210,20 @@ class Engine:
             budget_bytes=None if budget is None else (budget,) * ranks,
         )
 
+    def _form(self, layer: int, placement: Placement) -> Form:
+        """How a layer's Trans and Agg travel in the step that begins."""
+        weights = self._notes.weights() or predicted_weights(self._contexts, self._last_rank_load)
+        return self._forms.form(
+            layer,
+            placement,
+            self._contexts[layer],
+            trans_cut=cut_of(self.schedule, "TRANS", layer, weights),
+            agg_cut=cut_of(self.schedule, "AGG", layer, weights),
+            fetch_cut=cut_of(self.schedule, "FETCH", layer, weights),
+            trans_cover_s=1e-6 * cover_of(self.schedule, "TRANS", layer, weights),
+            agg_cover_s=1e-6 * cover_of(self.schedule, "AGG", layer, weights),
+        )
+
     def _check_memory(self) -> None:
         budget = self.config.replica_memory_bytes
         if budget is None or self.config.slots_per_rank == 0 or self._planner.name == "static":
@@ -202,6 +242,8 @@ class Engine:
         if self.runtime.running:
             self.runtime.resume()
             return
+        if self.runtime.recording is not None:
+            self.runtime.recording.begin()
         before = time.perf_counter()
         for i, future in enumerate(self._plans):
             if future is not None:
@@ -210,7 +252,9 @@ class Engine:
                 self._plans[i] = None
         self._fit_memory()
         self._digests = [p.digest() for p in self._placements]
-        self._compare_placements()
+        if self._compared and not self._notes.confirmed:
+            self._compare_placements()
+        self._notes.confirmed = False
         self.stopwatch.add("exposed_plan", time.perf_counter() - before)
         self.runtime.begin(self._placements)
 
@@ -231,18 +275,19 @@ class Engine:
         It has to happen before the first Trans: a backend that receives more than was announced may end the process.
         On the weights channel, so that a rank which does not begin a step meets a time limit and no other message.
         """
-        if self.collective.size == 1 or self._planner.name == "static":
-            return
         mine = torch.tensor(self._digests, dtype=torch.int64, device=self.layers[0].experts.w_in.device)
         op = Operation("comparison of placements")
         found = self.collective.all_gather(mine, op=op, channel="weights").cpu()
         for layer, column in enumerate(found.unbind(1)):
             differ = odd_ones_out(column.numpy())
             if differ:
-                raise PlanMismatch(
-                    f"MoE layer {layer}, step {self.step}: the placement of rank(s) {differ} differs from the other "
-                    f"ranks'; all ranks must run the same configuration and versions"
-                )
+                raise self._mismatch(layer, differ)
+
+    def _mismatch(self, layer: int, ranks: list[int]) -> PlanMismatch:
+        return PlanMismatch(
+            f"MoE layer {layer}, step {self.step}: the placement of rank(s) {ranks} differs from the other "
+            f"ranks'; all ranks must run the same configuration and versions"
+        )
 
     def _check_placement(self, layer: int, placement: Placement) -> None:
         """Raise `SpecError` where the planner has not kept to its context: an own planner may be wrong."""
@@ -263,18 +308,17 @@ class Engine:
         budget = self.config.replica_memory_bytes
         if budget is None:
             return
-        used = np.zeros(self.collective.size, dtype=np.int64)
         # the layers with the worst imbalance come first; ties go to the earlier layer
         order = sorted(range(len(self.layers)), key=lambda i: (-self._imbalance(i), i))
-        for i in order:
-            placement, size = self._placements[i], self._contexts[i].shape.replica_bytes
-            keep = []
-            for expert, rank in placement.replicas():
-                if used[rank] + size <= budget:
-                    used[rank] += size
-                    keep.append((expert, rank))
-            if len(keep) < len(placement.replicas()):
-                self._placements[i] = Placement.with_replicas(placement.home, placement.ranks, keep)
+        shapes = [c.shape for c in self._contexts]
+        self._placements = within_budget(
+            self._placements,
+            [s.expert_bytes for s in shapes],
+            [s.expert_grad_bytes for s in shapes],
+            budget,
+            order,
+            span=self._depth + 1 if self._refetch else None,
+        )
 
     def _imbalance(self, layer: int) -> float:
         history = self.histories[layer]
@@ -300,9 +344,14 @@ class Engine:
         if not self.runtime.running:
             return
         self.runtime.end()
+        if self.runtime.recording is not None:
+            self.runtime.recording.end()
         for layer, choices in zip(self.layers, self._choices, strict=True):
             if layer.gate.bias is not None:
                 layer.gate.update_bias(torch.from_numpy(choices))
+        if self._on_host:
+            self._notes.measured(self.runtime.windows.take())
+        self._last_rank_load = self._rank_load
         self.last_step = self._report()
         self.step += 1
         for i, load in enumerate(self._load):
@@ -335,6 +384,8 @@ class Engine:
             dropped=self._dropped,
             seconds=self.stopwatch.take(),
             actions=actions,
+            placements=tuple(self._placements),
+            forms=self.runtime.forms,
         )
 
     # --- called by the layers ---
@@ -342,6 +393,31 @@ class Engine:
     def header(self, layer: int, training: bool) -> tuple[int, int, int]:
         """Step, placement digest and last split digest, for comparison over ranks."""
         return self.step, self._digests[layer] if training else 0, self._split_digest
+
+    def notes(self, layer: int, training: bool) -> list[int]:
+        """What this rank tells the others with the layer's counts; as many integers in every pass."""
+        if not self._compared:
+            return []
+        digests = self._digests if training else [0] * len(self.layers)
+        return self._notes.write(layer, digests, self._upcoming() if layer == len(self.layers) - 1 else UNKNOWN)
+
+    def _upcoming(self) -> int:
+        """Digest of the first layer's next placement, where it is known and final by now."""
+        future = self._plans[0]
+        if self.config.replica_memory_bytes is not None:
+            return UNKNOWN  # the other layers' placements decide what is dropped for lack of memory
+        if future is None:
+            return self._digests[0]
+        if not future.done() or future.cancelled() or future.exception() is not None:
+            return UNKNOWN
+        return future.result()[0].digest()
+
+    def noted(self, layer: int, table: IntArray) -> None:
+        """Take in what all ranks have told with the layer's counts, [R, n]."""
+        if self._compared:
+            differ = self._notes.read(layer, table)
+            if differ is not None:
+                raise self._mismatch(*differ)
 
     def plan(self, layer: int, load: IntArray, training: bool) -> tuple[Placement, Split]:
         """Placement in force and split of the exact counts; without replicas in evaluation."""
@@ -372,16 +448,21 @@ class Engine:
         self._rank_load[layer] += split.rank_load()
         self._choices[layer] += choices
         self._dropped[layer] += dropped
+        if layer == 0:
+            self._notes.confirmed = False  # it is planned anew
         previous = self._plans[layer]
         if previous is not None:
             previous.cancel()
         expected = self.histories[layer].forecast(0, self._load[layer].copy(), self.config.predict)
         context, in_force = self._contexts[layer], self._placements[layer]
-        self._plans[layer] = self._thread.submit(self._place, expected, context, in_force)
+        self._plans[layer] = self._thread.submit(self._place, layer, expected, context, in_force)
 
-    def _place(self, load: IntArray, context: PlanContext, previous: Placement) -> tuple[Placement, float]:
+    def _place(self, layer: int, load: IntArray, context: PlanContext, previous: Placement) -> tuple[Placement, float]:
         before = time.perf_counter()
         placement = self._planner.place(load, replace(context, previous=previous))
+        fits = placement.experts == context.experts and placement.ranks == context.ranks
+        if fits and self.config.transfers == "auto" and not placement.is_static:
+            self._forms.prepare(layer, placement, context)  # remembered for the step that uses it
         return placement, time.perf_counter() - before
 
     # --- for the user ---
@@ -411,6 +492,47 @@ class Engine:
                 assert p.grad is not None
                 p.grad.mul_(factor)
         return norm
+
+    @contextmanager
+    def recording(self, *, limit: int = 100_000) -> Iterator[Recording]:
+        """Record what this rank does in the steps inside: `recording.spans()` is one of them, for `write_trace`.
+
+        Enter and leave it between steps. limit: spans that are kept. On a device that computes behind the host's back
+        the spans are the host's.
+        """
+        recording = Recording(self.collective.rank, len(self.layers), limit=limit)
+        plain, observed = self.collective, ObservedCollective(self.collective, recording.recorder)
+        self._use(observed, recording)
+        try:
+            yield recording
+        finally:
+            self._use(plain, None)
+
+    def _use(self, collective: Collective, recording: Recording | None) -> None:
+        self.collective = self.runtime.collective = collective
+        self.runtime.recording = recording
+        if not self._closed:
+            for layer in self.layers:
+                layer.collective = collective
+
+    def set_topology(self, topology: Topology) -> None:
+        """Plan for another machine from now on, as after measuring that a rank or a link has become slower.
+
+        Collective in effect: call it with the same topology on all ranks, between two steps. Plans that are under way
+        are thrown away; the placements in force stay for one more step. ValueError for another number of ranks;
+        RuntimeError within a step.
+        """
+        if topology.ranks != self.collective.size:
+            raise ValueError(f"expected a topology of {self.collective.size} ranks, got {topology.ranks}")
+        if self.runtime.running:
+            raise RuntimeError("set_topology() belongs between two steps, and one is under way")
+        for i, future in enumerate(self._plans):
+            if future is not None and not future.cancel():
+                future.exception(timeout=self.collective.timeout_s)
+            self._plans[i] = None
+        self._contexts = [replace(c, topology=topology) for c in self._contexts]
+        self._forms = FormChooser(len(self.layers), self.config.transfers)
+        self._notes.confirmed = False
 
     def close(self) -> None:
         """Detach: layers go back to plain expert parallelism, hooks and threads end; again is harmless.

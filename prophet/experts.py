@@ -124,8 +124,12 @@ class ExpertBank(nn.Module):
     @torch.no_grad()
     def flat_slice(self, local: int, start: int, stop: int) -> Tensor:
         """Elements start..stop of the flat parameter vector of home expert `local`, in pieces joined together."""
-        pieces = [p[local].reshape(-1)[a:b] for p, a, b in self._overlaps(start, stop)]
+        pieces = self.flat_views(local, start, stop)
         return torch.cat(pieces) if pieces else self.w_in.new_empty(0)
+
+    def flat_views(self, local: int, start: int, stop: int) -> list[Tensor]:
+        """The same elements where they are: one flat view for every parameter that has some of them."""
+        return [p.detach()[local].reshape(-1)[a:b] for p, a, b in self._overlaps(start, stop)]
 
     @torch.no_grad()
     def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
@@ -254,10 +258,7 @@ class ReplicaPool:
         """Lend a flat parameter buffer and a zeroed gradient buffer of `numel` elements."""
         free = self._free.setdefault((numel, dtype, device), [])
         size = 2 * numel * dtype.itemsize
-        if self.budget_bytes is not None and self.in_use_bytes + size > self.budget_bytes:
-            raise ReplicaMemoryError(
-                f"a replica needs {size} bytes, but {self.in_use_bytes} of the budget's {self.budget_bytes} are in use"
-            )
+        self._check_budget(size)
         if free:
             params, grads = free.pop()
             grads.zero_()
@@ -269,10 +270,38 @@ class ReplicaPool:
         self.in_use_bytes += size
         return params, grads
 
+    def release(self, params: Tensor) -> None:
+        """Free a lent parameter buffer's memory; the tensor and its views stay, empty until `restore`."""
+        size = params.numel() * params.element_size()
+        params.untyped_storage().resize_(0)
+        self.in_use_bytes -= size
+        self.held_bytes -= size
+
+    def restore(self, params: Tensor) -> None:
+        """Give a released parameter buffer its memory back; what is in it is undefined."""
+        size = params.numel() * params.element_size()
+        self._check_budget(size)
+        self._make_room(size)
+        params.untyped_storage().resize_(size)
+        self.in_use_bytes += size
+        self.held_bytes += size
+
     def give(self, params: Tensor, grads: Tensor) -> None:
         """Take buffers back."""
+        if params.numel() and not params.untyped_storage().size():
+            # the parameters are gone already, and half a pair is of no use
+            size = grads.numel() * grads.element_size()
+            self.in_use_bytes -= size
+            self.held_bytes -= size
+            return
         self._free[(params.numel(), params.dtype, params.device)].append((params, grads))
         self.in_use_bytes -= 2 * params.numel() * params.element_size()
+
+    def _check_budget(self, size: int) -> None:
+        if self.budget_bytes is not None and self.in_use_bytes + size > self.budget_bytes:
+            raise ReplicaMemoryError(
+                f"a replica needs {size} bytes, but {self.in_use_bytes} of the budget's {self.budget_bytes} are in use"
+            )
 
     def _make_room(self, size: int) -> None:
         """Drop free buffers of other sizes where keeping them would exceed the budget."""

@@ -26,7 +26,7 @@ from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.split_apply import inverse, send_order
 from prophet.scheduler.actions import WindowKind
-from prophet.scheduler.runtime import Stopwatch
+from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Activation, IntArray, Placement, Split, check_experts_per_rank, odd_ones_out
 
 HEADER = 7  # integers before the counts: finite, step, tokens, dropped, placement digest, last split digest, stale
@@ -86,6 +86,12 @@ class Port(Protocol):
     def header(self, training: bool) -> tuple[int, int, int]:
         """Step, digest of the placement, digest of the previous split: equal on all ranks."""
 
+    def notes(self, training: bool) -> list[int]:
+        """What this rank adds to the exchange of counts; as many integers on every rank and in every pass."""
+
+    def noted(self, table: IntArray) -> None:
+        """The notes of all ranks, [R, n], of a training pass."""
+
     def stale(self, training: bool) -> bool:
         """Whether this rank's home parameters have changed since they were sent to their replicas."""
 
@@ -121,6 +127,11 @@ class _PlainPort:
 
     def header(self, training: bool) -> tuple[int, int, int]:
         return 0, 0, 0
+
+    def notes(self, training: bool) -> list[int]:
+        return []
+
+    def noted(self, table: IntArray) -> None: ...
 
     def stale(self, training: bool) -> bool:
         return False
@@ -300,7 +311,8 @@ class MoE(nn.Module):
             extra = torch.bincount(routing.ids.reshape(-1), minlength=self.num_experts)
         header = [0, 0, tokens, 0, 0, 0, int(self._port.stale(training))]
         header[1], header[4], header[5] = self._port.header(training)
-        row = torch.tensor(header, dtype=torch.int64).to(routing.ids.device, non_blocking=True)
+        notes = self._port.notes(training)
+        row = torch.tensor(header + notes, dtype=torch.int64).to(routing.ids.device, non_blocking=True)
         row[0] = routing.finite
         row[3] = routing.dropped()
         parts = [row, routing.counts()] + ([] if extra is None else [extra])
@@ -309,14 +321,18 @@ class MoE(nn.Module):
         table = self.collective.all_gather(torch.cat(parts), op=op).cpu().numpy()
         watch.add("counts", time.perf_counter() - before)
         self._check_header(table[:, :HEADER])
+        if training and not recomputing():
+            self._port.noted(table[:, HEADER : HEADER + len(notes)])
         if table[:, 6].any():
             self._port.refresh()
-        counts = table[:, HEADER : HEADER + self.num_experts]
+        tokens, dropped = int(table[:, 2].sum()), int(table[:, 3].sum())
+        table = table[:, HEADER + len(notes) :]
+        counts = table[:, : self.num_experts]
         return Agreement(
             load=np.ascontiguousarray(counts, dtype=np.int64),
-            extra=None if extra is None else table[:, HEADER + self.num_experts :],
-            tokens=int(table[:, 2].sum()),
-            dropped=int(table[:, 3].sum()),
+            extra=None if extra is None else table[:, self.num_experts :],
+            tokens=tokens,
+            dropped=dropped,
         )
 
     def _check_header(self, header: IntArray) -> None:

@@ -139,7 +139,8 @@ def loss_of(p: Params, ids_by_rank: Sequence[Tensor], c: OracleConfig, scale: fl
     targets = torch.cat([i.reshape(-1).roll(-1) for i in ids_by_rank])
     rank_of = [r for r, i in enumerate(ids_by_rank) for _ in range(i.numel())]
     logits, aux, _ = tiny_model(p, ids, c, rank_of)
-    log_probs = logits - torch.log(torch.exp(logits).sum(dim=1, keepdim=True))
+    shifted = logits - logits.detach().amax(dim=1, keepdim=True) if logits.numel() else logits
+    log_probs = shifted - torch.log(torch.exp(shifted).sum(dim=1, keepdim=True))
     nll = -log_probs[torch.arange(ids.numel()), targets].sum()
     return nll * scale / len(ids_by_rank) + aux
 

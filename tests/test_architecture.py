@@ -34,17 +34,32 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": _RANKS | {"planner", "history"},
     "dispatch": _RANKS | {"scheduler"},
     "layer": _RANKS | {"planner", "history", "scheduler", "dispatch"},
-    "config": _RANKS | {"planner", "history", "layer"},
+    "config": _RANKS | {"planner", "history", "scheduler", "layer"},
     "engine": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "config"},
     "convert": _RANKS | {"layer"},
     "topology": _VALUES,
     "calibrate": _RANKS | {"topology"},
     "replay": _VALUES | {"planner", "traces"},
-    "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay"},
+    "picture": _VALUES | {"scheduler"},
+    "extrapolate": _VALUES | {"planner", "scheduler"},
+    "commands_simulate": _VALUES | {"planner", "scheduler", "extrapolate", "topology"},
+    "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay", "picture"},
     "demo": _RANKS
     | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert", "replay", "report", ""},
     "cli": _VALUES
-    | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", ""},
+    | {
+        "planner",
+        "history",
+        "traces",
+        "scheduler",
+        "replay",
+        "report",
+        "demo",
+        "topology",
+        "calibrate",
+        "commands_simulate",
+        "",
+    },
     "__main__": {"cli"},
     "": _RANKS
     | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert"},  # prophet/__init__.py
@@ -61,6 +76,9 @@ _PACKAGES: dict[str, set[str]] = {
     "kernels": _NUMERIC | {"torch", "triton"},
     "report": _NUMERIC | {"matplotlib"},
     "cli": _NUMERIC | {"rich"},
+    "extrapolate": _NUMERIC,
+    "picture": _NUMERIC | {"matplotlib"},
+    "commands_simulate": {"rich"},
 }
 _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
 
@@ -68,6 +86,10 @@ _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
 _PURE_MODULES = {
     "prophet.scheduler.actions",
     "prophet.scheduler.blockwise",
+    "prophet.scheduler.pieces",
+    "prophet.scheduler.forms",
+    "prophet.scheduler.memory",
+    "prophet.scheduler.notes",
     "prophet.scheduler.simulate",
 }
 

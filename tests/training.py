@@ -47,6 +47,9 @@ class Case:
     microbatches: int = 1
     announced: bool = True
     schedule: str = "block-wise"
+    transfers: str = "auto"
+    replica_memory: str = "keep"
+    look_ahead_blocks: int = 2
     density: float = 0.6
     slots: int = 3
     seed: int = 0
@@ -116,6 +119,9 @@ class Case:
                 "planner": planner or RandomPlanner(self.seed, self.density),
                 "slots_per_rank": self.slots,
                 "schedule": self.schedule,
+                "transfers": self.transfers,
+                "replica_memory": self.replica_memory,
+                "look_ahead_blocks": self.look_ahead_blocks,
                 "accumulation_steps": self.microbatches if self.announced else 1,
                 "check_split_every": 1,
                 **options,
@@ -238,17 +244,22 @@ def expected(case: Case) -> list[tuple[float, dict[str, Array]]]:
 def compare(
     wanted: Sequence[tuple[float, dict[str, Array]]], by_rank: Sequence[Sequence[Step]], atol: float = 1e-10
 ) -> None:
-    """Raise unless every step's loss and every parameter's gradient agree on every rank to `atol`."""
+    """Raise unless every step's loss and every parameter's gradient agree on every rank to `atol`.
+
+    Where values are larger than 1 that is relative to the largest of them: some random models diverge.
+    """
     for at, (loss, grads) in enumerate(wanted):
         steps = [rank[at] for rank in by_rank]
         union = {name for s in steps for name in (*s.dense, *s.experts)}
         if union != set(grads):
             raise AssertionError(f"step {at}: parameters differ: {sorted(union ^ set(grads))}")
         for rank, step in enumerate(steps):
-            np.testing.assert_allclose(step.loss, loss, rtol=0, atol=atol, err_msg=f"loss, step {at}, rank {rank}")
+            limit = atol * max(1.0, abs(loss))
+            np.testing.assert_allclose(step.loss, loss, rtol=0, atol=limit, err_msg=f"loss, step {at}, rank {rank}")
             for name, grad in {**step.dense, **step.experts}.items():
                 where = f"{name}, step {at}, rank {rank}"
-                np.testing.assert_allclose(grad, grads[name], rtol=0, atol=atol, err_msg=where)
+                limit = atol * max(1.0, float(np.abs(grads[name]).max(initial=0.0)))
+                np.testing.assert_allclose(grad, grads[name], rtol=0, atol=limit, err_msg=where)
 
 
 def check_on_threads(case: Case, planner: Planner | None = None) -> list[list[Step]]:

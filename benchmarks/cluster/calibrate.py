@@ -18,20 +18,22 @@ PROBE_BYTES = (
     1 << 16,
     1 << 20,
 )  # sent by each rank in all; small enough for slow links, large against a bucket's burst
+SAME_RATE = 0.15  # rates closer than this are not told apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Calibration:
     """What planners and simulator are told, and what they are not: the rest of a step.
 
-    start_s, end_s: compute before the first block, and after the last one backward with all that follows up to the
-    next step. counts_s: one exchange of counts.
+    start_s, end_s: compute before the first block, and after it backward. update_s: from when the gradients are
+    complete to the next step. counts_s: one exchange of counts.
     """
 
     topology: Topology
     windows: Windows
     start_s: float
     end_s: float
+    update_s: float
     counts_s: float
 
 
@@ -70,6 +72,19 @@ def probe_links(collective: Collective, ranks_per_node: int, *, repeats: int = 3
     return intra, inter
 
 
+def equal_within(rates: tuple[float, ...], tolerance: float) -> tuple[float, ...]:
+    """Rates that differ from their median by less than `tolerance` (a ratio) become the mean of those that do.
+
+    A few steps measure a host's rate to some 10 %. A planner that took such differences for real would make replicas to
+    follow them, and pay for them, where the hosts are alike.
+    """
+    values = np.array(rates)
+    median = float(np.median(values))
+    alike = np.abs(values / median - 1.0) < tolerance
+    values[alike] = values[alike].mean()
+    return tuple(float(v) for v in values)
+
+
 def fit_experts(
     seconds: FloatArray, rows: IntArray, groups: IntArray, shape: LayerShape
 ) -> tuple[tuple[float, ...], float]:
@@ -92,4 +107,5 @@ def fit_experts(
         overhead = 0.0
         per_row = forward.sum(axis=0) / np.maximum(rows.sum(axis=0), 1)
     per_row = np.maximum(per_row, 1e-12)
-    return tuple(float(shape.forward_flops_per_token / s) for s in per_row), overhead
+    rates = tuple(float(shape.forward_flops_per_token / s) for s in per_row)
+    return equal_within(rates, SAME_RATE), overhead

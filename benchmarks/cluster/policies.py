@@ -14,13 +14,16 @@ class Policy:
 
     system: whose MoE layer runs. planner: of our engine. schedule: how its transfers are laid out. even: the routing
     is replaced by a perfectly even one. plain: our layer without the engine. use_windows: whether the planner knows
-    of the compute under which transfers hide (Eq. 8).
+    of the compute under which transfers hide (Eq. 8). transfers: the form of Trans and Agg. memory: whether replicas'
+    parameters are kept for the backward pass or fetched again.
     """
 
     name: str
     system: System = "prophet"
     planner: str = "static"
-    schedule: Literal["block-wise", "blocking"] = "block-wise"
+    schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
+    transfers: Literal["auto", "direct", "two-phase"] = "auto"
+    memory: Literal["keep", "refetch"] = "keep"
     even: bool = False
     plain: bool = False
     use_windows: bool = True
@@ -36,6 +39,11 @@ _ALL = (
     Policy(name="pro-prophet-no-windows", planner="pro-prophet", use_windows=False),
     Policy(name="prophet", planner="prophet"),
     Policy(name="prophet-blocking", planner="prophet", schedule="blocking", use_windows=False),
+    Policy(name="prophet-operator", planner="prophet", schedule="operator"),
+    Policy(name="prophet-look-ahead", planner="prophet", schedule="look-ahead"),
+    Policy(name="prophet-direct", planner="prophet", transfers="direct"),
+    Policy(name="prophet-two-phase", planner="prophet", transfers="two-phase"),
+    Policy(name="prophet-refetch", planner="prophet", memory="refetch"),
     Policy(name="prophet-no-windows", planner="prophet", use_windows=False),
     Policy(name="forced-balance", even=True, plain=True),
     Policy(name="forced-balance-prophet", planner="prophet", even=True),

@@ -68,6 +68,8 @@ def _row(results: Sequence[Mapping[str, Any]], name: str, tokens_per_step: int) 
         "a2a_s": _mean_seconds(per_rank, "a2a"),
         "expert_s": _mean_seconds(per_rank, "expert"),
         "plan_s": _mean_seconds(per_rank, "plan"),
+        "counts_s": _mean_seconds(per_rank, "counts"),
+        "split_s": _mean_seconds(per_rank, "split"),
         "simulated_step_s": _median(simulated),
         "simulated_error": None if not simulated else float(np.median(simulated)) / median - 1.0,
         "loss_final": first[-1]["losses"][-1],

@@ -23,7 +23,6 @@ from benchmarks.cluster import calibrate, peers
 from benchmarks.cluster.calibrate import Calibration
 from benchmarks.cluster.host import Host
 from benchmarks.cluster.policies import Policy, policy
-from benchmarks.cluster.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from benchmarks.cluster.workload import (
     Workload,
     batches,
@@ -39,7 +38,8 @@ from prophet.demo.model import MoEGPT
 from prophet.demo.text import load_corpus
 from prophet.engine import Engine, EngineConfig, StepReport, attach, moe_layers
 from prophet.planner import get_planner, warm
-from prophet.scheduler.blockwise import block_wise, blocking
+from prophet.scheduler.pieces import Form
+from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from prophet.scheduler.simulate import predicted_durations, simulate
 from prophet.scheduler.timeline import Recorder
 from prophet.spec import IntArray, Link, Placement, PlanContext, Split, Topology, Windows
@@ -87,7 +87,7 @@ def from_description(table: Mapping[str, Any]) -> Calibration:
         topology[level] = Link(**topology[level])
     for name in ("flops_per_s", "free_bytes"):
         topology[name] = tuple(topology[name])
-    rest = {k: table[k] for k in ("start_s", "end_s", "counts_s")}
+    rest = {k: table[k] for k in ("start_s", "end_s", "update_s", "counts_s")}
     return Calibration(topology=Topology(**topology), windows=Windows(**table["windows"]), **rest)
 
 
@@ -144,7 +144,8 @@ class Bench:
             float(np.mean(fnec)),
             float(np.mean(bnec)),
             median("start") + median("route(0)"),
-            median("end") + extra,
+            median("end"),
+            median("update") + extra,
             min(counts_s),
             *(w.get(f"FEC({i})", 0.0) + w.get(f"BEC({i})", 0.0) for w in windows for i in range(blocks)),
         ]
@@ -153,7 +154,7 @@ class Bench:
         rows = np.concatenate([r.rank_load for r in reports])  # [T * L, R]
         m = self.workload.experts // self.host.hosts
         shape = moe_layers(self.model)[0].experts.shape()
-        rates, overhead = calibrate.fit_experts(table[:, 5:].T, rows, np.full_like(rows, m), shape)
+        rates, overhead = calibrate.fit_experts(table[:, 6:].T, rows, np.full_like(rows, m), shape)
         ranks = self.host.hosts
         topology = Topology(
             ranks=ranks,
@@ -170,7 +171,8 @@ class Bench:
             windows=Windows(fnec_s=float(table[:, 0].min()), bnec_s=float(table[:, 1].min())),
             start_s=float(table[:, 2].mean()),
             end_s=max(0.0, float(table[:, 3].mean())),
-            counts_s=float(table[:, 4].mean()),
+            update_s=max(0.0, float(table[:, 4].mean())),
+            counts_s=float(table[:, 5].mean()),
         )
         return self.calibration
 
@@ -184,6 +186,8 @@ class Bench:
             windows=calibration.windows if calibration is not None and p.use_windows else Windows(),
             slots_per_rank=self.slots,
             schedule=p.schedule,
+            transfers=p.transfers,
+            replica_memory=p.memory,
         )
 
     def _attached(self, p: Policy, stack: ExitStack) -> tuple[torch.optim.Optimizer, Engine | None]:
@@ -213,11 +217,9 @@ class Bench:
             if engine is not None and on_step is not None:
                 engine.on_step.append(on_step)
             for rows in itertools.islice(self.rows(), steps):
-                began, backward = time.perf_counter(), [0.0]
-                train_step(
-                    self.model, optimizer, rows, on_backward=lambda b=backward: b.__setitem__(0, time.perf_counter())
-                )
-                marks.append(StepMarks(began, backward[0], time.perf_counter()))
+                times = [time.perf_counter()]
+                train_step(self.model, optimizer, rows, on_edge=lambda t=times: t.append(time.perf_counter()))
+                marks.append(StepMarks(*times, time.perf_counter()))
         return marks
 
     def _trace(self, p: Policy) -> None:
@@ -244,12 +246,14 @@ class Bench:
     def _run_ours(self, p: Policy) -> dict[str, Any]:
         reports: list[StepReport] = []
         placements: list[tuple[Placement, ...]] = []
+        forms: list[tuple[Form, ...]] = []
         step_s, losses = [], []
         with ExitStack() as stack:
             optimizer, engine = self._attached(p, stack)
             if engine is not None:
                 engine.on_step.append(reports.append)
-                engine.on_step.append(lambda _: placements.append(tuple(engine._placements)))
+                engine.on_step.append(lambda report: placements.append(report.placements))
+                engine.on_step.append(lambda report: forms.append(report.forms))
             watches = [layer._port.stopwatch for layer in moe_layers(self.model)] if engine is None else []
             plain_seconds = []
             for rows in itertools.islice(self.rows(), self.skip + self.steps):
@@ -258,7 +262,6 @@ class Bench:
                 losses.append(loss)
                 if engine is None:
                     plain_seconds.append(added(w.take() for w in watches))
-            context = engine._contexts if engine is not None else None
         seconds_of = [r.seconds for r in reports] if reports else plain_seconds
         result = {
             "step_s": step_s[self.skip :],
@@ -272,29 +275,41 @@ class Bench:
             "copies_per_rank": [float(r.copies.sum(axis=0).mean()) for r in reports[self.skip :]] or [0.0],
             "actions": [str(a) for a in reports[-1].actions] if reports else [],
         }
-        if self.host.rank == 0 and context is not None and self.calibration is not None:
-            result["simulated_s"] = self._simulated(p, context, reports[self.skip :], placements[self.skip :])
+        if self.host.rank == 0 and engine is not None and self.calibration is not None:
+            after = slice(self.skip, None)
+            result["simulated_s"] = self._simulated(p, engine, reports[after], placements[after], forms[after])
         return result
 
     def _simulated(
-        self, p: Policy, contexts: list[PlanContext], reports: list[StepReport], placements: list[tuple[Placement, ...]]
+        self,
+        p: Policy,
+        engine: Engine,
+        reports: list[StepReport],
+        placements: list[tuple[Placement, ...]],
+        forms: list[tuple[Form, ...]],
     ) -> list[float]:
         """What the simulator says of the same steps, from the calibration alone."""
         assert self.calibration is not None
         c = self.calibration
-        contexts = [dataclasses.replace(x, topology=c.topology, windows=c.windows) for x in contexts]
+        contexts = [dataclasses.replace(x, topology=c.topology, windows=c.windows) for x in engine._contexts]
         planner = get_planner(p.planner)
-        schedule = (block_wise if p.schedule == "block-wise" else blocking)(len(contexts))
         found = []
-        for report, placed in zip(reports, placements, strict=True):
+        for report, placed, cut in zip(reports, placements, forms, strict=True):
             splits = [
                 split_of(planner, load, placement, context)
                 for load, placement, context in zip(report.counts, placed, contexts, strict=True)
             ]
             durations = predicted_durations(
-                placed, splits, contexts, start_s=c.start_s, end_s=c.end_s, counts_s=c.counts_s
+                placed,
+                splits,
+                contexts,
+                forms=cut,
+                start_s=c.start_s,
+                end_s=c.end_s,
+                update_s=c.update_s,
+                counts_s=c.counts_s,
             )
-            found.append(simulate(schedule, durations).makespan_s)
+            found.append(simulate(engine.schedule, durations).makespan_s)
         return found
 
     # --- the peers ---

@@ -96,15 +96,20 @@ def average_dense(model: nn.Module, loss: Tensor) -> float:
 
 
 def train_step(
-    model: MoEGPT, optimizer: torch.optim.Optimizer, rows: Tensor, *, on_backward: Any = None
+    model: MoEGPT, optimizer: torch.optim.Optimizer, rows: Tensor, *, on_edge: Any = None
 ) -> tuple[float, float]:
-    """One optimizer step; returns (seconds, loss averaged over ranks)."""
+    """One optimizer step; returns (seconds, loss averaged over ranks).
+
+    on_edge, when given, is called before the backward pass and after it.
+    """
     began = time.perf_counter()
     optimizer.zero_grad()
     loss = model.loss(rows)
-    if on_backward is not None:
-        on_backward()
+    if on_edge is not None:
+        on_edge()
     loss.backward()
+    if on_edge is not None:
+        on_edge()
     shown = average_dense(model, loss)
     optimizer.step()
     return time.perf_counter() - began, shown

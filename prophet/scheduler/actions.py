@@ -1,6 +1,20 @@
 """Scheduled operations as printable values.
 
-An action is written `TRANS(2,1)@FEC(1)`: chunk 1 of block 2's Trans is launched at the start of block 1's FEC.
+A transfer is written `TRANS(2,1)@FEC(1)`: chunk 1 of block 2's Trans is launched at the start of block 1's FEC. What is
+not a transfer stands where it runs: `FEC(1)`, `A2A(1,combine)`, `WAIT_TRANS(1)`. A step is a list of them, in the order
+in which a rank comes to them.
+
+| operation | what it is |
+|---|---|
+| START, END | compute before the first block; after its backward pass |
+| COUNTS(i) | the exchange of counts |
+| PLAN(i) | the placement of the next step is planned, on the host and beside the rest |
+| A2A(i,k) | an all-to-all of tokens: dispatch, combine, combine-back, dispatch-back |
+| FEC(i), FNEC(i), BNEC(i), BEC(i) | compute of the block's experts, and of the rest of it |
+| TRANS(i,c), AGG(i,c) | chunk c of the replicas' parameters going out, of their gradients coming home |
+| FETCH(i,c) | the parameters once more, for the backward pass, where they were dropped after the forward one |
+| WAIT_TRANS(i), WAIT_FETCH(i), WAIT_AGG(i), WAIT_PLAN | where a rank can go no further without |
+| UPDATE | what follows once all gradients are complete, up to the next step |
 """
 
 from __future__ import annotations
@@ -9,24 +23,35 @@ import re
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-TransferKind = Literal["TRANS", "AGG"]
-WindowKind = Literal["START", "FEC", "FNEC", "BNEC", "BEC", "END"]
+TransferKind = Literal["TRANS", "FETCH", "AGG"]
+WindowKind = Literal["START", "FEC", "FNEC", "BNEC", "BEC", "END", "UPDATE"]
+OtherKind = Literal["COUNTS", "PLAN", "A2A", "WAIT_TRANS", "WAIT_FETCH", "WAIT_AGG", "WAIT_PLAN"]
+ActionKind = TransferKind | WindowKind | OtherKind
 
-_PATTERN = re.compile(r"^(TRANS|AGG)\((\d+),(\d+)\)@(START|FEC|FNEC|BNEC|BEC|END)(?:\((\d+)\))?$")
+TRANSFERS: tuple[TransferKind, ...] = get_args(TransferKind)
+WINDOWS: tuple[WindowKind, ...] = get_args(WindowKind)
+A2A_NAMES = ("dispatch", "combine", "combine-back", "dispatch-back")
+_ALONE = ("START", "END", "UPDATE", "WAIT_PLAN")  # they belong to no block
+
+_KINDS = "|".join((*TRANSFERS, *WINDOWS, *get_args(OtherKind)))
+_PATTERN = re.compile(
+    rf"^({_KINDS})(?:\((\d+)(?:,(\d+|{'|'.join(A2A_NAMES)}))?\))?(?:@({'|'.join(WINDOWS)})(?:\((\d+)\))?)?$"
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Window:
     """A stretch of compute.
 
-    START is before the first block, END after the first block's backward pass; the others belong to a block.
+    START is before the first block, END after the first block's backward pass, UPDATE after the whole one; the others
+    belong to a block.
     """
 
     kind: WindowKind
     block: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.block is None) != (self.kind in ("START", "END")):
+        if (self.block is None) != (self.kind in _ALONE):
             raise ValueError(f"window {self.kind} takes {'no' if self.block is not None else 'a'} block")
 
     def __str__(self) -> str:
@@ -35,27 +60,71 @@ class Window:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """Launch chunk `chunk` of block `block`'s Trans or Agg at the start of `window`."""
+    """One operation of a step.
 
-    kind: TransferKind
-    block: int
-    chunk: int
-    window: Window
+    A transfer: launch chunk `chunk` of block `block`'s Trans, Fetch or Agg at the start of `window`. Anything else has
+    no window; the chunk of an A2A says which of the four it is, by its place in `A2A_NAMES`.
+    """
+
+    kind: ActionKind
+    block: int | None = None
+    chunk: int | None = None
+    window: Window | None = None
+
+    def __post_init__(self) -> None:
+        wanted = (self.kind not in _ALONE, self.kind in (*TRANSFERS, "A2A"), self.kind in TRANSFERS)
+        for given, need, name in zip((self.block, self.chunk, self.window), wanted, _FIELDS, strict=True):
+            if (given is not None) != need:
+                raise ValueError(f"{self.kind} takes {'a' if need else 'no'} {name}")
+        if self.kind == "A2A" and not 0 <= (self.chunk or 0) < len(A2A_NAMES):
+            raise ValueError(f"an A2A is one of {A2A_NAMES}, got number {self.chunk}")
+
+    @property
+    def is_transfer(self) -> bool:
+        return self.window is not None
 
     def __str__(self) -> str:
-        return f"{self.kind}({self.block},{self.chunk})@{self.window}"
+        parts = [] if self.block is None else [str(self.block)]
+        if self.chunk is not None:
+            parts.append(A2A_NAMES[self.chunk] if self.kind == "A2A" else str(self.chunk))
+        text = f"{self.kind}({','.join(parts)})" if parts else self.kind
+        return text if self.window is None else f"{text}@{self.window}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read what `str` wrote."""
         match = _PATTERN.match(text.strip())
         if match is None:
-            kinds = "|".join(get_args(WindowKind))
-            raise ValueError(f"not an action: {text!r}; expected like 'TRANS(2,1)@FEC(1)' with a window of {kinds}")
+            raise ValueError(
+                f"not an action: {text!r}; expected like 'FEC(1)', 'A2A(1,combine)' or 'TRANS(2,1)@FEC(1)', "
+                f"of {_KINDS} and windows {'|'.join(WINDOWS)}"
+            )
         kind, block, chunk, window, at = match.groups()
-        return cls(
-            cast(TransferKind, kind),
-            int(block),
-            int(chunk),
-            Window(cast(WindowKind, window), None if at is None else int(at)),
-        )
+        if chunk is not None and chunk.isdigit() == (kind == "A2A"):
+            raise ValueError(f"not an action: {text!r}; chunks are numbers, all-to-alls one of {A2A_NAMES}")
+        number = None if chunk is None else int(chunk) if chunk.isdigit() else A2A_NAMES.index(chunk)
+        where = None if window is None else Window(cast(WindowKind, window), None if at is None else int(at))
+        return cls(cast(ActionKind, kind), None if block is None else int(block), number, where)
+
+
+_FIELDS = ("block", "chunk", "window")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A transfer of an `Action` with its fields known to be there."""
+
+    kind: TransferKind
+    block: int
+    chunk: int
+    window: Window
+
+    @classmethod
+    def of(cls, action: Action) -> Launch:
+        """The transfer that an action launches; ValueError where it is none."""
+        if action.block is None or action.chunk is None or action.window is None:
+            raise ValueError(f"{action} is not a transfer")
+        return cls(cast(TransferKind, action.kind), action.block, action.chunk, action.window)
+
+    def action(self) -> Action:
+        return Action(self.kind, self.block, self.chunk, self.window)

@@ -2,46 +2,238 @@
 
 `block_wise` is the paper's Algorithm 2: Trans of block i+1 is cut in two and launched under FEC(i) and FNEC(i), Agg of
 block i+1 under BNEC(i) and BEC(i). The paper leaves open where the first block's Trans and Agg go; they have no block
-before them, so Trans(0) starts with the forward pass and Agg(0) at the end of block 0's own backward pass.
+before them, so Trans(0) starts with the forward pass and Agg(0) at the end of block 0's own backward pass. The others
+are what it is compared with. A schedule is the transfers alone; `program` puts them among the other operations of a
+step, which is what the simulator plays and what a reader wants to see.
+
+Shape legend: L blocks, C chunks per transfer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prophet.scheduler.actions import Action, Window
+from prophet.scheduler.actions import Action, Launch, TransferKind, Window
+from prophet.scheduler.pieces import cut_by_weights
 
 Schedule = tuple[Action, ...]
+
+NAMES = ("block-wise", "look-ahead", "operator", "blocking")
 
 
 def block_wise(blocks: int) -> Schedule:
     """Algorithm 2 for `blocks` MoE blocks, in the order in which a step reaches the windows."""
-    if blocks < 1:
-        raise ValueError(f"a schedule needs at least one block, got {blocks}")
-    start = Window("START")
-    actions = [Action("TRANS", 0, c, start) for c in (0, 1)]
-    for i in range(blocks - 1):
-        actions.append(Action("TRANS", i + 1, 0, Window("FEC", i)))
-        actions.append(Action("TRANS", i + 1, 1, Window("FNEC", i)))
-    for i in reversed(range(blocks - 1)):
-        actions.append(Action("AGG", i + 1, 0, Window("BNEC", i)))
-        actions.append(Action("AGG", i + 1, 1, Window("BEC", i)))
-    actions += [Action("AGG", 0, c, Window("END")) for c in (0, 1)]
-    return tuple(actions)
+    return look_ahead(blocks, 1)
+
+
+def look_ahead(blocks: int, depth: int = 2) -> Schedule:
+    """Algorithm 2 over more than one block: a transfer is spread over the windows of `depth` blocks before its own.
+
+    Trans of block i is cut in 2·depth chunks for FEC and FNEC of blocks i-depth .. i-1, Agg for BNEC and BEC of blocks
+    i-1 .. i-depth; blocks that do not exist are left out. A block whose own neighbour has little compute can then hide
+    under an earlier one; in return replicas live longer (see `depth_within`).
+    """
+    _check(blocks)
+    if depth < 1:
+        raise ValueError(f"look-ahead needs a depth of at least one block, got {depth}")
+    transfers = []
+    for i in range(blocks):
+        before = range(max(0, i - depth), i)
+        there = [Window(k, j) for j in before for k in ("FEC", "FNEC")] or [Window("START")] * 2
+        back = [Window(k, j) for j in reversed(before) for k in ("BNEC", "BEC")] or [Window("END")] * 2
+        transfers += [Action("TRANS", i, c, w) for c, w in enumerate(there)]
+        transfers += [Action("AGG", i, c, w) for c, w in enumerate(back)]
+    return ordered(transfers, blocks)
+
+
+def operator_grained(blocks: int) -> Schedule:
+    """A transfer is not cut: it starts as a whole under the operator next to its own block (the paper's Fig. 9a)."""
+    _check(blocks)
+    transfers = [
+        Action("TRANS", i, c, Window("FEC", i - 1) if i else Window("START")) for i in range(blocks) for c in (0, 1)
+    ]
+    transfers += [
+        Action("AGG", i, c, Window("BNEC", i - 1) if i else Window("END")) for i in range(blocks) for c in (0, 1)
+    ]
+    return ordered(transfers, blocks)
 
 
 def blocking(blocks: int) -> Schedule:
     """Nothing hidden: every Trans right before its own experts run, every Agg after the whole backward pass."""
+    _check(blocks)
+    transfers = [Action("TRANS", i, c, Window("FEC", i)) for i in range(blocks) for c in (0, 1)]
+    transfers += [Action("AGG", i, c, Window("UPDATE")) for i in range(blocks) for c in (0, 1)]
+    return ordered(transfers, blocks)
+
+
+def schedule_named(name: str, blocks: int, *, depth: int = 2, refetch: bool = False) -> Schedule:
+    """One of `NAMES` for `blocks` blocks."""
+    makers: dict[str, Callable[[int], Schedule]] = {
+        "block-wise": block_wise,
+        "look-ahead": lambda n: look_ahead(n, depth),
+        "operator": operator_grained,
+        "blocking": blocking,
+    }
+    if name not in makers:
+        raise ValueError(f"there is no schedule {name!r}; expected one of {', '.join(NAMES)}")
+    made = makers[name](blocks)
+    return with_refetch(made, blocks) if refetch else made
+
+
+def with_refetch(schedule: Schedule, blocks: int) -> Schedule:
+    """The schedule of replicas that are dropped after the forward pass: fetched again under the backward pass.
+
+    FETCH(i) takes the two windows before block i's experts run backward, BEC(i+1) and BNEC(i); where nothing is hidden
+    it comes right before them. The last block's replicas are still there.
+    """
+    hidden = any(a.kind == "TRANS" and a.window is not None and a.window.block != a.block for a in schedule[1:])
+    fetches = []
+    for i in range(blocks - 1):
+        windows = (Window("BEC", i + 1), Window("BNEC", i)) if hidden else (Window("BEC", i),) * 2
+        fetches += [Action("FETCH", i, c, w) for c, w in enumerate(windows)]
+    return ordered((*schedule, *fetches), blocks)
+
+
+def depth_within(block_bytes: Sequence[int], budget_bytes: int | None, most: int) -> int:
+    """The largest look-ahead, 1 .. `most`, at which replicas of any depth + 1 blocks in a row fit the budget.
+
+    block_bytes: [L] what each block's replicas may take on one rank. With a depth of 1 the block in use and the next
+    one are there; that much is always granted.
+    """
+    if most < 1:
+        raise ValueError(f"look-ahead needs a depth of at least one block, got {most}")
+    if budget_bytes is None:
+        return most
+    fits = 1
+    for depth in range(2, most + 1):
+        spans = (sum(block_bytes[i : i + depth + 1]) for i in range(max(1, len(block_bytes) - depth)))
+        if max(spans, default=0) > budget_bytes:
+            break
+        fits = depth
+    return fits
+
+
+def _check(blocks: int) -> None:
     if blocks < 1:
         raise ValueError(f"a schedule needs at least one block, got {blocks}")
-    actions = [Action("TRANS", i, c, Window("FEC", i)) for i in range(blocks) for c in (0, 1)]
-    actions += [Action("AGG", i, c, Window("END")) for i in reversed(range(blocks)) for c in (0, 1)]
-    return tuple(actions)
+
+
+# --- the whole step ---
+
+
+def windows(blocks: int) -> list[Window]:
+    """All windows of a step in the order in which it reaches them."""
+    found = [Window("START")]
+    for i in range(blocks):
+        found += [Window("FEC", i), Window("FNEC", i)]
+    for i in reversed(range(blocks)):
+        found += [Window("BNEC", i), Window("BEC", i)]
+    return [*found, Window("END"), Window("UPDATE")]
+
+
+def ordered(transfers: Iterable[Action], blocks: int) -> Schedule:
+    """Transfers in the order in which a step comes to them; in one window what is needed first goes first.
+
+    Raises ValueError for a window outside the step.
+    """
+    place = {w: at for at, w in enumerate(windows(blocks))}
+
+    def key(action: Action) -> tuple[int, bool, int, int]:
+        launch = Launch.of(action)
+        if launch.window not in place:
+            raise ValueError(f"{action} names a window outside a step of {blocks} blocks")
+        urgent = launch.block if launch.kind == "TRANS" else -launch.block
+        return place[launch.window], launch.kind == "AGG", urgent, launch.chunk
+
+    return tuple(sorted(transfers, key=key))
+
+
+def program(schedule: Iterable[Action], blocks: int) -> Schedule:
+    """The whole step: every operation in the order in which a rank comes to it, the schedule's transfers among them.
+
+    A list that is a program already comes out unchanged; ValueError where its other operations are not those of a step.
+    """
+    given = tuple(schedule)
+    transfers = tuple(a for a in given if a.is_transfer)
+    made = tuple(_program(by_window(transfers), blocks))
+    if len(transfers) != len(given) and [a for a in given if not a.is_transfer] != [
+        a for a in made if not a.is_transfer
+    ]:
+        raise ValueError(f"the operations of a step of {blocks} blocks come in one order only: see program()")
+    left = [a for a in transfers if a not in made]
+    if left:
+        raise ValueError(f"{left[0]} names a window outside a step of {blocks} blocks")
+    return made
+
+
+def _program(table: Mapping[Window, tuple[Action, ...]], blocks: int) -> Iterator[Action]:
+    def launched(window: Window, *kinds: TransferKind, own: bool | None = None) -> Iterator[Action]:
+        for a in table.get(window, ()):
+            if own is None or own == (a.kind in kinds and a.block == window.block):
+                yield a
+
+    yield from launched(Window("START"))
+    yield Action("START")
+    for i in range(blocks):
+        yield Action("COUNTS", i)
+        yield Action("PLAN", i)
+        yield Action("A2A", i, 0)
+        yield from launched(Window("FEC", i), "TRANS", own=True)
+        yield Action("WAIT_TRANS", i)
+        yield from launched(Window("FEC", i), "TRANS", own=False)
+        yield Action("FEC", i)
+        yield Action("A2A", i, 1)
+        yield from launched(Window("FNEC", i))
+        yield Action("FNEC", i)
+    refetched = {a.block for actions in table.values() for a in actions if a.kind == "FETCH"}
+    for i in reversed(range(blocks)):
+        yield from launched(Window("BNEC", i))
+        yield Action("BNEC", i)
+        yield Action("A2A", i, 2)
+        yield from launched(Window("BEC", i), "FETCH", own=True)
+        if i in refetched:
+            yield Action("WAIT_FETCH", i)
+        yield from launched(Window("BEC", i), "FETCH", own=False)
+        yield Action("BEC", i)
+        yield Action("A2A", i, 3)
+    yield from launched(Window("END"))
+    yield Action("END")
+    yield from launched(Window("UPDATE"))
+    for i in reversed(range(blocks)):
+        yield Action("WAIT_AGG", i)
+    yield Action("UPDATE")
+    yield Action("WAIT_PLAN")
+
+
+def parse_program(text: str) -> Schedule:
+    """Read actions separated by blanks or line ends, as a printed program or schedule has them."""
+    return tuple(Action.parse(word) for word in text.split())
 
 
 def by_window(schedule: Iterable[Action]) -> Mapping[Window, tuple[Action, ...]]:
-    """The schedule as a table from window to what is launched there."""
+    """The schedule's transfers as a table from window to what is launched there."""
     table: dict[Window, list[Action]] = {}
     for action in schedule:
-        table.setdefault(action.window, []).append(action)
+        if action.window is not None:
+            table.setdefault(action.window, []).append(action)
     return {window: tuple(actions) for window, actions in table.items()}
+
+
+def cut_of(
+    schedule: Iterable[Action], kind: TransferKind, block: int, weights: Mapping[Window, int] | None = None
+) -> tuple[int, ...]:
+    """Where a block's transfer is cut: every chunk in proportion to the length of its window.
+
+    weights: integers by window, in any unit; all windows alike where those in question are missing or zero. Chunks that
+    start in one window are one: the first takes all of it. A block that has no such transfer is not cut.
+    """
+    found = [Launch.of(a) for a in schedule if a.kind == kind and a.block == block]
+    where = [x.window for x in sorted(found, key=lambda x: x.chunk)]
+    first = [where.index(w) == c for c, w in enumerate(where)]
+    lengths = [(weights or {}).get(w, 0) if f else 0 for w, f in zip(where, first, strict=True)]
+    return cut_by_weights(lengths if any(lengths) else [int(f) for f in first] or [1])
+
+
+def cover_of(schedule: Iterable[Action], kind: TransferKind, block: int, weights: Mapping[Window, int]) -> int:
+    """Length of all windows that a block's transfer runs under, in the unit of `weights`."""
+    return sum(weights.get(w, 0) for w in {a.window for a in schedule if (a.kind, a.block) == (kind, block)} if w)

@@ -12,34 +12,24 @@ Shape legend: R ranks, E experts, P parameters of one expert.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from prophet.comm import Collective, Operation, Pending
+from prophet.comm import Collective
 from prophet.experts import ExpertBank, Replica, ReplicaPool
-from prophet.scheduler.actions import Action, Window
+from prophet.scheduler.actions import Action, Launch, Window
 from prophet.scheduler.blockwise import Schedule, by_window
+from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
+from prophet.scheduler.recording import Recording
+from prophet.scheduler.transfers import Agg, Trans, Transfer
+from prophet.scheduler.windows import Stopwatch, WindowClock
 from prophet.spec import Placement
-
-
-class Stopwatch:
-    """Host seconds by name, summed over a step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    def add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def take(self) -> dict[str, float]:
-        """Return what was measured, and start again from zero."""
-        taken, self.seconds = self.seconds, {}
-        return taken
 
 
 def _identity(grad: Tensor | None) -> tuple[int, int]:
@@ -55,30 +45,28 @@ class Block(Protocol):
 
 
 @dataclass(slots=True)
-class _Inflight:
-    layer: int
-    chunk: int
-    pending: Pending
-
-
-@dataclass(slots=True)
 class _BlockState:
     placement: Placement
-    replicas: list[Replica] = field(default_factory=list)
-    trans: list[_Inflight] = field(default_factory=list)
-    launched: set[int] = field(default_factory=set)
+    form: Form
+    replicas: list[Replica] | None = None  # None: not made yet
+    trans: Trans | None = None  # under way
     ready: bool = False
+    arrived: bool = False  # whether these parameters have been here before, in this step
+    launched: bool = False
     version: int = 0  # of the home parameters when their Trans was launched
     backward_runs: int = 0
-    unsent: list[int] = field(default_factory=list)  # by chunk: backward runs whose gradients have not been sent
+    agg: Agg | None = None  # under way
+    unsent: bool = False  # gradients of a backward run that no Agg has taken along
     grads_seen: list[tuple[int, int]] = field(default_factory=list)  # the home gradients as the last pass left them
 
 
 class Runtime:
     """Replicas, Trans and Agg of all MoE layers of one model on one rank.
 
-    blocks: the layers' expert banks in execution order. schedule: what to launch where. chunks: how many pieces a
-    transfer is cut into. on_launch, when given, is called with every action as it is launched.
+    blocks: the layers' expert banks in execution order. schedule: what to launch where. form: which form a block's
+    transfers take, and how they are cut (`Form`); the same on all ranks. refetch: drop replicas' parameters after the
+    forward pass and fetch them again for the backward pass (the last block's stay). on_launch, when given, is called
+    with every action as it is launched.
     """
 
     def __init__(
@@ -89,7 +77,8 @@ class Runtime:
         schedule: Schedule,
         *,
         accumulation_steps: int = 1,
-        chunks: int = 2,
+        refetch: bool = False,
+        form: Callable[[int, Placement], Form] | None = None,
         stopwatch: Stopwatch | None = None,
         on_launch: Callable[[Action], None] | None = None,
     ) -> None:
@@ -97,13 +86,16 @@ class Runtime:
         self.collective = collective
         self.pool = pool
         self.accumulation_steps = accumulation_steps
-        self.chunks = chunks
         self.stopwatch = stopwatch or Stopwatch()
+        self.windows = WindowClock(self.stopwatch)
         self.sync_gradients = True
+        self._refetch = refetch
+        self._form = form or (lambda block, placement: Form())
         self._on_launch = on_launch
-        self._table = by_window(schedule)
+        self._table = {w: [Launch.of(a) for a in actions] for w, actions in by_window(schedule).items()}
         self._states: list[_BlockState] | None = None
-        self._agg: list[_Inflight] = []
+        self.forms: tuple[Form, ...] = ()  # by block, of the step under way or the last one
+        self.recording: Recording | None = None
         self._graph_task = -1
 
     # --- the step ---
@@ -113,7 +105,8 @@ class Runtime:
         if len(placements) != len(self.blocks):
             raise ValueError(f"expected {len(self.blocks)} placements, got {len(placements)}")
         self.end()
-        self._states = [_BlockState(p, unsent=[0] * self.chunks) for p in placements]
+        self.forms = tuple(self._form(i, p) for i, p in enumerate(placements))
+        self._states = [_BlockState(p, form) for p, form in zip(placements, self.forms, strict=True)]
         self.enter(Window("START"))
 
     def resume(self) -> None:
@@ -126,16 +119,15 @@ class Runtime:
             return
         failed = self._graph_task != -1  # a pass that ends well leaves -1
         self._graph_task = -1
-        if failed:
-            for flight in self._agg:
-                flight.pending.wait()
-            self._agg.clear()
         for block, state in enumerate(self._states):
-            if failed or (any(state.unsent) and self._zeroed(block)):
-                for replica in state.replicas:
+            if failed and state.agg is not None:
+                state.agg.abandon()
+                state.agg = None
+            if failed or (state.unsent and self._zeroed(block)):
+                for replica in state.replicas or ():
                     replica.settle_grads()
                     replica.grads.zero_()
-                state.backward_runs, state.unsent = 0, [0] * self.chunks
+                state.backward_runs, state.unsent = 0, False
 
     def _zeroed(self, block: int) -> bool:
         """Whether the home gradients were set to None or to zero since the last backward pass."""
@@ -157,9 +149,9 @@ class Runtime:
         if self._states is None:
             return
         for state in self._states:
-            for flight in state.trans if wait else ():
-                flight.pending.wait()
-            for replica in state.replicas:
+            if state.trans is not None and wait:
+                state.trans.abandon()
+            for replica in state.replicas or ():
                 self.pool.give(replica.params, replica.grads)
         self._states = None
 
@@ -173,11 +165,14 @@ class Runtime:
         """Launch the transfers that belong to `window`, which is about to start."""
         if self._states is None:
             return
-        for action in self._table.get(window, ()):
-            if action.kind == "TRANS":
-                self._launch_trans(action)
-            elif self._final(self._states[action.block]):
-                self._launch_agg(action)
+        self.windows.enter(window)
+        if self._refetch:
+            self._drop_before(window)
+        for launch in self._table.get(window, ()):
+            if launch.kind != "AGG":
+                self._launch_trans(launch)
+            elif self._final(self._states[launch.block]):
+                self._launch_agg(launch)
 
     def replicas(self, block: int) -> list[Replica]:
         """The replicas this rank holds for a block, their parameters arrived; waits for what is still under way."""
@@ -185,27 +180,40 @@ class Runtime:
             return []
         state = self._states[block]
         if not state.ready:
-            for chunk in range(self.chunks):
-                self._launch_trans(Action("TRANS", block, chunk, Window("FEC", block)))
             self._finish_trans(block)
-        return state.replicas
+        return state.replicas or []
+
+    def _drop_before(self, window: Window) -> None:
+        """Free the parameters of the block that is done with them for now: its forward or its backward pass is over."""
+        assert self._states is not None
+        if window.kind == "FNEC" and window.block is not None and window.block < len(self.blocks) - 1:
+            block = window.block
+        elif window.kind == "BNEC" and window.block is not None:
+            block = window.block + 1
+        elif window.kind == "END":
+            block = 0
+        else:
+            return
+        state = self._states[block]
+        if state.ready and state.replicas is not None:
+            for replica in state.replicas:
+                self.pool.release(replica.params)
+            state.launched = state.ready = False
 
     def stale(self, block: int) -> bool:
         """Whether the home parameters were changed in place after their Trans was launched (as by SAM, or a load)."""
         if self._states is None:
             return False
         state = self._states[block]
-        return bool(state.launched) and state.version != self._version(block)
+        return state.launched and state.version != self._version(block)
 
     def refresh(self, block: int) -> None:
         """Forget that a block's Trans was launched, so that it runs again; on all ranks alike."""
         assert self._states is not None
         state = self._states[block]
-        for flight in state.trans:
-            flight.pending.wait()
-        state.trans.clear()
-        state.launched.clear()
-        state.ready = False
+        if state.trans is not None:
+            state.trans.abandon()
+        state.trans, state.launched, state.ready, state.arrived = None, False, False, False
 
     def _version(self, block: int) -> int:
         return sum(p._version for _, p in self.blocks[block].experts.stacked())
@@ -215,8 +223,13 @@ class Runtime:
         if self._states is None:
             return
         state = self._states[block]
+        if state.agg is not None and not state.agg.complete:
+            # a layer used twice: what is under way carries the gradients so far, whole, wherever it was cut
+            self._launch_rest(state.agg, Launch("AGG", block, sys.maxsize, Window("BEC", block)))
         state.backward_runs += 1
-        state.unsent = [n + 1 for n in state.unsent]
+        state.unsent = True
+        if not state.ready and state.replicas is not None:
+            self._finish_trans(block)
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
@@ -224,146 +237,149 @@ class Runtime:
 
     # --- Trans ---
 
-    def _launch_trans(self, action: Action) -> None:
-        block, chunk = action.block, action.chunk
+    def _launch_trans(self, action: Launch) -> None:
+        """Launch a block's Trans up to the action's chunk, where that has not happened yet."""
+        block = action.block
         assert self._states is not None
         state = self._states[block]
-        if chunk in state.launched or state.ready:
+        if state.ready:
             return
         if not state.launched:
+            state.launched = True
             state.version = self._version(block)
-        state.launched.add(chunk)
-        placement = state.placement
-        if placement.is_static:
+        if state.placement.is_static:
             return
         before = time.perf_counter()
-        if self._on_launch:
-            self._on_launch(action)
-        bank, rank = self.blocks[block].experts, self.collective.rank
-        if not state.replicas:
+        if state.trans is None:
+            form, rank = state.form, self.collective.rank
+            numel = self.blocks[block].experts.expert_numel
+            cut = form.fetch_cut if action.kind == "FETCH" else form.trans_cut
+            chunks = trans_chunks(state.placement, rank, numel, cut, two_phase=form.two_phase_trans)
+            self._restore(state)
+            state.trans = Trans(chunks, *self._parties(block), again=state.arrived)
+        self._advance(state.trans, action)
+        self.stopwatch.add("exposed_trans", time.perf_counter() - before)
+
+    def _parties(self, block: int) -> tuple[ExpertBank, list[Replica], Collective, int]:
+        """Who takes part in a block's transfers; makes the replicas where there are none yet."""
+        assert self._states is not None
+        state, bank = self._states[block], self.blocks[block].experts
+        if state.replicas is None:
             device, dtype = bank.w_in.device, bank.w_in.dtype
             # the buffers outlive this forward pass, which may be one in inference mode
             with torch.inference_mode(False):
-                for expert in placement.replicas_on(rank):
-                    buffers = self.pool.take(bank.expert_numel, dtype, device)
-                    state.replicas.append(Replica.build(expert, bank, *buffers))
-        start, stop = self._bounds(block, chunk)
-        pieces, rows = [], [0] * self.collective.size
-        for target in range(self.collective.size):
-            for expert in placement.replicas_on(target):
-                if placement.home[expert] == rank:
-                    pieces.append(bank.flat_slice(expert - bank.first_expert, start, stop))
-                    rows[target] += stop - start
-        outgoing = torch.cat(pieces) if pieces else bank.w_in.new_empty(0)
-        incoming = [0] * self.collective.size
-        for replica in state.replicas:
-            incoming[int(placement.home[replica.expert])] += stop - start
-        op = Operation(f"Trans chunk {chunk}", block)
-        pending = self.collective.all_to_all(outgoing.detach(), rows, incoming, op=op, channel="weights")
-        state.trans.append(_Inflight(block, chunk, pending))
-        self.stopwatch.add("exposed_trans", time.perf_counter() - before)
+                state.replicas = [
+                    Replica.build(expert, bank, *self.pool.take(bank.expert_numel, dtype, device))
+                    for expert in state.placement.replicas_on(self.collective.rank)
+                ]
+        return bank, state.replicas, self.collective, block
+
+    def _restore(self, state: _BlockState) -> None:
+        """Memory for parameters that were dropped."""
+        for replica in state.replicas or ():
+            if replica.params.numel() and not replica.params.untyped_storage().size():
+                self.pool.restore(replica.params)
+
+    def _advance(self, transfer: Transfer, action: Launch) -> None:
+        """Launch a transfer's chunks up to the action's, but none that would wait for one of the same window."""
+        while transfer.launched <= action.chunk and not transfer.complete:
+            if transfer.must_wait and transfer.window == action.window:
+                return
+            transfer.window = action.window
+            if self._on_launch:
+                self._on_launch(replace(action, chunk=transfer.launched).action())
+            transfer.launch_next()
+
+    def _launch_rest(self, transfer: Transfer, action: Launch) -> None:
+        """Launch all chunks that are left, even those that wait for one another."""
+        while not transfer.complete:
+            transfer.window = None
+            self._advance(transfer, action)
 
     def _finish_trans(self, block: int) -> None:
         assert self._states is not None
         state = self._states[block]
         before = time.perf_counter()
-        for flight in state.trans:
-            start, stop = self._bounds(block, flight.chunk)
-            arrived = flight.pending.wait()
-            # rows come ordered by home rank, then by expert
-            ordered = sorted(state.replicas, key=lambda x: (int(state.placement.home[x.expert]), x.expert))
-            with torch.no_grad():
-                for i, replica in enumerate(ordered):
-                    n = stop - start
-                    replica.params[start:stop] = arrived[i * n : (i + 1) * n]
-        state.trans.clear()
-        state.ready = True
+        backward = torch._C._current_graph_task_id() != -1
+        if state.arrived and backward:
+            last = Launch("FETCH", block, sys.maxsize, Window("BEC", block))
+        else:
+            last = Launch("TRANS", block, sys.maxsize, Window("FEC", block))
+        self._launch_trans(last)
+        if state.trans is not None:
+            self._launch_rest(state.trans, last)
+            state.trans.finish()
+            state.trans = None
+        state.ready = state.arrived = True
         self.stopwatch.add("exposed_trans", time.perf_counter() - before)
 
     # --- Agg ---
 
     def _final(self, state: _BlockState) -> bool:
-        """Whether this block's experts have run backward for the last microbatch of the step."""
-        return self.sync_gradients and any(state.unsent) and state.backward_runs % self.accumulation_steps == 0
+        """Whether this block's experts have run backward for the last microbatch of the step, or Agg has begun."""
+        if state.agg is not None:
+            return True
+        return self.sync_gradients and state.unsent and state.backward_runs % self.accumulation_steps == 0
 
-    def _launch_agg(self, action: Action) -> None:
-        block, chunk = action.block, action.chunk
+    def _launch_agg(self, action: Launch) -> None:
+        """Launch a block's Agg up to the action's chunk; a new one where there are gradients to send."""
+        block = action.block
         assert self._states is not None
         state = self._states[block]
-        placement = state.placement
         bank = self.blocks[block].experts
-        if not state.unsent[chunk]:
-            return
-        state.unsent[chunk] = 0
-        if placement.is_static or not any(p.requires_grad for p in bank.parameters()):
-            return
+        if state.agg is None:
+            if not state.unsent:
+                return
+            state.unsent = False
+            if state.placement.is_static or not any(p.requires_grad for p in bank.parameters()):
+                return
+            form, rank = state.form, self.collective.rank
+            cut, two_phase = form.agg_cut, form.two_phase_agg
+            chunks = agg_chunks(state.placement, rank, bank.expert_numel, cut, two_phase=two_phase)
+            state.agg = Agg(chunks, *self._parties(block))
         before = time.perf_counter()
-        if self._on_launch:
-            self._on_launch(action)
-        for replica in state.replicas:
-            replica.settle_grads()
-        start, stop = self._bounds(block, chunk)
-        ordered = sorted(state.replicas, key=lambda x: (int(placement.home[x.expert]), x.expert))
-        rows = [0] * self.collective.size
-        for replica in ordered:
-            rows[int(placement.home[replica.expert])] += stop - start
-        with torch.no_grad():
-            pieces = [replica.grads[start:stop] for replica in ordered]
-            outgoing = torch.cat(pieces) if pieces else bank.w_in.new_empty(0)
-            for piece in pieces:
-                piece.zero_()
-        incoming = [0] * self.collective.size
-        for source in range(self.collective.size):
-            held = placement.replicas_on(source)
-            incoming[source] = sum(stop - start for e in held if placement.home[e] == self.collective.rank)
-        op = Operation(f"Agg chunk {chunk}", block)
-        pending = self.collective.all_to_all(outgoing, rows, incoming, op=op, channel="weights")
-        self._agg.append(_Inflight(block, chunk, pending))
+        self._advance(state.agg, action)
         self.stopwatch.add("exposed_agg", time.perf_counter() - before)
+
+    def _finish_agg(self, block: int) -> None:
+        """Send what has not been sent, wait, and add to the home gradients; once more for what came in between."""
+        assert self._states is not None
+        state = self._states[block]
+        while state.agg is not None or state.unsent:
+            end = Launch("AGG", block, sys.maxsize, Window("UPDATE"))
+            self._launch_agg(end)
+            if state.agg is None:
+                continue
+            before = time.perf_counter()
+            self._launch_rest(state.agg, end)
+            state.agg.finish()
+            state.agg = None
+            self.stopwatch.add("exposed_agg", time.perf_counter() - before)
 
     def _end_of_backward(self) -> None:
         """Runs when a backward pass has ended: every gradient is complete before the user's next line."""
         self._graph_task = -1
         if self._states is None:
             return
+        self.windows.close()
         self._finish(only_final=True)
         for block, state in zip(self.blocks, self._states, strict=True):
             state.grads_seen = [_identity(p.grad) for p in block.experts.parameters()]
+        if self.recording is not None:
+            self.recording.gradients()
 
     def finish_gradients(self) -> bool:
         """Bring home whatever is still away. Returns whether there was anything a backward pass had left behind."""
         if self._states is None:
             return False
-        left = any(any(s.unsent) and not s.placement.is_static for s in self._states)
+        left = any(s.unsent and not s.placement.is_static for s in self._states)
         self._finish(only_final=False)
         return left
 
     def _finish(self, *, only_final: bool) -> None:
         assert self._states is not None
-        for block in reversed(range(len(self.blocks))):
-            if self._final(self._states[block]) or not only_final:
-                for chunk in range(self.chunks):
-                    self._launch_agg(Action("AGG", block, chunk, Window("END")))
-        before = time.perf_counter()
-        for flight in self._agg:
-            arrived = flight.pending.wait()
-            self._add_home(flight.layer, flight.chunk, arrived)
-        self._agg.clear()
-        self.stopwatch.add("exposed_agg", time.perf_counter() - before)
-
-    def _add_home(self, block: int, chunk: int, arrived: Tensor) -> None:
-        """Add what arrived to the home gradients, by source rank, then by expert: the same sum in every run."""
-        assert self._states is not None
-        placement, bank = self._states[block].placement, self.blocks[block].experts
-        start, stop = self._bounds(block, chunk)
-        offset, n = 0, stop - start
-        for source in range(self.collective.size):
-            for expert in placement.replicas_on(source):
-                if placement.home[expert] == self.collective.rank:
-                    piece = arrived[offset : offset + n]
-                    bank.add_flat_grad(expert - bank.first_expert, start, stop, piece)
-                    offset += n
-
-    def _bounds(self, block: int, chunk: int) -> tuple[int, int]:
-        numel = self.blocks[block].experts.expert_numel
-        return numel * chunk // self.chunks, numel * (chunk + 1) // self.chunks
+        blocks = [b for b in reversed(range(len(self.blocks))) if not only_final or self._final(self._states[b])]
+        for block in blocks:
+            self._launch_agg(Launch("AGG", block, sys.maxsize, Window("UPDATE")))
+        for block in blocks:
+            self._finish_agg(block)

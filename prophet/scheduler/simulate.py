@@ -5,9 +5,7 @@ on which Trans and Agg chunks run one after the other. A collective starts when 
 streams use one link (`shared_link`), an all-to-all and a chunk that run together get half of it each; so hiding a
 transfer under an all-to-all gains nothing, as in the paper's Eq. 8, which counts only compute as cover.
 
-    for every block        exchange of counts, dispatch, wait for Trans, FEC, combine, FNEC
-    for every block, back  BNEC, combine back, BEC, dispatch back
-    then                   wait for Agg, wait for the plan of the next step
+The list is the whole step (`blockwise.program`), so its printed form says what is played in which order.
 
 Shape legend: R ranks, L blocks, C chunks per transfer.
 """
@@ -20,13 +18,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from prophet.scheduler.actions import Action, TransferKind, Window
-from prophet.scheduler.blockwise import by_window
+from prophet.scheduler.actions import A2A_NAMES, Action, Launch, TransferKind
+from prophet.scheduler.blockwise import program, windows
+from prophet.scheduler.pieces import Form, phase_shares
 from prophet.scheduler.timeline import Span
 from prophet.spec import FloatArray, Placement, PlanContext, SpecError, Split, Topology
-
-DISPATCH, COMBINE, COMBINE_BACK, DISPATCH_BACK = range(4)
-_A2A_NAMES = ("dispatch", "combine", "combine back", "dispatch back")
 
 
 def _seconds(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> FloatArray:
@@ -46,7 +42,7 @@ class StepDurations:
     a2a_s: [L, 4, R] dispatch, combine, combine backward, dispatch backward. fec_s, bec_s, fnec_s, bnec_s: [L, R].
     trans_s, agg_s: [L, C, R] chunks; a chunk of all zeros is not sent. plan_s: [L] host time to plan a block.
     counts_s: the exchange of counts, per block. start_s, end_s: [R] compute before the first block and, backward,
-    after it.
+    after it. update_s: [R] what follows once all gradients are complete; zero where it is not given.
     """
 
     a2a_s: FloatArray
@@ -60,6 +56,7 @@ class StepDurations:
     start_s: FloatArray
     end_s: FloatArray
     counts_s: float = 0.0
+    update_s: FloatArray | None = None
 
     def __post_init__(self) -> None:
         shape = np.shape(self.a2a_s)
@@ -70,7 +67,9 @@ class StepDurations:
         shapes: dict[str, tuple[int, ...]] = {"a2a_s": shape, "plan_s": (blocks,)}
         shapes |= dict.fromkeys(("fec_s", "fnec_s", "bnec_s", "bec_s"), (blocks, ranks))
         shapes |= dict.fromkeys(("trans_s", "agg_s"), (blocks, chunks, ranks))
-        shapes |= dict.fromkeys(("start_s", "end_s"), (ranks,))
+        shapes |= dict.fromkeys(("start_s", "end_s", "update_s"), (ranks,))
+        if self.update_s is None:
+            object.__setattr__(self, "update_s", np.zeros(ranks))
         for name, expected in shapes.items():
             object.__setattr__(self, name, _seconds(name, getattr(self, name), expected))
         if not 0 <= self.counts_s < float("inf"):
@@ -93,6 +92,7 @@ class StepDurations:
         start_s: float = 0.0,
         end_s: float = 0.0,
         counts_s: float = 0.0,
+        update_s: float = 0.0,
     ) -> StepDurations:
         """All blocks and ranks alike; trans_s and agg_s give seconds by chunk."""
 
@@ -114,6 +114,7 @@ class StepDurations:
             start_s=np.full(ranks, start_s),
             end_s=np.full(ranks, end_s),
             counts_s=counts_s,
+            update_s=np.full(ranks, update_s),
         )
 
     @property
@@ -132,11 +133,16 @@ class StepDurations:
         """Compute of every rank, [R]."""
         blocks: FloatArray = (self.fec_s + self.fnec_s + self.bnec_s + self.bec_s).sum(axis=0)
         total: FloatArray = blocks + self.start_s + self.end_s
-        return total
+        return total if self.update_s is None else total + self.update_s
 
     def transfer_s(self, kind: TransferKind) -> FloatArray:
-        """[L, C, R] seconds of Trans or Agg."""
-        return self.trans_s if kind == "TRANS" else self.agg_s
+        """[L, C, R] seconds of a transfer by chunk; what is fetched again takes as long as Trans."""
+        return self.agg_s if kind == "AGG" else self.trans_s
+
+    def window_s(self, kind: str, block: int | None) -> FloatArray:
+        """Compute of a window, or after the step's gradients are complete ("UPDATE"), by rank, [R]."""
+        seconds: FloatArray = getattr(self, f"{kind.lower()}_s")
+        return seconds if block is None else seconds[block]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -237,27 +243,34 @@ class _Clock:
         for chunk in range(self.durations.chunks):
             self.launch(kind, block, chunk)
             finish = np.maximum(finish, self.sent[kind, block, chunk].finish)
-        self.sums[f"exposed_{kind.lower()}"] += finish - self.now
+        self.sums["exposed_agg" if kind == "AGG" else "exposed_trans"] += finish - self.now
         self.now = finish
 
 
 def check_schedule(schedule: Iterable[Action], blocks: int, chunks: int) -> None:
-    """Raise ValueError for an action outside the step, launched twice, or an Agg before its gradients exist."""
+    """Raise ValueError for a transfer outside the step, launched twice, or an Agg before its gradients exist."""
+    order = {w: at for at, w in enumerate(windows(blocks))}
     seen = set()
     for action in schedule:
-        key = (action.kind, action.block, action.chunk)
-        if not (action.block < blocks and action.chunk < chunks):
+        if not action.is_transfer:
+            continue
+        launch = Launch.of(action)
+        key = (launch.kind, launch.block, launch.chunk)
+        if not (launch.block < blocks and launch.chunk < chunks):
             raise ValueError(f"{action} is outside a step of {blocks} blocks and {chunks} chunks")
         if key in seen:
-            raise ValueError(f"{action.kind}({action.block},{action.chunk}) is launched twice")
+            raise ValueError(f"{launch.kind}({launch.block},{launch.chunk}) is launched twice")
         seen.add(key)
-        window = action.window
-        if window.block is not None and window.block >= blocks:
+        window = launch.window
+        if window not in order:
             raise ValueError(f"{action} names a window outside a step of {blocks} blocks")
-        if action.kind == "AGG":
-            backward = window.kind in ("BNEC", "BEC") and window.block is not None and window.block < action.block
-            if not (backward or window.kind == "END"):
-                raise ValueError(f"{action} comes before the backward pass of its own experts")
+        backward = window.kind in ("BNEC", "BEC") and window.block is not None
+        if launch.kind == "AGG" and not (
+            (backward and (window.block or 0) < launch.block) or window.kind in ("END", "UPDATE")
+        ):
+            raise ValueError(f"{action} comes before the backward pass of its own experts")
+        if launch.kind == "FETCH" and not (backward and (window.block or 0) >= launch.block):
+            raise ValueError(f"{action} is not in the backward pass before its own experts")
 
 
 def simulate(
@@ -265,46 +278,38 @@ def simulate(
 ) -> SimulatedStep:
     """Play one step of `schedule` under `durations`; pure. ValueError where the schedule does not fit the step.
 
-    Transfers that the schedule leaves out, or comes too late with, are launched when they are needed.
+    schedule: a whole step, or its transfers alone. Transfers that it leaves out, or comes too late with, are launched
+    when they are needed.
     """
-    check_schedule(schedule, durations.blocks, durations.chunks)
-    table = by_window(schedule)
     d, ranks = durations, durations.ranks
+    check_schedule(schedule, d.blocks, d.chunks)
     names = ("compute", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
     clock = _Clock(d, shared_link, record, np.zeros(ranks), np.zeros(ranks), {n: np.zeros(ranks) for n in names})
     planned = np.zeros(ranks)
-
-    def enter(window: Window) -> None:
-        for action in table.get(window, ()):
-            clock.launch(action.kind, action.block, action.chunk)
-
-    enter(Window("START"))
-    clock.compute("start", d.start_s)
-    for i in range(d.blocks):
-        clock.all_to_all(f"counts({i})", np.full(ranks, d.counts_s))
-        started = np.maximum(planned, clock.now)
-        planned = started + d.plan_s[i]
-        clock.span(f"plan({i})", "plan", started, planned)
-        clock.all_to_all(f"{_A2A_NAMES[DISPATCH]}({i})", d.a2a_s[i, DISPATCH])
-        clock.wait("TRANS", i)
-        enter(Window("FEC", i))
-        clock.compute(f"FEC({i})", d.fec_s[i])
-        clock.all_to_all(f"{_A2A_NAMES[COMBINE]}({i})", d.a2a_s[i, COMBINE])
-        enter(Window("FNEC", i))
-        clock.compute(f"FNEC({i})", d.fnec_s[i])
-    for i in reversed(range(d.blocks)):
-        enter(Window("BNEC", i))
-        clock.compute(f"BNEC({i})", d.bnec_s[i])
-        clock.all_to_all(f"{_A2A_NAMES[COMBINE_BACK]}({i})", d.a2a_s[i, COMBINE_BACK])
-        enter(Window("BEC", i))
-        clock.compute(f"BEC({i})", d.bec_s[i])
-        clock.all_to_all(f"{_A2A_NAMES[DISPATCH_BACK]}({i})", d.a2a_s[i, DISPATCH_BACK])
-    clock.compute("end", d.end_s)
-    enter(Window("END"))
-    for i in reversed(range(d.blocks)):
-        clock.wait("AGG", i)
-    clock.sums["exposed_plan"] += np.maximum(planned - clock.now, 0.0)
-    clock.now = np.maximum(planned, clock.now)
+    for action in program(schedule, d.blocks):
+        kind, block = action.kind, action.block
+        if action.is_transfer:
+            launch = Launch.of(action)
+            clock.launch(launch.kind, launch.block, launch.chunk)
+        elif kind == "COUNTS":
+            clock.all_to_all(f"counts({block})", np.full(ranks, d.counts_s))
+        elif kind == "PLAN":
+            started = np.maximum(planned, clock.now)
+            planned = started + d.plan_s[block or 0]
+            clock.span(f"plan({block})", "plan", started, planned)
+        elif kind == "A2A":
+            clock.all_to_all(
+                f"{A2A_NAMES[action.chunk or 0].replace('-', ' ')}({block})", d.a2a_s[block or 0, action.chunk or 0]
+            )
+        elif kind == "WAIT_PLAN":
+            clock.sums["exposed_plan"] += np.maximum(planned - clock.now, 0.0)
+            clock.now = np.maximum(planned, clock.now)
+        elif kind in ("WAIT_TRANS", "WAIT_FETCH", "WAIT_AGG"):
+            waited = {"WAIT_TRANS": "TRANS", "WAIT_FETCH": "FETCH", "WAIT_AGG": "AGG"}[kind]
+            clock.wait(waited, block or 0)  # type: ignore[arg-type]
+        else:
+            label = kind.lower() if block is None else str(action)
+            clock.compute(label, d.window_s(kind, block))
     clock.meet()
     for transfer in clock.sent.values():
         clock.span(transfer.name, "weights", transfer.start, transfer.finish)
@@ -338,30 +343,58 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
     return done
 
 
+def transfer_by_chunk(
+    placement: Placement, topology: Topology, n_bytes: int, cut: Sequence[int], *, two_phase: bool, agg: bool = False
+) -> FloatArray:
+    """Seconds of every chunk of a Trans (or Agg) of `n_bytes` per expert on every rank, [C, R], each alone."""
+    ranks = placement.ranks
+    direct, first, second = (np.zeros((ranks, ranks)) for _ in range(3))
+    mask = placement.replica_mask()
+    for expert in np.flatnonzero(mask.any(axis=1)):
+        receivers, home = np.flatnonzero(mask[expert]), placement.home[expert]
+        direct[home, receivers] += n_bytes
+        first[home, receivers] += n_bytes / receivers.size
+        second[np.ix_(receivers, receivers)] += n_bytes / receivers.size
+    np.fill_diagonal(second, 0.0)
+    if agg:
+        direct, first, second = direct.T, second, first.T
+    chunks = []
+    for share in np.diff(np.asarray(cut)) / cut[-1] if not two_phase else ():
+        chunks.append(exchange_by_rank(share * direct, topology))
+    for share, other in phase_shares(cut) if two_phase else ():
+        chunks.append(exchange_by_rank(share * first, topology) + exchange_by_rank(other * second, topology))
+    return np.array(chunks)
+
+
+def _padded(by_block: Sequence[FloatArray]) -> FloatArray:
+    """[L, C, R] from chunks [C_i, R] of every block; those that a block does not have are not sent."""
+    most = max(len(x) for x in by_block)
+    return np.array([np.pad(x, ((0, most - len(x)), (0, 0))) for x in by_block])
+
+
 def predicted_durations(
     placements: Sequence[Placement],
     splits: Sequence[Split],
     contexts: Sequence[PlanContext],
     *,
-    first_chunk: float = 0.5,
+    forms: Sequence[Form] | None = None,
     start_s: float = 0.0,
     end_s: float = 0.0,
+    update_s: float = 0.0,
     plan_s: float = 0.0,
     counts_s: float = 0.0,
 ) -> StepDurations:
     """Durations of a step of L blocks under the calibrated `contexts` (topology, sizes, windows).
 
-    Trans and Agg are sent directly from home to replica and back, as the runtime does, in two chunks of which the
-    first is the part `first_chunk`. Raises `SpecError` where the sequences differ in length or do not fit.
+    forms: how each block's transfers are cut and sent, as the runtime's; direct and in halves where it is not given.
+    Raises `SpecError` where the sequences differ in length or do not fit.
     """
-    if not len(placements) == len(splits) == len(contexts) or not contexts:
-        raise SpecError(
-            f"expected as many placements and splits as contexts, got {len(placements)}, {len(splits)}, {len(contexts)}"
-        )
-    if not 0 <= first_chunk <= 1:
-        raise SpecError(f"first_chunk must be in [0, 1], got {first_chunk!r}")
+    forms = forms if forms is not None else [Form()] * len(contexts)
+    lengths = [len(x) for x in (placements, splits, contexts, forms)]
+    if len(set(lengths)) != 1 or not contexts:
+        raise SpecError(f"expected as many placements, splits and forms as contexts, got {lengths}")
     a2a, fec, trans, agg, speeds = [], [], [], [], []
-    for placement, split, context in zip(placements, splits, contexts, strict=True):
+    for placement, split, context, form in zip(placements, splits, contexts, forms, strict=True):
         topology, shape = context.topology, context.shape
         if split.ranks != topology.ranks or placement.ranks != topology.ranks:
             raise SpecError(f"topology has {topology.ranks} ranks, split {split.ranks}, placement {placement.ranks}")
@@ -372,26 +405,32 @@ def predicted_durations(
         rate = np.asarray(topology.flops_per_s) / shape.forward_flops_per_token
         groups = np.count_nonzero(load_ED, axis=0)
         fec.append(load_ED.sum(axis=0) / rate + groups * topology.expert_overhead_s)
-        copies = np.zeros((topology.ranks, topology.ranks))
-        for expert, rank in placement.replicas():
-            copies[placement.home[expert], rank] += 1.0
-        parts = np.array([first_chunk, 1.0 - first_chunk])[:, None]
-        trans.append(parts * exchange_by_rank(copies * shape.expert_bytes, topology))
-        agg.append(parts * exchange_by_rank(copies.T * shape.expert_grad_bytes, topology))
+        trans.append(
+            transfer_by_chunk(placement, topology, shape.expert_bytes, form.trans_cut, two_phase=form.two_phase_trans)
+        )
+        agg.append(
+            transfer_by_chunk(
+                placement, topology, shape.expert_grad_bytes, form.agg_cut, two_phase=form.two_phase_agg, agg=True
+            )
+        )
         # windows are given for the fastest rank; the others take longer
         speeds.append(1.0 / topology.relative_speed())
     slow = np.array(speeds)
     fec_s = np.array(fec)
+    trans_s, agg_s = _padded(trans), _padded(agg)
+    most = max(trans_s.shape[1], agg_s.shape[1])
+    pad = [np.pad(x, ((0, 0), (0, most - x.shape[1]), (0, 0))) for x in (trans_s, agg_s)]
     return StepDurations(
         a2a_s=np.array(a2a),
         fec_s=fec_s,
         bec_s=2.0 * fec_s,
         fnec_s=slow * np.array([[c.windows.fnec_s] for c in contexts]),
         bnec_s=slow * np.array([[c.windows.bnec_s] for c in contexts]),
-        trans_s=np.array(trans),
-        agg_s=np.array(agg),
+        trans_s=pad[0],
+        agg_s=pad[1],
         plan_s=np.full(len(contexts), plan_s),
         start_s=slow[0] * start_s,
         end_s=slow[0] * end_s,
+        update_s=slow[0] * update_s,
         counts_s=counts_s,
     )

@@ -14,16 +14,16 @@ import torch
 
 from benchmarks.cluster import __main__ as cli
 from benchmarks.cluster import kernel_objects as kernel
-from benchmarks.cluster.calibrate import fit_experts, fit_link
+from benchmarks.cluster.calibrate import equal_within, fit_experts, fit_link
 from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, policy
 from benchmarks.cluster.profiles import uniform
-from benchmarks.cluster.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from benchmarks.cluster.rows import summarise, table
 from benchmarks.cluster.testbed import TestbedUnavailable
 from benchmarks.cluster.workload import Workload, build, even_ids, forced_balance
 from prophet.comm import Operation, ThreadCollective
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.engine import EngineConfig, attach, moe_layers
+from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from prophet.scheduler.timeline import Recorder, Span, hidden_s, read_trace
 from prophet.spec import LayerShape
 from tests.support import RandomPlanner, on_threads, seeded
@@ -90,7 +90,7 @@ def test_a_recorded_step_is_complete_and_in_order() -> None:
         with seeded(0):
             model = MoEGPT(SMALL, group=ObservedCollective(collective, recorder))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = attach(model, optimizer, config=EngineConfig(planner=RandomPlanner(density=1.0)))
+        engine = attach(model, optimizer, config=EngineConfig(planner=RandomPlanner(density=1.0), transfers="direct"))
         for _ in range(3):
             rows = torch.randint(0, 256, (2, 17))
             began = time.perf_counter()
@@ -98,8 +98,9 @@ def test_a_recorded_step_is_complete_and_in_order() -> None:
             loss = model.loss(rows)
             backward = time.perf_counter()
             loss.backward()
+            complete = time.perf_counter()
             optimizer.step()
-            marks = StepMarks(began, backward, time.perf_counter())
+            marks = StepMarks(began, backward, complete, time.perf_counter())
         engine.close()
         return list(recorder.spans()), marks
 
@@ -107,7 +108,7 @@ def test_a_recorded_step_is_complete_and_in_order() -> None:
         compute = compute_spans(spans, marks, rank, SMALL.blocks)
         names = [s.name for s in compute]
         expected = ["start", *(f"{w}({i})" for i in (0, 1) for w in ("route", "FEC", "FNEC"))]
-        expected += [f"{w}({i})" for i in (1, 0) for w in ("BNEC", "BEC")] + ["end"]
+        expected += [f"{w}({i})" for i in (1, 0) for w in ("BNEC", "BEC")] + ["end", "update"]
         assert list(dict.fromkeys(names)) == expected
         inside = [s for s in spans if marks.began_s <= s.start_s and s.end_s <= marks.ended_s]
         waiting = sum(s.seconds for s in inside if s.stream in ("tokens", "waits"))
@@ -158,6 +159,11 @@ def test_rates_and_overhead_are_fitted_together() -> None:
     rates, overhead = fit_experts(seconds, rows, groups, shape)
     assert overhead == 0.0
     assert min(rates) > 0
+
+
+def test_rates_that_cannot_be_told_apart_are_taken_as_equal() -> None:
+    assert equal_within((9.5, 10.0, 10.5, 3.0), 0.15) == (10.0, 10.0, 10.0, 3.0)
+    assert equal_within((5.0, 10.0), 0.1) == (5.0, 10.0)
 
 
 # --- rows ---

@@ -8,7 +8,19 @@ from prophet.scheduler.blockwise import Schedule, block_wise, blocking
 from prophet.scheduler.simulate import StepDurations, simulate
 
 STEP = StepDurations.uniform(
-    2, 2, a2a_s=1, fec_s=2, fnec_s=3, bnec_s=3, bec_s=4, trans_s=(2, 2), agg_s=(3, 1), start_s=4, end_s=1, plan_s=2
+    2,
+    2,
+    a2a_s=1,
+    fec_s=2,
+    fnec_s=3,
+    bnec_s=3,
+    bec_s=4,
+    trans_s=(2, 2),
+    agg_s=(3, 1),
+    start_s=4,
+    end_s=1,
+    plan_s=2,
+    update_s=1,
 )
 
 BLOCKING = """
@@ -40,6 +52,7 @@ weights  Agg(1,0)          45..48
 weights  Agg(1,1)          48..49
 weights  Agg(0,0)          49..52
 weights  Agg(0,1)          52..53
+compute  update            53..54
 """
 
 BLOCK_WISE = """
@@ -69,8 +82,9 @@ compute  BEC(0)            31..35
 weights  Agg(1,1)          31..32
 tokens   dispatch back(0)  35..36
 compute  end               36..37
-weights  Agg(0,0)          37..40
-weights  Agg(0,1)          40..41
+weights  Agg(0,0)          36..39
+weights  Agg(0,1)          39..40
+compute  update            40..41
 """
 
 

@@ -90,9 +90,13 @@ def test_one_rank_evaluates_while_the_others_train() -> None:
         run.forward(1)
 
     for rank, error in enumerate(errors(body)):
-        assert isinstance(error, CollectiveTimeout)
-        where = "exchange of counts of layer 0" if rank == 1 else "comparison of placements"
-        assert f"rank {rank}: {where} failed: no answer" in str(error)
+        # where the placements need a comparison of their own, the one rank does not come to it
+        if isinstance(error, CollectiveTimeout):
+            where = "exchange of counts of layer 0" if rank == 1 else "comparison of placements"
+            assert f"rank {rank}: {where} failed: no answer" in str(error)
+        else:
+            assert isinstance(error, prophet.PlanMismatch)
+            assert "rank(s) [1]" in str(error)
 
 
 def test_one_rank_evaluates_in_the_middle_of_the_others_step() -> None:
@@ -241,7 +245,9 @@ def test_a_rank_that_does_nothing_is_waited_for_only_so_long() -> None:
 
     found = on_threads(RANKS, body)
     for rank in (0, 2):
-        assert f"rank {rank}: comparison of placements failed" in found[rank]
+        # in a message of its own, or with the first counts
+        wheres = ("comparison of placements", "exchange of counts of layer 0")
+        assert any(f"rank {rank}: {where} failed" in found[rank] for where in wheres)
         assert "no answer from rank 1 within 0.3 s" in found[rank]
 
 

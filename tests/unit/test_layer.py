@@ -247,7 +247,10 @@ def test_impossible_time_limits(timeout_s: float) -> None:
         ({"replica_memory_bytes": -1}, "replica_memory_bytes must not be negative"),
         ({"accumulation_steps": 0}, "accumulation_steps must be at least 1"),
         ({"check_split_every": 0}, "check_split_every must be at least 1"),
-        ({"schedule": "lazy"}, "schedule must be 'block-wise' or 'blocking', got 'lazy'"),
+        ({"schedule": "lazy"}, "schedule must be one of block-wise, look-ahead, operator, blocking, got 'lazy'"),
+        ({"transfers": "by-mail"}, "transfers must be 'auto', 'direct' or 'two-phase', got 'by-mail'"),
+        ({"replica_memory": "forget"}, "replica_memory must be 'keep' or 'refetch', got 'forget'"),
+        ({"look_ahead_blocks": 0}, "look_ahead_blocks must be at least 1"),
     ],
 )
 def test_impossible_engine_configurations(options: dict[str, Any], text: str) -> None:

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prophet.planner.cost import transfer_cost
 from prophet.scheduler.actions import Action
-from prophet.scheduler.blockwise import Schedule, block_wise, blocking
+from prophet.scheduler.blockwise import NAMES, Schedule, block_wise, blocking, program, schedule_named
+from prophet.scheduler.pieces import Form
 from prophet.scheduler.simulate import (
     SimulatedStep,
     StepDurations,
@@ -19,6 +21,7 @@ from prophet.scheduler.simulate import (
     exchange_by_rank,
     predicted_durations,
     simulate,
+    transfer_by_chunk,
 )
 from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, SpecError, Split, Topology, Windows
 
@@ -267,7 +270,8 @@ def test_predicted_durations() -> None:
     tokens[2:, 0, 1] = 8
     split = Split(tokens)
     split.check(load, placement)
-    d = predicted_durations([placement], [split], [c], first_chunk=0.25, plan_s=0.1)
+    cut = (0, 256, 1024)
+    d = predicted_durations([placement], [split], [c], forms=[Form(cut, cut)], plan_s=0.1)
     assert d.fec_s[0].tolist() == pytest.approx([16 * 16 / 1e4, 16 * 16 / 1e4, 0, 0])
     assert d.fnec_s[0].tolist() == [1, 1, 1, 2]
     assert d.bec_s[0].tolist() == pytest.approx((2 * d.fec_s[0]).tolist())
@@ -278,8 +282,34 @@ def test_predicted_durations() -> None:
     assert step.makespan_s > 0
     with pytest.raises(SpecError, match="as many placements"):
         predicted_durations([placement], [split, split], [c])
-    with pytest.raises(SpecError, match="first_chunk"):
-        predicted_durations([placement], [split], [c], first_chunk=2)
+
+
+def test_chunks_of_both_forms_add_up_to_the_planners_cost() -> None:
+    c = context()
+    for pairs in ([(0, 1), (0, 2), (0, 3), (3, 1)], [(1, 3)], []):
+        placement = Placement.with_replicas(c.home, 4, pairs)
+        cost = transfer_cost(placement, c.topology, 32)
+        for cut in ((0, 256, 1024), (0, 1024), (0, 100, 512, 900, 1024)):
+            totals = []
+            for agg in (False, True):
+                for two_phase in (False, True):
+                    chunks = transfer_by_chunk(placement, c.topology, 32, cut, two_phase=two_phase, agg=agg)
+                    assert chunks.shape == (len(cut) - 1, 4)
+                    totals.append(chunks.max(axis=1).sum())
+            assert totals[:2] == pytest.approx(totals[2:])
+            assert min(totals[:2]) == pytest.approx(cost.seconds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("refetch", [False, True])
+def test_a_program_and_its_transfers_alone_play_the_same_step(name: str, refetch: bool) -> None:
+    d = StepDurations.uniform(4, 2, a2a_s=1, fec_s=2, fnec_s=1, bnec_s=1, bec_s=4, trans_s=(1,) * 4, agg_s=(1,) * 4)
+    schedule = schedule_named(name, 4, refetch=refetch)
+    alone, whole = simulate(schedule, d), simulate(program(schedule, 4), d)
+    assert alone.makespan_s == whole.makespan_s
+    np.testing.assert_allclose(parts(whole), whole.makespan_s)
+    if refetch and name == "blocking":
+        assert whole.makespan_s == simulate(schedule_named(name, 4), d).makespan_s + 3 * 4
 
 
 def test_thousands_of_ranks_are_quick() -> None:

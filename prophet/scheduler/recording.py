@@ -48,16 +48,15 @@ class ObservedCollective(Collective):
 
     def _watch(self, pending: Pending, op: Operation, channel: Channel, launched: float) -> Pending:
         name = str(op)
-        arrived: list[float] = []
         if channel == "weights":
-            for work in getattr(pending, "_works", []):
-                work.get_future().then(lambda _: arrived.append(time.perf_counter()))
+            pending.watch()
 
         def done(began: float, ended: float) -> None:
             if channel == "tokens":
                 self.recorder.add(name, "tokens", launched, ended)
                 return
-            self.recorder.add(name, "weights", launched, min(max(arrived, default=ended), ended))
+            arrived = ended if pending.arrived_s is None else min(pending.arrived_s, ended)
+            self.recorder.add(name, "weights", launched, max(arrived, launched))
             self.recorder.add(f"wait for {name}", "waits", began, ended)
 
         return _Observed(pending, done)
@@ -96,40 +95,49 @@ class ObservedCollective(Collective):
 
 @dataclass(frozen=True, slots=True)
 class StepMarks:
-    """When a step began, its backward pass began, and it ended; seconds of `time.perf_counter`."""
+    """When a step began, when its backward pass began and ended, and when it ended; seconds of `time.perf_counter`.
+
+    backward_s may be None where nobody noted it.
+    """
 
     began_s: float
-    backward_s: float
+    backward_s: float | None
+    gradients_s: float
     ended_s: float
 
 
 def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int, blocks: int) -> list[Span]:
     """The compute of one step, named by window: what lies between the all-to-alls and the waits.
 
-    "start", then route(i), FEC(i), FNEC(i) for every block, BNEC(i) and BEC(i) backward, "end".
+    These are "start", then route(i), FEC(i), FNEC(i) for every block, BNEC(i) and BEC(i) backward, "end", and "update"
+    once the gradients are complete. Where nobody noted the beginning of the backward pass, all that the last block
+    computes between its experts is its FNEC.
     """
     taken = sorted(
         s for s in spans if s.stream in ("tokens", "waits") and marks.began_s <= s.start_s and s.end_s <= marks.ended_s
     )
+    edges = [(marks.gradients_s, "update")]
+    if marks.backward_s is not None:
+        edges.insert(0, (marks.backward_s, f"BNEC({blocks - 1})"))
     found: list[Span] = []
     label, since = "start", marks.began_s
 
     def close(until: float) -> None:
+        """End the stretch of compute at `until`, cut where the backward pass began or ended."""
+        nonlocal label, since
+        for at, name in edges:
+            if since < at <= until:
+                found.append(Span(since, at, rank, "compute", label))
+                label, since = name, at
         if until > since:
             found.append(Span(since, until, rank, "compute", label))
 
     for s in taken:
-        if since < marks.backward_s <= s.start_s:
-            close(marks.backward_s)
-            label, since = f"BNEC({blocks - 1})", marks.backward_s
         close(s.start_s)
         since = max(since, s.end_s)
         match = _TOKEN_OP.match(s.name)
         if match is not None:
             label = _after(match.group(1), int(match.group(2)))
-    if since < marks.backward_s:
-        close(marks.backward_s)
-        label, since = f"BNEC({blocks - 1})", marks.backward_s
     close(marks.ended_s)
     return found
 
@@ -153,3 +161,38 @@ def seconds_by_window(spans: Iterable[Span]) -> dict[str, float]:
     for s in spans:
         total[s.name] = total.get(s.name, 0.0) + s.seconds
     return total
+
+
+class Recording:
+    """What one rank does in the steps of an engine while it is recorded; made by `Engine.recording`."""
+
+    def __init__(self, rank: int, blocks: int, *, limit: int = 100_000) -> None:
+        self.recorder = Recorder(rank, limit=limit)
+        self._blocks = blocks
+        self._marks: list[StepMarks] = []
+        self._began_s = self._gradients_s = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._began_s = self._gradients_s = time.perf_counter()
+
+    def gradients(self) -> None:
+        """A backward pass has ended."""
+        self._gradients_s = time.perf_counter()
+
+    def end(self) -> None:
+        """The step has ended; one that had begun before the recording does not count."""
+        if self._began_s:
+            self._marks.append(StepMarks(self._began_s, None, self._gradients_s, time.perf_counter()))
+            self._began_s = 0.0
+
+    @property
+    def steps(self) -> int:
+        """How many whole steps were recorded."""
+        return len(self._marks)
+
+    def spans(self, step: int = -1) -> list[Span]:
+        """One recorded step, by default the last: what travelled, what was waited for, and what was computed."""
+        marks = self._marks[step]
+        found = [s for s in self.recorder.spans() if marks.began_s <= s.start_s <= marks.ended_s]
+        return sorted([*found, *compute_spans(found, marks, self.recorder.rank, self._blocks)])

@@ -1,0 +1,115 @@
+"""A picture of a step: what every rank computes, exchanges and transfers, and when.
+
+Shape legend: R ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from prophet.scheduler.timeline import Span
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+STREAMS = ("compute", "tokens", "weights")
+_COLOURS = {"experts": "#4477aa", "rest": "#aabbcc", "tokens": "#ccbb44", "Trans": "#228833", "Agg": "#ee6677"}
+_LABELS = {"experts": "experts", "rest": "other compute", "tokens": "all-to-all", "Trans": "Trans", "Agg": "Agg"}
+_BLOCK = re.compile(r"\((\d+)[,)]|of layer (\d+)")
+
+
+def block_of(name: str) -> int | None:
+    """The block that a span's name speaks of, of a measured or of a simulated step."""
+    match = _BLOCK.search(name)
+    return None if match is None else int(match.group(1) or match.group(2))
+
+
+def around_blocks(spans: Iterable[Span], blocks: Sequence[int]) -> list[Span]:
+    """The spans from the first to the last thing, in the forward pass, that the compute of `blocks` does.
+
+    Cut at the edges, so that transfers that belong to other blocks show where they overlap. Empty where the blocks do
+    not occur.
+    """
+    listed = sorted(spans)
+    inside = [
+        s
+        for s in listed
+        if s.stream == "compute" and s.name.startswith(("FEC", "FNEC", "route")) and block_of(s.name) in blocks
+    ]
+    if not inside:
+        return []
+    start, end = min(s.start_s for s in inside), max(s.end_s for s in inside)
+    return [
+        Span(max(s.start_s, start), min(s.end_s, end), s.rank, s.stream, s.name)
+        for s in listed
+        if s.start_s < end and s.end_s > start
+    ]
+
+
+def _kind(span: Span) -> str:
+    if span.stream == "tokens":
+        return "tokens"
+    if span.stream == "weights":
+        return "Agg" if span.name.startswith("Agg") else "Trans"
+    return "experts" if span.name.startswith(("FEC", "BEC")) else "rest"
+
+
+def draw_step(groups: Mapping[str, Iterable[Span]], *, blocks: Sequence[int] | None = None, ranks: int = 4) -> Figure:
+    """Draw spans by group ("measured", "simulated") one below the other: three rows per rank, time to the right.
+
+    blocks: show the forward pass of these alone (two neighbours say it best). ranks: at most so many are drawn. Every
+    group starts at time zero. ValueError where there is nothing to draw.
+    """
+    from matplotlib.figure import Figure
+
+    shown: dict[str, list[Span]] = {}
+    for name, spans in groups.items():
+        kept = [s for s in spans if s.stream in STREAMS and s.rank < ranks]
+        shown[name] = sorted(kept if blocks is None else around_blocks(kept, blocks))
+    shown = {name: spans for name, spans in shown.items() if spans}
+    if not shown:
+        raise ValueError("there is nothing to draw: no span of compute, all-to-all or transfer in these blocks")
+    heights = [3 * len({s.rank for s in spans}) for spans in shown.values()]
+    figure = Figure(figsize=(9.0, 0.9 + 0.22 * sum(heights) + 0.5 * len(shown)), layout="constrained")
+    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    seen: dict[str, Any] = {}
+    for axis, (name, spans) in zip(axes, shown.items(), strict=True):
+        _draw(axis, spans, seen)
+        axis.set_title(name, loc="left", fontsize=9)
+    axes[-1].set_xlabel("milliseconds")
+    kinds = [k for k in _COLOURS if k in seen]
+    figure.legend([seen[k] for k in kinds], [_LABELS[k] for k in kinds], loc="outside upper right", ncols=5, fontsize=8)
+    return figure
+
+
+def _draw(axis: Any, spans: Sequence[Span], seen: dict[str, Any]) -> None:
+    zero, order = spans[0].start_s, sorted({s.rank for s in spans})
+    for s in spans:
+        row = 3 * order.index(s.rank) + STREAMS.index(s.stream)
+        kind = _kind(s)
+        bars = axis.barh(
+            row,
+            1e3 * s.seconds,
+            left=1e3 * (s.start_s - zero),
+            height=0.85,
+            color=_COLOURS[kind],
+            edgecolor="white",
+            lw=0.4,
+        )
+        seen.setdefault(kind, bars)
+    names = {"compute": "compute", "tokens": "all-to-all", "weights": "transfers"}
+    axis.set_yticks(range(3 * len(order)))
+    axis.set_yticklabels([f"rank {r} {names[s]}" for r in order for s in STREAMS], fontsize=7)
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def svg(figure: Figure) -> str:
+    """The figure as SVG text, to be put into a page."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

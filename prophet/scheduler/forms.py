@@ -1,0 +1,83 @@
+"""Which form a layer's transfers take: the cheaper one by the performance model, unless it would hide less; pure.
+
+Shape legend: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from prophet.scheduler.pieces import GRAIN, HALVES, Form, meeting
+from prophet.scheduler.simulate import transfer_by_chunk
+from prophet.spec import Placement, PlanContext
+
+Transfers = Literal["auto", "direct", "two-phase"]
+
+
+class Seconds(NamedTuple):
+    """What a transfer takes directly, and in each of its two phases."""
+
+    direct: float
+    first: float
+    second: float
+
+    def two_phase(self, cut: tuple[int, ...], cover_s: float) -> bool:
+        """Whether the two-phase form is cheaper (as `planner.cost.transfer_cost` has it) and hides as well.
+
+        cover_s: compute under which the transfer runs, shared out by `cut`. The second phase cannot start before the
+        first is over, so each has its own part of the cover; a direct transfer has all of it.
+        """
+        if self.first + self.second >= self.direct:
+            return False
+        first_cover = cover_s * meeting(cut) / GRAIN
+        exposed = max(0.0, self.first - first_cover) + max(0.0, self.second - (cover_s - first_cover))
+        return exposed <= max(0.0, self.direct - cover_s)
+
+
+def _seconds(placement: Placement, context: PlanContext, n_bytes: int, *, agg: bool) -> Seconds:
+    def slowest(cut: tuple[int, ...], two_phase: bool) -> list[float]:
+        chunks = transfer_by_chunk(placement, context.topology, n_bytes, cut, two_phase=two_phase, agg=agg)
+        return [float(x) for x in chunks.max(axis=1)]
+
+    return Seconds(*slowest((0, GRAIN), False), *slowest(HALVES, True))
+
+
+class FormChooser:
+    """Chooses each layer's form, and remembers what the placement it was last asked about takes.
+
+    That costs some numpy on [R, R] arrays, so it is computed where the placement is planned and read where it comes
+    into force. The choice depends on values only that all ranks share.
+    """
+
+    def __init__(self, layers: int, transfers: Transfers = "auto") -> None:
+        self._transfers = transfers
+        self._known: list[tuple[Placement, Seconds, Seconds] | None] = [None] * layers
+
+    def prepare(self, layer: int, placement: Placement, context: PlanContext) -> tuple[Seconds, Seconds]:
+        """What Trans and Agg of a layer take under `placement`, in either form."""
+        known = self._known[layer]
+        if known is None or known[0] is not placement:
+            shape = context.shape
+            trans = _seconds(placement, context, shape.expert_bytes, agg=False)
+            known = (placement, trans, _seconds(placement, context, shape.expert_grad_bytes, agg=True))
+            self._known[layer] = known
+        return known[1], known[2]
+
+    def form(
+        self,
+        layer: int,
+        placement: Placement,
+        context: PlanContext,
+        *,
+        trans_cut: tuple[int, ...] = HALVES,
+        agg_cut: tuple[int, ...] = HALVES,
+        fetch_cut: tuple[int, ...] = HALVES,
+        trans_cover_s: float = 0.0,
+        agg_cover_s: float = 0.0,
+    ) -> Form:
+        """The form of a layer's transfers with these cuts, under compute of these lengths."""
+        trans = agg = self._transfers == "two-phase"
+        if self._transfers == "auto" and not placement.is_static:
+            there, back = self.prepare(layer, placement, context)
+            trans, agg = there.two_phase(trans_cut, trans_cover_s), back.two_phase(agg_cut, agg_cover_s)
+        return Form(trans_cut, agg_cut, trans, agg, fetch_cut)

@@ -1,0 +1,264 @@
+"""Which elements of which expert travel from which rank to which: Trans and Agg as lists of pieces; pure.
+
+An expert is a flat vector of P elements. Trans takes one of two forms:
+
+    direct      the home sends every replica all elements
+    two-phase   scatter: the home cuts the vector in n parts and sends part j to the j-th of its n receivers;
+                gather: every receiver sends its part to the n - 1 others
+
+and Agg is the mirror image: direct, or reduce (every receiver sends part j of its gradient to receiver j, which adds
+them) and home (receiver j sends the sum of part j home). Every phase is one uneven all-to-all for all experts of a
+layer together, or several where a phase is cut into chunks.
+
+Each rank lists only what it sends and receives itself. Both ends order a buffer alike, by peer, then expert, then
+first element, so nothing but elements travels. In `reduce` a rank also sends itself its own part: what arrives is then
+ordered by source rank, and so is the sum.
+
+Shape legend: R ranks, E experts, P parameters of one expert, C chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+
+from prophet.spec import Placement
+
+Phase = Literal["direct", "scatter", "gather", "reduce", "home"]
+
+GRAIN = 1024  # a cut is given in parts of this, so that all ranks cut at the same element
+HALVES = (0, GRAIN // 2, GRAIN)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements start..stop of an expert's flat vector, on their way from rank `source` to rank `target`."""
+
+    expert: int
+    start: int
+    stop: int
+    source: int
+    target: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One rank's part of one all-to-all; pieces in the order in which they lie in the buffers."""
+
+    phase: Phase
+    sends: tuple[Piece, ...]
+    recvs: tuple[Piece, ...]
+
+    def send_counts(self, ranks: int) -> list[int]:
+        """Elements for every rank, [R]."""
+        counts = [0] * ranks
+        for piece in self.sends:
+            counts[piece.target] += piece.size
+        return counts
+
+    def recv_counts(self, ranks: int) -> list[int]:
+        """Elements from every rank, [R]."""
+        counts = [0] * ranks
+        for piece in self.recvs:
+            counts[piece.source] += piece.size
+        return counts
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How one layer's transfers of one step are cut, and whether they take the two-phase form; equal on all ranks.
+
+    trans_cut, agg_cut, fetch_cut: C + 1 boundaries of C chunks, in parts of GRAIN.
+    """
+
+    trans_cut: tuple[int, ...] = HALVES
+    agg_cut: tuple[int, ...] = HALVES
+    two_phase_trans: bool = False
+    two_phase_agg: bool = False
+    fetch_cut: tuple[int, ...] = HALVES
+
+    def __post_init__(self) -> None:
+        check_cut(self.trans_cut)
+        check_cut(self.agg_cut)
+        check_cut(self.fetch_cut)
+
+
+Chunk = tuple[Exchange, ...]  # one after the other; the later ones send on what the earlier ones brought
+
+
+def check_cut(cut: Sequence[int]) -> tuple[int, ...]:
+    """Return `cut`, the C + 1 boundaries of C chunks in parts of GRAIN, or raise ValueError."""
+    bounds = tuple(int(c) for c in cut)
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != GRAIN or any(b < a for a, b in pairwise(bounds)):
+        raise ValueError(f"a cut rises from 0 to {GRAIN}, with one boundary more than chunks; got {bounds}")
+    return bounds
+
+
+def trans_chunks(
+    placement: Placement, rank: int, numel: int, cut: Sequence[int] = HALVES, *, two_phase: bool = False
+) -> tuple[Chunk, ...]:
+    """What `rank` sends and receives to bring every replica its `numel` parameters, chunk by chunk."""
+    bounds = check_cut(cut)
+    receivers = _receivers(placement)
+    if not two_phase:
+        return tuple(
+            (_exchange("direct", rank, _direct(placement, receivers, *span)),) if span[0] < span[1] else ()
+            for span in _spans(bounds, numel)
+        )
+    chunks = []
+    for scattered, gathered in _phases(bounds):
+        chunk = []
+        if scattered is not None:
+            chunk.append(_exchange("scatter", rank, _scatter(placement, receivers, rank, numel, scattered)))
+        if gathered is not None and any(len(found) > 1 for found in receivers.values()):
+            chunk.append(_exchange("gather", rank, _gather(receivers, rank, numel, gathered)))
+        chunks.append(tuple(chunk))
+    return tuple(chunks)
+
+
+def agg_chunks(
+    placement: Placement, rank: int, numel: int, cut: Sequence[int] = HALVES, *, two_phase: bool = False
+) -> tuple[Chunk, ...]:
+    """What `rank` sends and receives to bring every replica's gradient of `numel` elements home, chunk by chunk."""
+    bounds = check_cut(cut)
+    receivers = _receivers(placement)
+    if not two_phase:
+        return tuple(
+            (_exchange("direct", rank, map(_reversed, _direct(placement, receivers, *span))),)
+            if span[0] < span[1]
+            else ()
+            for span in _spans(bounds, numel)
+        )
+    chunks = []
+    for reduced, returned in _phases(bounds):
+        chunk = []
+        if reduced is not None:
+            pieces = map(_reversed, _gather(receivers, rank, numel, reduced, own=True))
+            chunk.append(_exchange("reduce", rank, pieces))
+        if returned is not None:
+            pieces = map(_reversed, _scatter(placement, receivers, rank, numel, returned))
+            chunk.append(_exchange("home", rank, pieces))
+        chunks.append(tuple(chunk))
+    return tuple(chunks)
+
+
+def _receivers(placement: Placement) -> dict[int, list[int]]:
+    """The ranks that hold a replica of every replicated expert, ascending."""
+    mask = placement.replica_mask()
+    return {int(e): np.flatnonzero(mask[e]).tolist() for e in np.flatnonzero(mask.any(axis=1))}
+
+
+def _spans(bounds: Sequence[int], numel: int) -> Iterator[tuple[int, int]]:
+    """Elements of every chunk of a direct transfer."""
+    for low, high in pairwise(bounds):
+        yield numel * low // GRAIN, numel * high // GRAIN
+
+
+Fraction = tuple[int, int, int]  # from, to, of
+
+
+def _phases(bounds: Sequence[int]) -> Iterator[tuple[Fraction | None, Fraction | None]]:
+    """Which fraction of the first and of the second phase every chunk carries.
+
+    The phases meet at the boundary next to the middle, since both move as much: no chunk then waits for itself. A
+    single chunk has to carry both, one after the other.
+    """
+    chunks = len(bounds) - 1
+    if chunks == 1:
+        yield (0, 1, 1), (0, 1, 1)
+        return
+    middle = _middle(bounds)
+    for c in range(chunks):
+        first = c < middle
+        low, high = (0, bounds[middle]) if first else (bounds[middle], GRAIN)
+        last = c == (middle if first else chunks) - 1
+        # a phase whose chunks are all empty goes with the last of them
+        part = (bounds[c] - low, bounds[c + 1] - low, high - low) if high > low else (0, int(last), 1)
+        carried = part if part[0] < part[1] else None
+        yield (carried, None) if first else (None, carried)
+
+
+def _middle(bounds: Sequence[int]) -> int:
+    """Index of the inner boundary next to the middle; the lower of two."""
+    return min(range(1, len(bounds) - 1), key=lambda s: (abs(2 * bounds[s] - GRAIN), s))
+
+
+def meeting(cut: Sequence[int]) -> int:
+    """Where the two phases meet, in parts of GRAIN; all of it for a single chunk, which gives the second no place."""
+    bounds = check_cut(cut)
+    return bounds[_middle(bounds)] if len(bounds) > 2 else GRAIN
+
+
+def phase_shares(cut: Sequence[int]) -> list[tuple[float, float]]:
+    """By chunk of a two-phase transfer: the shares of its first and of its second phase that the chunk carries."""
+
+    def share(fraction: Fraction | None) -> float:
+        return 0.0 if fraction is None else (fraction[1] - fraction[0]) / fraction[2]
+
+    return [(share(first), share(second)) for first, second in _phases(check_cut(cut))]
+
+
+def _part(numel: int, j: int, n: int, fraction: Fraction) -> tuple[int, int]:
+    """A fraction of the j-th of n parts of a vector."""
+    start, stop = numel * j // n, numel * (j + 1) // n
+    low, high, of = fraction
+    return start + (stop - start) * low // of, start + (stop - start) * high // of
+
+
+def _direct(placement: Placement, receivers: dict[int, list[int]], start: int, stop: int) -> Iterator[Piece]:
+    for expert, targets in receivers.items():
+        for target in targets:
+            yield Piece(expert, start, stop, int(placement.home[expert]), target)
+
+
+def _scatter(
+    placement: Placement, receivers: dict[int, list[int]], rank: int, numel: int, fraction: Fraction
+) -> Iterator[Piece]:
+    for expert, targets in receivers.items():
+        home = int(placement.home[expert])
+        for j, target in enumerate(targets):
+            if rank in (home, target):
+                yield Piece(expert, *_part(numel, j, len(targets), fraction), home, target)
+
+
+def _gather(
+    receivers: dict[int, list[int]], rank: int, numel: int, fraction: Fraction, *, own: bool = False
+) -> Iterator[Piece]:
+    for expert, ranks in receivers.items():
+        if rank not in ranks:
+            continue
+        for j, source in enumerate(ranks):
+            start, stop = _part(numel, j, len(ranks), fraction)
+            for target in ranks if source == rank else (rank,):
+                if target != source or own:
+                    yield Piece(expert, start, stop, source, target)
+
+
+def _reversed(piece: Piece) -> Piece:
+    return Piece(piece.expert, piece.start, piece.stop, piece.target, piece.source)
+
+
+def _exchange(phase: Phase, rank: int, pieces: Iterator[Piece]) -> Exchange:
+    listed = [p for p in pieces if p.size]
+    sends = sorted((p for p in listed if p.source == rank), key=lambda p: (p.target, p.expert, p.start))
+    recvs = sorted((p for p in listed if p.target == rank), key=lambda p: (p.source, p.expert, p.start))
+    return Exchange(phase, tuple(sends), tuple(recvs))
+
+
+def cut_by_weights(weights: Sequence[int]) -> tuple[int, ...]:
+    """Boundaries of chunks in proportion to their windows' lengths, in integers; alike where there are no windows."""
+    lengths = [int(w) for w in weights]
+    if not lengths or min(lengths) < 0:
+        raise ValueError(f"expected the length of one window or more, none negative, got {list(weights)}")
+    if not any(lengths):
+        lengths = [1] * len(lengths)
+    total = sum(lengths)
+    return tuple(sum(lengths[:c]) * GRAIN // total for c in range(len(lengths) + 1))

@@ -1,0 +1,204 @@
+"""One Trans or Agg of one layer under way: packs what a chunk sends, and puts what arrives where it belongs.
+
+What travels is said by `prophet.scheduler.pieces`; a chunk that sends on what an earlier one brought waits for that
+first. All ranks launch the same chunks in the same order.
+
+Shape legend: R ranks, P parameters of one expert.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from prophet.comm import Collective, Operation, Pending
+from prophet.experts import ExpertBank, Replica
+from prophet.scheduler.actions import Window
+from prophet.scheduler.pieces import Chunk, Exchange, Piece
+
+_SECOND = ("gather", "home")  # phases that send on what the first one brought
+
+
+class Transfer:
+    """Chunks are launched in order; `finish` waits for all that was launched."""
+
+    name: str
+
+    def __init__(
+        self, chunks: Sequence[Chunk], bank: ExpertBank, replicas: Sequence[Replica], collective: Collective, block: int
+    ) -> None:
+        self._chunks = chunks
+        self._bank = bank
+        self._replicas = {r.expert: r for r in replicas}
+        self._collective = collective
+        self._block = block
+        self._launched = 0
+        self.window: Window | None = None  # in which the last chunk was launched
+        self._flying: deque[tuple[Exchange, Pending]] = deque()
+
+    @property
+    def launched(self) -> int:
+        """How many chunks have been launched."""
+        return self._launched
+
+    @property
+    def complete(self) -> bool:
+        """Whether all chunks have been launched."""
+        return self._launched == len(self._chunks)
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the next chunk sends on what one under way brings."""
+        exchanges = self._chunks[self._launched]
+        return bool(self._flying and exchanges and exchanges[0].phase in _SECOND)
+
+    def launch_next(self) -> None:
+        """Launch the next chunk."""
+        chunk, self._launched = self._launched, self._launched + 1
+        for exchange in self._chunks[chunk]:
+            if exchange.phase in _SECOND:
+                self._drain()
+            label = self.name if exchange.phase == "direct" else f"{self.name} {exchange.phase}"
+            self._start(exchange, Operation(f"{label} chunk {chunk}", self._block))
+
+    def abandon(self) -> None:
+        """Wait for what is under way and put it nowhere."""
+        while self._flying:
+            self._flying.popleft()[1].wait()
+
+    def finish(self) -> None:
+        """Wait for all that was launched and put it in place."""
+        self._drain()
+
+    def _drain(self) -> None:
+        while self._flying:
+            exchange, pending = self._flying[0]
+            arrived = pending.wait()
+            self._flying.popleft()
+            with torch.no_grad():
+                self._place(exchange, arrived)
+
+    def _start(self, exchange: Exchange, op: Operation) -> None:
+        with torch.no_grad():
+            parts = [view for piece in exchange.sends for view in self._views(exchange, piece)]
+            outgoing = torch.cat(parts) if parts else self._bank.w_in.new_empty(0)
+            self._sent(exchange)
+        ranks = self._collective.size
+        send, recv = exchange.send_counts(ranks), exchange.recv_counts(ranks)
+        pending = self._collective.all_to_all(outgoing, send, recv, op=op, channel="weights")
+        self._flying.append((exchange, pending))
+
+    def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
+        """What a piece holds, as flat views."""
+        raise TypeError
+
+    def _sent(self, exchange: Exchange) -> None:
+        """Called when an exchange's pieces have been copied into the outgoing buffer."""
+
+    def _place(self, exchange: Exchange, arrived: Tensor) -> None:
+        raise TypeError
+
+
+class Trans(Transfer):
+    """Brings the replicas their parameters.
+
+    again: the same parameters have been there before. A pass that has saved them then sees no change of version.
+    """
+
+    name = "Trans"
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        bank: ExpertBank,
+        replicas: Sequence[Replica],
+        collective: Collective,
+        block: int,
+        *,
+        again: bool = False,
+    ) -> None:
+        super().__init__(chunks, bank, replicas, collective, block)
+        self._again = again
+
+    def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
+        if exchange.phase == "gather":
+            return [self._replicas[piece.expert].params[piece.start : piece.stop]]
+        return self._bank.flat_views(piece.expert - self._bank.first_expert, piece.start, piece.stop)
+
+    def _place(self, exchange: Exchange, arrived: Tensor) -> None:
+        with ExitStack() as stack:
+            if self._again:
+                written = tuple(r.params for r in self._replicas.values())
+                stack.enter_context(_unsafe_preserve_version_counter(written))
+            self._write(exchange, arrived)
+
+    def _write(self, exchange: Exchange, arrived: Tensor) -> None:
+        offset = 0
+        for piece in exchange.recvs:
+            self._replicas[piece.expert].params[piece.start : piece.stop] = arrived[offset : offset + piece.size]
+            offset += piece.size
+
+
+class Agg(Transfer):
+    """Brings the replicas' gradients home; every sum runs over the replicas in rank order, in either form."""
+
+    name = "Agg"
+
+    def __init__(
+        self, chunks: Sequence[Chunk], bank: ExpertBank, replicas: Sequence[Replica], collective: Collective, block: int
+    ) -> None:
+        super().__init__(chunks, bank, replicas, collective, block)
+        self._sums: list[tuple[Piece, Tensor]] = []
+
+    def _start(self, exchange: Exchange, op: Operation) -> None:
+        if exchange.phase != "home":
+            for replica in self._replicas.values():
+                replica.settle_grads()
+        super()._start(exchange, op)
+
+    def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
+        if exchange.phase != "home":
+            return [self._replicas[piece.expert].grads[piece.start : piece.stop]]
+        found = []
+        for own, total in self._sums:
+            low, high = max(own.start, piece.start), min(own.stop, piece.stop)
+            if own.expert == piece.expert and low < high:
+                found.append(total[low - own.start : high - own.start])
+        return found
+
+    def _sent(self, exchange: Exchange) -> None:
+        """What is on its way no longer counts here: later gradients start again from zero."""
+        if exchange.phase != "home":
+            for piece in exchange.sends:
+                self._replicas[piece.expert].grads[piece.start : piece.stop].zero_()
+
+    def _place(self, exchange: Exchange, arrived: Tensor) -> None:
+        sums = _summed(exchange.recvs, arrived)
+        if exchange.phase == "reduce":
+            self._sums += sums
+            return
+        for piece, total in sums:
+            self._bank.add_flat_grad(piece.expert - self._bank.first_expert, piece.start, piece.stop, total)
+
+
+def _summed(pieces: Sequence[Piece], arrived: Tensor) -> list[tuple[Piece, Tensor]]:
+    """Pieces of the same elements added up in the order in which they came, which is that of their source ranks.
+
+    In place: `arrived` belongs to the transfer. The order of the result is by expert, then by element.
+    """
+    totals: dict[tuple[int, int], tuple[Piece, Tensor]] = {}
+    offset = 0
+    for piece in pieces:
+        values = arrived[offset : offset + piece.size]
+        offset += piece.size
+        known = totals.get((piece.expert, piece.start))
+        if known is None:
+            totals[piece.expert, piece.start] = (piece, values)
+        else:
+            known[1].add_(values)
+    return [totals[key] for key in sorted(totals)]
