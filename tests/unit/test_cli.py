@@ -111,7 +111,7 @@ def test_failures_and_interrupts_have_codes_of_their_own(
         def raise_it(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr("prophet.traces.read_trace", raise_it)
+        monkeypatch.setattr("prophet.importers.read_any", raise_it)
         return main(["plan", str(skewed)])
 
     assert failing(PermissionError("may not")) == FAILED
