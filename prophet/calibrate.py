@@ -3,8 +3,8 @@
 Operations are timed on all ranks at once, as training runs them: the all-to-all over sizes, the experts' forward and
 backward pass over token counts and numbers of experts, Trans and Agg over sizes. A sample is the time of the slowest
 rank; sizes take turns, so that whatever else the machine does meets all of them alike; of the samples of a size the
-lower quartile counts, since other work only ever adds time. Sizes are spaced evenly on a logarithmic scale over the range that layers use, and those between the
-fitted ones are kept out of the fit and only compared with it.
+lower quartile counts, since other work only ever adds time. Sizes are spaced evenly on a logarithmic scale over the
+range that layers use, and those between the fitted ones are kept out of the fit and only compared with it.
 
 Shape legend: R ranks, G experts (groups) that one rank computes, D model dim, H hidden dim.
 """

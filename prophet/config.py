@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 
 from prophet.comm import Collective, Operation
-from prophet.history import PredictMode
+from prophet.history import PREDICT_MODES, PredictMode
 from prophet.layer import MoE
 from prophet.planner.base import Planner
+from prophet.replan import ReplanConfig
 from prophet.spec import Topology, Windows, odd_ones_out
 
 
@@ -31,7 +32,9 @@ class EngineConfig:
     accumulation_steps: backward passes per optimizer step. Agg then runs once, with the last of them. With the default
         of 1 every backward pass brings its own gradients home, which is correct for any number of them.
     schedule: "block-wise" (Algorithm 2) or "blocking" (nothing hidden; for comparison).
-    predict: the load that placements are planned for: that of the "last" step, or a moving average ("ema").
+    predict: the load that placements are planned for: that of the "last" step, a moving average ("ema"), the "mean" of
+        the last steps, or "best": per layer whichever of these has been foretelling its routing best.
+    replan: when placements are planned anew; None does it for every step.
     check_split_every: steps between explicit comparisons of the split over ranks (placements are compared in every
         layer of every step, at no extra message).
     timeout_s: limit on every wait; None keeps the layers' own.
@@ -45,6 +48,7 @@ class EngineConfig:
     accumulation_steps: int = 1
     schedule: Literal["block-wise", "blocking"] = "block-wise"
     predict: PredictMode = "last"
+    replan: ReplanConfig | None = None
     check_split_every: int = 50
     timeout_s: float | None = None
 
@@ -56,8 +60,9 @@ class EngineConfig:
         for name in ("accumulation_steps", "check_split_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
-        if self.predict not in ("last", "ema"):
-            raise ValueError(f"EngineConfig.predict must be 'last' or 'ema', got {self.predict!r}")
+        if self.predict not in PREDICT_MODES:
+            known = ", ".join(repr(mode) for mode in PREDICT_MODES)
+            raise ValueError(f"EngineConfig.predict must be one of {known}, got {self.predict!r}")
         if self.schedule not in ("block-wise", "blocking"):
             raise ValueError(f"EngineConfig.schedule must be 'block-wise' or 'blocking', got {self.schedule!r}")
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -68,8 +73,9 @@ class EngineConfig:
         planner = self.planner if isinstance(self.planner, str) else self.planner.name
         return (
             f"planner={planner} topology={self.topology} windows={self.windows} slots={self.slots_per_rank} "
-            f"predict={self.predict} memory={self.replica_memory_bytes} accumulation={self.accumulation_steps} "
-            f"schedule={self.schedule} check={self.check_split_every} timeout={self.timeout_s}"
+            f"predict={self.predict} replan={self.replan} memory={self.replica_memory_bytes} "
+            f"accumulation={self.accumulation_steps} schedule={self.schedule} check={self.check_split_every} "
+            f"timeout={self.timeout_s}"
         )
 
 

@@ -31,6 +31,7 @@ from prophet.history import History
 from prophet.layer import MoE, PlanMismatch, Port, plain_port
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
+from prophet.replan import KeptPlan, fit_budget, next_plan
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import block_wise, blocking
 from prophet.scheduler.runtime import Runtime, Stopwatch
@@ -44,7 +45,8 @@ class StepReport:
     counts: [L, R, E] choices by layer, source rank and expert. rank_load: [L, R] rows every rank computed.
     rank_load_static: [L, R] rows it would have computed without replicas. copies: [L, R] replicas it held.
     dropped: [L] choices dropped for lack of capacity. seconds: host seconds on this rank by activity. actions: the
-    transfers in the order in which this rank launched them.
+    transfers in the order in which this rank launched them. planned: [L] why each placement was planned, or "kept";
+    empty in the first step.
     """
 
     step: int
@@ -55,6 +57,7 @@ class StepReport:
     dropped: IntArray
     seconds: dict[str, float]
     actions: tuple[Action, ...]
+    planned: tuple[str, ...] = ()
 
     @property
     def max_mean(self) -> float:
@@ -155,9 +158,11 @@ class Engine:
         self._placements = list(self._static)
         self._digests = [p.digest() for p in self._placements]
         self._split_digest = 0
-        self._plans: list[Future[tuple[Placement, float]] | None] = [None] * len(layers)
+        self._plans: list[Future[tuple[KeptPlan, float]] | None] = [None] * len(layers)
+        self._kept: list[KeptPlan | None] = [None] * len(layers)
         # one history per layer, since layers may differ in their number of experts
-        self.histories = [History(1, collective.size, layer.num_experts) for layer in layers]
+        adaptive = config.predict == "best"
+        self.histories = [History(1, collective.size, layer.num_experts, adaptive=adaptive) for layer in layers]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prophet-plan")
         self._clear_step()
         for index, layer in enumerate(layers):
@@ -205,7 +210,8 @@ class Engine:
         before = time.perf_counter()
         for i, future in enumerate(self._plans):
             if future is not None:
-                self._placements[i], planned_s = self._result(i, future)
+                plan, planned_s = self._result(i, future)
+                self._kept[i], self._placements[i] = plan, plan.placement
                 self.stopwatch.add("plan", planned_s)
                 self._plans[i] = None
         self._fit_memory()
@@ -214,16 +220,15 @@ class Engine:
         self.stopwatch.add("exposed_plan", time.perf_counter() - before)
         self.runtime.begin(self._placements)
 
-    def _result(self, layer: int, future: Future[tuple[Placement, float]]) -> tuple[Placement, float]:
+    def _result(self, layer: int, future: Future[tuple[KeptPlan, float]]) -> tuple[KeptPlan, float]:
         try:
-            placement, seconds = future.result(timeout=self.collective.timeout_s)
+            plan, seconds = future.result(timeout=self.collective.timeout_s)
         except TimeoutError:
             raise TimeoutError(
                 f"rank {self.collective.rank}: planning of layer {layer} took more than {self.collective.timeout_s:g} s"
             ) from None
-
-        self._check_placement(layer, placement)
-        return placement, seconds
+        self._check_placement(layer, plan.placement)
+        return plan, seconds
 
     def _compare_placements(self) -> None:
         """Raise `PlanMismatch` unless all ranks are about to use the same placements.
@@ -261,20 +266,10 @@ class Engine:
     def _fit_memory(self) -> None:
         """Drop replicas until every rank is within the budget: planned per layer, they share one pool."""
         budget = self.config.replica_memory_bytes
-        if budget is None:
-            return
-        used = np.zeros(self.collective.size, dtype=np.int64)
-        # the layers with the worst imbalance come first; ties go to the earlier layer
-        order = sorted(range(len(self.layers)), key=lambda i: (-self._imbalance(i), i))
-        for i in order:
-            placement, size = self._placements[i], self._contexts[i].shape.replica_bytes
-            keep = []
-            for expert, rank in placement.replicas():
-                if used[rank] + size <= budget:
-                    used[rank] += size
-                    keep.append((expert, rank))
-            if len(keep) < len(placement.replicas()):
-                self._placements[i] = Placement.with_replicas(placement.home, placement.ranks, keep)
+        if budget is not None:
+            sizes = [c.shape.replica_bytes for c in self._contexts]
+            imbalance = [self._imbalance(i) for i in range(len(self.layers))]
+            self._placements = fit_budget(self._placements, sizes, imbalance, budget)
 
     def _imbalance(self, layer: int) -> float:
         history = self.histories[layer]
@@ -335,6 +330,7 @@ class Engine:
             dropped=self._dropped,
             seconds=self.stopwatch.take(),
             actions=actions,
+            planned=tuple(plan.reason for plan in self._kept if plan is not None),
         )
 
     # --- called by the layers ---
@@ -375,14 +371,17 @@ class Engine:
         previous = self._plans[layer]
         if previous is not None:
             previous.cancel()
-        expected = self.histories[layer].forecast(0, self._load[layer].copy(), self.config.predict)
-        context, in_force = self._contexts[layer], self._placements[layer]
-        self._plans[layer] = self._thread.submit(self._place, expected, context, in_force)
+        seen = self._load[layer].copy()
+        expected = self.histories[layer].forecast(0, seen, self.config.predict)
+        context = replace(self._contexts[layer], previous=self._placements[layer])
+        self._plans[layer] = self._thread.submit(self._plan_ahead, self._kept[layer], seen, expected, context)
 
-    def _place(self, load: IntArray, context: PlanContext, previous: Placement) -> tuple[Placement, float]:
+    def _plan_ahead(
+        self, kept: KeptPlan | None, seen: IntArray, expected: IntArray, context: PlanContext
+    ) -> tuple[KeptPlan, float]:
         before = time.perf_counter()
-        placement = self._planner.place(load, replace(context, previous=previous))
-        return placement, time.perf_counter() - before
+        plan = next_plan(kept, seen, expected, self._planner, context, self.config.replan)
+        return plan, time.perf_counter() - before
 
     # --- for the user ---
 

@@ -26,6 +26,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "spec": set(),
     "planner": _VALUES,
     "history": _VALUES,
+    "replan": _VALUES | {"planner", "history"},
     "traces": _VALUES,
     "importers": _VALUES | {"traces"},
     "kernels": set(),
@@ -35,8 +36,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": _RANKS | {"planner", "history"},
     "dispatch": _RANKS | {"scheduler"},
     "layer": _RANKS | {"planner", "history", "scheduler", "dispatch"},
-    "config": _RANKS | {"planner", "history", "layer"},
-    "engine": _RANKS | {"planner", "history", "traces", "scheduler", "layer", "config"},
+    "config": _RANKS | {"planner", "history", "replan", "layer"},
+    "engine": _RANKS | {"planner", "history", "replan", "traces", "scheduler", "layer", "config"},
     "convert": _RANKS | {"layer"},
     "topology": _VALUES,
     "calibrate": _RANKS | {"topology"},
@@ -52,7 +53,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "cli": _VALUES | {"traces", "topology", "report", "processes", "demo", "commands", ""},
     "__main__": {"cli"},
     "": _RANKS
-    | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert"},  # prophet/__init__.py
+    | {"planner", "history", "replan", "traces", "scheduler", "layer", "config", "engine", "convert"},  # __init__.py
 }
 
 # Third-party packages a room may import. Rooms that are not listed may import torch, numpy and rich.
@@ -61,6 +62,7 @@ _PACKAGES: dict[str, set[str]] = {
     "spec": _NUMERIC,
     "planner": _NUMERIC | {"numba", "scipy"},
     "history": _NUMERIC,
+    "replan": _NUMERIC,
     "traces": _NUMERIC,
     "importers": _NUMERIC,
     "replay": _NUMERIC,
