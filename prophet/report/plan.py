@@ -34,6 +34,7 @@ from prophet.report.page import (
 from prophet.report.run import max_mean
 
 _SHOWN_LAYERS = 6
+_STATIC = "no balancing"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -78,7 +79,7 @@ def _load(report: PlanReport, label: str) -> str:
         for axes, layer in zip(grid, layers, strict=False):
             ranks = np.arange(before.rank_load.shape[1])
             for offset, result, colour, name in (
-                (-0.2, before, BEFORE, "no balancing"),
+                (-0.2, before, BEFORE, _STATIC),
                 (0.2, after, AFTER, after.planner),
             ):
                 load = result.rank_load[layer]
@@ -114,7 +115,7 @@ def _time(report: PlanReport, label: str) -> str:
             left += part
         for i, total in enumerate(left):
             axes.text(total, i, f" {total:.3g}", va="center", fontsize=8)
-        axes.set_yticks(y, [r.planner for r in report.results])
+        axes.set_yticks(y, [_STATIC, *(r.planner for r in report.results[1:])])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set_xlim(0, 1.12 * max(float(left.max()), 1e-12))
@@ -130,6 +131,8 @@ def _copies(report: PlanReport, label: str) -> str:
     most = max(1, int(copies.max()))
 
     def draw(figure: Any) -> None:
+        from matplotlib.colors import PowerNorm
+
         grid = np.atleast_1d(figure.subplots(len(layers), 1, sharex=True))
         image: Any = None
         for axes, layer in zip(grid, layers, strict=True):
@@ -137,8 +140,7 @@ def _copies(report: PlanReport, label: str) -> str:
                 copies[:, layer].T,
                 aspect="auto",
                 cmap="cividis",
-                vmin=0,
-                vmax=most,
+                norm=PowerNorm(0.5, vmin=0, vmax=most),  # a single copy has to be seen
                 interpolation="nearest",
                 extent=(-0.5, iterations - 0.5, experts - 0.5, -0.5),
             )
@@ -166,7 +168,7 @@ def _numbers(report: PlanReport) -> Table:
         columns=("planner", "max/mean median", "p95", "copies per rank", "layer ms", "gain"),
         rows=[
             (
-                r.planner,
+                r.planner if r is not static else _STATIC,
                 f"{r.max_mean_median:.3f}",
                 f"{r.max_mean_p95:.3f}",
                 f"{r.copies_per_rank:.2f}",

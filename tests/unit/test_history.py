@@ -105,7 +105,7 @@ def test_drift() -> None:
         (lambda h: h.observe(0, np.full((2, 3), 1 << 31)), "below 2"),
         (lambda h: h.observe(1, np.ones((2, 3), np.int64)), "layer must be from 0 to 0, got 1"),
         (lambda h: h.predict(-1), "layer must be from 0 to 0, got -1"),
-        (lambda h: h.predict(0, "mean"), "'last' or 'ema', got 'mean'"),
+        (lambda h: h.predict(0, "median"), "'mean', 'best', got 'median'"),
         (lambda h: similarity(np.ones(3), np.ones(4)), "same number of experts"),
         (lambda h: similarity(np.ones(()), np.ones(())), "experts as its last dimension"),
         (lambda h: History(0, 1, 1), "layers must be at least 1"),
