@@ -114,7 +114,7 @@ def _time(report: PlanReport, label: str) -> str:
             axes.barh(y, part, 0.62, left=left, color=colour, label=name)
             left += part
         for i, total in enumerate(left):
-            axes.text(total, i, f" {total:.3g}", va="center", fontsize=8)
+            axes.text(total + 0.01 * float(left.max()), i, f"{total:.3g}", va="center", fontsize=8)
         axes.set_yticks(y, [_STATIC, *(r.planner for r in report.results[1:])])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
@@ -233,7 +233,7 @@ def render_plan(reports: Sequence[PlanReport]) -> str:
         + notes(
             (
                 "The balance and the copies are exact for the recorded routing. Times are predictions of the "
-                "performance model for the machine named above, not measurements; `prophet calibrate` measures yours.",
+                "performance model for the machine named above, not measurements; the command prophet calibrate measures yours.",
                 "Only the MoE layer is timed. The rest of the model takes as long as before, so the whole step gains "
                 "less than the layer does.",
                 "Routing is taken as recorded: balancing changes where tokens are computed, never which expert "
