@@ -233,7 +233,8 @@ def render_plan(reports: Sequence[PlanReport]) -> str:
         + notes(
             (
                 "The balance and the copies are exact for the recorded routing. Times are predictions of the "
-                "performance model for the machine named above, not measurements; the command prophet calibrate measures yours.",
+                "performance model for the machine named above, not measurements; the command prophet calibrate "
+                "measures yours.",
                 "Only the MoE layer is timed. The rest of the model takes as long as before, so the whole step gains "
                 "less than the layer does.",
                 "Routing is taken as recorded: balancing changes where tokens are computed, never which expert "
