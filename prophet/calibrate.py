@@ -56,11 +56,15 @@ class Ranges:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured size: `size` bytes or tokens, `count` experts (1 where there are none), and its `seconds`."""
+    """One measured size: `size` bytes or tokens, `count` experts (1 where there are none), and its `seconds`.
+
+    spread: how far the samples' median lies above their lower quartile, as a fraction: what other work added.
+    """
 
     size: float
     count: float
     seconds: float
+    spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +165,9 @@ class _Probe:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def typical(self, runs: Sequence[Callable[[], float | None]]) -> tuple[list[float], FloatArray]:
-        """Lower-quartile seconds of every run: of the slowest rank, and of each rank [runs, R].
+    def typical(self, runs: Sequence[Callable[[], float | None]]) -> tuple[FloatArray, FloatArray]:
+        """Lower-quartile and median seconds of every run by the slowest rank [2, runs], and lower quartiles by each
+        rank [runs, R].
 
         A run that returns seconds has timed itself; of others the whole call counts.
         """
@@ -181,7 +186,8 @@ class _Probe:
                 found = self.collective.all_gather(mine, op=Operation("end of a probe"))
                 samples[i, j] = found.cpu().numpy().reshape(-1)
         by_rank: FloatArray = np.quantile(samples, 0.25, axis=0)
-        return np.quantile(samples.max(axis=2), 0.25, axis=0).tolist(), by_rank
+        slowest: FloatArray = np.quantile(samples.max(axis=2), (0.25, 0.5), axis=0)
+        return slowest, by_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,8 +217,11 @@ def _measure(
 ) -> _Measured:
     """Time `run(size, count)`, which gives the size in units and what to call, at all sizes in turn."""
     cases = [(*run(size, count), count) for size, count in (*fitted, *held_out)]
-    seconds_of, by_rank = probe.typical([call for _, call, _ in cases])
-    points = [Point(size, count, seconds) for (size, _, count), seconds in zip(cases, seconds_of, strict=True)]
+    (lower, median), by_rank = probe.typical([call for _, call, _ in cases])
+    points = [
+        Point(size, count, low, mid / low - 1.0)
+        for (size, _, count), low, mid in zip(cases, lower.tolist(), median.tolist(), strict=True)
+    ]
     return _Measured(operation, unit, tuple(points[: len(fitted)]), tuple(points[len(fitted) :]), by_rank)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from prophet.commands.arguments import UsageError, not_negative, positive
 
 _TIMEOUT_S = 60.0  # on every wait of one rank for another
+_NOISY = 0.08  # spread of samples beyond which figures are not worth keeping
 _MOST = 1 << 16  # of an expert's dimensions
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -285,7 +287,7 @@ def _rows(fits: Iterable[Any]) -> list[dict[str, Any]]:
             "mean_error": f.mean_error if f.held_out else None,
             "max_error": f.max_error if f.held_out else None,
             "points": [
-                {"size": p.size, "experts": p.count, "seconds": p.seconds, "held_out": held}
+                {"size": p.size, "experts": p.count, "seconds": p.seconds, "spread": p.spread, "held_out": held}
                 for points, held in ((f.fitted, False), (f.held_out, True))
                 for p in points
             ],
@@ -327,15 +329,26 @@ def _print(answer: dict[str, Any], job: Job) -> None:
         console.print(
             "Errors are |predicted - measured| / measured on sizes that the fit has not seen."
             + (
-                " The last column is what planners assume: one\nlink for all-to-all, Trans and Agg, and a backward "
+                " The last column is what planners assume: one link for all-to-all, Trans and Agg, and a backward "
                 "pass of twice the forward one."
                 if model
                 else ""
             ),
             highlight=False,
         )
+    if (spread := _spread(answer)) > _NOISY:
+        console.print(
+            f"Something else used this machine: the median sample lies {_percent(spread)} above the lower quartile. "
+            "Measure again when it is idle.",
+            highlight=False,
+        )
     if answer["file"]:
         console.print(f"Written: {answer['file']}", highlight=False, soft_wrap=True)
+
+
+def _spread(answer: dict[str, Any]) -> float:
+    """The typical spread of the samples of one size."""
+    return statistics.median(float(p["spread"]) for row in answer["operations"] for p in row["points"])
 
 
 def _percent(value: float | None) -> str:

@@ -25,6 +25,7 @@ def test_two_ranks_are_started_measured_and_checked(tmp_path: Path, capsys: pyte
     assert answer["file"] == str(file)
     assert {row["operation"] for row in answer["operations"]} == OPERATIONS
     assert all(row["mean_error"] is not None for row in answer["operations"] + answer["model"])
+    assert all(p["spread"] >= 0 for row in answer["operations"] for p in row["points"])
     topology = read_topology(file)
     assert (topology.ranks, topology.nodes) == (2, 1)
     assert topology.intra.bytes_per_s == answer["topology"]["intra"]["bytes_per_s"]

@@ -159,3 +159,17 @@ def test_other_types_of_numbers() -> None:
         activation="swiglu",
     )
     assert all(f.line.unit_s >= 0 for f in found.fits)
+
+
+def test_samples_that_were_disturbed_show_in_the_spread() -> None:
+    """Each run takes one of the seconds below by a made-up clock; the lower quartile counts."""
+    from prophet import calibrate as module
+
+    took = iter([9.0, 1.0, 1.0, 1.0, 3.0, 3.0])  # the first is the warm-up
+    probe = module._Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 5)
+    (lower, median), by_rank = probe.typical([lambda: next(took)])
+    assert (lower.tolist(), median.tolist()) == ([1.0], [1.0])
+    assert by_rank.tolist() == [[1.0]]
+    took = iter([9.0, 1.0, 1.0, 3.0, 3.0, 3.0])
+    (lower, median), _ = probe.typical([lambda: next(took)])
+    assert (lower.tolist(), median.tolist()) == ([1.0], [3.0])

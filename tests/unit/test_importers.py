@@ -198,5 +198,5 @@ def test_a_log_cannot_ask_for_more_memory_than_a_trace_may_have(
     with pytest.raises(TraceError, match="expected counts of at most 1048576 bytes"):
         read_any(file)
     (tmp_path / "t.jsonl").write_text(json.dumps(record(0, 0, 0, [[1_000_000]])) + "\n")
-    with pytest.raises(TraceError, match="expected counts of at most 1048576 bytes$"):  # before it is put together
+    with pytest.raises(TraceError, match=r"expected counts of at most 1048576 bytes$"):  # before it is put together
         read_any(tmp_path / "t.jsonl")
