@@ -10,6 +10,7 @@ from prophet.engine import Engine, StepReport, attach
 from prophet.experts import ReplicaMemoryError
 from prophet.gate import GateConfig
 from prophet.layer import LossBook, MoE, PlanMismatch, RoutingError, collect_losses
+from prophet.replan import ReplanConfig
 
 __version__ = "0.1.0.dev0"
 
@@ -21,6 +22,7 @@ __all__ = [
     "LossBook",
     "MoE",
     "PlanMismatch",
+    "ReplanConfig",
     "ReplicaMemoryError",
     "RoutingError",
     "StepReport",

@@ -1,79 +1,156 @@
 """Measures the machine that a process group runs on, and fits the performance model to it.
 
-Four operations are timed on all ranks at once, as training runs them: the all-to-all over sizes, the experts' forward
-and backward pass over token counts, Trans and Agg over sizes. Each is fitted by a line, fixed seconds plus seconds per
-unit, that minimises the *relative* error; sizes between the fitted ones are kept out of the fit and only checked.
+Operations are timed on all ranks at once, as training runs them: the all-to-all over sizes, the experts' forward and
+backward pass over token counts and numbers of experts, Trans and Agg over sizes. A sample is the time of the slowest
+rank; sizes take turns, so that whatever else the machine does meets all of them alike; of the samples of a size the
+lower quartile counts, since other work only ever adds time. Sizes are spaced evenly on a logarithmic scale over the
+range that layers use, and those between the fitted ones are kept out of the fit and only compared with it.
 
-Shape legend: R ranks, n tokens of one expert, D model dim, H hidden dim.
+Shape legend: R ranks, G experts (groups) that one rank computes, D model dim, H hidden dim.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from prophet.comm import Collective, Operation
 from prophet.experts import ExpertBank
-from prophet.kernels.grouped_ffn.naive import ExpertWeights, expert_ffn
-from prophet.spec import Activation, Link, Topology
+from prophet.kernels.grouped_ffn import grouped_ffn
+from prophet.spec import Activation, FloatArray, LayerShape, Link, SpecError, Topology
 
-A2A_BYTES = (1 << 16, 1 << 18, 1 << 20, 1 << 22)
-A2A_HELD_OUT = (1 << 17, 1 << 19, 3 << 19, 1 << 21)
-TOKENS = (128, 512, 1024, 2048)
-TOKENS_HELD_OUT = (256, 768, 1536)
-COPIES = (1, 2, 4)
-COPIES_HELD_OUT = (3,)
+_LEAST = 1e-15  # seconds per unit: where a probe takes no measurable time
+
+# Chooses what to measure from the (size, count) pairs to be fitted and those to be held out.
+_Cases = list[tuple[int, int]]
+_Parts = Callable[[_Cases, _Cases], tuple[_Cases, _Cases]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranges:
+    """What is measured: (smallest, largest), both included, with `points` fitted sizes from end to end.
+
+    rows: token rows that a rank sends to others in one all-to-all. tokens: rows that a rank's experts compute in one
+    call; groups: experts it computes them with. halves: half experts that a rank sends to others in one Trans, which
+    moves replicas in two chunks.
+    """
+
+    rows: tuple[int, int] = (256, 16384)
+    tokens: tuple[int, int] = (256, 2048)
+    groups: tuple[int, ...] = (1, 2, 4)
+    halves: tuple[int, int] = (1, 8)
+    points: int = 6
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "tokens", "halves"):
+            low, high = getattr(self, name)
+            if not 1 <= low < high:
+                raise SpecError(f"Ranges.{name} must be two rising numbers of at least 1, got {low}, {high}")
+        if self.points < 2 or not self.groups or min(self.groups) < 1 or min(self.groups) > self.tokens[0]:
+            raise SpecError(f"Ranges.points must be at least 2 and groups from 1 to the fewest tokens, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measured size: `size` bytes or tokens, `count` experts (1 where there are none), and its `seconds`.
+
+    spread: how far the samples' median lies above their lower quartile, as a fraction: what other work added.
+    """
+
+    size: float
+    count: float
+    seconds: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """seconds = fixed_s + count_s · count + unit_s · size."""
+
+    fixed_s: float
+    unit_s: float
+    count_s: float = 0.0
+
+    def seconds(self, point: Point) -> float:
+        """Predicted seconds of a point's size and count."""
+        return self.fixed_s + self.count_s * point.count + self.unit_s * point.size
+
+    def errors(self, points: Sequence[Point]) -> list[float]:
+        """|predicted - measured| / measured of every point."""
+        return [abs(self.seconds(p) - p.seconds) / p.seconds for p in points]
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One operation: seconds = fixed_s + unit_s · size. Sizes are bytes (or tokens), seconds are medians.
-
-    fitted, held_out: (size, measured seconds) of the points used for the line, and of those only compared with it.
-    """
+    """One operation's line, the points it was fitted to, and those that it has not seen."""
 
     operation: str
     unit: str
-    fixed_s: float
-    unit_s: float
-    fitted: tuple[tuple[float, float], ...]
-    held_out: tuple[tuple[float, float], ...]
-
-    def predict(self, size: float) -> float:
-        return self.fixed_s + self.unit_s * size
-
-    def error(self, points: Sequence[tuple[float, float]]) -> float:
-        """Mean of |predicted - measured| / measured."""
-        return float(np.mean([abs(self.predict(x) - t) / t for x, t in points])) if points else 0.0
+    line: Line
+    fitted: tuple[Point, ...]
+    held_out: tuple[Point, ...]
 
     @property
-    def held_out_error(self) -> float:
-        """Mean relative error on the sizes that the fit has not seen."""
-        return self.error(self.held_out)
+    def mean_error(self) -> float:
+        """Mean relative error on the held-out points; 0 where there are none."""
+        return float(np.mean(self.line.errors(self.held_out))) if self.held_out else 0.0
+
+    @property
+    def max_error(self) -> float:
+        """Largest relative error on the held-out points; 0 where there are none."""
+        return max(self.line.errors(self.held_out), default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """The fitted topology, and how well each operation's line describes it."""
+    """The fitted topology, how well each operation's line describes it, and how well the planners' model does.
+
+    model: the same held-out points against what the performance model makes of `topology`: one link for all-to-all,
+    Trans and Agg, and a backward pass of twice the forward one.
+    """
 
     topology: Topology
     fits: tuple[Fit, ...]
+    model: tuple[Fit, ...] = field(default=())
 
 
-def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(fixed, per unit) of the line through (size, seconds) with the least squared relative error; neither negative."""
-    x, t = np.array(points, dtype=np.float64).T
-    weighted = np.stack([1.0 / t, x / t], axis=1)
-    (fixed, unit), *_ = np.linalg.lstsq(weighted, np.ones_like(t), rcond=None)
-    if fixed < 0:  # through the origin
-        fixed, unit = 0.0, float((weighted[:, 1].sum()) / (weighted[:, 1] ** 2).sum())
-    if unit < 0:  # constant
-        fixed, unit = float((weighted[:, 0].sum()) / (weighted[:, 0] ** 2).sum()), 0.0
-    return float(fixed), float(unit)
+def fit_line(points: Sequence[Point]) -> Line:
+    """The line with the least mean relative error; no part of it is negative.
+
+    Relative, because sizes span decades; least absolute instead of squared, because a size that was measured while
+    something else ran must not bend the line. The cost per count is left out where all points have one count.
+    """
+    design = np.array([(1.0, p.count, p.size) for p in points])
+    seconds = np.array([p.seconds for p in points])
+    wanted = [0, 2] if np.ptp(design[:, 1]) == 0 else [0, 1, 2]
+    chosen = list(wanted)
+    while True:
+        weights = _least_relative(design[:, chosen], seconds)
+        negative = [c for c, w in zip(chosen, weights, strict=True) if w < 0]
+        if not negative or len(chosen) == 1:
+            break
+        chosen.remove(negative[0])
+    found = dict(zip(chosen, np.maximum(weights, 0.0).tolist(), strict=True))
+    return Line(fixed_s=found.get(0, 0.0), unit_s=found.get(2, 0.0), count_s=found.get(1, 0.0))
+
+
+def _least_relative(design: FloatArray, seconds: FloatArray, rounds: int = 50) -> FloatArray:
+    """Least mean of |design · w / seconds - 1| over w, by re-weighted least squares."""
+    relative = design / seconds[:, None]
+    weight = np.ones(len(seconds))
+    solution: FloatArray = np.zeros(design.shape[1])
+    for _ in range(rounds):
+        root = np.sqrt(weight)
+        solution = np.asarray(np.linalg.lstsq(relative * root[:, None], root, rcond=None)[0], dtype=np.float64)
+        weight = 1.0 / np.maximum(np.abs(relative @ solution - 1.0), 1e-4)
+    return solution
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
 
 
 class _Probe:
@@ -88,24 +165,206 @@ class _Probe:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def table(self, runs: dict[float, Callable[[], None]]) -> tuple[dict[float, float], dict[float, np.ndarray]]:
-        """Medians by size: of the slowest rank, and of every rank [R]; sizes take turns, so drift hits all alike."""
-        samples: dict[float, list[np.ndarray]] = {size: [] for size in runs}
-        for run in runs.values():
+    def typical(self, runs: Sequence[Callable[[], float | None]]) -> tuple[FloatArray, FloatArray]:
+        """Lower-quartile and median seconds of every run by the slowest rank [2, runs], and lower quartiles by each
+        rank [runs, R].
+
+        A run that returns seconds has timed itself; of others the whole call counts.
+        """
+        samples = np.empty((self.repeats, len(runs), self.collective.size))
+        for run in runs:
             run()  # first touch of memory and connections
-        for _ in range(self.repeats):
-            for size, run in runs.items():
-                self._sync()
+        for i in range(self.repeats):
+            for j, run in enumerate(runs):
                 self.collective.all_gather(torch.zeros(1, device=self.device), op=Operation("start of a probe"))
-                before = time.perf_counter()
-                run()
                 self._sync()
-                mine = torch.tensor([time.perf_counter() - before], dtype=torch.float64, device=self.device)
-                found = self.collective.all_gather(mine, op=Operation("end of a probe")).cpu().numpy().reshape(-1)
-                samples[size].append(found)
-        slowest = {size: float(np.median([s.max() for s in rows])) for size, rows in samples.items()}
-        by_rank = {size: np.median(np.stack(rows), axis=0) for size, rows in samples.items()}
+                before = time.perf_counter()
+                own = run()
+                self._sync()
+                took = time.perf_counter() - before if own is None else own
+                mine = torch.tensor([took], dtype=torch.float64, device=self.device)
+                found = self.collective.all_gather(mine, op=Operation("end of a probe"))
+                samples[i, j] = found.cpu().numpy().reshape(-1)
+        by_rank: FloatArray = np.quantile(samples, 0.25, axis=0)
+        slowest: FloatArray = np.quantile(samples.max(axis=2), (0.25, 0.5), axis=0)
         return slowest, by_rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Points of one operation, fitted ones first; seconds of each rank [points, R]."""
+
+    operation: str
+    unit: str
+    fitted: tuple[Point, ...]
+    held_out: tuple[Point, ...]
+    by_rank: FloatArray
+
+
+def _spaced(low: int, high: int, points: int) -> tuple[list[int], list[int]]:
+    """`points` whole numbers from low to high, evenly spaced on a logarithmic scale, and those half-way between."""
+    steps = np.unique(np.rint(np.geomspace(low, high, 2 * points - 1)).astype(int)).tolist()
+    return steps[::2], steps[1::2]
+
+
+def _measure(
+    probe: _Probe,
+    operation: str,
+    unit: str,
+    run: Callable[[int, int], tuple[float, Callable[[], float | None]]],
+    fitted: Sequence[tuple[int, int]],
+    held_out: Sequence[tuple[int, int]],
+) -> _Measured:
+    """Time `run(size, count)`, which gives the size in units and what to call, at all sizes in turn."""
+    cases = [(*run(size, count), count) for size, count in (*fitted, *held_out)]
+    (lower, median), by_rank = probe.typical([call for _, call, _ in cases])
+    points = [
+        Point(size, count, low, mid / low - 1.0)
+        for (size, _, count), low, mid in zip(cases, lower.tolist(), median.tolist(), strict=True)
+    ]
+    return _Measured(operation, unit, tuple(points[: len(fitted)]), tuple(points[len(fitted) :]), by_rank)
+
+
+def _measure_exchange(
+    probe: _Probe, operation: str, peers: np.ndarray, bank: ExpertBank, ranges: Ranges, parts: _Parts
+) -> _Measured:
+    """An all-to-all in which every rank sends the same number of rows [D], in all, to its `peers` [R]."""
+    op = Operation("probe of the all-to-all")
+    count = max(1, int(peers.sum()))
+    row_bytes = bank.dim * bank.w_in.element_size()
+
+    def run(rows: int, _: int) -> tuple[float, Callable[[], None]]:
+        share = -(-rows // count)
+        sent = [share if p else 0 for p in peers]
+        x = bank.w_in.new_zeros((sum(sent), bank.dim))
+        return float(share * count * row_bytes), lambda: _discard(
+            probe.collective.all_to_all(x, sent, sent, op=op).wait()
+        )
+
+    fitted, held_out = _spaced(*ranges.rows, ranges.points)
+    return _measure(probe, operation, "byte", run, *parts([(n, 1) for n in fitted], [(n, 1) for n in held_out]))
+
+
+def _discard(_: object) -> None:
+    """Let go of a result."""
+
+
+def _measure_experts(
+    probe: _Probe, banks: Mapping[int, ExpertBank], ranges: Ranges, parts: _Parts
+) -> tuple[_Measured, _Measured]:
+    """Forward and backward pass of `tokens` rows over G experts, for every G of `banks`."""
+    tokens, between = _spaced(*ranges.tokens, ranges.points)
+    fitted = [(n, g) for g in banks for n in tokens]
+    held_out = [(n, g) for g in banks for n in between]
+
+    def prepare(n: int, groups: int) -> tuple[torch.Tensor, list[int], ExpertBank]:
+        bank = banks[groups]
+        x = bank.w_in.new_empty((n, bank.dim)).normal_().requires_grad_()
+        return x, [n // groups + (g < n % groups) for g in range(groups)], bank
+
+    def forward(n: int, groups: int) -> tuple[float, Callable[[], None]]:
+        x, sizes, bank = prepare(n, groups)
+        return float(n), lambda: _discard(grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation))
+
+    def backward(n: int, groups: int) -> tuple[float, Callable[[], float]]:
+        x, sizes, bank = prepare(n, groups)
+
+        def run() -> float:
+            out = grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation)
+            grad = torch.ones_like(out)
+            probe._sync()
+            before = time.perf_counter()
+            out.backward(grad)
+            probe._sync()
+            return time.perf_counter() - before
+
+        return float(n), run
+
+    split = parts(fitted, held_out)
+    return (
+        _measure(probe, "expert_forward", "token", forward, *split),
+        _measure(probe, "expert_backward", "token", backward, *split),
+    )
+
+
+def _measure_transfers(probe: _Probe, bank: ExpertBank, ranges: Ranges, parts: _Parts) -> tuple[_Measured, _Measured]:
+    """Trans and Agg: every rank sends half experts to the ranks after it, and takes in as many, as the runtime does."""
+    size, rank = probe.collective.size, probe.collective.rank
+    numel = max(1, bank.expert_numel // 2)
+    fitted, held_out = _spaced(*ranges.halves, ranges.points)
+
+    def rows(halves: int) -> tuple[list[int], list[int]]:
+        there, back = [0] * size, [0] * size
+        for c in range(halves):
+            there[(rank + 1 + c % (size - 1)) % size] += numel
+            back[(rank - 1 - c % (size - 1)) % size] += numel
+        return there, back
+
+    def trans(halves: int, _: int) -> tuple[float, Callable[[], None]]:
+        there, back = rows(halves)
+        op, replicas = Operation("probe of Trans"), bank.w_in.new_zeros(sum(back))
+
+        def run() -> None:
+            sent = torch.cat([bank.flat_slice(0, 0, numel)] * halves)
+            got = probe.collective.all_to_all(sent, there, back, op=op, channel="weights").wait()
+            replicas.copy_(got)
+
+        return float(halves * numel * replicas.element_size()), run
+
+    def agg(halves: int, _: int) -> tuple[float, Callable[[], None]]:
+        there, back = rows(halves)
+        op, grads = Operation("probe of Agg"), bank.w_in.new_zeros((halves, numel))
+
+        def run() -> None:
+            sent = torch.cat(list(grads))
+            grads.zero_()
+            got = probe.collective.all_to_all(sent, there, back, op=op, channel="weights").wait()
+            for piece in got.split(numel):
+                bank.add_flat_grad(0, 0, numel, piece)
+
+        return float(halves * numel * grads.element_size()), run
+
+    split = parts([(n, 1) for n in fitted], [(n, 1) for n in held_out])
+    return _measure(probe, "trans", "byte", trans, *split), _measure(probe, "agg", "byte", agg, *split)
+
+
+def _measure_all(
+    collective: Collective,
+    shape: LayerShape,
+    ranges: Ranges,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks_per_node: int,
+    repeats: int,
+    parts: _Parts,
+) -> dict[str, _Measured]:
+    """All operations by name; collective. `parts` chooses among the fitted and the held-out sizes."""
+    probe = _Probe(collective, device, repeats)
+    size, rank = collective.size, collective.rank
+    banks = {
+        g: ExpertBank(shape.dim, shape.hidden, g, activation=shape.activation, bias=shape.bias).to(device, dtype)
+        for g in sorted(set(ranges.groups))
+    }
+    first = banks[min(banks)]
+    found: list[_Measured] = []
+    node = np.arange(size) // ranks_per_node
+    for level, peers in (("intra", (node == node[rank]) & (np.arange(size) != rank)), ("inter", node != node[rank])):
+        if _collective_max(collective, int(peers.sum()), device):
+            found.append(_measure_exchange(probe, f"a2a_{level}", peers, first, ranges, parts))
+    found += _measure_experts(probe, banks, ranges, parts)
+    if size > 1:
+        found += _measure_transfers(probe, first, ranges, parts)
+    return {m.operation: m for m in found}
+
+
+def _collective_max(collective: Collective, value: int, device: torch.device) -> int:
+    """The largest `value` over the ranks."""
+    mine = torch.tensor([value], dtype=torch.int64, device=device)
+    return int(collective.all_gather(mine, op=Operation("largest value")).max())
+
+
+# --- fitting and checking -----------------------------------------------------------------------------------------
 
 
 def calibrate(
@@ -118,145 +377,110 @@ def calibrate(
     device: torch.device | str = "cpu",
     ranks_per_node: int | None = None,
     free_bytes: int = 1 << 30,
+    ranges: Ranges | None = None,
     repeats: int = 15,
+    held_out: bool = True,
     name: str = "calibrated",
 ) -> Calibration:
     """Measure and fit; collective over all ranks, and equal on all of them.
 
-    dim, hidden, activation, dtype: the expert to be timed. ranks_per_node: None for one node. repeats: samples per
-    size; a few seconds in all with the default on a small machine.
+    dim, hidden, activation, dtype: the expert to be timed. ranks_per_node: None for one node. free_bytes: what replicas
+    may take on every rank, for the topology. repeats: samples per size. held_out: measure sizes between the fitted
+    ones, too, and compare them with the fit.
     """
-    place = torch.device(device)
-    probe = _Probe(collective, place, repeats)
-    size, rank = collective.size, collective.rank
-    per_node = ranks_per_node or size
-    fits: list[Fit] = []
-    links: dict[str, Link] = {}
-    node = np.arange(size) // per_node
-    levels = {"intra": (node == node[rank]) & (np.arange(size) != rank), "inter": node != node[rank]}
-    for level, peers in levels.items():
-        count = int(peers.sum())
-        if collective_max(collective, count, place) == 0:
-            continue
-        fit = _fit_exchange(probe, f"a2a_{level}", peers, place)
-        fits.append(fit)
-        links[level] = Link(bytes_per_s=1.0 / max(fit.unit_s, 1e-15), latency_s=fit.fixed_s)
+    shape, place = shape_of(dim, hidden, activation, dtype), torch.device(device)
+    per_node = ranks_per_node or collective.size
+    measured = _measure_all(
+        collective,
+        shape,
+        ranges or Ranges(),
+        dtype=dtype,
+        device=place,
+        ranks_per_node=per_node,
+        repeats=repeats,
+        parts=(lambda fitted, between: (fitted, between)) if held_out else (lambda fitted, _: (fitted, [])),
+    )
+    fits = {o: Fit(o, m.unit, fit_line(m.fitted), m.fitted, m.held_out) for o, m in measured.items()}
+    links = {
+        level: Link(bytes_per_s=1.0 / max(fit.line.unit_s, _LEAST), latency_s=fit.line.fixed_s)
+        for level in ("intra", "inter")
+        if (fit := fits.get(f"a2a_{level}"))
+    }
     intra = links.get("intra") or links.get("inter") or Link(bytes_per_s=1e12)
-
-    bank = ExpertBank(dim, hidden, 1, activation=activation).to(place, dtype)
-    forward, backward, rates, overhead_s = _fit_experts(probe, bank, place, dtype)
-    fits += [forward, backward]
-    if size > 1:
-        fits += _fit_transfers(probe, bank, place)
+    # the model counts a backward pass as twice the forward one: its figures are those of both together
+    forward, backward = fits["expert_forward"].line, fits["expert_backward"].line
+    per_token = max((forward.unit_s + backward.unit_s) / 3.0, _LEAST)
+    relative = measured["expert_forward"].by_rank + measured["expert_backward"].by_rank  # [points, R]
+    slowness = np.median(relative / relative.max(axis=1, keepdims=True), axis=0)
     topology = Topology(
-        ranks=size,
+        ranks=collective.size,
         ranks_per_node=per_node,
         intra=intra,
         inter=links.get("inter", intra),
-        flops_per_s=tuple(float(r) for r in rates),
-        free_bytes=(free_bytes,) * size,
-        expert_overhead_s=overhead_s,
+        flops_per_s=tuple(float(shape.forward_flops_per_token / (per_token * s / slowness.max())) for s in slowness),
+        free_bytes=(free_bytes,) * collective.size,
+        expert_overhead_s=(forward.count_s + backward.count_s) / 3.0,
+        call_overhead_s=(forward.fixed_s + backward.fixed_s) / 3.0,
         name=name,
     )
-    return Calibration(topology, tuple(fits))
+    return Calibration(topology, tuple(fits.values()), compare(fits.values(), model_lines(topology, shape)))
 
 
-def collective_max(collective: Collective, value: int, device: torch.device) -> int:
-    """The largest `value` over the ranks."""
-    mine = torch.tensor([value], dtype=torch.int64, device=device)
-    return int(collective.all_gather(mine, op=Operation("largest value")).max())
+def check(
+    collective: Collective,
+    lines: Mapping[str, Line],
+    *,
+    dim: int = 256,
+    hidden: int = 512,
+    activation: Activation = "gelu",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    ranks_per_node: int | None = None,
+    ranges: Ranges | None = None,
+    repeats: int = 15,
+) -> tuple[Fit, ...]:
+    """Measure the held-out sizes only, and compare them with `lines` by operation; collective. Nothing is fitted."""
+    measured = _measure_all(
+        collective,
+        shape_of(dim, hidden, activation, dtype),
+        ranges or Ranges(),
+        dtype=dtype,
+        device=torch.device(device),
+        ranks_per_node=ranks_per_node or collective.size,
+        repeats=repeats,
+        parts=lambda _, between: ([], between),
+    )
+    return tuple(Fit(o, m.unit, lines[o], (), m.held_out) for o, m in measured.items() if o in lines)
 
 
-def _fit(operation: str, unit: str, measured: dict[float, float], held_out: Sequence[float]) -> Fit:
-    fitted = tuple((x, t) for x, t in measured.items() if x not in held_out)
-    fixed, per_unit = fit_line(fitted)
-    kept = tuple((x, t) for x, t in measured.items() if x in held_out)
-    return Fit(operation, unit, fixed, per_unit, fitted, kept)
+def compare(fits: Iterable[Fit], lines: Mapping[str, Line]) -> tuple[Fit, ...]:
+    """The held-out points of `fits` against other lines."""
+    return tuple(
+        Fit(f.operation, f.unit, lines[f.operation], (), f.held_out)
+        for f in fits
+        if f.operation in lines and f.held_out
+    )
 
 
-def _fit_exchange(probe: _Probe, operation: str, peers: np.ndarray, device: torch.device) -> Fit:
-    """An all-to-all in which every rank sends the same bytes, in all, to its `peers` [R]."""
-    op = Operation("probe of the all-to-all")
-    runs: dict[float, Callable[[], None]] = {}
-    for n_bytes in A2A_BYTES + A2A_HELD_OUT:
-        share = n_bytes // max(1, int(peers.sum()))
-        rows = [share if p else 0 for p in peers]
-        x = torch.zeros(sum(rows), dtype=torch.uint8, device=device)
-
-        def run(x: torch.Tensor = x, rows: list[int] = rows) -> None:
-            probe.collective.all_to_all(x, rows, rows, op=op).wait()
-
-        runs[float(n_bytes)] = run
-    slowest, _ = probe.table(runs)
-    return _fit(operation, "byte", slowest, A2A_HELD_OUT)
-
-
-def _fit_experts(
-    probe: _Probe, bank: ExpertBank, device: torch.device, dtype: torch.dtype
-) -> tuple[Fit, Fit, np.ndarray, float]:
-    """Lines for the forward and the backward pass of one expert, flops/s by rank, and the cost per expert."""
-    inputs = {
-        n: torch.randn(n, bank.dim, device=device, dtype=dtype, requires_grad=True) for n in TOKENS + TOKENS_HELD_OUT
+def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
+    """What the performance model makes of `topology`, by operation: the slowest rank's compute, the slower link."""
+    per_token = shape.forward_flops_per_token / min(topology.flops_per_s)
+    forward = Line(topology.call_overhead_s, per_token, topology.expert_overhead_s)
+    intra, inter = (Line(link.latency_s, 1.0 / link.bytes_per_s) for link in (topology.intra, topology.inter))
+    slower = inter if topology.nodes > 1 else intra
+    return {
+        "a2a_intra": intra,
+        "a2a_inter": inter,
+        "expert_forward": forward,
+        "expert_backward": Line(2.0 * forward.fixed_s, 2.0 * forward.unit_s, 2.0 * forward.count_s),
+        "trans": slower,
+        "agg": slower,
     }
-    weights = ExpertWeights(*(None if p is None else p[0] for p in bank.stacked_weights()))  # type: ignore[arg-type]
-    runs: dict[float, Callable[[], None]] = {}
-    for n, x in inputs.items():
-
-        def forward_run(x: torch.Tensor = x) -> None:
-            with torch.enable_grad():
-                expert_ffn(x, weights, bank.activation)
-
-        runs[float(n)] = forward_run
-    forward_s, by_rank = probe.table(runs)
-    forward = _fit("expert_forward", "token", forward_s, TOKENS_HELD_OUT)
-
-    runs = {}
-    for n, x in inputs.items():
-        out = expert_ffn(x, weights, bank.activation)
-        grad = torch.ones_like(out)
-        parts = [x, *(w for w in weights if w is not None)]
-
-        def backward_run(out: torch.Tensor = out, grad: torch.Tensor = grad, parts: list[torch.Tensor] = parts) -> None:
-            torch.autograd.grad(out, parts, grad, retain_graph=True)
-
-        runs[float(n)] = backward_run
-    backward_s, _ = probe.table(runs)
-    backward = _fit("expert_backward", "token", backward_s, TOKENS_HELD_OUT)
-
-    # the model counts the backward pass as twice the forward one: its rate is that of both together
-    flops = bank.shape().forward_flops_per_token
-    per_token = max((forward.unit_s + backward.unit_s) / 3.0, 1e-15)
-    slowest = max(TOKENS)
-    speed = by_rank[float(slowest)] / by_rank[float(slowest)].max()  # relative seconds of the ranks, slowest 1
-    rates = flops / (per_token * speed)
-    return forward, backward, rates, (forward.fixed_s + backward.fixed_s) / 3.0
 
 
-def _fit_transfers(probe: _Probe, bank: ExpertBank, device: torch.device) -> list[Fit]:
-    """Trans and Agg: every rank sends its expert to the ranks after it, and adds up what comes back."""
-    size, rank = probe.collective.size, probe.collective.rank
-    numel = bank.expert_numel
-    shape = bank.shape()
-    fits = []
-    for operation, adds in (("trans", False), ("agg", True)):
-        op = Operation(f"probe of {operation}")
-        runs: dict[float, Callable[[], None]] = {}
-        for copies in COPIES + COPIES_HELD_OUT:
-            rows = [0] * size
-            back = [0] * size
-            for c in range(copies):
-                rows[(rank + 1 + c % (size - 1)) % size] += numel
-                back[(rank - 1 - c % (size - 1)) % size] += numel
-
-            def run(rows: list[int] = rows, back: list[int] = back, adds: bool = adds, op: Operation = op) -> None:
-                send = torch.cat([bank.flat_slice(0, 0, numel)] * (sum(rows) // numel))
-                got = probe.collective.all_to_all(send, rows, back, op=op, channel="weights").wait()
-                if adds:
-                    for piece in got.split(numel):
-                        bank.add_flat_grad(0, 0, numel, piece)
-
-            runs[float(copies * shape.expert_bytes)] = run
-        slowest, _ = probe.table(runs)
-        held_out = [float(c * shape.expert_bytes) for c in COPIES_HELD_OUT]
-        fits.append(_fit(operation, "byte", slowest, held_out))
-    return fits
+def shape_of(dim: int, hidden: int, activation: Activation, dtype: torch.dtype) -> LayerShape:
+    """The sizes of the expert that is timed."""
+    size = dtype.itemsize
+    return LayerShape(
+        dim=dim, hidden=hidden, activation=activation, param_bytes=size, grad_bytes=size, token_element_bytes=size
+    )

@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 
 from prophet.comm import Collective, Operation
-from prophet.history import PredictMode
+from prophet.history import PREDICT_MODES, PredictMode
 from prophet.layer import MoE
 from prophet.planner.base import Planner
+from prophet.replan import ReplanConfig
 from prophet.scheduler.blockwise import NAMES
 from prophet.scheduler.forms import Transfers
 from prophet.scheduler.memory import ReplicaMemory
@@ -39,7 +40,9 @@ class EngineConfig:
         of so many would not fit the budget), and for comparison "operator" (uncut) and "blocking" (nothing hidden).
     transfers: form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and gather),
         or "auto", the cheaper one by the performance model.
-    predict: the load that placements are planned for: that of the "last" step, or a moving average ("ema").
+    predict: the load that placements are planned for: that of the "last" step, a moving average ("ema"), the "mean" of
+        the last steps, or "best": per layer whichever of these has been foretelling its routing best.
+    replan: when placements are planned anew; None does it for every step.
     check_split_every: steps between explicit comparisons of the split over ranks (placements are compared in every
         layer of every step, at no extra message).
     timeout_s: limit on every wait; None keeps the layers' own.
@@ -56,6 +59,7 @@ class EngineConfig:
     look_ahead_blocks: int = 2
     transfers: Transfers = "auto"
     predict: PredictMode = "last"
+    replan: ReplanConfig | None = None
     check_split_every: int = 50
     timeout_s: float | None = None
 
@@ -67,8 +71,9 @@ class EngineConfig:
         for name in ("accumulation_steps", "check_split_every", "look_ahead_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
-        if self.predict not in ("last", "ema"):
-            raise ValueError(f"EngineConfig.predict must be 'last' or 'ema', got {self.predict!r}")
+        if self.predict not in PREDICT_MODES:
+            known = ", ".join(repr(mode) for mode in PREDICT_MODES)
+            raise ValueError(f"EngineConfig.predict must be one of {known}, got {self.predict!r}")
         if self.schedule not in NAMES:
             raise ValueError(f"EngineConfig.schedule must be one of {', '.join(NAMES)}, got {self.schedule!r}")
         if self.replica_memory not in ("keep", "refetch"):
@@ -83,9 +88,9 @@ class EngineConfig:
         planner = self.planner if isinstance(self.planner, str) else self.planner.name
         return (
             f"planner={planner} topology={self.topology} windows={self.windows} slots={self.slots_per_rank} "
-            f"predict={self.predict} memory={self.replica_memory_bytes} accumulation={self.accumulation_steps} "
-            f"replicas={self.replica_memory} schedule={self.schedule} ahead={self.look_ahead_blocks} "
-            f"transfers={self.transfers} check={self.check_split_every} "
+            f"predict={self.predict} replan={self.replan} memory={self.replica_memory_bytes} "
+            f"accumulation={self.accumulation_steps} replicas={self.replica_memory} schedule={self.schedule} "
+            f"ahead={self.look_ahead_blocks} transfers={self.transfers} check={self.check_split_every} "
             f"timeout={self.timeout_s}"
         )
 

@@ -31,6 +31,7 @@ from prophet.history import History
 from prophet.layer import MoE, PlanMismatch, Port, plain_port
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
+from prophet.replan import KeptPlan, next_plan
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import cover_of, cut_of, depth_within, schedule_named
 from prophet.scheduler.forms import FormChooser
@@ -51,6 +52,7 @@ class StepReport:
     rank_load_static: [L, R] rows it would have computed without replicas. copies: [L, R] replicas it held.
     dropped: [L] choices dropped for lack of capacity. seconds: host seconds on this rank by activity. actions: the
     transfers in the order in which this rank launched them. placements, forms: by layer, those that were in force.
+    planned: [L] why each placement was planned, or "kept"; empty in the first step.
     """
 
     step: int
@@ -63,6 +65,7 @@ class StepReport:
     actions: tuple[Action, ...]
     placements: tuple[Placement, ...] = ()
     forms: tuple[Form, ...] = ()
+    planned: tuple[str, ...] = ()
 
     @property
     def max_mean(self) -> float:
@@ -181,9 +184,11 @@ class Engine:
         self._split_digest = 0
         self._on_host = layers[0].experts.w_in.device.type == "cpu"
         self._last_rank_load = np.zeros((len(layers), collective.size), dtype=np.int64)
-        self._plans: list[Future[tuple[Placement, float]] | None] = [None] * len(layers)
+        self._plans: list[Future[tuple[KeptPlan, float]] | None] = [None] * len(layers)
+        self._kept: list[KeptPlan | None] = [None] * len(layers)
         # one history per layer, since layers may differ in their number of experts
-        self.histories = [History(1, collective.size, layer.num_experts) for layer in layers]
+        adaptive = config.predict == "best"
+        self.histories = [History(1, collective.size, layer.num_experts, adaptive=adaptive) for layer in layers]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prophet-plan")
         self._clear_step()
         for index, layer in enumerate(layers):
@@ -247,7 +252,8 @@ class Engine:
         before = time.perf_counter()
         for i, future in enumerate(self._plans):
             if future is not None:
-                self._placements[i], planned_s = self._result(i, future)
+                plan, planned_s = self._result(i, future)
+                self._kept[i], self._placements[i] = plan, plan.placement
                 self.stopwatch.add("plan", planned_s)
                 self._plans[i] = None
         self._fit_memory()
@@ -258,16 +264,15 @@ class Engine:
         self.stopwatch.add("exposed_plan", time.perf_counter() - before)
         self.runtime.begin(self._placements)
 
-    def _result(self, layer: int, future: Future[tuple[Placement, float]]) -> tuple[Placement, float]:
+    def _result(self, layer: int, future: Future[tuple[KeptPlan, float]]) -> tuple[KeptPlan, float]:
         try:
-            placement, seconds = future.result(timeout=self.collective.timeout_s)
+            plan, seconds = future.result(timeout=self.collective.timeout_s)
         except TimeoutError:
             raise TimeoutError(
                 f"rank {self.collective.rank}: planning of layer {layer} took more than {self.collective.timeout_s:g} s"
             ) from None
-
-        self._check_placement(layer, placement)
-        return placement, seconds
+        self._check_placement(layer, plan.placement)
+        return plan, seconds
 
     def _compare_placements(self) -> None:
         """Raise `PlanMismatch` unless all ranks are about to use the same placements.
@@ -386,6 +391,7 @@ class Engine:
             actions=actions,
             placements=tuple(self._placements),
             forms=self.runtime.forms,
+            planned=tuple(plan.reason for plan in self._kept if plan is not None),
         )
 
     # --- called by the layers ---
@@ -410,7 +416,7 @@ class Engine:
             return self._digests[0]
         if not future.done() or future.cancelled() or future.exception() is not None:
             return UNKNOWN
-        return future.result()[0].digest()
+        return future.result()[0].placement.digest()
 
     def noted(self, layer: int, table: IntArray) -> None:
         """Take in what all ranks have told with the layer's counts, [R, n]."""
@@ -453,17 +459,21 @@ class Engine:
         previous = self._plans[layer]
         if previous is not None:
             previous.cancel()
-        expected = self.histories[layer].forecast(0, self._load[layer].copy(), self.config.predict)
-        context, in_force = self._contexts[layer], self._placements[layer]
-        self._plans[layer] = self._thread.submit(self._place, layer, expected, context, in_force)
+        seen = self._load[layer].copy()
+        expected = self.histories[layer].forecast(0, seen, self.config.predict)
+        context = replace(self._contexts[layer], previous=self._placements[layer])
+        self._plans[layer] = self._thread.submit(self._plan_ahead, layer, self._kept[layer], seen, expected, context)
 
-    def _place(self, layer: int, load: IntArray, context: PlanContext, previous: Placement) -> tuple[Placement, float]:
+    def _plan_ahead(
+        self, layer: int, kept: KeptPlan | None, seen: IntArray, expected: IntArray, context: PlanContext
+    ) -> tuple[KeptPlan, float]:
         before = time.perf_counter()
-        placement = self._planner.place(load, replace(context, previous=previous))
+        plan = next_plan(kept, seen, expected, self._planner, context, self.config.replan)
+        placement = plan.placement
         fits = placement.experts == context.experts and placement.ranks == context.ranks
         if fits and self.config.transfers == "auto" and not placement.is_static:
             self._forms.prepare(layer, placement, context)  # remembered for the step that uses it
-        return placement, time.perf_counter() - before
+        return plan, time.perf_counter() - before
 
     # --- for the user ---
 

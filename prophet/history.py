@@ -16,15 +16,19 @@ import numpy.typing as npt
 
 from prophet.spec import FloatArray, IntArray, SpecError, check_load
 
-PredictMode = Literal["last", "ema"]
+PredictMode = Literal["last", "ema", "mean", "best"]
+PREDICT_MODES: tuple[PredictMode, ...] = ("last", "ema", "mean", "best")
 
 _FRACTION_BITS = 16  # of the fixed-point moving average
+_ERROR_BITS = 20  # of the fixed-point forecast error
+_ERROR_WEIGHT_256 = 16  # of the newest error: about the last sixteen steps decide what is best
+_BEST_WEIGHTS_256 = (32, 128)  # moving averages, besides the configured one, that "best" chooses among
 
 
 class History:
     """Recent loads of every layer, and their prediction.
 
-    Memory is taken once: W * L * R * E integers of 32 bits, plus one of 64 bits per cell for the moving
+    Memory is taken once: W * L * R * E integers of 32 bits, plus one of 64 bits per cell for every moving
     average.
 
     Args:
@@ -33,21 +37,35 @@ class History:
         ema_weight_256: weight of the newest step in the moving average, in 256ths; 64 (a quarter) forgets a
         step in
             about four.
+        adaptive: keep what "best" needs: further moving averages, and each forecaster's recent error.
 
     Raises:
         SpecError: for sizes below one, or a weight outside 1..256.
     """
 
-    def __init__(self, layers: int, ranks: int, experts: int, *, window: int = 16, ema_weight_256: int = 64) -> None:
+    def __init__(
+        self,
+        layers: int,
+        ranks: int,
+        experts: int,
+        *,
+        window: int = 16,
+        ema_weight_256: int = 64,
+        adaptive: bool = False,
+    ) -> None:
         for name, value in (("layers", layers), ("ranks", ranks), ("experts", experts), ("window", window)):
             if value < 1:
                 raise SpecError(f"History.{name} must be at least 1, got {value}")
         if not 1 <= ema_weight_256 <= 256:
             raise SpecError(f"History.ema_weight_256 must be from 1 to 256, got {ema_weight_256}")
         self.layers, self.ranks, self.experts, self.window = layers, ranks, experts, window
-        self._weight = ema_weight_256
+        self.adaptive = adaptive
+        weights = (ema_weight_256, *_BEST_WEIGHTS_256) if adaptive else (ema_weight_256,)
+        self._weights = np.array(weights, dtype=np.int64)[:, np.newaxis, np.newaxis]
         self._ring = np.zeros((layers, window, ranks, experts), dtype=np.int32)
-        self._ema = np.zeros((layers, ranks, experts), dtype=np.int64)  # 47.16 fixed point
+        self._ema = np.zeros((layers, len(weights), ranks, experts), dtype=np.int64)  # 47.16 fixed point
+        # of last, mean and every moving average, in this order
+        self._errors = np.zeros((layers, 2 + len(weights)), dtype=np.int64)
         self._observed = np.zeros(layers, dtype=np.int64)
 
     def observe(self, layer: int, load: npt.NDArray[Any]) -> None:
@@ -59,18 +77,37 @@ class History:
         if array.size and array.max() > np.iinfo(np.int32).max:
             raise SpecError(f"load must be below 2**31 tokens per rank and expert, got {int(array.max())}")
         seen = int(self._observed[layer])
+        if self.adaptive:
+            self._errors[layer] = self._scored(layer, array)
         self._ring[layer, seen % self.window] = array
         self._ema[layer] = self._averaged(layer, array)
         self._observed[layer] = seen + 1
 
     def _averaged(self, layer: int, load: IntArray) -> IntArray:
-        """The moving average with `load` as its newest step, in fixed point."""
+        """The moving averages with `load` as their newest step, in fixed point, [weights, R, E]."""
         scaled = load << _FRACTION_BITS
         if not self._observed[layer]:
-            return scaled
+            return np.repeat(scaled[np.newaxis], len(self._weights), axis=0)
         # ema += (x - ema) * w / 256, rounded down by the shift: integers, hence equal on every rank.
-        average: IntArray = self._ema[layer] + (((scaled - self._ema[layer]) * self._weight) >> 8)
+        average: IntArray = self._ema[layer] + (((scaled - self._ema[layer]) * self._weights) >> 8)
         return average
+
+    def _scored(self, layer: int, load: IntArray) -> IntArray:
+        """Recent errors of the forecasters, once `load` has come: a moving average of the tokens foretold for the
+        wrong expert, over all tokens, in fixed point.
+        """
+        errors: IntArray = self._errors[layer]
+        if not self._observed[layer]:
+            return errors
+        foretold = np.stack(
+            [self.predict(layer, "last"), self.predict(layer, "mean"), *_rounded(self._ema[layer])]
+        ).sum(axis=1)
+        missed = np.abs(foretold - load.sum(axis=0)).sum(axis=1)
+        error = (missed << _ERROR_BITS) // max(1, int(load.sum()))
+        if self._observed[layer] == 1:
+            return np.asarray(error, dtype=np.int64)
+        scored: IntArray = errors + (((error - errors) * _ERROR_WEIGHT_256) >> 8)
+        return scored
 
     def forecast(self, layer: int, load: npt.NDArray[Any], mode: PredictMode = "last") -> IntArray:
         """What `predict` would say if `load` [R, E] were observed now; nothing is remembered.
@@ -81,11 +118,15 @@ class History:
         array = check_load(load)
         if array.shape != (self.ranks, self.experts):
             raise SpecError(f"load must have shape [{self.ranks}, {self.experts}], got {list(array.shape)}")
-        if mode == "last":
+        self._check_mode(mode, "forecast")
+        choice = int(self._scored(layer, array).argmin()) if mode == "best" else _CHOICE[mode]
+        if choice == 0:
             return array
-        if mode == "ema":
-            return _rounded(self._averaged(layer, array))
-        raise SpecError(f"History.forecast mode must be 'last' or 'ema', got {mode!r}")
+        if choice == 1:
+            seen = int(self._observed[layer])
+            kept = [i for i in range(min(seen, self.window)) if seen < self.window or i != seen % self.window]
+            return _mean(np.concatenate([self._ring[layer, kept], array[np.newaxis]]))
+        return _rounded(self._averaged(layer, array)[choice - 2])
 
     def observed(self, layer: int) -> int:
         """Steps that `layer` has been observed for, including those the ring has forgotten."""
@@ -95,16 +136,34 @@ class History:
     def predict(self, layer: int, mode: PredictMode = "last") -> IntArray:
         """The load expected of `layer` in its next step, [R, E] integers; zeros before the first observation.
 
-        "last" repeats the newest step; "ema" is a moving average, rounded to the nearest token.
+        "last" repeats the newest step; "ema" is a moving average and "mean" the mean of the kept steps, rounded to the
+        nearest token; "best" is whichever of these, and of a faster and a slower moving average, has foretold the last
+        steps of this layer best.
         """
         self._check_layer(layer)
-        if mode == "last":
-            newest = (int(self._observed[layer]) - 1) % self.window
-            last: IntArray = self._ring[layer, newest].astype(np.int64)
+        self._check_mode(mode, "predict")
+        choice = int(self._errors[layer].argmin()) if mode == "best" else _CHOICE[mode]
+        seen = int(self._observed[layer])
+        if choice == 0:
+            last: IntArray = self._ring[layer, (seen - 1) % self.window].astype(np.int64)
             return last
-        if mode == "ema":
-            return _rounded(self._ema[layer])
-        raise SpecError(f"History.predict mode must be 'last' or 'ema', got {mode!r}")
+        if choice == 1:
+            return _mean(self._ring[layer, : max(1, min(seen, self.window))])
+        return _rounded(self._ema[layer, choice - 2])
+
+    def chosen(self, layer: int) -> str:
+        """What "best" stands for at present: "last", "mean" or "ema/<weight in 256ths>"."""
+        self._check_layer(layer)
+        self._check_mode("best", "chosen")
+        choice = int(self._errors[layer].argmin())
+        return ("last", "mean")[choice] if choice < 2 else f"ema/{int(self._weights[choice - 2, 0, 0])}"
+
+    def _check_mode(self, mode: str, what: str) -> None:
+        if mode not in PREDICT_MODES:
+            known = ", ".join(repr(m) for m in PREDICT_MODES)
+            raise SpecError(f"History.{what} mode must be one of {known}, got {mode!r}")
+        if mode == "best" and not self.adaptive:
+            raise SpecError(f"History.{what}: 'best' needs History(adaptive=True)")
 
     def recent(self, layer: int) -> IntArray:
         """The steps still kept of `layer`, oldest first, [n, R, E] with n up to W."""
@@ -122,11 +181,21 @@ class History:
     @property
     def nbytes(self) -> int:
         """Bytes held; constant from the start."""
-        return self._ring.nbytes + self._ema.nbytes + self._observed.nbytes
+        return self._ring.nbytes + self._ema.nbytes + self._errors.nbytes + self._observed.nbytes
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:
             raise SpecError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
+
+
+_CHOICE = {"last": 0, "mean": 1, "ema": 2}  # place of a forecaster among a layer's errors
+
+
+def _mean(steps: npt.NDArray[Any]) -> IntArray:
+    """Mean over the first dimension, rounded to the nearest token."""
+    total: IntArray = steps.sum(axis=0, dtype=np.int64)
+    mean: IntArray = (total + len(steps) // 2) // len(steps)
+    return mean
 
 
 def _rounded(fixed: IntArray) -> IntArray:

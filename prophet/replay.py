@@ -1,6 +1,6 @@
 """Replaying a routing trace: what a planner would have done with it, and what the performance model makes of that.
 
-Shape legend: T steps, L layers, R ranks, E experts.
+Shape legend: T steps, I judged iterations, L layers, R ranks, E experts.
 
 An iteration's placement is planned from the iteration before it (nothing else would have been known in time) and
 holds for all of its microbatches; each microbatch is split by its own counts. Only iterations that have a predecessor
@@ -26,8 +26,9 @@ class Replay:
 
     max_mean: [n] largest rank load over the mean, one entry per judged step and layer. copies_per_rank: mean replicas
     of a layer on a rank; copies_on_fullest_rank: the most that any rank ever held of one layer. layer_s: mean
-    predicted seconds of one layer in one step, of which a2a_s, expert_s, exposed_s (Trans and Agg that nothing hides)
-    are the parts.
+    predicted seconds of one layer in one step, of which a2a_s, expert_s, exposed_trans_s and exposed_agg_s (what
+    nothing hides) are the parts. rank_load: [L, R] mean tokens that a rank computes in a step. copies: [I, L, E]
+    replicas of every expert in the judged iterations.
     """
 
     planner: str
@@ -36,7 +37,15 @@ class Replay:
     copies_on_fullest_rank: int
     a2a_s: float
     expert_s: float
-    exposed_s: float
+    exposed_trans_s: float
+    exposed_agg_s: float
+    rank_load: FloatArray
+    copies: IntArray
+
+    @property
+    def exposed_s(self) -> float:
+        """Trans and Agg that nothing hides."""
+        return self.exposed_trans_s + self.exposed_agg_s
 
     @property
     def layer_s(self) -> float:
@@ -86,25 +95,29 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: S
         )
     max_mean: list[float] = []
     copies: list[IntArray] = []
-    seconds = np.zeros(3)
+    seconds = np.zeros(4)
+    rank_load = np.zeros((trace.layers, trace.ranks))
+    by_expert = np.zeros((len(pairs), trace.layers, trace.experts), dtype=np.int64)
     previous: list[Placement | None] = [None] * trace.layers
-    for before, now in pairs:
+    for i, (before, now) in enumerate(pairs):
         for layer in range(trace.layers):
             here = replace(context, previous=previous[layer])
             placement = planner.place(predicted_load(trace, before, layer), here)
             previous[layer] = placement
             copies.append(placement.copies_per_rank())
+            by_expert[i, layer] = placement.holds.sum(axis=1) - 1
             for step in range(now.start, now.stop):
                 split = planner.split(trace.load(step, layer), placement, here)
                 cost = step_cost(split, placement, here)
                 max_mean.append(split.max_mean())
+                rank_load[layer] += split.rank_load()
                 seconds += (
                     cost.a2a_s,
                     cost.expert_s,
-                    (cost.exposed_trans_s if step == now.start else 0.0)
-                    + (cost.exposed_agg_s if step == now.stop - 1 else 0.0),
+                    cost.exposed_trans_s if step == now.start else 0.0,
+                    cost.exposed_agg_s if step == now.stop - 1 else 0.0,
                 )
-    a2a_s, expert_s, exposed_s = (seconds / len(max_mean)).tolist()
+    a2a_s, expert_s, exposed_trans_s, exposed_agg_s = (seconds / len(max_mean)).tolist()
     table = np.stack(copies)
     return Replay(
         planner=planner.name,
@@ -113,7 +126,10 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: S
         copies_on_fullest_rank=int(table.max()),
         a2a_s=a2a_s,
         expert_s=expert_s,
-        exposed_s=exposed_s,
+        exposed_trans_s=exposed_trans_s,
+        exposed_agg_s=exposed_agg_s,
+        rank_load=rank_load * (trace.layers / len(max_mean)),
+        copies=by_expert,
     )
 
 

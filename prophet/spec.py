@@ -80,6 +80,7 @@ class Topology:
 
     `ranks` are numbered node by node: ranks 0 .. ranks_per_node-1 share node 0. `flops_per_s[r]` is what expert
     products reach on rank r (not the data sheet's peak). `free_bytes[r]` bounds what replicas may take on rank r.
+    `expert_overhead_s` is spent on every expert that a rank computes, `call_overhead_s` once for all of them together.
     """
 
     ranks: int
@@ -89,6 +90,7 @@ class Topology:
     flops_per_s: tuple[float, ...]
     free_bytes: tuple[int, ...]
     expert_overhead_s: float = 0.0
+    call_overhead_s: float = 0.0
     name: str = "unnamed"
 
     def __post_init__(self) -> None:
@@ -103,8 +105,9 @@ class Topology:
             raise SpecError("Topology.flops_per_s must be positive on every rank")
         if not all(b >= 0 for b in self.free_bytes):
             raise SpecError("Topology.free_bytes must not be negative on any rank")
-        if self.expert_overhead_s < 0:
-            raise SpecError("Topology.expert_overhead_s must not be negative")
+        for field_name in ("expert_overhead_s", "call_overhead_s"):
+            if getattr(self, field_name) < 0:
+                raise SpecError(f"Topology.{field_name} must not be negative")
 
     @classmethod
     def uniform(

@@ -11,16 +11,19 @@ import json
 import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from prophet.spec import Link, SpecError, Topology
+
+T = TypeVar("T")
 
 MAX_FILE_BYTES = 1 << 20
 MAX_RANKS = 1 << 16
 FORMAT = 1
-_FIELDS = {"format", "name", "ranks", "ranks_per_node", "expert_overhead_s", "intra", "inter", "rank", "fit"}
+_OVERHEADS = ("expert_overhead_s", "call_overhead_s")
+_FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, "intra", "inter", "rank", "fit"}
 
 
 class TopologyError(ValueError):
@@ -30,6 +33,15 @@ class TopologyError(ValueError):
 def read_topology(path: str | os.PathLike[str]) -> Topology:
     """Read a topology file; raises `TopologyError` for one that is missing, too large, damaged or contradictory."""
     file = Path(path)
+    return _from_file(file, _topology)
+
+
+def read_fits(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
+    """The measured lines that a topology file records under `fit`, by operation; raises as `read_topology`."""
+    return _from_file(Path(path), _fits)
+
+
+def _from_file(file: Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
     try:
         with file.open("rb") as f:
             data = f.read(MAX_FILE_BYTES + 1)
@@ -42,9 +54,19 @@ def read_topology(path: str | os.PathLike[str]) -> Topology:
     except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise TopologyError(f"{file}: expected TOML: {error}") from None
     try:
-        return _topology(table)
+        return parse(table)
     except (SpecError, TopologyError) as error:
         raise TopologyError(f"{file}: {error}") from None
+
+
+def _fits(table: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    fits = table.get("fit", {})
+    if not isinstance(fits, dict) or not all(isinstance(f, dict) for f in fits.values()):
+        raise TopologyError("fit: expected a table of tables, one per operation")
+    return {
+        operation: {name: _number(figures, name, f"fit.{operation}.{name}") for name in figures}
+        for operation, figures in fits.items()
+    }
 
 
 def _topology(table: Mapping[str, Any]) -> Topology:
@@ -67,6 +89,7 @@ def _topology(table: Mapping[str, Any]) -> Topology:
         flops_per_s=tuple(_per_rank(rank, "rank.flops_per_s", ranks)),
         free_bytes=tuple(int(b) for b in _per_rank(rank, "rank.free_bytes", ranks)),
         expert_overhead_s=_number(table, "expert_overhead_s", "expert_overhead_s"),
+        call_overhead_s=_number({"call_overhead_s": 0.0, **table}, "call_overhead_s", "call_overhead_s"),
         name=name,
     )
 
@@ -119,13 +142,14 @@ def _quoted(text: str) -> str:
 def write_topology(
     path: str | os.PathLike[str], topology: Topology, *, fits: Mapping[str, Mapping[str, float]] | None = None
 ) -> None:
-    """Write `topology`; `fits` records, by operation, what the measured lines were (for people, not read back)."""
+    """Write `topology`; `fits` records, by operation, what the measured lines were (see `read_fits`)."""
     lines = [
         f"format = {FORMAT}",
         f"name = {_quoted(topology.name)}",
         f"ranks = {topology.ranks}",
         f"ranks_per_node = {topology.ranks_per_node}",
         f"expert_overhead_s = {topology.expert_overhead_s!r}",
+        f"call_overhead_s = {topology.call_overhead_s!r}",
     ]
     for key, link in (("intra", topology.intra), ("inter", topology.inter)):
         lines += ["", f"[{key}]", f"bytes_per_s = {link.bytes_per_s!r}", f"latency_s = {link.latency_s!r}"]

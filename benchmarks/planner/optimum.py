@@ -4,8 +4,8 @@ Shape legend: R ranks, E experts.
 
 Cases run over all presets in turn, 4 to 8 ranks with one or two experts each, 1, 2 or 4 slots, real loads (ranks of a
 trace drawn without replacement, its experts merged into as few as needed) and random ones; half of them with the ranks
-on two nodes, so that both levels of the network count. Everything follows from the case's number. Solved optima are kept
-in a file, since the solver takes seconds to minutes and no planner changes them.
+on two nodes, so that both levels of the network count. Everything follows from the case's number. Solved optima are
+kept in a file, since the solver takes seconds to minutes and no planner changes them.
 """
 
 from __future__ import annotations

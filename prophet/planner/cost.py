@@ -143,10 +143,14 @@ def transfer_cost(placement: Placement, topology: Topology, n_bytes: int) -> Tra
 
 
 def compute_seconds(load_ED: IntArray, context: PlanContext) -> float:
-    """Forward seconds of the slowest rank; `load_ED[e, d]` tokens of expert e are computed on rank d."""
+    """Forward seconds of the slowest rank; `load_ED[e, d]` tokens of expert e are computed on rank d.
+
+    The search leaves `call_overhead_s` out: whatever the placement, every rank with work pays it once.
+    """
     rate = np.asarray(context.topology.flops_per_s) / context.shape.forward_flops_per_token
     groups = np.count_nonzero(load_ED, axis=0)
-    return float((load_ED.sum(axis=0) / rate + groups * context.topology.expert_overhead_s).max())
+    slowest_s = float((load_ED.sum(axis=0) / rate + groups * context.topology.expert_overhead_s).max())
+    return slowest_s + (context.topology.call_overhead_s if groups.any() else 0.0)
 
 
 def step_cost(split: Split, placement: Placement, context: PlanContext) -> StepCost:

@@ -24,7 +24,7 @@ class Listening(HomesPlanner):
         return super().place(load, context)
 
 
-@pytest.mark.parametrize("mode", ["last", "ema"])
+@pytest.mark.parametrize("mode", ["last", "ema", "mean", "best"])
 def test_placements_are_planned_for_the_predicted_load(mode: str) -> None:
     def body(c: ThreadCollective) -> None:
         planner = Listening()
@@ -32,7 +32,7 @@ def test_placements_are_planned_for_the_predicted_load(mode: str) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         config = prophet.EngineConfig(planner=planner, predict=mode)  # type: ignore[arg-type]
         engine = prophet.attach(model, optimizer, config=config)
-        reference = History(1, c.size, 8)
+        reference = History(1, c.size, 8, adaptive=True)
         for step in range(4):
             ids = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(10 * step + c.rank))
             optimizer.zero_grad()
@@ -47,10 +47,10 @@ def test_placements_are_planned_for_the_predicted_load(mode: str) -> None:
     on_threads(2, body)
 
 
-@pytest.mark.parametrize("mode", ["last", "ema"])
+@pytest.mark.parametrize("mode", ["last", "ema", "mean", "best"])
 def test_a_forecast_is_the_prediction_after_observing_and_remembers_nothing(mode: str) -> None:
     rng = np.random.default_rng(0)
-    history = History(1, 2, 3)
+    history = History(1, 2, 3, window=3, adaptive=True)
     for _ in range(5):
         load = rng.integers(0, 100, (2, 3))
         before = history.predict(0, mode)  # type: ignore[arg-type]
@@ -61,5 +61,5 @@ def test_a_forecast_is_the_prediction_after_observing_and_remembers_nothing(mode
 
 
 def test_an_unknown_prediction_is_refused() -> None:
-    with pytest.raises(ValueError, match="predict must be 'last' or 'ema', got 'oracle'"):
+    with pytest.raises(ValueError, match="predict must be one of 'last', 'ema', 'mean', 'best', got 'oracle'"):
         prophet.EngineConfig(predict="oracle")  # type: ignore[arg-type]

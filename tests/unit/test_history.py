@@ -105,7 +105,7 @@ def test_drift() -> None:
         (lambda h: h.observe(0, np.full((2, 3), 1 << 31)), "below 2"),
         (lambda h: h.observe(1, np.ones((2, 3), np.int64)), "layer must be from 0 to 0, got 1"),
         (lambda h: h.predict(-1), "layer must be from 0 to 0, got -1"),
-        (lambda h: h.predict(0, "mean"), "'last' or 'ema', got 'mean'"),
+        (lambda h: h.predict(0, "median"), "'mean', 'best', got 'median'"),
         (lambda h: similarity(np.ones(3), np.ones(4)), "same number of experts"),
         (lambda h: similarity(np.ones(()), np.ones(())), "experts as its last dimension"),
         (lambda h: History(0, 1, 1), "layers must be at least 1"),
@@ -115,3 +115,43 @@ def test_drift() -> None:
 def test_errors(call: object, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         call(History(1, 2, 3))  # type: ignore[operator]
+
+
+def test_the_mean_is_of_the_kept_steps() -> None:
+    history = History(1, 1, 2, window=3)
+    for first in (1, 2, 3, 9):
+        history.observe(0, np.array([[first, 0]]))
+    assert history.predict(0, "mean").tolist() == [[5, 0]]  # (2 + 3 + 9) / 3, rounded
+    assert History(1, 1, 2).predict(0, "mean").tolist() == [[0, 0]]
+
+
+def test_the_best_forecaster_is_the_one_that_was_right() -> None:
+    """A steady trend is foretold best by the last step, noise around a mean by an average; the choice changes."""
+    rng = np.random.default_rng(0)
+    trend = [np.array([[10_000 - 300 * t, 300 * t]]) for t in range(30)]
+    noise = [rng.multinomial(40, [0.3, 0.7], size=1) for _ in range(60)]
+    history = History(1, 1, 2, adaptive=True)
+    for load in trend:
+        history.observe(0, load)
+    assert history.chosen(0) == "last"
+    np.testing.assert_array_equal(history.predict(0, "best"), trend[-1])
+    history = History(1, 1, 2, adaptive=True)
+    for load in noise:
+        history.observe(0, load)
+    assert history.chosen(0) in ("mean", "ema/32")
+
+
+def test_layers_choose_for_themselves() -> None:
+    history = History(2, 1, 2, adaptive=True)
+    rng = np.random.default_rng(1)
+    for t in range(40):
+        history.observe(0, np.array([[10_000 - 200 * t, 200 * t]]))
+        history.observe(1, rng.multinomial(40, [0.3, 0.7], size=1))
+    assert history.chosen(0) != history.chosen(1)
+
+
+def test_the_best_must_be_asked_for_beforehand() -> None:
+    with pytest.raises(SpecError, match=r"'best' needs History\(adaptive=True\)"):
+        History(1, 1, 2).predict(0, "best")
+    with pytest.raises(SpecError, match="mode must be one of 'last', 'ema', 'mean', 'best', got 'oracle'"):
+        History(1, 1, 2).forecast(0, np.array([[1, 2]]), "oracle")  # type: ignore[arg-type]

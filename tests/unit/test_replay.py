@@ -70,6 +70,9 @@ def test_static_is_priced_as_the_cost_model_says() -> None:
     assert result.max_mean_p95 == pytest.approx(np.percentile(ratios, 95))
     assert result.copies_per_rank == 0
     assert result.exposed_s == 0
+    assert not result.copies.any()
+    assert result.rank_load.sum() == pytest.approx(t.counts[2:].sum() / 4)
+    np.testing.assert_allclose(result.rank_load[1], t.counts[2:, 1].sum(axis=1).mean(axis=0).reshape(2, 2).sum(axis=1))
 
 
 def test_balancing_helps_a_skewed_trace() -> None:
@@ -83,6 +86,10 @@ def test_balancing_helps_a_skewed_trace() -> None:
     assert balanced.max_mean_median < 1.1
     assert balanced.layer_s < static.layer_s
     assert balanced.copies_on_fullest_rank >= 1
+    assert balanced.copies.shape == (3, 1, 8)
+    assert balanced.copies[:, 0, 0].tolist() == [3, 3, 3]  # the hot expert, on all ranks
+    assert balanced.copies.sum() / 3 / 4 == pytest.approx(balanced.copies_per_rank)
+    assert balanced.rank_load.sum() == pytest.approx(static.rank_load.sum())
 
 
 def test_iterations_are_spread_and_bounded() -> None:

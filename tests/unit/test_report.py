@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from prophet.history import similarity
+from prophet.replay import Replay
 from prophet.report import (
+    PlanReport,
     Report,
     ReportError,
     Run,
@@ -21,6 +23,7 @@ from prophet.report import (
     expert_shares_by_step,
     max_mean,
     relative_difference,
+    render_plan,
     render_report,
     similarity_by_distance,
     write_report,
@@ -174,3 +177,71 @@ def test_shares_are_averaged_into_columns() -> None:
     shares = expert_shares_by_step(counts, columns=2)
     assert shares[0].tolist() == [[1.0, 0.0], [0.0, 1.0]]
     assert expert_shares_by_step(counts, columns=1)[0, :, 0].tolist() == [0.5, 0.5]
+
+
+# --- the page of `prophet plan` ---
+
+
+def results(layers: int = 3, ranks: int = 4, experts: int = 8, iterations: int = 5) -> list[Replay]:
+    rng = np.random.default_rng(0)
+
+    def one(name: str, scale: float) -> Replay:
+        return Replay(
+            planner=name,
+            max_mean=1 + scale * rng.random(6),
+            copies_per_rank=scale,
+            copies_on_fullest_rank=1,
+            a2a_s=scale * 1e-3,
+            expert_s=scale * 2e-3,
+            exposed_trans_s=1e-4,
+            exposed_agg_s=0.0,
+            rank_load=1 + scale * rng.integers(0, 99, (layers, ranks)).astype(np.float64),
+            copies=rng.integers(0, 3, (iterations, layers, experts)),
+        )
+
+    return [one("static", 2.0), one("a&b", 1.0), one("worse", 3.0)]
+
+
+def plan_report(**sizes: int) -> PlanReport:
+    found = results(**sizes)
+    return PlanReport(name="<t>.npz", subtitle="sizes", iterations=range(len(found[0].copies)), results=found)
+
+
+def test_the_plan_page_is_well_formed_and_says_what_it_shows() -> None:
+    page = render_plan([plan_report(), plan_report(layers=1)])
+    tags = Tags()
+    tags.feed(page)
+    assert tags.open == []
+    assert len(tags.ids) == len(set(tags.ids))
+    assert all(r.startswith(("#", "data:image/png;base64,")) for r in tags.references)
+    assert page.count("<svg") == 6
+    for words in ("Load by rank", "Where the time goes", "Which experts were copied", "&lt;t&gt;.npz", "no balancing"):
+        assert words in page
+    assert "<script" not in page
+    assert not re.search(r"#010203|#040506|#070809|#0a0b0c|#0d0e0f|#101112", page)
+
+
+def test_the_best_planner_is_shown_and_the_worst_layers() -> None:
+    report = plan_report(layers=12)
+    assert report.best.planner == "a&b"
+    shown = report.worst_layers()
+    assert len(shown) == 6
+    assert shown == sorted(shown)
+    ratio = max_mean(report.results[0].rank_load)
+    assert min(ratio[shown]) >= max(np.delete(ratio, shown))
+    assert "The 6 layers with the most unequal load" in render_plan([report])
+    assert "with the most unequal load" not in render_plan([plan_report()])
+
+
+def test_the_smallest_plan_page_is_drawn() -> None:
+    assert render_plan([plan_report(layers=1, ranks=1, experts=1, iterations=1)]).count("<svg") == 3
+
+
+def test_a_plan_page_needs_something_to_show() -> None:
+    good = plan_report()
+    with pytest.raises(ReportError, match="at least one planner besides"):
+        replace(good, results=good.results[:1])
+    with pytest.raises(ReportError, match="expected 3 iterations"):
+        replace(good, iterations=[1, 2, 3])
+    with pytest.raises(ReportError, match="at least one trace"):
+        render_plan([])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prophet.spec import Link, Topology
-from prophet.topology import MAX_FILE_BYTES, TopologyError, read_topology, write_topology
+from prophet.topology import MAX_FILE_BYTES, TopologyError, read_fits, read_topology, write_topology
 
 positive = st.floats(1e-3, 1e18)
 links = st.builds(Link, bytes_per_s=positive, latency_s=st.floats(0, 10))
@@ -26,6 +26,7 @@ def topologies(draw: st.DrawFn) -> Topology:
         flops_per_s=tuple(draw(st.lists(positive, min_size=ranks, max_size=ranks))),
         free_bytes=tuple(draw(st.lists(st.integers(0, 1 << 50), min_size=ranks, max_size=ranks))),
         expert_overhead_s=draw(st.floats(0, 1)),
+        call_overhead_s=draw(st.floats(0, 1)),
         name=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
     )
 
@@ -38,6 +39,7 @@ def test_what_is_written_is_read_back(topology: Topology) -> None:
         file = Path(folder, "sub", "t.toml")
         write_topology(file, topology, fits={"a2a_intra": {"fixed_s": 1e-5}})
         assert read_topology(file) == topology
+        assert read_fits(file) == {"a2a_intra": {"fixed_s": 1e-5}}
 
 
 GOOD = """
@@ -57,6 +59,8 @@ def test_one_number_stands_for_all_ranks(tmp_path: Path) -> None:
     found = read_topology(file)
     assert found.flops_per_s == (1e12, 1e12)
     assert found.free_bytes == (1, 2)
+    assert found.call_overhead_s == 0.0  # a file of before there was such a figure
+    assert read_fits(file) == {}
 
 
 @pytest.mark.parametrize(
@@ -98,3 +102,10 @@ def test_files_that_are_no_topology(tmp_path: Path) -> None:
     (tmp_path / "deep.toml").write_text("a = " + "[" * 100_000)
     with pytest.raises(TopologyError, match="expected TOML"):
         read_topology(tmp_path / "deep.toml")
+
+
+@pytest.mark.parametrize("fit", ["fit = 3", "fit = {trans = 3}", 'fit = {trans = {fixed_s = "long"}}'])
+def test_fits_that_are_no_lines(tmp_path: Path, fit: str) -> None:
+    (tmp_path / "t.toml").write_text(f"{fit}\n{GOOD}")
+    with pytest.raises(TopologyError, match=r"t\.toml: fit"):
+        read_fits(tmp_path / "t.toml")

@@ -11,7 +11,7 @@ _POLICIES = ("static", "pro-prophet", "prophet", "forced-balance")
 _RANKS = "8,64,512,4096"
 
 
-def add_simulate(commands: Any) -> None:
+def add(commands: Any) -> None:
     """Register the command."""
     from prophet.planner.presets import CLUSTERS, MODELS
     from prophet.scheduler.blockwise import NAMES

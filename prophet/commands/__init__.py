@@ -1,0 +1,1 @@
+"""The commands of the command line, one file each: its arguments and what it does."""
