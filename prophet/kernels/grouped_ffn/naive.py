@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "swiglu_clamped"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 GATED: tuple[Activation, ...] = ("swiglu", "swiglu_clamped")  # w_in has 2H rows, the gate's first
