@@ -71,9 +71,7 @@ def main() -> None:
         disable_tqdm=True,
         seed=0,
     )
-    trainer = Trainer(
-        model=model, args=args, train_dataset=Text(512), callbacks=[] if options.plain else [callback]
-    )
+    trainer = Trainer(model=model, args=args, train_dataset=Text(512), callbacks=[] if options.plain else [callback])
     trainer.train(resume_from_checkpoint=options.resume or None)
 
     if options.plain:

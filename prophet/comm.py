@@ -542,6 +542,11 @@ def world_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple
     return mine[0], mine[1]
 
 
+def process_rank() -> int:
+    """This process among all that `torch.distributed` knows of; 0 where it is not initialised."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 # Communicators belong to a process, as torch.distributed's own registry does; layers over one group share them.
 _shared: weakref.WeakKeyDictionary[Any, dict[float, ProcessGroupCollective]] = weakref.WeakKeyDictionary()
 

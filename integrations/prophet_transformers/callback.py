@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from prophet_transformers.saving import load_pretrained, save_pretrained
 from transformers import TrainerCallback
 
 import prophet
 from prophet.comm import Collective
 from prophet.convert import ConversionReport, converted
-from prophet.engine import Engine, EngineConfig
 from prophet.parallel import ExpertReplicas, expert_groups
+from prophet_transformers.saving import load_pretrained, save_pretrained
 
 STATE = "optimizer_rank{rank}_of_{ranks}.pt"
 
 
-class ProphetCallback(TrainerCallback):
+class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers may be absent where types are checked
     """Give it to `Trainer(callbacks=[...])`; nothing else in the script changes.
 
     ep_size: ranks that share the experts, None for all processes; with fewer, expert gradients are averaged over the
@@ -38,7 +37,7 @@ class ProphetCallback(TrainerCallback):
         self,
         *,
         ep_size: int | None = None,
-        config: EngineConfig | None = None,
+        config: prophet.EngineConfig | None = None,
         balance: bool = True,
         adapters: tuple[prophet.Adapter, ...] = (),
         revert_at_end: bool = False,
@@ -46,7 +45,7 @@ class ProphetCallback(TrainerCallback):
         self.ep_size, self.config, self.balance = ep_size, config, balance
         self.adapters, self.revert_at_end = adapters, revert_at_end
         self.report: ConversionReport | None = None
-        self.engine: Engine | None = None
+        self.engine: prophet.Engine | None = None
         self._replicas: ExpertReplicas | None = None
         self._groups: tuple[Collective, Collective] | None = None
         self._max_norm = 0.0
@@ -76,7 +75,7 @@ class ProphetCallback(TrainerCallback):
         if any(p.requires_grad and id(p) not in known for p in model.parameters()):
             raise ValueError("the optimizer was not built from the converted model's parameters")
         if state.global_step > 0:
-            self._resume(Path(args.output_dir) / f"checkpoint-{state.global_step}", model, optimizer)
+            self._resume(args, Path(args.output_dir) / f"checkpoint-{state.global_step}", model, optimizer)
         if self._groups is not None:
             self._replicas = ExpertReplicas(model, self._groups[1])
         if self.balance:
@@ -111,7 +110,7 @@ class ProphetCallback(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         save_pretrained(model, folder)
         if not args.save_only_model:
-            torch.save(optimizer.state_dict(), folder / self._state_name(model))
+            torch.save(optimizer.state_dict(), folder / _state_name(args))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let go of the model."""
@@ -128,18 +127,14 @@ class ProphetCallback(TrainerCallback):
 
     # --- parts ---
 
-    def defers_saving(self, model: Any) -> bool:
+    @property
+    def defers_saving(self) -> bool:
         """Whether a checkpoint is under way, whose model `on_save` is about to write."""
         return self._checkpointing
 
-    def _state_name(self, model: Any) -> str:
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        return STATE.format(rank=rank, ranks=ranks)
-
-    def _resume(self, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
+    def _resume(self, args: Any, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
         """Experts and optimizer state of this rank, of which Trainer loaded none and rank 0's."""
-        path = folder / self._state_name(model)
+        path = folder / _state_name(args)
         if not path.exists():
             found = sorted(p.name for p in folder.glob(STATE.format(rank="*", ranks="*")))
             raise FileNotFoundError(
@@ -147,6 +142,10 @@ class ProphetCallback(TrainerCallback):
             )
         load_pretrained(model, folder)
         optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _state_name(args: Any) -> str:
+    return STATE.format(rank=args.process_index, ranks=args.world_size)
 
 
 class _Saver:
@@ -157,7 +156,7 @@ class _Saver:
 
     def __call__(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         layers = [layer for *_, layer in converted(self._model)]
-        if self._callback.defers_saving(self._model):
+        if self._callback.defers_saving:
             return
         if not layers or layers[0].collective.size == 1:
             kwargs.pop("state_dict", None)

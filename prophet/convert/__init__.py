@@ -88,7 +88,7 @@ def convert(
         prints = fingerprint([(n, s, child(b, a.experts_name)) for n, b, a, s in found])
     except ConversionError as caught:
         error, prints = caught, (0, 0)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     agree(collective, device, error, prints)
 
     replaced: list[Replaced] = []

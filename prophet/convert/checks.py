@@ -30,6 +30,7 @@ def check_model(model: nn.Module) -> None:
 def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) -> ExpertsSpec:
     """The block's description. Raises `ConversionError` for what cannot be converted on `ranks` ranks."""
     try:
+        check_experts(child(block, adapter.experts_name))
         spec = adapter.describe(block)
         check_experts_per_rank(spec.num_experts, ranks)
         if spec.held not in (spec.num_experts, spec.num_experts // ranks):
@@ -37,7 +38,6 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
                 f"this rank holds {spec.held} of {spec.num_experts} experts, so the model was built for "
                 f"{spec.num_experts // spec.held} expert-parallel ranks; the group has {ranks}"
             )
-        check_experts(child(block, adapter.experts_name))
     except ValueError as error:
         raise ConversionError(f"{name} ({adapter.family}): {error}") from error
     return spec

@@ -37,9 +37,11 @@ def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
     with torch.no_grad():
         for p in twin.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / max(p.shape[-1], 1) ** 0.5)
-        dim = max((m.in_features, m.out_features) for m in linears.values())
         x = 2 * torch.randn(ROWS, next(iter(linears.values())).in_features, generator=generator, dtype=torch.float64)
-        y = twin(x)
+        try:
+            y = twin(x)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise ConversionError(f"{who}: it cannot be called with rows {list(x.shape)}: {error}") from error
         y = y[0] if isinstance(y, tuple) else y
         state = dict(twin.named_parameters())
         for names, activation in _candidates(linears, x.shape[1]):
@@ -48,7 +50,7 @@ def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
                 return names, activation
     raise ConversionError(
         f"{who}: its output is not that of a feed-forward network with one of the activations "
-        f"{', '.join(ACTIVATIONS)}; sizes {dim}, linear layers {', '.join(linears)}"
+        f"{', '.join(ACTIVATIONS)} (linear layers: {', '.join(linears)})"
     )
 
 

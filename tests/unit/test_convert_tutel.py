@@ -57,7 +57,11 @@ def net_loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "top1": ({"k": 1, "capacity_factor": 0.8}, {"activation_fn": F.gelu}, {}),
     "top2": ({"k": 2, "capacity_factor": 0.7}, {"activation_fn": F.relu}, {"batch_prioritized_routing": True}),
-    "dropless": ({"k": 2, "capacity_factor": 0}, {"activation_fn": F.relu, "has_fc1_bias": False, "has_fc2_bias": False}, {}),
+    "dropless": (
+        {"k": 2, "capacity_factor": 0},
+        {"activation_fn": F.relu, "has_fc1_bias": False, "has_fc2_bias": False},
+        {},
+    ),
     "noise": ({"k": 2, "gate_noise": 1.0}, {"activation_fn": F.relu}, {"is_gshard_loss": False}),
     "plain": ({"k": 3}, {"activation_fn": F.gelu}, {"normalize_gate": False}),
 }
