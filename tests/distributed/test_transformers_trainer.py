@@ -1,4 +1,4 @@
-"""The example script on real processes: Trainer with the callback gives the losses and the model that it gives without."""
+"""The example script on real processes: with the callback Trainer gives the losses and the model of one without."""
 
 from __future__ import annotations
 
