@@ -336,8 +336,8 @@ class MoE(nn.Module):
         broken = np.flatnonzero(header[:, 0] == 0).tolist()
         if broken:
             raise RoutingError(
-                f"{self.label}, step {step}: the gate's scores are NaN or infinite on rank(s) {broken}; "
-                f"expected finite scores"
+                f"{self.label}, step {step}: the gate's scores are NaN or infinite on rank(s) {broken}, "
+                f"or a router of the model's own chose experts that do not exist; expected finite scores"
             )
         for column, what in ((1, "step"), (4, "placement"), (5, "previous split")):
             differ = odd_ones_out(header[:, column])

@@ -30,6 +30,7 @@ from prophet.convert.state import load_original_state_dict, original_state_dict,
 from prophet.convert.verify import Trial
 from prophet.experts import ExpertBank
 from prophet.kernels.choice import Impl
+from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.layer import MoE
 from prophet.parallel import leave_out_of_ddp, put_back_into_ddp
 
@@ -37,6 +38,7 @@ __all__ = [
     "Adapter",
     "ConversionError",
     "ConversionReport",
+    "ExpertWeights",
     "ExpertsSpec",
     "FfnNames",
     "Replaced",
@@ -113,7 +115,7 @@ def convert(
             Replaced(
                 name=where,
                 family=adapter.family,
-                block=type(block).__name__,
+                block=(layer.origin.block_class or type(block)).__name__,
                 spec=spec,
                 experts=range(bank.first_expert, bank.first_expert + bank.experts),
                 methods=methods,

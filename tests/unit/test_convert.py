@@ -14,8 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prophet
 from prophet.comm import ThreadWorld
-from prophet.convert import Adapter, ExpertsSpec, converted, load_original_state_dict, original_state_dict
-from prophet.kernels.grouped_ffn import ExpertWeights
+from prophet.convert import (
+    Adapter,
+    ExpertsSpec,
+    ExpertWeights,
+    converted,
+    load_original_state_dict,
+    original_state_dict,
+)
 from tests.moe_models import VOCAB, alone, batches, compare, layers_of, together
 from tests.support import on_processes, on_threads, seeded
 
@@ -147,7 +153,8 @@ def test_revert_and_state_dicts_are_exact(block: type[nn.Module]) -> None:
     def body(group: Any) -> None:
         mine = copies[group.rank]
         before = type(mine.blocks[0])
-        prophet.convert(mine, group=group)
+        report = prophet.convert(mine, group=group)
+        assert report.replaced[0].block == block.__name__
         assert isinstance(mine.blocks[0], before)  # whoever asks for the class still finds it
         with torch.no_grad():
             for p in mine.parameters():
