@@ -68,6 +68,9 @@ class ExpertReplicas:
     expert ran while another's did is an error after the collective's time limit.
 
     It also makes equal at the start: the experts' parameters are overwritten by those of replica 0.
+
+    Where an engine was told of more backward passes per step than ran, it completes gradients in `optimizer.step()`,
+    after this average: call `engine.runtime.finish_gradients()` and `average()` before the step then.
     """
 
     def __init__(self, model: nn.Module, replicas: Collective) -> None:
