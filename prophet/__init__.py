@@ -6,6 +6,7 @@
 """
 
 from prophet.config import ConfigMismatch, EngineConfig
+from prophet.convert import Adapter, ConversionError, ConversionReport, convert, revert
 from prophet.engine import Engine, StepReport, attach
 from prophet.experts import ReplicaMemoryError
 from prophet.gate import GateConfig
@@ -15,7 +16,10 @@ from prophet.replan import ReplanConfig
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "Adapter",
     "ConfigMismatch",
+    "ConversionError",
+    "ConversionReport",
     "Engine",
     "EngineConfig",
     "GateConfig",
@@ -28,4 +32,6 @@ __all__ = [
     "StepReport",
     "attach",
     "collect_losses",
+    "convert",
+    "revert",
 ]

@@ -542,6 +542,32 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def world_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
+    """Cut all processes into groups of `ep_size` consecutive ones: (this process's group, those of equal rank in all).
+
+    Collective over all processes; see `prophet.parallel.expert_groups`.
+    """
+    world = processes()
+    if ep_size < 1 or world % ep_size:
+        raise ValueError(f"{world} processes cannot be divided into expert-parallel groups of {ep_size}")
+    if world == 1:
+        return ThreadWorld(1).collective(0), ThreadWorld(1).collective(0)
+    rank = dist.get_rank()
+    mine: list[Collective] = []
+    along = [list(range(start, start + ep_size)) for start in range(0, world, ep_size)]
+    across = [list(range(start, world, ep_size)) for start in range(ep_size)]
+    for ranks_of_groups in (along, across):
+        # every process makes every group, in the same order
+        groups = [(ranks, dist.new_group(ranks)) for ranks in ranks_of_groups]
+        mine += [collective_for(group, timeout_s=timeout_s) for ranks, group in groups if rank in ranks]
+    return mine[0], mine[1]
+
+
+def process_rank() -> int:
+    """This process among all that `torch.distributed` knows of; 0 where it is not initialised."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 # Communicators belong to a process, as torch.distributed's own registry does; layers over one group share them.
 _shared: weakref.WeakKeyDictionary[Any, dict[float, ProcessGroupCollective]] = weakref.WeakKeyDictionary()
 

@@ -29,6 +29,7 @@ from prophet.config import EngineConfig, check_equal
 from prophet.experts import Replica, ReplicaMemoryError, ReplicaPool
 from prophet.history import History
 from prophet.layer import MoE, PlanMismatch, Port, plain_port
+from prophet.parallel import leave_out_of_ddp
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.replan import KeptPlan, next_plan
@@ -588,7 +589,7 @@ def attach(
         raise ValueError("the model has no prophet.MoE layer to balance")
     if any(isinstance(layer._port, _LayerPort) for layer in layers):
         raise ValueError("a layer of this model is already attached to an engine; close that one first")
-    _leave_out_of_ddp(model)
+    leave_out_of_ddp(model)
     first = layers[0].collective
     for layer in layers:
         if (layer.collective.size, layer.collective.rank) != (first.size, first.rank):
@@ -599,10 +600,10 @@ def attach(
             "init_process_group; build them afterwards, or pass their group",
             stacklevel=2,
         )
-    elif first.size < processes():
+    elif first.size < processes() and not getattr(layers[0].experts.w_in, "prophet_averaged", False):
         warnings.warn(
-            f"{processes()} processes, but an expert-parallel group of {first.size}: nothing averages expert "
-            f"gradients over several such groups yet, so the copies of one expert drift apart unless you average them",
+            f"{processes()} processes, but an expert-parallel group of {first.size}: the copies of one expert drift "
+            f"apart unless their gradients are averaged: make a prophet.parallel.ExpertReplicas before attaching",
             stacklevel=2,
         )
     check_equal(layers, config, first)
@@ -616,19 +617,3 @@ def attach(
         engine._hooks.append(optimizer.register_step_pre_hook(engine._before_optimizer))
         engine._hooks.append(optimizer.register_step_post_hook(engine._after_optimizer))
     return engine
-
-
-def _leave_out_of_ddp(model: nn.Module) -> None:
-    """Tell DistributedDataParallel which parameters belong to experts; refuse a model it already wraps."""
-    expert_names = {n for n, p in model.named_parameters() if getattr(p, "prophet_expert", False)}
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        left_out = set(model.parameters_to_ignore)
-        averaged = {n.removeprefix("module.") for n in expert_names} - left_out
-        if averaged:
-            raise ValueError(
-                f"DistributedDataParallel already averages expert gradients over ranks ({min(averaged)}, ...): "
-                f"call prophet.attach(model, optimizer) before wrapping the model"
-            )
-        return
-    known = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    model._ddp_params_and_buffers_to_ignore = sorted(known | expert_names)  # type: ignore[assignment]

@@ -6,7 +6,7 @@ Shape legend: E experts, m experts per rank, D model dim, H hidden dim, P parame
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.kernels.grouped_ffn.naive import ExpertWeights
-from prophet.spec import Activation, LayerShape
+from prophet.spec import GATED, Activation, LayerShape
 
 
 class ReplicaMemoryError(MemoryError):
@@ -24,7 +24,7 @@ class ReplicaMemoryError(MemoryError):
 class ExpertBank(nn.Module):
     """The m experts that live on this rank, as stacked parameters.
 
-    w_in: [m, H, D] (SwiGLU: [m, 2H, D], gate rows first), w_out: [m, D, H], b_in and b_out if `bias`.
+    w_in: [m, H, D] (gated: [m, 2H, D], gate rows first), w_out: [m, D, H], b_in and b_out if `bias`.
     `first_expert` is the global index of the first of them; `total_experts` is E. In a state dict every expert has
     entries of its own, `<name>.<global index>`, so that checkpoints do not depend on the number of ranks.
     """
@@ -49,7 +49,7 @@ class ExpertBank(nn.Module):
         self.first_expert = first_expert
         self.total_experts = experts if total_experts is None else total_experts
         self.activation: Activation = activation
-        rows = hidden if activation == "gelu" else 2 * hidden
+        rows = 2 * hidden if activation in GATED else hidden
         self.w_in = nn.Parameter(torch.empty(experts, rows, dim))
         self.w_out = nn.Parameter(torch.empty(experts, dim, hidden))
         self.b_in = nn.Parameter(torch.empty(experts, rows)) if bias else None
@@ -58,6 +58,37 @@ class ExpertBank(nn.Module):
         self.grad_scale = 1.0 / ep_size
         self._mark()
         self.reset_parameters()
+
+    @classmethod
+    def from_weights(
+        cls,
+        weights: Sequence[ExpertWeights],
+        activation: Activation,
+        *,
+        first_expert: int = 0,
+        total_experts: int | None = None,
+        ep_size: int = 1,
+    ) -> ExpertBank:
+        """A bank of copies of the `weights` of single experts, on their device and of their dtype."""
+        dim, hidden = weights[0].w_out.shape
+        with torch.device("meta"):
+            bank = cls(
+                dim,
+                hidden,
+                len(weights),
+                first_expert=first_expert,
+                total_experts=total_experts,
+                ep_size=ep_size,
+                activation=activation,
+                bias=weights[0].b_in is not None,
+            )
+        for name, p in list(bank.stacked()):
+            value = torch.stack([getattr(w, name).detach() for w in weights])
+            if value.shape != p.shape:
+                raise ValueError(f"{name}: expected {list(p.shape)} for {activation} experts, got {list(value.shape)}")
+            setattr(bank, name, nn.Parameter(value, requires_grad=value.is_floating_point()))
+        bank._mark()
+        return bank
 
     def _mark(self) -> None:
         """Mark the parameters with what DeepSpeed reads: an expert's gradient, and of which group of ranks."""

@@ -57,7 +57,8 @@ class Routing:
     """One rank's routing decisions.
 
     ids: [N, K] expert of every choice. weights: [N, K], zero where dropped. kept: [N, K] booleans, or None where
-    nothing can be dropped. logits, probs: [N, E]. finite: scalar boolean, False if any logit is NaN or infinite.
+    nothing can be dropped. logits, probs: [N, E], or [0, E] where the model's own router keeps them. finite: scalar
+    boolean, False if any logit is NaN or infinite.
     """
 
     ids: Tensor
@@ -66,6 +67,23 @@ class Routing:
     logits: Tensor
     probs: Tensor
     finite: Tensor
+
+    @classmethod
+    def given(cls, ids: Tensor, weights: Tensor, num_experts: int, kept: Tensor | None = None) -> Routing:
+        """Decisions that were made elsewhere: `ids` [N, K] integers and `weights` [N, K]; see the class for `kept`.
+
+        Choices of experts that do not exist count as not finite, so that all ranks hear of them.
+        """
+        if ids.ndim != 2 or ids.shape != weights.shape or (kept is not None and kept.shape != ids.shape):
+            shapes = [list(t.shape) for t in (ids, weights, kept) if t is not None]
+            raise ValueError(f"expected ids, weights (and kept) of one shape [tokens, top_k], got {shapes}")
+        ids = ids.long()
+        exist = ((ids >= 0) & (ids < num_experts)).all()
+        none = weights.new_empty((0, num_experts))
+        if kept is not None:
+            weights = weights * kept
+        finite = torch.isfinite(weights.detach()).all() & exist
+        return cls(ids.clamp(0, num_experts - 1), weights, kept, none, none, finite)
 
     def counts(self) -> Tensor:
         """Choices that are dispatched to each expert, [E] int64."""
@@ -86,20 +104,36 @@ class Routing:
         return (~self.kept).sum()
 
 
-class Gate(nn.Module):
-    """Scores E experts for every token and selects K of them; computed in float32 at least, whatever autocast says."""
+class Router(nn.Module):
+    """Stands for a router that is not part of the layer: it has no parameters and owes no loss."""
 
     bias: Tensor | None
 
-    def __init__(self, dim: int, num_experts: int, top_k: int, config: GateConfig | None = None) -> None:
+    def __init__(self, config: GateConfig | None = None) -> None:
         super().__init__()
+        self.config = config or GateConfig()
+        self.register_buffer("bias", None)
+
+    def losses(self, routing: Routing, counts: Tensor, tokens: int, ranks: int) -> dict[str, Tensor]:
+        """Auxiliary losses of this rank by name; see `Gate.losses`."""
+        return {}
+
+    def update_bias(self, counts: Tensor) -> None:
+        """A step has ended; `counts` [E] choices of all ranks."""
+
+
+class Gate(Router):
+    """Scores E experts for every token and selects K of them; computed in float32 at least, whatever autocast says."""
+
+    def __init__(self, dim: int, num_experts: int, top_k: int, config: GateConfig | None = None) -> None:
+        super().__init__(config)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k must be between 1 and num_experts ({num_experts}), got {top_k}")
-        self.config = config or GateConfig()
         self.num_experts = num_experts
         self.top_k = top_k
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
-        self.register_buffer("bias", torch.zeros(num_experts) if self.config.bias_update_rate > 0 else None)
+        if self.config.bias_update_rate > 0:
+            self.bias = torch.zeros(num_experts)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

@@ -7,7 +7,7 @@ sent, B rows received.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from prophet.comm import DEFAULT_TIMEOUT_S, Collective, Operation, collective_for
 from prophet.dispatch import Route, all_to_all, on_backward
 from prophet.experts import ExpertBank, Replica
-from prophet.gate import Gate, GateConfig, Routing
+from prophet.gate import Gate, GateConfig, Router, Routing
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.split_apply import inverse, send_order
 from prophet.scheduler.actions import WindowKind
 from prophet.scheduler.windows import Stopwatch
-from prophet.spec import Activation, IntArray, Placement, Split, check_experts_per_rank, odd_ones_out
+from prophet.spec import ACTIVATIONS, Activation, IntArray, Placement, Split, check_experts_per_rank, odd_ones_out
 
 HEADER = 7  # integers before the counts: finite, step, tokens, dropped, placement digest, last split digest, stale
 
@@ -177,7 +177,7 @@ class LossBook:
 class MoE(nn.Module):
     """Feed-forward layer of `num_experts` experts, of which every token visits `top_k`.
 
-    dim, hidden: sizes of one expert. activation: "gelu" (w_out·gelu(w_in·x)) or "swiglu". bias: whether experts have
+    dim, hidden: sizes of one expert. activation: a name from `prophet.spec.ACTIVATIONS`. bias: whether experts have
     biases. gate: how tokens are routed. group: the expert-parallel group; None means all processes, or a single rank
     where `torch.distributed` is not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels
     run ("auto": Triton on a GPU, library products elsewhere; "naive": their definitions).
@@ -204,24 +204,32 @@ class MoE(nn.Module):
         super().__init__()
         if dim < 1 or hidden < 1:
             raise ValueError(f"dim and hidden must be positive, got {dim} and {hidden}")
-        if activation not in ("gelu", "swiglu"):
-            raise ValueError(f"activation must be 'gelu' or 'swiglu', got {activation!r}")
-        self.collective = collective_for(group, timeout_s=timeout_s)
-        ranks = self.collective.size
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        collective = collective_for(group, timeout_s=timeout_s)
+        ranks = collective.size
         m = check_experts_per_rank(num_experts, ranks)
-        self.dim, self.hidden, self.num_experts, self.top_k = dim, hidden, num_experts, top_k
-        self.impl: Impl = impl
-        self.gate = Gate(dim, num_experts, top_k, gate)
-        self.experts = ExpertBank(
+        router = Gate(dim, num_experts, top_k, gate)
+        experts = ExpertBank(
             dim,
             hidden,
             m,
-            first_expert=self.collective.rank * m,
+            first_expert=collective.rank * m,
             total_experts=num_experts,
             ep_size=ranks,
             activation=activation,
             bias=bias,
         )
+        self._assemble(router, experts, top_k, collective, impl)
+
+    def _assemble(self, router: Router, experts: ExpertBank, top_k: int, collective: Collective, impl: Impl) -> None:
+        """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
+        self.collective = collective
+        self.dim, self.hidden = experts.dim, experts.hidden
+        self.num_experts, self.top_k = experts.total_experts, top_k
+        self.impl: Impl = impl
+        self.gate = router
+        self.experts = experts
         self.stats: LayerStats | None = None
         self._port: Port = plain_port(self)
         self._book: LossBook | None = None
@@ -247,6 +255,10 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x` [..., D]; returns the same shape. Collective over the group's ranks."""
+        return self._apply_experts(x, self.gate)
+
+    def _apply_experts(self, x: Tensor, decide: Callable[[Tensor], Routing]) -> Tensor:
+        """The layer on `x` [..., D], where `decide` says for tokens [N, D] which experts they visit."""
         if x.shape[-1] != self.dim:
             raise ValueError(f"{self.label} has dim {self.dim}, got input of shape {list(x.shape)}")
         tokens = x.reshape(-1, self.dim)
@@ -263,7 +275,7 @@ class MoE(nn.Module):
         tokens = self._edge(tokens, "BNEC_ENDED")
 
         before = time.perf_counter()
-        routing = self.gate(tokens)
+        routing = decide(tokens)
         watch.add("gate", time.perf_counter() - before)
         known = self._agree(routing, tokens.shape[0], training)
         before = time.perf_counter()
@@ -340,8 +352,8 @@ class MoE(nn.Module):
         broken = np.flatnonzero(header[:, 0] == 0).tolist()
         if broken:
             raise RoutingError(
-                f"{self.label}, step {step}: the gate's scores are NaN or infinite on rank(s) {broken}; "
-                f"expected finite scores"
+                f"{self.label}, step {step}: the gate's scores are NaN or infinite on rank(s) {broken}, "
+                f"or a router of the model's own chose experts that do not exist; expected finite scores"
             )
         for column, what in ((1, "step"), (4, "placement"), (5, "previous split")):
             differ = odd_ones_out(header[:, column])

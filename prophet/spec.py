@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,9 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 
-Activation = Literal["gelu", "swiglu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "swiglu_clamped"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+GATED: tuple[Activation, ...] = ("swiglu", "swiglu_clamped")  # three matrices instead of two
 
 
 class SpecError(ValueError):
@@ -168,13 +170,13 @@ class LayerShape:
     def __post_init__(self) -> None:
         for name in ("dim", "hidden", "param_bytes", "grad_bytes", "token_element_bytes"):
             _positive(f"LayerShape.{name}", getattr(self, name))
-        if self.activation not in ("gelu", "swiglu"):
-            raise SpecError(f"LayerShape.activation must be 'gelu' or 'swiglu', got {self.activation!r}")
+        if self.activation not in ACTIVATIONS:
+            raise SpecError(f"LayerShape.activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
 
     @property
     def matrices(self) -> int:
-        """Matrix products per token: 2 for the GELU MLP, 3 for SwiGLU."""
-        return 2 if self.activation == "gelu" else 3
+        """Matrix products per token: 2 for a plain MLP, 3 where it is gated."""
+        return 3 if self.activation in GATED else 2
 
     @property
     def expert_params(self) -> int:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
 from prophet.kernels.grouped_ffn.blocked import tiles
+from prophet.kernels.grouped_ffn.naive import GATED, Activation, activate
 
-Activation = Literal["gelu", "swiglu"]
 D, H = 5, 7
 
 
 def expert(*lead: int, act: Activation, bias: bool, dtype: torch.dtype, seed: int) -> ExpertWeights:
     g = torch.Generator().manual_seed(seed)
-    u = 2 * H if act == "swiglu" else H
+    u = 2 * H if act in GATED else H
     shapes = [(u, D), (D, H)] + ([(u,), (D,)] if bias else [])
     made = [torch.randn(*lead, *s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
     return ExpertWeights(*made)
@@ -44,7 +44,8 @@ def grads(y: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 SIZES = [[2, 0, 3, 1, 0], [0, 0, 0, 0, 0], [0, 9, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 4]]
-CASES = [("gelu", True), ("gelu", False), ("swiglu", True), ("swiglu", False)]
+CASES: list[tuple[Activation, bool]] = [("gelu", True), ("gelu", False), ("swiglu", True), ("swiglu", False)]
+CASES += [("gelu_tanh", True), ("relu", False), ("swiglu_clamped", True), ("swiglu_clamped", False)]
 
 
 @pytest.mark.parametrize(("act", "bias"), CASES)
@@ -72,6 +73,32 @@ def test_agrees_with_the_definition(sizes: list[int], act: Activation, bias: boo
     torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
     for got, want in zip(grads(y, inputs), grads(wanted, inputs), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_the_clamp_holds_in_both_directions() -> None:
+    home, replicas = build("swiglu_clamped", True)
+    far = (rows(6) * 20).detach().requires_grad_()
+    inputs = [far, *flat(home, replicas)]
+    y, wanted = (
+        grouped_ffn(far, [2, 0, 3, 1, 0], home, "swiglu_clamped", replicas=replicas, impl=impl)
+        for impl in ("torch", "naive")
+    )
+    torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
+    for got, want in zip(grads(y, inputs), grads(wanted, inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    edges = torch.tensor([[7.0, 8.0, -9.0, 7.0, 8.0, -9.0]]).requires_grad_()
+    activate(edges, "swiglu_clamped").sum().backward()
+    assert edges.grad is not None
+    assert (edges.grad != 0).tolist() == [[True, False, True, True, False, False]]
+
+
+def test_triton_has_two_activations_and_says_so() -> None:
+    from prophet.kernels.grouped_ffn.op import _serving
+
+    assert _serving("triton", "auto", "swiglu") == "triton"
+    assert _serving("triton", "auto", "relu") == "torch"
+    with pytest.raises(ValueError, match="activations 'gelu' and 'swiglu', got 'relu'"):
+        _serving("triton", "triton", "relu")
 
 
 @pytest.mark.parametrize("impl", ["torch", "naive"])
@@ -220,7 +247,7 @@ def test_the_result_depends_on_everything_even_when_no_row_arrives() -> None:
         ({"sizes": [2, 0, 3, 2, -1]}, "groups"),
         ({"sizes": torch.tensor([2, 0, 3, 1, 1])}, "7 in all, do not match 6 rows"),
         ({"sizes": torch.tensor([2.0, 0, 3, 1, 0])}, "int64"),
-        ({"activation": "relu"}, "'gelu' or 'swiglu', got 'relu'"),
+        ({"activation": "tanh"}, "one of gelu, .*, got 'tanh'"),
         ({"impl": "cuda"}, "impl must be"),
         ({"x": torch.zeros(6, D + 1, dtype=torch.float64)}, "experts of dim 5"),
         ({"replicas": build("gelu", False)[1]}, "both biases or none"),

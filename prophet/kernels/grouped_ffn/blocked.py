@@ -4,7 +4,7 @@ Rows are visited in tiles of consecutive rows. A tile holds many small groups or
 work is done in one call for all its groups, on scratch that is reused and stays in cache, and each group costs one
 matrix product per weight, straight into its slice of the result. Nothing is padded, stacked or copied.
 
-Shape legend: T rows of all groups, G groups, D model dim, H hidden dim, U rows of w_in (H, or 2H for SwiGLU).
+Shape legend: T rows of all groups, G groups, D model dim, H hidden dim, U rows of w_in (H, or 2H where gated).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prophet.kernels.grouped_ffn.naive import ExpertWeights
+from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_SLOPE, GATED, Activation, ExpertWeights
 
 SCRATCH_BYTES = 8 << 20  # per scratch buffer; past the caches larger tiles gain nothing
 
@@ -64,27 +64,50 @@ def _tile_plan(sizes: Sequence[int], hidden: int, dtype: torch.dtype) -> tuple[l
     return plan, max((tile[-1].stop - tile[0].start for tile in plan), default=0)
 
 
-def _act(hidden: Tensor, swiglu: bool, out: Tensor) -> Tensor:
+def _act(hidden: Tensor, activation: Activation, out: Tensor) -> Tensor:
     """Activation of pre-activations `hidden` [n, U] into `out` [n, H]."""
-    if not swiglu:
-        torch.ops.aten.gelu.out(hidden, out=out)
+    if activation == "relu":
+        return torch.clamp(hidden, min=0, out=out)
+    if activation not in GATED:
+        torch.ops.aten.gelu.out(hidden, approximate=_GELU[activation], out=out)
         return out
     gate, up = hidden.chunk(2, dim=1)
-    torch.ops.aten.silu.out(gate, out=out)
-    return out.mul_(up)
+    if activation == "swiglu":
+        torch.ops.aten.silu.out(gate, out=out)
+        return out.mul_(up)
+    gate = gate.clamp(max=CLAMP_LIMIT)
+    torch.sigmoid(gate * CLAMP_SLOPE, out=out)
+    return out.mul_(gate).mul_(up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1))
 
 
-def _act_backward(hidden: Tensor, d_act: Tensor, swiglu: bool, act: Tensor, d_hidden: Tensor) -> None:
+_GELU: dict[str, str] = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _act_backward(hidden: Tensor, d_act: Tensor, activation: Activation, act: Tensor, d_hidden: Tensor) -> None:
     """From `hidden` [n, U] and the activation's gradient `d_act` [n, H]: the activation and the gradient of `hidden`.
 
-    Writes `act` [n, H] and `d_hidden` [n, U]; overwrites `d_act`, which is `d_hidden` itself for GELU.
+    Writes `act` [n, H] and `d_hidden` [n, U]; overwrites `d_act`, which is `d_hidden` itself where nothing is gated.
     """
-    if not swiglu:
-        torch.ops.aten.gelu.out(hidden, out=act)
-        torch.ops.aten.gelu_backward.grad_input(d_act, hidden, approximate="none", grad_input=d_hidden)
+    if activation not in GATED:
+        _act(hidden, activation, act)
+        if activation == "relu":
+            torch.mul(d_act, hidden > 0, out=d_hidden)
+        else:
+            torch.ops.aten.gelu_backward.grad_input(d_act, hidden, approximate=_GELU[activation], grad_input=d_hidden)
         return
     gate, up = hidden.chunk(2, dim=1)
     d_gate, d_up = d_hidden.chunk(2, dim=1)
+    if activation == "swiglu_clamped":
+        clamped = gate.clamp(max=CLAMP_LIMIT)
+        sigmoid = torch.sigmoid(clamped * CLAMP_SLOPE)
+        shifted = up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1)
+        torch.mul(clamped, sigmoid, out=act)
+        # a clamp passes the gradient at its bound and nothing beyond it
+        torch.mul(act * (up.abs() <= CLAMP_LIMIT), d_act, out=d_up)
+        slope = sigmoid * (1 + CLAMP_SLOPE * clamped * (1 - sigmoid)) * (gate <= CLAMP_LIMIT)
+        torch.mul(slope.mul_(shifted), d_act, out=d_gate)
+        act.mul_(shifted)
+        return
     torch.ops.aten.silu.out(gate, out=act)
     torch.mul(act, d_act, out=d_up)
     act.mul_(up)
@@ -123,12 +146,12 @@ def _add_sum(out: Tensor, rows: Tensor, scale: float, fresh: bool) -> None:
 
 
 def forward(
-    x: Tensor, sizes: Sequence[int], weights: Sequence[ExpertWeights], swiglu: bool, *, keep: bool
+    x: Tensor, sizes: Sequence[int], weights: Sequence[ExpertWeights], activation: Activation, *, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """Outputs [T, D] and, if `keep`, pre-activations [T, U] for the backward pass (else an empty tensor)."""
     first = weights[0]
     units = first.w_in.shape[0]
-    width = units // 2 if swiglu else units
+    width = units // 2 if activation in GATED else units
     y = x.new_empty((x.shape[0], first.w_out.shape[0]))
     plan, most = _tile_plan(sizes, width, x.dtype)
     kept = x.new_empty((x.shape[0], units) if keep else (0, units))
@@ -140,7 +163,7 @@ def forward(
         for group, start, stop, _ in tile:
             w = weights[group]
             _project(x[start:stop], w.w_in, w.b_in, hidden[start - base : stop - base])
-        act = _act(hidden, swiglu, act_scratch[: end - base])
+        act = _act(hidden, activation, act_scratch[: end - base])
         for group, start, stop, _ in tile:
             w = weights[group]
             _project(act[start - base : stop - base], w.w_out, w.b_out, y[start:stop])
@@ -175,7 +198,7 @@ def backward(
     sizes: Sequence[int],
     weights: Sequence[ExpertWeights],
     targets: Sequence[GradTarget],
-    swiglu: bool,
+    activation: Activation,
     *,
     d_x: Tensor | None,
 ) -> None:
@@ -184,11 +207,11 @@ def backward(
     kept: pre-activations [T, U] from `forward`, or an empty tensor: they are then computed again.
     """
     units = weights[0].w_in.shape[0]
-    width = units // 2 if swiglu else units
+    width = units // 2 if activation in GATED else units
     plan, most = _tile_plan(sizes, width, x.dtype)
     recompute = kept.shape[0] != x.shape[0]
     d_act_all, act_all = x.new_empty((most, width)), x.new_empty((most, width))
-    d_hidden_all = x.new_empty((most, units)) if swiglu else d_act_all
+    d_hidden_all = x.new_empty((most, units)) if activation in GATED else d_act_all
     again = x.new_empty((most, units)) if recompute else kept
     for size, target in zip(sizes, targets, strict=True):
         if size == 0:
@@ -203,7 +226,7 @@ def backward(
             if recompute:
                 _project(x[start:stop], w.w_in, w.b_in, hidden[a:b])
             torch.mm(d_y[start:stop], w.w_out.to(x.dtype), out=d_act[a:b])
-        _act_backward(hidden, d_act, swiglu, act, d_hidden)
+        _act_backward(hidden, d_act, activation, act, d_hidden)
         for group, start, stop, first in tile:
             a, b = start - base, stop - base
             rows, d_rows, d_h = x[start:stop], d_y[start:stop], d_hidden[a:b]

@@ -1,13 +1,13 @@
 """The grouped feed-forward network as one differentiable operator over home experts and replicas.
 
 Shape legend: T rows of all groups, G groups = m home experts then n replicas, D model dim, H hidden dim, U rows of w_in
-(H, or 2H for SwiGLU).
+(H, or 2H where gated).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -15,14 +15,14 @@ from torch import Tensor
 from prophet.kernels.choice import Impl, choose
 from prophet.kernels.grouped_ffn import blocked, naive
 from prophet.kernels.grouped_ffn.blocked import GradTarget
-from prophet.kernels.grouped_ffn.naive import ExpertWeights
+from prophet.kernels.grouped_ffn.naive import ACTIVATIONS, GATED, Activation, ExpertWeights
 
 
 def grouped_ffn(
     x: Tensor,
     sizes: Sequence[int] | Tensor,
     home: ExpertWeights,
-    activation: Literal["gelu", "swiglu"],
+    activation: Activation,
     *,
     replicas: Sequence[ExpertWeights] = (),
     home_grads: ExpertWeights | None = None,
@@ -38,7 +38,8 @@ def grouped_ffn(
     as an int64 tensor on the device of `x`, which a compiled graph needs to stay valid while the counts change.
     grad_scale: factor on the gradients of the home parameters. home_grads, replica_grads: buffers shaped like the
     parameters to which the backward pass adds in place, instead of returning those gradients; they may have a dtype of
-    their own. recompute: keep `x` only, and compute the pre-activations again in the backward pass.
+    their own. activation: see `naive.activate`; Triton serves "gelu" and "swiglu", "auto" takes library calls for the
+    others. recompute: keep `x` only, and compute the pre-activations again in the backward pass.
 
     Parameters may be wider than `x`: products run in the dtype of `x` (under autocast: in autocast's). The result
     depends on `x` and all parameters even where every group is empty. Differentiable once; `impl="naive"` as often as
@@ -47,7 +48,7 @@ def grouped_ffn(
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     _check(x, sizes, home, replicas, activation)
-    chosen = choose(impl, x)
+    chosen = _serving(choose(impl, x), impl, activation)
     if chosen == "naive":
         return _naive(x, sizes, home, activation, replicas, home_grads, replica_grads, grad_scale)
     if not isinstance(sizes, Tensor):
@@ -63,12 +64,23 @@ def grouped_ffn(
         flat_replicas,
         _buffers(flat_home, [] if home_grads is None else [home_grads], "home_grads"),
         _buffers(flat_replicas, replica_grads, "replica_grads"),
-        activation == "swiglu",
+        activation,
         grad_scale,
         wants_grad and not recompute,
         chosen,
     )[0]
     return y
+
+
+def _serving(
+    chosen: Literal["naive", "torch", "triton"], impl: Impl, activation: Activation
+) -> Literal["naive", "torch", "triton"]:
+    """The implementation to run: Triton knows two activations."""
+    if chosen != "triton" or activation in ("gelu", "swiglu"):
+        return chosen
+    if impl == "triton":
+        raise ValueError(f"impl='triton' has the activations 'gelu' and 'swiglu', got {activation!r}")
+    return "torch"
 
 
 def _check(
@@ -78,15 +90,15 @@ def _check(
     replicas: Sequence[ExpertWeights],
     activation: str,
 ) -> None:
-    if activation not in ("gelu", "swiglu"):
-        raise ValueError(f"activation must be 'gelu' or 'swiglu', got {activation!r}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if x.ndim != 2 or home.w_in.ndim != 3 or home.w_out.ndim != 3:
         raise ValueError(
             f"expected x [T, D], w_in [m, U, D] and w_out [m, D, H], got shapes {list(x.shape)}, "
             f"{list(home.w_in.shape)} and {list(home.w_out.shape)}"
         )
     m, units, dim = home.w_in.shape
-    hidden = units if activation == "gelu" else units // 2
+    hidden = units // 2 if activation in GATED else units
     expected = ExpertWeights((m, units, dim), (m, dim, hidden), (m, units), (m, dim))  # type: ignore[arg-type]
     biased = home.b_in is not None
     for name, shape, *parts in zip(ExpertWeights._fields, expected, home, *replicas, strict=True):
@@ -152,7 +164,7 @@ def _naive(
     x: Tensor,
     sizes: Sequence[int] | Tensor,
     home: ExpertWeights,
-    activation: Literal["gelu", "swiglu"],
+    activation: Activation,
     replicas: Sequence[ExpertWeights],
     home_grads: ExpertWeights | None,
     replica_grads: Sequence[ExpertWeights],
@@ -222,7 +234,7 @@ def _forward_op(
     replicas: list[Tensor],
     home_grads: list[Tensor],
     replica_grads: list[Tensor],
-    swiglu: bool,
+    activation: str,
     grad_scale: float,
     keep: bool,
     impl: str,
@@ -231,8 +243,9 @@ def _forward_op(
     if impl == "triton":
         import prophet.kernels.grouped_ffn.kernel as triton_path
 
-        return triton_path.forward(x, sizes, home, replicas, swiglu, keep=keep)
-    return blocked.forward(x.contiguous(), _host(sizes, x.shape[0]), _experts(home, replicas), swiglu, keep=keep)
+        return triton_path.forward(x, sizes, home, replicas, activation == "swiglu", keep=keep)
+    act = cast("Activation", activation)  # operators take plain strings
+    return blocked.forward(x.contiguous(), _host(sizes, x.shape[0]), _experts(home, replicas), act, keep=keep)
 
 
 @_forward_op.register_fake
@@ -243,7 +256,7 @@ def _(
     replicas: list[Tensor],
     home_grads: list[Tensor],
     replica_grads: list[Tensor],
-    swiglu: bool,
+    activation: str,
     grad_scale: float,
     keep: bool,
     impl: str,
@@ -264,7 +277,7 @@ def _backward_op(
     d_replicas: list[Tensor],
     fresh_home: bool,
     fresh_replicas: bool,
-    swiglu: bool,
+    activation: str,
     grad_scale: float,
     impl: str,
 ) -> None:
@@ -280,10 +293,11 @@ def _backward_op(
     if impl == "triton":
         import prophet.kernels.grouped_ffn.kernel as triton_path
 
-        triton_path.backward(d_y, x, kept, sizes, home, replicas, targets, swiglu, d_x=into)
+        triton_path.backward(d_y, x, kept, sizes, home, replicas, targets, activation == "swiglu", d_x=into)
         return
     hosted, experts = _host(sizes, x.shape[0]), _experts(home, replicas)
-    blocked.backward(d_y.contiguous(), x.contiguous(), kept, hosted, experts, targets, swiglu, d_x=into)
+    act = cast("Activation", activation)
+    blocked.backward(d_y.contiguous(), x.contiguous(), kept, hosted, experts, targets, act, d_x=into)
 
 
 @_backward_op.register_fake
@@ -299,25 +313,25 @@ def _(
     d_replicas: list[Tensor],
     fresh_home: bool,
     fresh_replicas: bool,
-    swiglu: bool,
+    activation: str,
     grad_scale: float,
     impl: str,
 ) -> None: ...
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, sizes, home, replicas, home_grads, replica_grads, swiglu, grad_scale, keep, impl = inputs
+    x, sizes, home, replicas, home_grads, replica_grads, activation, grad_scale, keep, impl = inputs
     ctx.set_materialize_grads(False)
     kept = output[1] if keep else x.new_empty((0, home[0].shape[1]))
     ctx.save_for_backward(x, kept, sizes, *home, *replicas)
     # not saved as inputs: other passes may add to these buffers before this one does
     ctx.buffers = home_grads, replica_grads
-    ctx.plain = len(home), swiglu, grad_scale, impl
+    ctx.plain = len(home), activation, grad_scale, impl
 
 
 def _backward(ctx: Any, d_y: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     x, kept, sizes, *params = ctx.saved_tensors
-    step, swiglu, grad_scale, impl = ctx.plain
+    step, activation, grad_scale, impl = ctx.plain
     home_grads, replica_grads = ctx.buffers
     home, replicas = params[:step], params[step:]
     needs = ctx.needs_input_grad
@@ -328,7 +342,7 @@ def _backward(ctx: Any, d_y: Tensor | None, _: Tensor | None) -> tuple[Any, ...]
     d_home = _destinations(home, needs[2], home_grads)
     d_replicas = _destinations(replicas, needs[3], replica_grads)
     fresh = not home_grads, not replica_grads
-    _backward_op(d_y, x, kept, sizes, home, replicas, d_x, d_home, d_replicas, *fresh, swiglu, grad_scale, impl)
+    _backward_op(d_y, x, kept, sizes, home, replicas, d_x, d_home, d_replicas, *fresh, activation, grad_scale, impl)
 
     def returned(grads: list[Tensor], needed: Sequence[bool], fresh: bool) -> list[Tensor | None]:
         return [g if n and fresh else None for g, n in zip(grads, needed, strict=True)]

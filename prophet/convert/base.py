@@ -1,0 +1,173 @@
+"""What the conversion knows about a Mixture-of-Experts block that somebody else wrote, and how it is told.
+
+An `Adapter` reads one kind of block. It says which blocks it knows, describes their experts, and translates an expert's
+parameters to the library's layout and back. The block itself stays: its router, shared experts, jitter and losses go on
+as they are, only the module that holds the experts is replaced (and methods of the block where those have the experts'
+loop written into them).
+
+Shape legend: N tokens, K top-k, E experts, D model dim, H hidden dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.kernels.grouped_ffn import ExpertWeights
+from prophet.spec import GATED, Activation
+
+
+class ConversionError(ValueError):
+    """A model cannot be converted, or not without changing what it computes; the message names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class FfnNames:
+    """Where a feed-forward module keeps its parameters, as names relative to it.
+
+    w_in: one name, or two for a gated module, the gate's first. Biases are None where the module has none.
+    """
+
+    w_in: tuple[str, ...]
+    w_out: str
+    b_in: tuple[str, ...] | None = None
+    b_out: str | None = None
+
+    def all(self) -> tuple[str, ...]:
+        """Every name."""
+        return (*self.w_in, *(self.b_in or ()), self.w_out, *(() if self.b_out is None else (self.b_out,)))
+
+    def unpack(self, state: Mapping[str, Tensor], prefix: str) -> ExpertWeights:
+        """The parameters under `prefix`, in the library's layout."""
+
+        def joined(names: tuple[str, ...]) -> Tensor:
+            parts = [state[prefix + name] for name in names]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        return ExpertWeights(
+            joined(self.w_in),
+            state[prefix + self.w_out],
+            None if self.b_in is None else joined(self.b_in),
+            None if self.b_out is None else state[prefix + self.b_out],
+        )
+
+    def pack(self, weights: ExpertWeights, prefix: str) -> dict[str, Tensor]:
+        """The inverse of `unpack`."""
+        found = dict(zip((prefix + n for n in self.w_in), weights.w_in.chunk(len(self.w_in)), strict=True))
+        found[prefix + self.w_out] = weights.w_out
+        if self.b_in is not None and weights.b_in is not None:
+            found |= dict(zip((prefix + n for n in self.b_in), weights.b_in.chunk(len(self.b_in)), strict=True))
+        if self.b_out is not None and weights.b_out is not None:
+            found[prefix + self.b_out] = weights.b_out
+        return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertsSpec:
+    """The experts of one block.
+
+    num_experts: E. held: how many of them the module has here: all, or this rank's share of them where the model was
+    built expert-parallel. form: "stacked" (one parameter for all experts) or "modules" (one module per expert).
+    router: how the router is called in reports. names: of an expert's parameters, for the form "modules".
+    """
+
+    num_experts: int
+    held: int
+    top_k: int
+    dim: int
+    hidden: int
+    activation: Activation
+    bias: bool
+    form: str
+    router: str
+    names: FfnNames | None = None
+
+    @property
+    def units(self) -> int:
+        """Rows of w_in: H, or 2H where the activation is gated."""
+        return 2 * self.hidden if self.activation in GATED else self.hidden
+
+    def signature(self) -> str:
+        """What must be equal on all ranks, as text."""
+        return (
+            f"{self.num_experts} experts, top-{self.top_k}, dim {self.dim}, hidden {self.hidden}, {self.activation}, "
+            f"bias {self.bias}, {self.form}"
+        )
+
+
+class Adapter(ABC):
+    """Reads one kind of block. `family` names it; `experts_name` is the block's attribute that holds the experts."""
+
+    family: str
+    experts_name: str = "experts"
+
+    @abstractmethod
+    def matches(self, block: nn.Module) -> bool:
+        """Whether this is such a block. Must be cheap, and must not import the framework that defines it."""
+
+    @abstractmethod
+    def describe(self, block: nn.Module) -> ExpertsSpec:
+        """The block's experts. Raises `ConversionError` for whatever would not be kept, naming the field."""
+
+    @abstractmethod
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        """Expert number `expert` of those held, from the parameters of the experts' module by name.
+
+        Pure movement of numbers: views, slices, concatenations, permutations.
+        """
+
+    @abstractmethod
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        """The inverse: the parameters of the experts' module, from all experts that it holds, in order."""
+
+    def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
+        """Methods that replace the block's own, by name, because those call the experts one by one.
+
+        They are called with the block as first argument, and reach the new experts as
+        `block.experts(tokens, ids, weights)` (or whatever `experts_name` is): tokens [N, D], ids and weights [N, K].
+        """
+        return {}
+
+    def call(self, block: nn.Module, x: Tensor) -> Any:
+        """Run the block on `x` [1, N, D], to compare it before and after."""
+        return block(x)
+
+
+def class_named(module: nn.Module, names: Sequence[str], package: str) -> bool:
+    """Whether `module` is of a class of one of these names, defined in `package`; a subclass will do."""
+    return any(
+        c.__name__ in names and (c.__module__ == package or c.__module__.startswith(package + "."))
+        for c in type(module).__mro__
+    )
+
+
+def child(block: nn.Module, name: str) -> nn.Module:
+    """A module's child, or `ConversionError`."""
+    found = getattr(block, name, None)
+    if not isinstance(found, nn.Module):
+        raise ConversionError(f"{type(block).__name__}.{name}: expected a module, got {type(found).__name__}")
+    return found
+
+
+def integer(module: nn.Module, name: str) -> int:
+    """A module's positive integer attribute, or `ConversionError`."""
+    value = getattr(module, name, None)
+    if not isinstance(value, int) or value < 1:
+        raise ConversionError(f"{type(module).__name__}.{name}: expected a positive integer, got {value!r}")
+    return value
+
+
+def check_shapes(experts: nn.Module, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `ConversionError` unless the experts' module has exactly these parameters, of these shapes."""
+    found = {name: tuple(p.shape) for name, p in experts.named_parameters()}
+    who = type(experts).__name__
+    if set(found) != set(wanted):
+        raise ConversionError(f"{who}: expected the parameters {sorted(wanted)}, got {sorted(found)}")
+    for name, shape in wanted.items():
+        if found[name] != shape:
+            raise ConversionError(f"{who}.{name}: expected shape {list(shape)}, got {list(found[name])}")

@@ -1,0 +1,144 @@
+"""What must hold before a model is converted; everything is checked before anything is changed."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from prophet.comm import Collective, Operation
+from prophet.convert.base import Adapter, ConversionError, ExpertsSpec, child
+from prophet.spec import check_experts_per_rank, odd_ones_out
+
+SAMPLE = 64  # numbers of an expert that are compared over ranks
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise `ConversionError` for a model that is wrapped already, or that is converted already."""
+    from prophet.convert.routed import converted
+
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConversionError("the model is wrapped in DistributedDataParallel: convert it first, wrap it afterwards")
+    already = [name for name, *_ in converted(model)]
+    if already:
+        raise ConversionError(f"{already[0]} has been converted already; prophet.revert(model) first")
+
+
+def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) -> ExpertsSpec:
+    """The block's description. Raises `ConversionError` for what cannot be converted on `ranks` ranks."""
+    try:
+        check_experts(child(block, adapter.experts_name))
+        spec = adapter.describe(block)
+        check_experts_per_rank(spec.num_experts, ranks)
+        if spec.held not in (spec.num_experts, spec.num_experts // ranks):
+            raise ConversionError(
+                f"this rank holds {spec.held} of {spec.num_experts} experts, so the model was built for "
+                f"{spec.num_experts // spec.held} expert-parallel ranks; the group has {ranks}"
+            )
+    except ValueError as error:
+        raise ConversionError(f"{name} ({adapter.family}): {error}") from error
+    return spec
+
+
+def check_experts(experts: nn.Module) -> None:
+    """Raise `ConversionError` for experts whose parameters cannot be moved without losing something."""
+    params = dict(experts.named_parameters(remove_duplicate=False))
+    for name, p in params.items():
+        if p.is_meta:
+            raise ConversionError(f"{name} is on the meta device: load the parameters before converting")
+        if not p.is_floating_point() or p.is_sparse:
+            raise ConversionError(f"{name} has dtype {p.dtype}: quantised or sparse experts cannot be trained")
+        if type(p.data) is not torch.Tensor:
+            raise ConversionError(f"{name} is a {type(p.data).__name__}: convert before sharding or quantising")
+        if p.grad is not None:
+            raise ConversionError(f"{name} holds a gradient, which would be lost: optimizer.zero_grad() first")
+    for what, found in (
+        ("dtypes", {str(p.dtype) for p in params.values()}),
+        ("devices", {str(p.device) for p in params.values()}),
+    ):
+        if len(found) > 1:
+            raise ConversionError(f"experts of several {what}: {', '.join(sorted(found))}; expected one")
+    if len({p.requires_grad for p in params.values()}) > 1:
+        frozen = sorted(name for name, p in params.items() if not p.requires_grad)
+        raise ConversionError(
+            f"some of the experts' parameters are frozen and some are not ({frozen[0]} is): expected all or none"
+        )
+    buffers = [name for name, _ in experts.named_buffers()]
+    if buffers:
+        raise ConversionError(f"the experts have buffers, which have no place in the layer: {', '.join(buffers)}")
+    for name, module in experts.named_modules():
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        if any(hooks) or "forward" in vars(module):
+            who = f"experts.{name}" if name else "the experts' module"
+            raise ConversionError(f"{who} has hooks or a forward of its own, which would not run any more")
+
+
+def check_not_shared(model: nn.Module, experts: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise `ConversionError` where a parameter of an expert has another place in the model."""
+    homes: dict[int, str] = {}
+    mine = {id(p) for _, module in experts for p in module.parameters()}
+    for name, module in model.named_modules():
+        for part, p in module._parameters.items():
+            if p is None or id(p) not in mine:
+                continue
+            here = f"{name}.{part}" if name else part
+            if id(p) in homes:
+                raise ConversionError(f"{here} and {homes[id(p)]} are one parameter: tied experts cannot be converted")
+            homes[id(p)] = here
+
+
+def check_no_optimizer(params: Iterable[nn.Parameter]) -> None:
+    """Raise `ConversionError` where a living optimizer holds one of `params`: it would go on with dead parameters."""
+    wanted = {id(p) for p in params}
+
+    def holders() -> list[torch.optim.Optimizer]:
+        return [
+            o
+            for o in gc.get_objects()
+            if issubclass(type(o), torch.optim.Optimizer)
+            and any(id(p) in wanted for group in getattr(o, "param_groups", ()) for p in group["params"])
+        ]
+
+    if holders():
+        gc.collect()  # one that is merely waiting to be collected does no harm
+        found = holders()
+        if found:
+            raise ConversionError(
+                f"{type(found[0]).__name__} was built before the conversion and would go on with the old experts: "
+                f"convert first, then build the optimizer"
+            )
+
+
+def fingerprint(found: Sequence[tuple[str, ExpertsSpec, nn.Module]]) -> tuple[int, int]:
+    """56-bit digests of the blocks' descriptions, and of a sample of every experts' module that is whole."""
+    what = hashlib.blake2b(digest_size=7)
+    values = hashlib.blake2b(digest_size=7)
+    for name, spec, experts in found:
+        what.update(f"{name}: {spec.signature()}; ".encode())
+        if spec.held == spec.num_experts:
+            for p in experts.parameters():
+                # only the sample leaves the device
+                sample = p.detach().reshape(-1)[-SAMPLE:].to("cpu", torch.float64)
+                values.update(sample.numpy().tobytes())
+    return int.from_bytes(what.digest(), "little"), int.from_bytes(values.digest(), "little")
+
+
+def agree(collective: Collective, device: torch.device, error: Exception | None, digests: tuple[int, int]) -> None:
+    """Raise this rank's `error`; else say which ranks have one, or differ in what they convert. Collective."""
+    row = torch.tensor([int(error is not None), *digests], dtype=torch.int64, device=device)
+    table = collective.all_gather(row, op=Operation("comparison of models to convert")).cpu().numpy()
+    if error is not None:
+        raise error
+    failed = table[:, 0].nonzero()[0].tolist()
+    if failed:
+        raise ConversionError(f"nothing was converted because of errors on rank(s) {failed}; theirs say why")
+    for column, what, advice in (
+        (1, "the MoE blocks", "all ranks must build the same model"),
+        (2, "the experts' parameters", "seed all ranks alike, or load the same checkpoint"),
+    ):
+        differ = odd_ones_out(table[:, column])
+        if differ:
+            raise ConversionError(f"{what} of rank(s) {differ} differ from the other ranks': {advice}")

@@ -1,0 +1,75 @@
+"""`deepspeed.moe.layer.MoE`: its gate keeps routing, with its capacity, noise, random token selection and loss.
+
+What is converted is the `MOELayer` inside, so residual MoE and the returned triple (output, loss, counts) stay.
+Nothing of deepspeed is imported.
+
+Shape legend: N tokens, K top-k, E experts, D model dim.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from prophet.convert.base import Adapter, ConversionError, ExpertsSpec, child, class_named, integer
+from prophet.convert.huggingface import modules_spec, pack_modules
+from prophet.kernels.grouped_ffn import ExpertWeights
+
+PREFIX = "deepspeed_experts."
+
+
+class DeepSpeedMoE(Adapter):
+    """DeepSpeed's layer, with experts that are plain feed-forward modules."""
+
+    family = "DeepSpeed"
+
+    def matches(self, block: nn.Module) -> bool:
+        return class_named(block, ("MOELayer",), "deepspeed.moe.sharded_moe")
+
+    def describe(self, block: nn.Module) -> ExpertsSpec:
+        gate: Any = child(block, "gate")
+        if getattr(block, "use_tutel", False):
+            raise ConversionError("use_tutel: Tutel's dispatch is not kept, build the layer with use_tutel=False")
+        if "sparse_routes" not in inspect.signature(gate.forward).parameters:
+            raise ConversionError("this release's TopKGate does not give its routes; deepspeed 0.19 does")
+        groups = getattr(sys.modules.get(type(block).__module__), "groups", None)
+        if getattr(groups, "mpu", None) is not None:
+            raise ConversionError("mpu: tensor parallelism of the experts or around them is not kept")
+        experts = child(child(block, "experts"), PREFIX.rstrip("."))
+        if not isinstance(experts, nn.ModuleList):
+            raise ConversionError(f"deepspeed_experts: expected a ModuleList, got {type(experts).__name__}")
+        total = len(experts) * integer(block, "ep_size")
+        return modules_spec(experts, num_experts=total, top_k=integer(gate, "k"), router=type(gate).__name__)
+
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        if spec.names is None:
+            raise ValueError("DeepSpeed's experts are modules")
+        return spec.names.unpack(state, f"{PREFIX}{expert}.")
+
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        return pack_modules(spec, experts, PREFIX)
+
+    def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
+        return {"forward": _forward}
+
+    def call(self, block: nn.Module, x: Tensor) -> Any:
+        return block(x, None)
+
+
+def _forward(block: Any, x: Tensor, used_token: Tensor | None = None, **_: Any) -> Tensor:
+    """The forward of `MOELayer` on `x` [..., D]; sets `l_aux` and `exp_counts` as the original does."""
+    tokens = x.reshape(-1, x.shape[-1])
+    block.l_aux, _, _, ids, _, weights, block.exp_counts = block.gate(tokens, used_token, True)
+    ids = ids.t()  # [K, N] with -1 where a token found no room
+    kept = ids >= 0
+    y: Tensor = block.experts(tokens, ids.clamp(min=0), weights.t().contiguous(), kept)
+    return y.reshape(x.shape)
+
+
+def adapters() -> tuple[Adapter, ...]:
+    """The adapter for DeepSpeed."""
+    return (DeepSpeedMoE(),)

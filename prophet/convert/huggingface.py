@@ -1,0 +1,245 @@
+"""Hugging Face models: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and V3, GPT-OSS.
+
+Since release 5 of transformers a block's router returns (logits, weights, ids) and its experts are one module, called
+with (tokens, ids, weights), that stacks their parameters: there the block stays as it is. Before, a block held a list
+of experts and looped over them itself: there the one method with the loop is replaced.
+
+Nothing of transformers is imported; classes are known by their name and module.
+
+Shape legend: N tokens, K top-k, E experts, D model dim, H hidden dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prophet.convert.base import (
+    Adapter,
+    ConversionError,
+    ExpertsSpec,
+    check_shapes,
+    child,
+    class_named,
+    integer,
+)
+from prophet.convert.probe import identify, is_silu
+from prophet.kernels.grouped_ffn import ExpertWeights
+from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_SLOPE
+
+
+@dataclass(frozen=True)
+class SwigluBlock(Adapter):
+    """Blocks of SwiGLU experts without biases: all the families but GPT-OSS.
+
+    classes: names of the block's class. package: where they are defined. loops: what replaces the methods of the old
+    form, those with experts in a list.
+    """
+
+    family: str
+    classes: tuple[str, ...]
+    package: str
+    loops: tuple[tuple[str, Callable[..., Any]], ...]
+    experts_name: str = "experts"
+
+    def matches(self, block: nn.Module) -> bool:
+        return class_named(block, self.classes, self.package)
+
+    def describe(self, block: nn.Module) -> ExpertsSpec:
+        experts, router = child(block, "experts"), child(block, "gate")
+        top_k = integer(router if hasattr(router, "top_k") else block, "top_k")
+        if isinstance(experts, nn.ModuleList):
+            return modules_spec(experts, num_experts=len(experts), top_k=top_k, router=type(router).__name__)
+        e, dim, hidden = (integer(experts, name) for name in ("num_experts", "hidden_dim", "intermediate_dim"))
+        check_shapes(experts, {"gate_up_proj": (e, 2 * hidden, dim), "down_proj": (e, dim, hidden)})
+        act_fn = getattr(experts, "act_fn", None)
+        if not is_silu(act_fn):
+            raise ConversionError(f"hidden_act: expected silu in gated experts, got {type(act_fn).__name__}")
+        return ExpertsSpec(
+            num_experts=e,
+            held=e,
+            top_k=top_k,
+            dim=dim,
+            hidden=hidden,
+            activation="swiglu",
+            bias=False,
+            form="stacked",
+            router=type(router).__name__,
+        )
+
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        if spec.names is not None:
+            return spec.names.unpack(state, f"{expert}.")
+        return ExpertWeights(state["gate_up_proj"][expert], state["down_proj"][expert])
+
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        if spec.names is not None:
+            return pack_modules(spec, experts, "")
+        return {
+            "gate_up_proj": torch.stack([w.w_in for w in experts]),
+            "down_proj": torch.stack([w.w_out for w in experts]),
+        }
+
+    def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
+        return dict(self.loops) if isinstance(child(block, "experts"), nn.ModuleList) else {}
+
+
+def modules_spec(
+    experts: nn.ModuleList, *, num_experts: int, top_k: int, router: str, family_prefix: str = ""
+) -> ExpertsSpec:
+    """The description of experts that are modules in a list; all of them must be alike."""
+    if not len(experts):
+        raise ConversionError("the list of experts is empty")
+    names, activation = identify(experts[0])
+    state = dict(experts[0].named_parameters())
+    first = names.unpack(state, "")
+    dim, hidden = first.w_out.shape
+    check_shapes(
+        experts, {f"{e}.{name}": tuple(state[name].shape) for e in range(len(experts)) for name in names.all()}
+    )
+    kinds = {type(e).__name__ for e in experts}
+    if len(kinds) > 1:
+        raise ConversionError(f"experts of several kinds in one block: {', '.join(sorted(kinds))}")
+    return ExpertsSpec(
+        num_experts=num_experts,
+        held=len(experts),
+        top_k=top_k,
+        dim=dim,
+        hidden=hidden,
+        activation=activation,
+        bias=first.b_in is not None,
+        form="modules",
+        router=router,
+        names=names,
+    )
+
+
+def pack_modules(spec: ExpertsSpec, experts: Sequence[ExpertWeights], prefix: str) -> dict[str, Tensor]:
+    """The parameters of a list of expert modules."""
+    if spec.names is None:
+        raise ValueError("only experts of the form 'modules' have names of their own")
+    found: dict[str, Tensor] = {}
+    for e, weights in enumerate(experts):
+        found |= spec.names.pack(weights, f"{prefix}{e}.")
+    return found
+
+
+# --- what replaces the loops of the old form ---
+
+
+def _softmax_then_top_k(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward of Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE blocks: [B, S, D] to the same, and logits [N, E]."""
+    jitter = getattr(block, "jitter_noise", 0.0)
+    if block.training and jitter > 0:
+        # in place, as these blocks do: a caller that kept the input sees the noise there, too
+        hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - jitter, 1.0 + jitter)
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    logits = block.gate(tokens)
+    weights, ids = F.softmax(logits, dim=1, dtype=torch.float).topk(block.top_k, dim=-1)
+    if getattr(block, "norm_topk_prob", True):  # Mixtral has no such field and always does
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    y = block.experts(tokens, ids, weights.to(tokens.dtype))
+    if hasattr(block, "shared_expert"):
+        y = y + torch.sigmoid(block.shared_expert_gate(tokens)) * block.shared_expert(tokens)
+    return y.view(hidden_states.shape), logits
+
+
+def _experts_of_deepseek(block: Any, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The method `moe` of DeepSeek blocks: tokens [N, D] to the same."""
+    y: Tensor = block.experts(hidden_states, ids, weights)
+    return y
+
+
+def _gpt_oss_dense_weights(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward of a GPT-OSS block whose router gives weights for all experts, [N, E], zero for those not chosen."""
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    scores, ids = block.router(tokens)
+    return block.experts(tokens, ids, scores.gather(1, ids)).view(hidden_states.shape), scores
+
+
+class GptOssBlock(Adapter):
+    """GPT-OSS: biases, the clamped SwiGLU, gate and up interleaved, matrices transposed."""
+
+    family = "GPT-OSS"
+
+    def matches(self, block: nn.Module) -> bool:
+        return class_named(block, ("GptOssMLP",), "transformers.models.gpt_oss")
+
+    def describe(self, block: nn.Module) -> ExpertsSpec:
+        experts, router = child(block, "experts"), child(block, "router")
+        for field, attribute, served in (
+            ("swiglu_alpha", "alpha", CLAMP_SLOPE),
+            ("swiglu_limit", "limit", CLAMP_LIMIT),
+        ):
+            value = getattr(experts, attribute, None)
+            if value != served:
+                raise ConversionError(f"{field}: the clamped SwiGLU has {served}, got {value!r}")
+        e, dim, hidden = (integer(experts, name) for name in ("num_experts", "hidden_size", "intermediate_size"))
+        wanted = {
+            "gate_up_proj": (e, dim, 2 * hidden),
+            "gate_up_proj_bias": (e, 2 * hidden),
+            "down_proj": (e, hidden, dim),
+            "down_proj_bias": (e, dim),
+        }
+        check_shapes(experts, wanted)
+        return ExpertsSpec(
+            num_experts=e,
+            held=e,
+            top_k=integer(router, "top_k"),
+            dim=dim,
+            hidden=hidden,
+            activation="swiglu_clamped",
+            bias=True,
+            form="stacked",
+            router=type(router).__name__,
+        )
+
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        rows, bias = state["gate_up_proj"][expert].t(), state["gate_up_proj_bias"][expert]
+        return ExpertWeights(
+            torch.cat([rows[0::2], rows[1::2]]),
+            state["down_proj"][expert].t(),
+            torch.cat([bias[0::2], bias[1::2]]),
+            state["down_proj_bias"][expert],
+        )
+
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        def interleaved(x: Tensor | None) -> Tensor:
+            if x is None:
+                raise ValueError("GPT-OSS experts have biases")
+            return torch.stack(x.chunk(2), dim=1).flatten(0, 1)
+
+        return {
+            "gate_up_proj": torch.stack([interleaved(w.w_in).t() for w in experts]),
+            "gate_up_proj_bias": torch.stack([interleaved(w.b_in) for w in experts]),
+            "down_proj": torch.stack([w.w_out.t() for w in experts]),
+            "down_proj_bias": torch.stack([w.b_out for w in experts if w.b_out is not None]),
+        }
+
+    def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
+        router: Any = child(block, "router")
+        with torch.no_grad():
+            answer = router(torch.zeros_like(router.weight[:1]))
+        # since release 5 it returns (logits, weights, ids)
+        return {"forward": _gpt_oss_dense_weights} if len(answer) == 2 else {}
+
+
+def adapters() -> tuple[Adapter, ...]:
+    """One adapter per family."""
+    whole: tuple[tuple[str, Callable[..., Any]], ...] = (("forward", _softmax_then_top_k),)
+    experts_only: tuple[tuple[str, Callable[..., Any]], ...] = (("moe", _experts_of_deepseek),)
+    models = "transformers.models."
+    return (
+        SwigluBlock("Mixtral", ("MixtralSparseMoeBlock",), models + "mixtral", whole),
+        SwigluBlock("Qwen2-MoE", ("Qwen2MoeSparseMoeBlock",), models + "qwen2_moe", whole),
+        SwigluBlock("Qwen3-MoE", ("Qwen3MoeSparseMoeBlock",), models + "qwen3_moe", whole),
+        SwigluBlock("OLMoE", ("OlmoeSparseMoeBlock",), models + "olmoe", whole),
+        SwigluBlock("DeepSeek-V2", ("DeepseekV2Moe", "DeepseekV2MoE"), models + "deepseek_v2", experts_only),
+        SwigluBlock("DeepSeek-V3", ("DeepseekV3MoE",), models + "deepseek_v3", experts_only),
+        GptOssBlock(),
+    )

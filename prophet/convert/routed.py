@@ -1,0 +1,103 @@
+"""Experts behind a router of the model's own.
+
+Shape legend: N tokens, K top-k, E experts, m experts of this rank, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.comm import Collective, Operation
+from prophet.convert.base import Adapter, ExpertsSpec
+from prophet.experts import ExpertBank
+from prophet.gate import Router, Routing
+from prophet.kernels.choice import Impl
+from prophet.kernels.grouped_ffn import ExpertWeights
+from prophet.layer import MoE
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where converted experts come from, and all that is needed to put them back.
+
+    skeleton: the module that held them, its parameters on the meta device. attributes: what was set on its parameters.
+    block_class: the block's class, where methods of it were replaced.
+    """
+
+    adapter: Adapter
+    spec: ExpertsSpec
+    skeleton: nn.Module
+    attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    block_class: type | None = None
+
+
+class RoutedExperts(MoE):
+    """The experts of a converted block: a `prophet.MoE` that is told where its tokens go.
+
+    In a state dict they look as in every `prophet.MoE`, whatever their origin; see `original_state_dict`.
+    """
+
+    def __init__(self, bank: ExpertBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
+        nn.Module.__init__(self)
+        self._assemble(Router(), bank, origin.spec.top_k, collective, impl)
+        self.origin = origin
+
+    def forward(  # type: ignore[override]  # the one layer that does not route by itself
+        self, x: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None = None
+    ) -> Tensor:
+        """Apply the experts to `x` [..., D] of N rows in all; returns the same shape. Collective over the group.
+
+        ids, weights: [N, K] the experts of every row, and the factors of their outputs. kept: [N, K] booleans, False
+        where a choice was dropped for lack of capacity; None keeps all.
+        """
+        y = self._apply_experts(x, lambda _: Routing.given(ids, weights, self.num_experts, kept))
+        return y.to(x.dtype)
+
+    def local_experts(self) -> list[ExpertWeights]:
+        """This rank's experts, as views."""
+        bank = self.experts
+        return [
+            ExpertWeights(*(None if p is None else p.detach()[i] for p in bank.stacked_weights()))  # type: ignore[arg-type]
+            for i in range(bank.experts)
+        ]
+
+    def gathered(self) -> list[ExpertWeights]:
+        """All E experts, on every rank; collective."""
+        parts: dict[str, Tensor] = {}
+        for name, p in self.experts.stacked():
+            op = Operation(f"gathering of the experts' {name}")
+            parts[name] = self.collective.all_gather(p.detach(), op=op).flatten(0, 1)
+        return [ExpertWeights(**{n: p[e] for n, p in parts.items()}) for e in range(self.num_experts)]
+
+    def packed(self, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        """All of `experts` as the parameters of the module they come from, contiguous."""
+        origin = self.origin
+        return {n: t.contiguous() for n, t in origin.adapter.pack(origin.spec, experts).items()}
+
+    def originals(self) -> dict[str, Tensor]:
+        """The parameters of the module they come from; collective where it held the experts of all ranks."""
+        whole = self.origin.spec.held == self.num_experts
+        return self.packed(self.gathered() if whole else self.local_experts())
+
+    @torch.no_grad()
+    def take(self, state: dict[str, Tensor]) -> None:
+        """Set this rank's experts from the parameters of the module they come from."""
+        spec, bank = self.origin.spec, self.experts
+        first = bank.first_expert if spec.held == self.num_experts else 0
+        for local in range(bank.experts):
+            weights = self.origin.adapter.unpack(spec, state, first + local)
+            for name, p in bank.stacked():
+                p[local].copy_(getattr(weights, name))
+
+
+def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, RoutedExperts]]:
+    """Name, block, attribute and layer of every converted block of `model`."""
+    for name, module in list(model.named_modules()):
+        for attribute, layer in module.named_children():
+            if isinstance(layer, RoutedExperts):
+                yield (f"{name}.{attribute}" if name else attribute), module, attribute, layer

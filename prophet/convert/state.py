@@ -1,0 +1,76 @@
+"""Parameters of converted models under their original names, in their original layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.convert.base import ConversionError
+from prophet.convert.routed import RoutedExperts, converted
+
+
+def original_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+    """The state dict that `model` would have had it never been converted; collective over the experts' homes.
+
+    Experts are gathered one block at a time and moved to the CPU. keep: False on ranks that only take part, which get
+    an empty dictionary.
+    """
+    layers = {name: layer for name, _, _, layer in converted(model)}
+    found: dict[str, Tensor] = {}
+    done: set[str] = set()
+    state = model.state_dict()
+    for key, value in state.items():
+        name = next((n for n in layers if key.startswith(n + ".")), None)
+        if name is None:
+            if keep:
+                found[key] = value
+        elif name not in done:
+            done.add(name)
+            originals = layers[name].originals()
+            if keep:
+                found |= {f"{name}.{part}": t.cpu() for part, t in originals.items()}
+    return found
+
+
+def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
+    """Load a state dict of the unconverted model; every rank reads all of it and keeps its own experts.
+
+    Raises `ConversionError` where an expert's parameters are missing; other names as `load_state_dict` does.
+    """
+    layers = {name: layer for name, _, _, layer in converted(model)}
+    rest: dict[str, Any] = {}
+    parts: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
+    for key, value in state.items():
+        name = next((n for n in layers if key.startswith(n + ".")), None)
+        if name is None:
+            rest[key] = value
+        else:
+            parts[name][key[len(name) + 1 :]] = value
+    for name, layer in layers.items():
+        wanted = {n for n, _ in layer.origin.skeleton.named_parameters()}
+        missing = sorted(wanted - set(parts[name]))
+        if missing:
+            raise ConversionError(f"{name}: {', '.join(missing[:3])} and {len(missing) - 1} more are missing")
+        layer.take(parts[name])
+    rest |= {k: v for k, v in model.state_dict().items() if any(k.startswith(n + ".") for n in layers)}
+    model.load_state_dict(rest, strict=strict)
+
+
+def put_back(block: nn.Module, attribute: str, layer: RoutedExperts) -> None:
+    """Give `block` the experts' module it had, with the values that `layer` has now; collective."""
+    origin = layer.origin
+    state = layer.originals()
+    experts = origin.skeleton.to_empty(device=layer.experts.w_in.device)
+    with torch.no_grad():
+        for name, p in experts.named_parameters():
+            p.copy_(state[name])
+            p.requires_grad_(layer.experts.w_in.requires_grad)
+            for key, value in origin.attributes.get(name, {}).items():
+                setattr(p, key, value)
+    experts.to(layer.experts.w_in.dtype).train(block.training)
+    setattr(block, attribute, experts)
+    if origin.block_class is not None:
+        block.__class__ = origin.block_class

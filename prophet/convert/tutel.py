@@ -1,0 +1,140 @@
+"""`tutel.moe.moe_layer`: its gates and its own choice of routes stay, with capacity, noise, priorities and loss.
+
+Nothing of tutel is imported: what the layer's module calls is taken from that module, which the model has loaded.
+
+Shape legend: N tokens, K top-k, E experts, D model dim, H hidden dim.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prophet.convert.base import Adapter, ConversionError, ExpertsSpec, check_shapes, child, class_named, integer
+from prophet.convert.probe import plain_activation
+from prophet.kernels.grouped_ffn import ExpertWeights
+
+NAMES = ("batched_fc1_w", "batched_fc2_w", "batched_fc1_bias", "batched_fc2_bias")
+
+
+class TutelMoE(Adapter):
+    """Tutel's layer with its own feed-forward experts."""
+
+    family = "Tutel"
+
+    def matches(self, block: nn.Module) -> bool:
+        return class_named(block, ("MOELayer",), "tutel.impls.moe_layer")
+
+    def describe(self, block: nn.Module) -> ExpertsSpec:
+        experts: Any = child(block, "experts")
+        if not class_named(experts, ("FusedExpertsNetwork",), "tutel.experts.ffn"):
+            raise ConversionError(f"experts: expected Tutel's type 'ffn', got {type(experts).__name__}")
+        for name, kept in (("is_postscore", True), ("skip_moe", False), ("sharded_count", 1)):
+            if getattr(block, name, kept) != kept:
+                raise ConversionError(f"{name}: only {kept} is kept, got {getattr(block, name)!r}")
+        held, hidden, dim = experts.batched_fc1_w.shape
+        if experts.output_dim != dim:
+            raise ConversionError(f"output_dim: expected that of the model, {dim}, got {experts.output_dim}")
+        bias = experts.batched_fc1_bias is not None
+        if bias != (experts.batched_fc2_bias is not None):
+            raise ConversionError("has_fc1_bias, has_fc2_bias: expected both or neither")
+        shapes = dict(zip(NAMES, ((held, hidden, dim), (held, hidden, dim), (held, hidden), (held, dim)), strict=True))
+        check_shapes(experts, {n: s for n, s in shapes.items() if bias or n.endswith("_w")})
+        gates: Any = child(block, "gates")
+        return ExpertsSpec(
+            num_experts=int(block.num_global_experts),  # type: ignore[arg-type]
+            held=held,
+            top_k=integer(gates[0], "top_k"),
+            dim=dim,
+            hidden=hidden,
+            activation=plain_activation(experts.activation_fn),
+            bias=bias,
+            form="stacked",
+            router=type(gates[0]).__name__,
+        )
+
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        biases = (state[n][expert] if spec.bias else None for n in NAMES[2:])
+        return ExpertWeights(state[NAMES[0]][expert], state[NAMES[1]][expert].t(), *biases)
+
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        found = {
+            NAMES[0]: torch.stack([w.w_in for w in experts]),
+            NAMES[1]: torch.stack([w.w_out.t() for w in experts]),
+        }
+        if spec.bias:
+            found[NAMES[2]] = torch.stack([w.b_in for w in experts if w.b_in is not None])
+            found[NAMES[3]] = torch.stack([w.b_out for w in experts if w.b_out is not None])
+        return found
+
+    def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
+        return {"forward": _forward}
+
+
+def _forward(
+    block: Any,
+    input: Tensor,
+    gate_index: int = 0,
+    capacity_factor: float | None = None,
+    top_k: int | None = None,
+    a2a_ffn_overlap_degree: int | None = None,
+    reserve_dims: int = 1,
+    inequivalent_tokens: bool = False,
+    adaptive_r: int | None = None,
+    megablocks_size: int = 0,
+) -> Tensor:
+    """The forward of Tutel's layer on `input` [..., D]; `l_aux` is set on the layer and on the result, as there.
+
+    a2a_ffn_overlap_degree only rounds the capacity here, and adaptive_r, which chooses among equal ways to compute,
+    has nothing to choose.
+    """
+    if reserve_dims != 1 or megablocks_size > 0:
+        raise ValueError("a converted Tutel layer keeps reserve_dims=1 and megablocks_size=0 only")
+    tutel = sys.modules[type(block).__module__]
+    tokens = input.reshape(-1, input.shape[-1]).to(block.experts.experts.w_in.dtype)
+    gate = block.gates[gate_index]
+    if a2a_ffn_overlap_degree is not None:
+        block.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
+    alignment = block.a2a_ffn_overlap_degree
+    if alignment > 256:
+        alignment = (alignment + 127) // 128 * 128
+    with torch.autocast(tokens.device.type, enabled=False):
+        logits = gate(tokens)
+        noisy = logits
+        if block.training and gate.gate_noise > 0:
+            noisy = logits + gate.gate_noise * torch.randn_like(logits) / block.num_global_experts
+
+        def loss(scores: Tensor, ids: Tensor) -> Any:
+            if block.is_gshard_loss:
+                return tutel.losses.gshard_loss(scores, ids)
+            return tutel.losses.load_importance_loss(
+                F.softmax(logits, dim=1), noisy.gather(index=ids, dim=1), block.num_global_experts, gate.gate_noise
+            )
+
+        (_, ids, places, weights, capacity, _), l_aux = tutel.extract_critical(
+            F.softmax(noisy, dim=1),
+            top_k=top_k or gate.top_k,
+            loss_fn=loss,
+            capacity_factor=capacity_factor or gate.capacity_factor,
+            batch_prioritized_routing=block.batch_prioritized_routing,
+            normalize_gate=block.normalize_gate,
+            group=block.group,
+            alignment=alignment,
+            inequivalent_tokens=inequivalent_tokens,
+        )
+    kept = torch.stack(places, dim=1) < capacity
+    y = block.experts(tokens, torch.stack(ids, dim=1), torch.stack(weights, dim=1), kept)
+    y = y.view(input.shape).to(input.dtype)
+    block.l_aux = y.l_aux = l_aux
+    result: Tensor = y if block.result_func is None else block.result_func(y)
+    return result
+
+
+def adapters() -> tuple[Adapter, ...]:
+    """The adapter for Tutel."""
+    return (TutelMoE(),)

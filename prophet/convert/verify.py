@@ -1,0 +1,80 @@
+"""A block on a few tokens, before and after its conversion.
+
+Shape legend: N tokens, D model dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.comm import Collective, Operation
+from prophet.convert.base import Adapter
+
+TOKENS = 16
+# of the largest output: what a re-ordered sum may differ by, products included
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
+
+
+class Trial:
+    """Remembers what a block answers to random tokens; `problem()` asks again."""
+
+    def __init__(self, adapter: Adapter, block: nn.Module, collective: Collective) -> None:
+        self._adapter, self._block, self._collective = adapter, block, collective
+        like = next(block.parameters())
+        experts = next(p for p in getattr(block, adapter.experts_name).parameters())
+        spec_dim = adapter.describe(block).dim
+        generator = torch.Generator().manual_seed(collective.rank)
+        self._x = torch.randn(1, TOKENS, spec_dim, generator=generator).to(like.device, experts.dtype)
+        self._before = self._answer()
+
+    def _answer(self) -> list[Any]:
+        block = self._block
+        devices = [self._x.device] if self._x.is_cuda else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), _evaluating(block):
+            torch.manual_seed(0)
+            found = self._adapter.call(block, self._x.clone())
+        return list(found) if isinstance(found, tuple) else [found]
+
+    def problem(self) -> str | None:
+        """What differs from before, or None."""
+        try:
+            after = self._answer()
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            return f"the converted block fails: {error}"
+        if len(after) != len(self._before):
+            return f"the block returned {len(self._before)} values and returns {len(after)} now"
+        for at, (old, new) in enumerate(zip(self._before, after, strict=True)):
+            if not isinstance(old, Tensor):
+                continue
+            if not isinstance(new, Tensor) or old.shape != new.shape or old.dtype != new.dtype:
+                return f"value {at} of the block's answer was {_text(old)} and is {_text(new)} now"
+            limit = TOLERANCE.get(old.dtype, 0.0) * max(float(old.abs().max()), 1e-30) if old.numel() else 0.0
+            gap = float((old.double() - new.double()).abs().max()) if old.numel() else 0.0
+            if not gap <= limit:
+                return f"value {at} of the block's answer differs by {gap:.3g}, more than a re-ordered sum may"
+        return None
+
+    def anywhere(self, problem: str | None) -> bool:
+        """Whether any rank has a problem; collective."""
+        flag = torch.tensor([int(problem is not None)], device=self._x.device)
+        return bool(self._collective.all_gather(flag, op=Operation("check of a converted block")).any())
+
+
+@contextmanager
+def _evaluating(block: nn.Module) -> Iterator[None]:
+    modes = {m: m.training for m in block.modules()}
+    block.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _text(x: object) -> str:
+    return f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

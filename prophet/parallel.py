@@ -1,0 +1,136 @@
+"""Data parallelism around expert parallelism: which gradients DistributedDataParallel averages, and who does the rest.
+
+With R processes and an expert-parallel (EP) group of P of them, every expert lives R / P times. DDP averages the
+gradients of all other parameters over the R processes. An expert's gradient comes out of the backward pass as the mean
+over its EP group; `ExpertReplicas` averages it over the R / P processes that hold the same expert (the expert-data-
+parallel group), so that in the end it is the mean over all R, like every other gradient.
+
+Shape legend: R processes, P ranks of an EP group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.comm import DEFAULT_TIMEOUT_S, Collective, Operation, world_groups
+from prophet.layer import MoE
+
+
+def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
+    """The (EP, expert-data-parallel) collectives of this process; collective over all processes.
+
+    Consecutive processes form an EP group: process r is rank r mod P of group r // P, and shares its experts with the
+    processes of the same rank in the other groups. Raises ValueError where the processes do not divide into groups of
+    `ep_size`.
+    """
+    return world_groups(ep_size, timeout_s=timeout_s)
+
+
+def expert_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The experts' parameters of all MoE layers of `model`, by name."""
+    return [(n, p) for n, p in model.named_parameters() if getattr(p, "prophet_expert", False)]
+
+
+def leave_out_of_ddp(model: nn.Module) -> None:
+    """Tell DistributedDataParallel which parameters belong to experts; refuse a model it already wraps."""
+    names = {n for n, _ in expert_parameters(model)}
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        averaged = {n.removeprefix("module.") for n in names} - set(model.parameters_to_ignore)
+        if averaged:
+            raise ValueError(
+                f"DistributedDataParallel already averages expert gradients over ranks ({min(averaged)}, ...): "
+                f"call prophet.attach(model, optimizer) before wrapping the model"
+            )
+        return
+    known = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    model._ddp_params_and_buffers_to_ignore = sorted(known | names)  # type: ignore[assignment]
+
+
+def put_back_into_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Undo `leave_out_of_ddp` for parameters that are no experts' any more."""
+    known = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    model._ddp_params_and_buffers_to_ignore = sorted(known - set(names))  # type: ignore[assignment]
+
+
+class ExpertReplicas:
+    """Averages expert gradients over the processes that hold the same experts, at the end of every backward pass.
+
+    replicas: the expert-data-parallel collective, see `expert_groups`. The average is complete when `backward()`
+    returns, replicas' gradients brought home first where an engine is attached, so clipping sees what it should. With
+    several backward passes per step (gradient accumulation) it runs with each of them, which is correct because the
+    mean of a mean changes nothing; `enabled = False` leaves out all but the last.
+
+    A layer that did not run in a pass contributes zeros, unless it ran on none of the processes. A process on which no
+    expert ran while another's did is an error after the collective's time limit.
+
+    It also makes equal at the start: the experts' parameters are overwritten by those of replica 0.
+
+    Where an engine was told of more backward passes per step than ran, it completes gradients in `optimizer.step()`,
+    after this average: call `engine.runtime.finish_gradients()` and `average()` before the step then.
+    """
+
+    def __init__(self, model: nn.Module, replicas: Collective) -> None:
+        layers = [m for m in model.modules() if isinstance(m, MoE)]
+        if not layers:
+            raise ValueError("the model has no prophet.MoE layer")
+        leave_out_of_ddp(model)
+        self.replicas = replicas
+        self.enabled = True
+        self._params = [p for layer in layers for _, p in layer.experts.stacked()]
+        self._task = -1
+        self._hooks: list[Any] = []
+        for p in self._params:
+            p.prophet_averaged = True  # type: ignore[attr-defined]
+        if replicas.size == 1:
+            return
+        with torch.no_grad():
+            for p in self._params:
+                p.copy_(replicas.all_gather(p, op=Operation("experts of replica 0"), channel="weights")[0])
+        for p in self._params:
+            if p.requires_grad:
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._ran))
+
+    def _ran(self, _: Tensor) -> None:
+        """An expert's gradient is there: average when this backward pass ends. Queued after the engine's own end."""
+        task = torch._C._current_graph_task_id()
+        if self.enabled and task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._task = -1
+        self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average now; collective over the replicas. Harmless where it has happened already."""
+        params = [p for p in self._params if p.requires_grad]
+        if self.replicas.size == 1 or not params:
+            return
+        for dtype in sorted({p.dtype for p in params}, key=str):
+            self._average([p for p in params if p.dtype == dtype])
+
+    def _average(self, params: list[nn.Parameter]) -> None:
+        # which parameters have a gradient travels with the gradients: no message of its own
+        present = torch.stack([params[0].new_tensor(0.0 if p.grad is None else 1.0) for p in params])
+        sums = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in params]
+        self.replicas.all_reduce_mean_([present, *sums], op=Operation("average of expert gradients over replicas"))
+        for p, mean, anywhere in zip(params, sums, present.tolist(), strict=True):
+            if anywhere == 0:
+                continue
+            if p.grad is None:
+                p.grad = mean
+            elif p.grad is not mean:
+                p.grad.copy_(mean)
+
+    def close(self) -> None:
+        """Stop averaging."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for p in self._params:
+            p.prophet_averaged = False  # type: ignore[attr-defined]
