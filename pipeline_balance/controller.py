@@ -20,6 +20,7 @@ from pipeline_balance.choose import Choice, predicted_makespan_s
 from pipeline_balance.diffusion import diffuse
 from pipeline_balance.partition import partition_by_parameters, partition_by_time, partition_near
 from pipeline_balance.repack import repack
+from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import (
     Imbalance,
     LayerCost,
@@ -68,7 +69,8 @@ class ControllerConfig:
 
     `min_gain` is the least relative gain that is taken for more than noise. `repack_slowdown` allows fewer ranks where
     the step becomes longer by at most this fraction of the best one on all ranks (None: never). `transfer_s` is what an
-    activation takes between two stages.
+    activation takes between two stages. `horizon_steps` is for how many steps a change is expected to pay (None: until
+    the next decision); where every step is looked at, loads last longer than that.
     """
 
     every_steps: int = 50
@@ -78,10 +80,13 @@ class ControllerConfig:
     repack_slowdown: float | None = None
     transfer_s: float = 0.0
     move_cost: MoveCost = field(default_factory=MoveCost)
+    horizon_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.every_steps < 1 or not 1 <= self.measure_steps <= self.every_steps:
             raise SpecError(f"need 1 <= measure_steps <= every_steps, got {self.measure_steps} and {self.every_steps}")
+        if self.horizon_steps is not None and self.horizon_steps < 1:
+            raise SpecError(f"horizon_steps must be at least 1, got {self.horizon_steps}")
         if self.policy not in get_args(Policy):
             raise SpecError(f"policy must be one of {list(get_args(Policy))}, got {self.policy!r}")
         if self.min_gain < 0 or (self.repack_slowdown is not None and self.repack_slowdown < 0):
@@ -157,13 +162,26 @@ def decide(
     """
     everyone = tuple(range(min(len(limits), len(costs))))
     now_fits = fits(costs, current, limits, microbatches)
+    known: dict[StageMap, float] = {}
 
     def proposed(ranks: Sequence[int]) -> list[tuple[float, StageMap]]:
         found = candidates(costs, limits, current, ranks, microbatches=microbatches, policy=config.policy)
-        return [(evaluate(m), m) for m in dict.fromkeys(found) if fits(costs, m, limits, microbatches)]
+        found = [m for m in dict.fromkeys(found) if fits(costs, m, limits, microbatches)]
+        return [(evaluate(m), m) for m in found if not hopeless(m)]
+
+    def hopeless(stage_map: StageMap) -> bool:
+        """Whether the slowest rank stays as slow, so that there is nothing to simulate, which costs most here."""
+        if config.repack_slowdown is not None or not now_fits:
+            return False
+        loads = rank_loads_s(costs, stage_map, limits)
+        return max(loads) > (1.0 - config.min_gain / 2) * max(rank_loads_s(costs, current, limits))
 
     def evaluate(stage_map: StageMap) -> float:
-        return predicted_makespan_s(costs, stage_map, limits, microbatches=microbatches, transfer_s=config.transfer_s)
+        if stage_map not in known:
+            known[stage_map] = predicted_makespan_s(
+                costs, stage_map, limits, microbatches=microbatches, transfer_s=config.transfer_s
+            )
+        return known[stage_map]
 
     def decision(move: bool, makespan_s: float, best: StageMap, reason: str) -> Decision:
         return Decision(
@@ -224,7 +242,11 @@ def _packed(
     config: ControllerConfig,
 ) -> Choice | None:
     """The best map on the fewest ranks, fewer than those in use, whose step takes at most `allowed_s`."""
+    fastest = sorted((r.speed for r in limits), reverse=True)
+    work_s = sum(c.total_s for c in costs) * microbatches
     for size in range(1, len(current.used_ranks)):
+        if work_s / sum(fastest[:size]) > allowed_s:
+            continue
         try:
             packed = repack(
                 costs,
@@ -312,14 +334,16 @@ class Controller:
             self.limits,
             current,
             microbatches=self.pipeline.microbatches,
-            horizon_steps=self.config.every_steps,
+            horizon_steps=self.config.horizon_steps or self.config.every_steps,
             config=replace(self.config, move_cost=self.move_cost),
         )
         self._check_agreed(decision)
         self.decisions.append(decision)
         t2 = time.perf_counter()
         if decision.move:
-            self._learn(self.pipeline.rebuild(decision.best))
+            speeds = [r.speed for r in self.limits]
+            durations = Durations.of_stages(costs, decision.best, speeds=speeds, transfer_s=self.config.transfer_s)
+            self._learn(self.pipeline.rebuild(decision.best, durations=durations))
         self.pipeline.meter.reset()
         t3 = time.perf_counter()
         for name, seconds in (("measure", t1 - t0), ("decide", t2 - t1), ("move", t3 - t2)):

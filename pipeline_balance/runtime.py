@@ -221,7 +221,7 @@ class ElasticPipeline:
             stage.trains_before = self._trains_below[members.start]
             stage.trains = self._trains_below[members.stop]
             stages.append(stage)
-        runtime = _PipelineScheduleRuntime(stages, self.microbatches, loss_fn=self.loss_fn)
+        runtime = _PipelineScheduleRuntime(stages, self.microbatches, loss_fn=self.meter.timed_loss(self.loss_fn))
         rows = {r: [_Action.from_str(str(a)) for a in row] for r, row in enumerate(schedule.actions)}
         runtime._prepare_schedule_with_comms(rows)
         self._runtime = runtime
@@ -283,8 +283,10 @@ class ElasticPipeline:
         """Where this rank's time went since the last rebuild."""
         return self.meter.times()
 
-    def rebuild(self, stage_map: StageMap) -> Rebuilt:
+    def rebuild(self, stage_map: StageMap, *, durations: Durations | None = None) -> Rebuilt:
         """Change to `stage_map`, between steps; collective over all ranks, active or not.
+
+        `durations` of the new stages, equal on all ranks, let the schedule order what is ready by when it will be.
 
         Raises `TransitionError` on every rank, with the old stages still in force, if the state cannot be moved.
         """
@@ -305,7 +307,7 @@ class ElasticPipeline:
         layers = {i: self.layers[i] if i in stay else self._new_layer(i) for i in stage_map.layers_on(self.rank)}
         mine = {name: value for name, value in scalars.items() if int(name.split("/", 1)[0]) in layers}
         self.optimizer = apply(layers, self.make_optimizer, moved.state, mine, frozen)
-        self.layers, self.stage_map, self.durations = layers, stage_map, None
+        self.layers, self.stage_map, self.durations = layers, stage_map, durations
         self._build()
         return Rebuilt(
             stage_map=stage_map,
