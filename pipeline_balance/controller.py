@@ -8,8 +8,9 @@ predicted gain over the steps until the next decision exceeds what the move is e
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from pipeline_balance.choose import Choice, predicted_makespan_s
 from pipeline_balance.diffusion import diffuse
+from pipeline_balance.measure import gather_costs
 from pipeline_balance.partition import partition_by_parameters, partition_by_time, partition_near
 from pipeline_balance.repack import repack
 from pipeline_balance.schedules.simulate import Durations
@@ -30,11 +32,11 @@ from pipeline_balance.spec import (
     fits,
     rank_loads_s,
 )
-from prophet.comm import Operation
+from prophet.comm import Collective, Operation
 from prophet.spec import SpecError, digest
 
 if TYPE_CHECKING:
-    from pipeline_balance.runtime import ElasticPipeline, Rebuilt
+    from pipeline_balance.runtime import ElasticPipeline, Prepared, Rebuilt
 
 Policy = Literal["partition", "partition-by-parameters", "diffusion", "diffusion-by-parameters"]
 
@@ -70,7 +72,8 @@ class ControllerConfig:
     `min_gain` is the least relative gain that is taken for more than noise. `repack_slowdown` allows fewer ranks where
     the step becomes longer by at most this fraction of the best one on all ranks (None: never). `transfer_s` is what an
     activation takes between two stages. `horizon_steps` is for how many steps a change is expected to pay (None: until
-    the next decision); where every step is looked at, loads last longer than that.
+    the next decision); where every step is looked at, loads last longer than that. `prepare_in_backward` measures,
+    decides and prepares the move beside the backward pass before it, by what is known when that begins.
     """
 
     every_steps: int = 50
@@ -81,6 +84,7 @@ class ControllerConfig:
     transfer_s: float = 0.0
     move_cost: MoveCost = field(default_factory=MoveCost)
     horizon_steps: int | None = None
+    prepare_in_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.every_steps < 1 or not 1 <= self.measure_steps <= self.every_steps:
@@ -304,19 +308,31 @@ class Controller:
         self._step = 0
         self._spent = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
         self._moves: list[Rebuilt] = []
+        self._ahead: Ahead | None = None
+        self._settled_at = 1
+        if self.config.prepare_in_backward:
+            pipeline.side_collective()
+            pipeline.meter.max_samples = self.config.measure_steps * pipeline.microbatches
         pipeline.meter.enabled = self._measuring()
 
     def _measuring(self) -> bool:
         until = self.config.every_steps - self._step % self.config.every_steps
-        return until <= self.config.measure_steps
+        return until <= self.config.measure_steps + int(self.config.prepare_in_backward)
 
     def step(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
         """One training step, and a decision where one is due. Returns what the pipeline's step returns."""
         began = time.perf_counter()
         self.pipeline.meter.enabled = self._measuring()
+        due = (self._step + 1) % self.config.every_steps == 0
+        # layers that have not gone backward since they came here have no times yet
+        ahead = self.config.prepare_in_backward and self._step >= self._settled_at
+        if due and ahead:
+            self.pipeline.meter.on_backward = self._begin
         loss = self.pipeline.step(inputs, target)
         self._step += 1
-        if self._step % self.config.every_steps == 0:
+        if due and ahead:
+            self.conclude()
+        elif due and not self.config.prepare_in_backward:
             self.rebalance()
         self._spent["total"] += time.perf_counter() - began
         return loss
@@ -324,10 +340,47 @@ class Controller:
     def rebalance(self) -> Decision:
         """Measure, decide and, where it pays, move; collective over all ranks."""
         t0 = time.perf_counter()
-        current = self.pipeline.stage_map
-        home = current.assignment()
-        costs = [_at_unit_speed(c, self.limits[home[i]].speed) for i, c in enumerate(self.pipeline.measure())]
+        costs = self._at_unit_speed(self.pipeline.measure())
         t1 = time.perf_counter()
+        decision = self._decide(costs, self.pipeline.collective)
+        t2 = time.perf_counter()
+        self._move(decision, costs, None)
+        self.pipeline.meter.reset()
+        t3 = time.perf_counter()
+        for name, seconds in (("measure", t1 - t0), ("decide", t2 - t1), ("move", t3 - t2)):
+            self._spent[name] += seconds
+        return decision
+
+    def _begin(self) -> None:
+        """Start to work out the next decision beside the backward pass that begins now."""
+        began = time.perf_counter()
+        self._ahead = Ahead(self, self.pipeline.local_costs())
+        self._spent["measure"] += time.perf_counter() - began
+
+    def conclude(self) -> Decision:
+        """Take up what was prepared beside the backward pass; collective over all ranks, after the step."""
+        if self._ahead is None:  # a rank that had nothing to do in backward
+            self.pipeline.meter.on_backward = None
+            self._begin()
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        t0 = time.perf_counter()
+        decision = ahead.result(self.pipeline.timeout_s)
+        t1 = time.perf_counter()
+        self._move(decision, ahead.costs, ahead.prepared)
+        if decision.move:
+            self._settled_at = self._step + 1
+        t2 = time.perf_counter()
+        self._spent["decide"] += t1 - t0
+        self._spent["move"] += t2 - t1
+        return decision
+
+    def _at_unit_speed(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
+        home = self.pipeline.stage_map.assignment()
+        return [_scaled(c, self.limits[home[i]].speed) for i, c in enumerate(costs)]
+
+    def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
+        current = self.pipeline.stage_map
         self.imbalance = Imbalance.of([x for x in rank_loads_s(costs, current, self.limits) if x > 0] or [0.0])
         decision = decide(
             costs,
@@ -337,26 +390,23 @@ class Controller:
             horizon_steps=self.config.horizon_steps or self.config.every_steps,
             config=replace(self.config, move_cost=self.move_cost),
         )
-        self._check_agreed(decision)
+        self._check_agreed(decision, collective)
         self.decisions.append(decision)
-        t2 = time.perf_counter()
-        if decision.move:
-            speeds = [r.speed for r in self.limits]
-            durations = Durations.of_stages(costs, decision.best, speeds=speeds, transfer_s=self.config.transfer_s)
-            self._learn(self.pipeline.rebuild(decision.best, durations=durations))
-        self.pipeline.meter.reset()
-        t3 = time.perf_counter()
-        for name, seconds in (("measure", t1 - t0), ("decide", t2 - t1), ("move", t3 - t2)):
-            self._spent[name] += seconds
         return decision
 
-    def _check_agreed(self, decision: Decision) -> None:
+    def _move(self, decision: Decision, costs: Sequence[LayerCost], prepared: Prepared | None) -> None:
+        if not decision.move:
+            return
+        speeds = [r.speed for r in self.limits]
+        durations = Durations.of_stages(costs, decision.best, speeds=speeds, transfer_s=self.config.transfer_s)
+        self.pipeline.drop_gradients()
+        self._learn(self.pipeline.rebuild(decision.best, durations=durations, prepared=prepared))
+
+    def _check_agreed(self, decision: Decision, collective: Collective) -> None:
         chosen = decision.best if decision.move else decision.current
         array = torch.tensor([*chosen.boundaries, *chosen.ranks], dtype=torch.int64).numpy()
         mine = torch.tensor([digest(array)], dtype=torch.int64, device=self.pipeline.device)
-        every = (
-            self.pipeline.collective.all_gather(mine, op=Operation("comparing decisions")).cpu().reshape(-1).tolist()
-        )
+        every = collective.all_gather(mine, op=Operation("comparing decisions")).cpu().reshape(-1).tolist()
         differ = [r for r, d in enumerate(every) if d != every[0]]
         if differ:
             raise DecisionMismatch(f"ranks {differ} chose another stage map than rank 0 did")
@@ -386,7 +436,41 @@ class Controller:
         )
 
 
-def _at_unit_speed(cost: LayerCost, speed: float) -> LayerCost:
+class Ahead:
+    """A decision, and what a move needs, worked out in a thread of its own on the side communicator."""
+
+    def __init__(self, controller: Controller, local: Mapping[int, LayerCost]) -> None:
+        self.costs: list[LayerCost] = []
+        self.prepared: Prepared | None = None
+        self._decision: Decision | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(controller, local), name="prepare-move", daemon=True)
+        self._thread.start()
+
+    def _run(self, controller: Controller, local: Mapping[int, LayerCost]) -> None:
+        pipeline = controller.pipeline
+        side = pipeline.side_collective()
+        try:
+            gathered = gather_costs(local, pipeline.stage_map.layers, side, pipeline.device)
+            self.costs = controller._at_unit_speed(gathered)
+            decision = controller._decide(self.costs, side)
+            if decision.move:
+                self.prepared = pipeline.prepare(decision.best, side)
+            self._decision = decision
+        except BaseException as error:  # raised again where the decision is taken up
+            self._error = error
+
+    def result(self, timeout_s: float) -> Decision:
+        """The decision; raises what went wrong in the thread."""
+        self._thread.join(timeout_s)
+        if self._error is not None:
+            raise self._error
+        if self._decision is None:
+            raise TimeoutError(f"no decision was worked out within {timeout_s:g} s")
+        return self._decision
+
+
+def _scaled(cost: LayerCost, speed: float) -> LayerCost:
     return replace(
         cost,
         forward_s=cost.forward_s * speed,

@@ -57,12 +57,15 @@ class Meter:
     """Collects samples on one rank; `enabled` switches all readings off between measured steps.
 
     `clock` tells waits and steps. `work_clock`, where there is one, times the layers' own work: processor time of the
-    thread suits ranks that share cores or run under a quota, where the wall clock counts pauses as work.
+    thread suits ranks that share cores or run under a quota, where the wall clock counts pauses as work. Of every kind
+    the last `max_samples` are kept. `on_backward` is called once, before the next backward action.
     """
 
     enabled: bool = True
     clock: Callable[[], float] = time.perf_counter
     work_clock: Callable[[], float] | None = None
+    max_samples: int = MAX_SAMPLES
+    on_backward: Callable[[], None] | None = None
     forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     stage_weight: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -95,6 +98,9 @@ class Meter:
 
     def run_action(self, kind: str, stage: int, call: Callable[[], Any]) -> Any:
         """Run one action of the schedule; the gap since the one before it is waiting, by what it waited for."""
+        if kind in ("B", "I") and self.on_backward is not None:
+            call_once, self.on_backward = self.on_backward, None
+            call_once()
         if not self.enabled:
             return call()
         began, work_began = self.clock(), self.work_s()
@@ -107,12 +113,18 @@ class Meter:
             marks = [*self._arrived, (-1, work_ended)]
             marks[0] = (marks[0][0], work_began)
             for (layer, start), (_, stop) in pairwise(marks):
-                _append(self.backward[layer], stop - start)
+                self.add(self.backward[layer], stop - start)
         elif kind == "W":
-            _append(self.stage_weight[stage], work_ended - work_began)
+            self.add(self.stage_weight[stage], work_ended - work_began)
         self._compute_s += ended - began
         self._last_end = ended
         return result
+
+    def add(self, samples: list[float], value: float) -> None:
+        """Note a sample and forget those that are too old."""
+        samples.append(value)
+        if len(samples) > self.max_samples:
+            del samples[0]
 
     def gradient_arrived(self, layer: int) -> None:
         self._arrived.append((layer, self.work_s()))
@@ -129,7 +141,7 @@ class Meter:
                 return loss_fn(output, target)
             began = self.work_s()
             result = loss_fn(output, target)
-            _append(self.loss, self.work_s() - began)
+            self.add(self.loss, self.work_s() - began)
             return result
 
         return timed
@@ -144,12 +156,6 @@ class Meter:
             wait_forward_s=self._wait_s["F"] / n,
             wait_backward_s=self._wait_s["B"] / n,
         )
-
-
-def _append(samples: list[float], value: float) -> None:
-    samples.append(value)
-    if len(samples) > MAX_SAMPLES:
-        del samples[: -MAX_SAMPLES // 2]
 
 
 class PipelineLayer(nn.Module):
@@ -196,7 +202,7 @@ class PipelineLayer(nn.Module):
             meter.input_grad[index] = bool(x.requires_grad)
         else:
             # the counted microbatch is slower and gives no sample
-            _append(meter.forward[index], meter.work_s() - began)
+            meter.add(meter.forward[index], meter.work_s() - began)
         if out.requires_grad and torch.is_grad_enabled():
             out.register_hook(lambda _: meter.gradient_arrived(index))
         return out

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.kernel_objects import Quotas
 from benchmarks.cluster.profiles import ProfileError, uniform
 from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable
 from benchmarks.pipeline import partitions
@@ -30,15 +31,17 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--policies", default=",".join(DEFAULT_POLICIES), help=f"comma-separated, of {', '.join(POLICIES)}")
     p.add_argument("--json", type=Path, help="file for the rows")
     p.add_argument("--hosts", type=int, default=4, help="one stage each")
-    p.add_argument("--steps", type=int, default=32, help="counted steps of every policy")
-    p.add_argument("--warm-up", type=int, default=3, help="steps before those, on equal numbers of layers")
-    p.add_argument("--share", type=float, default=0.42, help="part of a core that every host gets")
+    p.add_argument("--steps", type=int, default=20, help="counted steps of every policy")
+    p.add_argument("--warm-up", type=int, default=5, help="steps before those, on equal numbers of layers")
+    p.add_argument("--slowdown", type=float, default=2.5, help="how much slower a host is than the machine")
     p.add_argument("--link-mbit-per-s", type=float, default=1000.0)
     p.add_argument("--budget-bytes", type=int, default=64 << 20, help="buffers of a move on one rank")
     p.add_argument("--timeout-s", type=float, default=60.0, help="limit on every wait between hosts")
     p.add_argument("--limit-s", type=float, default=600.0, help="limit on each case")
     p.add_argument("--simulate", action="store_true", help="no hosts: the simulator only")
-    p.add_argument("--partition", action="store_true", help="only time the partitioner, beside DeepSpeed's if it is there")
+    p.add_argument(
+        "--partition", action="store_true", help="only time the partitioner, beside DeepSpeed's if it is there"
+    )
     return p
 
 
@@ -60,7 +63,7 @@ def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.N
         "policies": list(policies),
         "steps": args.steps,
         "warm_up": args.warm_up,
-        "share": args.share,
+        "slowdown": args.slowdown,
         "budget_bytes": args.budget_bytes,
         "timeout_s": args.timeout_s,
     }
@@ -81,15 +84,21 @@ def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.N
     return rows
 
 
+def prefer(bed: Testbed) -> None:
+    """Let the hosts go before whatever else runs on the machine, within their shares."""
+    quotas = Quotas.find()
+    for host in range(bed.profile.hosts):
+        name, most = ("cpu.shares", 1 << 18) if quotas.version == 1 else ("cpu.weight", 10_000)
+        (quotas.folder(bed.prefix, host) / name).write_text(str(most))
+
+
 def by_simulator(case: Case, policies: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Rows of one case from one process's layer times; nothing is moved and nobody waits for a link."""
     from prophet.demo.text import load_corpus
 
     bytes_per_s = args.link_mbit_per_s * 1e6 / 8
     transfer_s = max(b.numel() for b in case.boundaries()[1:-1]) * 4 / bytes_per_s
-    recording = record(
-        case, load_corpus(max_bytes=CORPUS_BYTES), args.warm_up + args.steps, slowdown=1.0 / args.share
-    )
+    recording = record(case, load_corpus(max_bytes=CORPUS_BYTES), args.warm_up + args.steps, slowdown=args.slowdown)
     figures = {
         p: simulate_policy(
             p,
@@ -122,9 +131,11 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     reason = "asked for with --simulate" if args.simulate else ""
     if not reason:
-        profile = uniform("pipeline", hosts=args.hosts, link_mbit_per_s=args.link_mbit_per_s, share=args.share)
+        share = (os.cpu_count() or 1) / args.hosts
+        profile = uniform("pipeline", hosts=args.hosts, link_mbit_per_s=args.link_mbit_per_s, share=share)
         try:
             with Testbed(profile) as bed:
+                prefer(bed)
                 for case in todo:
                     rows += shown(on_hosts(bed, case, policies, args))
         except TestbedUnavailable as error:
@@ -137,7 +148,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "measured": not reason,
         "simulator_only_because": reason or None,
         "hosts": args.hosts,
-        "share": args.share,
+        "slowdown": args.slowdown,
         "link_mbit_per_s": args.link_mbit_per_s,
         "steps": args.steps,
         "warm_up": args.warm_up,
@@ -170,6 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # being told to end unwinds the testbed like any other failure
     previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
+        if args.slowdown < 1:
+            raise PolicyError("--slowdown must be at least 1")
         for name in ("hosts", "steps", "warm_up"):
             if getattr(args, name) < 1:
                 raise PolicyError(f"--{name.replace('_', '-')} must be at least 1")

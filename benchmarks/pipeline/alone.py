@@ -94,9 +94,7 @@ def simulate_policy(
     """What a rank of the emulated hosts would report, by the simulator alone; decisions are really made and timed."""
     limits = RankLimits.uniform(ranks)
     current = start_map(policy, smoothed(recording.costs[:warm_up]), ranks, case.microbatches, transfer_s)
-    config = controller_config(
-        policy, case.every_steps, transfer_s=transfer_s, bytes_per_s=bytes_per_s, fixed_s=0.05
-    )
+    config = controller_config(policy, case.every_steps, transfer_s=transfer_s, bytes_per_s=bytes_per_s, fixed_s=0.05)
     step_s: list[float] = []
     maps: list[StageMap] = []
     decide_s = move_s = 0.0

@@ -93,6 +93,10 @@ def _pruned_block(dim: int, number: int) -> Block:
     return Block(dim, 4, mlp=nn.Sequential(wide, nn.ReLU(), narrow))
 
 
+def _mixture(dim: int) -> MixtureOfExperts:
+    return MixtureOfExperts(dim, 4, 4, hidden=2 * dim, gate=GateConfig(aux_loss_weight=0.01))
+
+
 def cases(steps: int) -> dict[str, Case]:
     """All six by name; slow dynamism is spread over `steps` steps."""
     small = _dense(128, 10, 256)
@@ -106,9 +110,7 @@ def cases(steps: int) -> dict[str, Case]:
                 shape=_dense(96, 10, 128),
                 tokens=128,
                 # every other block is a mixture, as in most such models
-                make_block=lambda i: (
-                    MixtureOfExperts(96, 4, 8, hidden=192, gate=GateConfig(aux_loss_weight=0.01)) if i % 2 else Block(96, 4)
-                ),
+                make_block=lambda i: _mixture(96) if i % 2 else Block(96, 4),
                 every_steps=1,
             ),
             Case(
@@ -128,7 +130,7 @@ def cases(steps: int) -> dict[str, Case]:
             ),
             Case(
                 name="sparse-attention",
-                shape=_dense(96, 10, 128),
+                shape=_dense(96, 8, 128),
                 tokens=128,
                 make_block=lambda _: Block(96, 2, attention=HashAttention(96, 2, bits=3, tile=32)),
                 every_steps=slow,

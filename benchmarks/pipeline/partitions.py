@@ -8,6 +8,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,7 @@ def compare() -> dict[str, Any]:
         times_s = rng.lognormal(0.0, 0.6, size=layers) * 1e-3
         costs = [LayerCost(forward_s=float(t)) for t in times_s]
         limits = RankLimits.uniform(stages)
-        ours, ours_s = _timed(lambda c=costs, r=limits: partition_by_time(c, r, microbatches=8).boundaries)
+        ours, ours_s = _timed(partial(_ours, costs, limits))
         row: dict[str, Any] = {
             "layers": layers,
             "stages": stages,
@@ -48,15 +50,17 @@ def compare() -> dict[str, Any]:
             "bottleneck_over_mean": _bottleneck(ours, times_s) * stages / float(times_s.sum()),
         }
         if peer is not None:
-            theirs, theirs_s = _timed(
-                lambda w=times_s.tolist(), p=stages: peer(w, p), repetitions=1 if layers > 100 else 3
-            )
+            theirs, theirs_s = _timed(partial(peer, times_s.tolist(), stages), repetitions=1 if layers > 100 else 3)
             row["deepspeed_seconds"] = theirs_s
             row["deepspeed_bottleneck_over_ours"] = _bottleneck(theirs, times_s) / _bottleneck(ours, times_s)
-            row["deepspeed_empty_stages"] = sum(b <= a for a, b in zip(theirs, theirs[1:], strict=False))
+            row["deepspeed_empty_stages"] = sum(b <= a for a, b in pairwise(theirs))
         rows.append(row)
         print("  ".join(f"{k} {v:.5g}" for k, v in row.items()), flush=True)
     return {"deepspeed": version, "partition": rows}
+
+
+def _ours(costs: Sequence[LayerCost], limits: Sequence[RankLimits]) -> Sequence[int]:
+    return partition_by_time(costs, limits, microbatches=8).boundaries
 
 
 def _timed(run: Callable[[], Sequence[int]], repetitions: int = REPETITIONS) -> tuple[Sequence[int], float]:
@@ -72,4 +76,4 @@ def _timed(run: Callable[[], Sequence[int]], repetitions: int = REPETITIONS) -> 
 
 def _bottleneck(boundaries: Sequence[int], times_s: np.ndarray[Any, np.dtype[np.float64]]) -> float:
     ends = np.concatenate([[0.0], np.cumsum(times_s)])
-    return float(max(ends[b] - ends[a] for a, b in zip(boundaries, boundaries[1:], strict=False)))
+    return float(max(ends[b] - ends[a] for a, b in pairwise(boundaries)))

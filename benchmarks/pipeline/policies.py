@@ -46,6 +46,8 @@ def controller_config(
         transfer_s=transfer_s,
         move_cost=MoveCost(fixed_s=fixed_s, bytes_per_s=bytes_per_s),
         horizon_steps=max(10, every_steps),
+        # where every step is looked at, that goes on beside the backward pass
+        prepare_in_backward=every_steps == 1,
     )
 
 
@@ -78,10 +80,18 @@ def best_map(
 def smoothed(history: Sequence[Sequence[LayerCost]], window: int = 3) -> list[LayerCost]:
     """Per layer the median of its times over the last steps: what a step takes, without what disturbed it."""
     recent = history[-window:]
-    names = ("forward_s", "backward_input_s", "backward_weight_s")
+
+    def median(layer: int, name: str) -> float:
+        return float(np.median([getattr(costs[layer], name) for costs in recent]))
+
     return [
-        replace(recent[-1][i], **{n: float(np.median([getattr(costs[i], n) for costs in recent])) for n in names})
-        for i in range(len(recent[-1]))
+        replace(
+            cost,
+            forward_s=median(i, "forward_s"),
+            backward_input_s=median(i, "backward_input_s"),
+            backward_weight_s=median(i, "backward_weight_s"),
+        )
+        for i, cost in enumerate(recent[-1])
     ]
 
 
@@ -92,19 +102,36 @@ def simulated_step_s(
     microbatches: int,
     transfer_s: float,
     optimizer_s: Sequence[float],
-    action_s: float = 0.0,
 ) -> float:
-    """Seconds of one step: the pipeline, then every rank's optimizer. `optimizer_s` is [L]; `action_s` is what every
-    action takes besides its layers' work.
-    """
+    """Seconds of one step: the pipeline, then every rank's optimizer. `optimizer_s` is [L]."""
     dense = dense_ranks(stage_map)
     durations = Durations.of_stages(costs, dense, transfer_s=transfer_s)
-    durations = replace(
-        durations, forward_s=durations.forward_s + action_s, input_s=durations.input_s + action_s
-    )
     schedule = flexible(dense.ranks, microbatches, durations=durations)
     done = simulate(schedule, durations)
     return max(
         max(done.end_s[a] for a in row) + sum(optimizer_s[i] for i in dense.layers_on(rank))
         for rank, row in enumerate(schedule.actions)
     )
+
+
+def fit_transfer_s(
+    costs: Sequence[LayerCost],
+    stage_map: StageMap,
+    *,
+    microbatches: int,
+    optimizer_s: Sequence[float],
+    measured_s: float,
+    least_s: float,
+) -> float:
+    """Seconds between two stages, waking up included, with which the simulated step lasts as long as a measured one."""
+    low, high = least_s, max(measured_s, least_s)
+    for _ in range(16):
+        middle = (low + high) / 2
+        simulated_s = simulated_step_s(
+            costs, stage_map, microbatches=microbatches, transfer_s=middle, optimizer_s=optimizer_s
+        )
+        if simulated_s < measured_s:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2

@@ -91,7 +91,8 @@ def _row(
 ) -> dict[str, Any]:
     # a step is over when its slowest rank is
     step_s = np.max([f["step_s"] for f in figures], axis=0)
-    balance_s = np.max([f["balance_s"] for f in figures], axis=0) if measured else np.zeros_like(step_s)
+    # the step without what balancing adds after it
+    plain_s = step_s if not measured else np.max([np.subtract(f["step_s"], f["balance_s"]) for f in figures], axis=0)
     maps = [StageMap(tuple(b), tuple(r)) for b, r in figures[0]["maps"]]
     used = [len(m.used_ranks) for m in maps]
     limits = RankLimits.uniform(ranks)
@@ -108,7 +109,9 @@ def _row(
         )
     losses = [next((x for x in at if x is not None), None) for at in zip(*(f["losses"] for f in figures), strict=True)]
     total_s = float(step_s.sum())
-    overhead = {k: max(f["overhead"][k] for f in figures) / total_s for k in ("measure", "decide", "move")}
+    # Ranks meet to measure: those that are done early wait there for the slowest one, which alone tells the cost.
+    overhead = {"measure": min(f["overhead"]["measure"] for f in figures) / total_s}
+    overhead |= {k: max(f["overhead"][k] for f in figures) / total_s for k in ("decide", "move")}
     if policy_measures := any(f["overhead"]["measure"] for f in figures):
         # hooks on every layer and microbatch of the steps that are measured, on the rank that has most layers
         share = min(2, case.every_steps) / case.every_steps
@@ -122,7 +125,7 @@ def _row(
         "steps": len(maps),
         "step_s_median": float(np.median(step_s)),
         "tokens_per_s": case.tokens_per_step * len(maps) / total_s,
-        "bubble_ratio": float(1 - sum(work_s) / float(((step_s - balance_s) * np.asarray(used)).sum())),
+        "bubble_ratio": float(1 - sum(work_s) / float((plain_s * np.asarray(used)).sum())),
         "max_mean": statistics.mean(i.max_mean for i in imbalances),
         "max_minus_min_over_mean": statistics.mean(i.max_minus_min_over_mean for i in imbalances),
         "rebalances": figures[0]["rebalances"],
@@ -133,7 +136,8 @@ def _row(
         "loss_final": statistics.mean(x for x in losses[-5:] if x is not None),
         "last_map": list(maps[-1].boundaries),
     }
-    plain_s = step_s - balance_s
+    row["step_s"] = [round(float(x), 5) for x in step_s]
+    row["simulated_s"] = [round(float(x), 5) for x in simulated]
     row["simulated_step_s"] = float(np.median(simulated))
     row["simulated_error"] = float(np.median(simulated) / np.median(plain_s) - 1) if measured else None
     row["simulated_error_by_step"] = float(np.mean(np.abs(np.asarray(simulated) / plain_s - 1))) if measured else None

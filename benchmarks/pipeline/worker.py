@@ -3,16 +3,16 @@
 Shape legend: L layers, P ranks, M microbatches. Every policy has a copy of the model; all see the same tokens, and at
 every step each trains once, in another order each time, so that a drift of the machine favours none. One more copy,
 the recorder, stays on equal numbers of layers and is measured at every step: what the static policies are cut by at the
-start, what the oracle is told before each step, and what the simulator is given. Its times are processor seconds over
-the host's share of a core, which are seconds of a host that is busy.
+start, what the oracle is told before each step, and what the simulator is given. Hosts are paced (see `pacing`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import gc
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,17 @@ import torch.distributed as dist
 from benchmarks.cluster.host import Host
 from benchmarks.pipeline.alone import optimizer_by_layer
 from benchmarks.pipeline.cases import Case, Dynamism, cases
-from benchmarks.pipeline.policies import DYNAMIC, ORACLE, best_map, controller_config, smoothed, start_map
-from pipeline_balance.controller import Controller
+from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss, wake_promptly
+from benchmarks.pipeline.policies import (
+    DYNAMIC,
+    ORACLE,
+    best_map,
+    controller_config,
+    fit_transfer_s,
+    smoothed,
+    start_map,
+)
+from pipeline_balance.controller import Controller, ControllerConfig, Decision
 from pipeline_balance.dynamics.gpt import loss as loss_fn
 from pipeline_balance.measure import Meter, PipelineLayer
 from pipeline_balance.runtime import ElasticPipeline
@@ -37,9 +46,10 @@ CORPUS_BYTES = 1 << 20
 
 def run_case(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     """Run one case; returns this rank's figures (see `rows.summarise`)."""
+    wake_promptly()
     with host.process_group(timeout_s=args["timeout_s"]):
         case = cases(int(args["steps"]))[args["case"]]
-        bench = Bench(case, host, share=float(args["share"]), budget_bytes=int(args["budget_bytes"]))
+        bench = Bench(case, host, pace=Pace(float(args["slowdown"])), budget_bytes=int(args["budget_bytes"]))
         result = bench.run(list(args["policies"]), steps=int(args["steps"]), warm_up=int(args["warm_up"]))
         gc.collect()
         return result
@@ -59,34 +69,61 @@ class Runner:
     maps: list[StageMap] = field(default_factory=list)
 
 
+class PacedController(Controller):
+    """A controller on a slower host."""
+
+    def __init__(self, pipeline: ElasticPipeline, pace: Pace, *, config: ControllerConfig) -> None:
+        super().__init__(pipeline, config=config)
+        self.pace = pace
+
+    def rebalance(self) -> Decision:
+        return self._paced(super().rebalance)
+
+    def conclude(self) -> Decision:
+        return self._paced(super().conclude)
+
+    def _paced(self, call: Callable[[], Decision]) -> Decision:
+        before = dict(self._spent)
+        worked = self.pace.seconds()
+        decision: Decision = self.pace.work_with_waits(call)
+        # what was slept belongs to the parts in proportion to the time they took
+        slept = (self.pace.seconds() - worked) * (1 - 1 / self.pace.slowdown)
+        parts = {k: self._spent[k] - before[k] for k in ("measure", "decide", "move")}
+        total = sum(parts.values())
+        for name, seconds in parts.items():
+            self._spent[name] += slept * seconds / total if total else 0.0
+        return decision
+
+
 class Bench:
     """One rank's side of one case."""
 
-    def __init__(self, case: Case, host: Host, *, share: float, budget_bytes: int) -> None:
+    def __init__(self, case: Case, host: Host, *, pace: Pace, budget_bytes: int) -> None:
         self.case, self.host = case, host
-        self.share, self.budget_bytes = share, budget_bytes
+        self.pace, self.budget_bytes = pace, budget_bytes
         self.corpus: Corpus = load_corpus(max_bytes=CORPUS_BYTES)
         self.ranks = host.hosts
         self.transfer_s, self.bytes_per_s = self._probe()
 
-    def _clock(self) -> float:
-        return time.thread_time() / self.share
-
     def _pipeline(self) -> ElasticPipeline:
         layers = self.case.layers
         size, more = divmod(layers, self.ranks)
-        pipeline = ElasticPipeline(
+        return ElasticPipeline(
             self.case.build_layer(),
             StageMap.contiguous([k * size + min(k, more) for k in range(self.ranks + 1)]),
             microbatches=self.case.microbatches,
-            loss_fn=loss_fn,
-            make_optimizer=self.case.optimizer,
+            loss_fn=paced_loss(self.pace, loss_fn),
+            make_optimizer=self._optimizer,
             boundaries=self.case.boundaries(),
             seed=self.case.seed,
             budget_bytes=self.budget_bytes,
+            meter=PacedMeter(self.pace),
         )
-        pipeline.meter.work_clock = self._clock
-        return pipeline
+
+    def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = PacedAdam(parameters, lr=self.case.learning_rate)
+        optimizer.pace = self.pace
+        return optimizer
 
     def _probe(self) -> tuple[float, float]:
         """(seconds of one activation between neighbours, bytes per second of a long message); equal on all ranks."""
@@ -114,15 +151,15 @@ class Bench:
         case = self.case
         recorder = Runner("recorder", self._pipeline(), Dynamism(case))
         runners = [Runner(p, self._pipeline(), Dynamism(case)) for p in policies]
-        for runner in runners:
-            runner.pipeline.meter.enabled = False
+        recorder.pipeline.meter.enabled = True
         history: list[list[LayerCost]] = []
         losses: list[float] = []
         optimizer_s: list[float] = []
         frozen = 0
         for step in range(warm_up + steps):
             if step == warm_up:
-                self._start(runners, smoothed(history[1:] or history))
+                self._calibrate(recorder, smoothed(history[1:] or history, warm_up), optimizer_s)
+                self._start(runners, smoothed(history[1:] or history, warm_up))
             inputs, target = case.batch(self.corpus, step)
             self._change(recorder, step, frozen)
             costs, loss = self._record(recorder, inputs, target, optimizer_s)
@@ -151,6 +188,21 @@ class Bench:
             "metering_s": self._metering_s(),
         }
 
+    def _calibrate(self, recorder: Runner, costs: list[LayerCost], optimizer_s: list[float]) -> None:
+        """What lies between two stages is more than a message: fit it to the recorder's steps of the warm-up."""
+        figures = torch.tensor([statistics.median(recorder.step_s[1:] or recorder.step_s)], dtype=torch.float64)
+        dist.all_reduce(figures, dist.ReduceOp.MAX)
+        taken = torch.tensor([sum(optimizer_s) / len(optimizer_s)], dtype=torch.float64)
+        dist.all_reduce(taken)
+        self.transfer_s = fit_transfer_s(
+            costs,
+            recorder.pipeline.stage_map,
+            microbatches=self.case.microbatches,
+            optimizer_s=optimizer_by_layer(costs, float(taken)),
+            measured_s=float(figures),
+            least_s=self.transfer_s,
+        )
+
     def _start(self, runners: Sequence[Runner], costs: list[LayerCost]) -> None:
         """Every policy goes to its own map, by what the warm-up has shown; not counted."""
         for runner in runners:
@@ -168,7 +220,7 @@ class Bench:
                 bytes_per_s=self.bytes_per_s,
                 fixed_s=float(slowest),
             )
-            runner.controller = Controller(pipeline, config=config)
+            runner.controller = PacedController(pipeline, self.pace, config=config)
 
     def _durations(self, costs: Sequence[LayerCost], stage_map: StageMap) -> Durations:
         return Durations.of_stages(costs, stage_map, transfer_s=self.transfer_s)
@@ -192,11 +244,14 @@ class Bench:
         pipeline.meter.reset()
         if pipeline.optimizer is not None:
             pipeline.optimizer.zero_grad(set_to_none=True)
+        dist.barrier()
+        started = time.perf_counter()
         loss = pipeline.forward_backward(inputs, target)
-        began = self._clock()
+        began = self.pace.seconds()
         if pipeline.optimizer is not None:
             pipeline.optimizer.step()
-        optimizer_s.append(self._clock() - began)
+        optimizer_s.append(self.pace.seconds() - began)
+        recorder.step_s.append(time.perf_counter() - started)
         shared = torch.tensor([loss if loss is not None else 0.0], dtype=torch.float64)
         every = pipeline.collective.all_gather(shared, op=Operation("the recorder's loss"))
         return pipeline.measure(), float(every.sum())
@@ -243,12 +298,12 @@ class Bench:
         x = torch.zeros(8, requires_grad=True)
         taken = []
         for enabled in (False, True):
-            meter = Meter(enabled=enabled, work_clock=self._clock)
+            meter = Meter(enabled=enabled, work_clock=self.pace.seconds)
             layer = PipelineLayer(torch.nn.Identity(), 0, meter, seed=self.case.seed)
             layer(x * 1.0).sum().backward()
-            began = self._clock()
+            began = self.pace.seconds()
             for _ in range(200):
                 y = layer(x * 1.0).sum()
                 meter.run_action("B", 0, y.backward)
-            taken.append((self._clock() - began) / 200)
+            taken.append((self.pace.seconds() - began) / 200)
         return max(taken[1] - taken[0], 0.0)

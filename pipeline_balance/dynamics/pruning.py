@@ -128,9 +128,7 @@ class _Pattern:
 
     def sparse(self, values: Tensor) -> Tensor:
         """[O, I]."""
-        return torch.sparse_csr_tensor(
-            self.row_starts, self.columns, values, self.mask.shape, check_invariants=False
-        )
+        return torch.sparse_csr_tensor(self.row_starts, self.columns, values, self.mask.shape, check_invariants=False)
 
     def sparse_transposed(self, values: Tensor) -> Tensor:
         """[I, O]."""

@@ -88,6 +88,44 @@ def test_layers_follow_the_load() -> None:
     assert min(moved[1]["seconds"][7:11]) < min(still[1]["seconds"][7:11])
 
 
+def _ahead(rank: int, size: int, ahead: bool) -> dict[str, Any]:
+    run = make(size)
+    config = ControllerConfig(
+        every_steps=1,
+        measure_steps=1,
+        min_gain=0.1,
+        horizon_steps=20,
+        move_cost=MoveCost(fixed_s=0.0),
+        prepare_in_backward=ahead,
+    )
+    balanced = pipeline_balance.attach(run, config=config)
+    used = []
+    plain = run.rebuild
+
+    def watched(*args: Any, **options: Any) -> Any:
+        used.append(options["prepared"] is not None)
+        return plain(*args, **options)
+
+    run.rebuild = watched  # type: ignore[method-assign]
+    x = torch.randn(2 * MICROBATCHES, DIM, generator=torch.Generator().manual_seed(0))
+    losses, maps = [], []
+    for step in range(14):
+        _set_times(run, {0, 1, 2} if step < 7 else {5, 6, 7})
+        losses.append(balanced.step(x, x.flip(0)))
+        maps.append(run.stage_map.boundaries)
+    return {"losses": losses, "maps": maps, "prepared": used, "reasons": [d.reason for d in balanced.decisions]}
+
+
+def test_a_move_prepared_during_backward_changes_no_loss() -> None:
+    moved = run_gloo(_ahead, 2, True)
+    still = run_gloo(_run, 2, False)
+    assert moved[0]["maps"] == moved[1]["maps"]
+    assert moved[0]["maps"][5][1] < 4 < moved[0]["maps"][-1][1]
+    assert moved[1]["losses"] == pytest.approx(still[1]["losses"][:14], rel=1e-5)
+    assert moved[0]["prepared"]
+    assert all(moved[0]["prepared"])
+
+
 def _disagree(rank: int, size: int) -> str:
     run = make(size)
     _set_times(run, {0, 1, 2})
