@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeline_balance.choose import Choice, predicted_makespan_s
 from pipeline_balance.diffusion import diffuse
 from pipeline_balance.measure import gather_costs
-from pipeline_balance.partition import partition_by_parameters, partition_by_time, partition_near
+from pipeline_balance.partition import explain_memory, partition_by_parameters, partition_by_time, partition_near
 from pipeline_balance.repack import repack
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import (
@@ -214,7 +214,8 @@ def decide(
     elif current.used_ranks != everyone:
         options += proposed(_in_stage_order(current))
     if not options and not now_fits:
-        raise PartitionError("no stage map fits the ranks' memory, the one in force included")
+        why = explain_memory(costs, limits, microbatches)
+        raise PartitionError(f"no stage map fits the ranks' memory, the one in force included: {why}")
 
     def net_s(option: tuple[float, StageMap]) -> float:
         cost_s = config.move_cost.seconds(costs, current, option[1], len(limits))

@@ -161,6 +161,7 @@ class ElasticPipeline:
     # --- groups -----------------------------------------------------------------------------------------------
 
     def _set_group(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
         self.collective: Collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank = self.collective.rank
@@ -348,7 +349,7 @@ class ElasticPipeline:
         layers = {
             i: self.layers.get(i) or arrivals.get(i) or self._new_layer(i) for i in stage_map.layers_on(self.rank)
         }
-        self._adopt(stage_map, layers, moved.state, scalars, frozen, durations)
+        self.adopt(stage_map, layers, moved.state, scalars, frozen, durations)
         return Rebuilt(
             stage_map=stage_map,
             sent_bytes=moved.sent_bytes,
@@ -375,7 +376,7 @@ class ElasticPipeline:
         way = route(by_layer(space, self.stage_map, self.ranks), by_layer(space, stage_map, self.ranks))
         return way, scalars, frozen
 
-    def _adopt(
+    def adopt(
         self,
         stage_map: StageMap,
         layers: dict[int, PipelineLayer],
@@ -384,7 +385,7 @@ class ElasticPipeline:
         frozen: set[str],
         durations: Durations | None = None,
     ) -> None:
-        """Go on with these layers and their state."""
+        """Go on with `stage_map`, these layers and their state (as `state.training.collect` names it); collective."""
         mine = {name: value for name, value in scalars.items() if int(name.split("/", 1)[0]) in layers}
         self.optimizer = apply(layers, self.make_optimizer, state, mine, frozen)
         self.layers, self.stage_map, self.durations = layers, stage_map, durations
@@ -394,6 +395,10 @@ class ElasticPipeline:
         """Forget gradients that the optimizer has used, so that they do not travel."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
+
+    def new_layers(self, stage_map: StageMap) -> dict[int, PipelineLayer]:
+        """This rank's layers of `stage_map`, as they are before training."""
+        return {i: self._new_layer(i) for i in stage_map.layers_on(self.rank)}
 
     def refresh(self) -> Rebuilt:
         """Build the same stages anew, after layers were frozen or thawed (`requires_grad_`); collective,

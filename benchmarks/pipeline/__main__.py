@@ -85,9 +85,12 @@ def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.N
 
 
 def prefer(bed: Testbed) -> None:
-    """Let the hosts go before whatever else runs on the machine, within their shares."""
+    """Let the hosts go before whatever else runs on the machine. They pace themselves: a quota would stop a host's
+    threads for its messages, too, once an action has used it up.
+    """
     quotas = Quotas.find()
     for host in range(bed.profile.hosts):
+        bed.set_share(host, float(os.cpu_count() or 1))
         name, most = ("cpu.shares", 1 << 18) if quotas.version == 1 else ("cpu.weight", 10_000)
         (quotas.folder(bed.prefix, host) / name).write_text(str(most))
 
