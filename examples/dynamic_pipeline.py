@@ -57,7 +57,7 @@ def train(steps: int) -> list[StageMap]:
         maps.append(pipeline.stage_map)
         value = balanced.step(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
         if value is not None and (step % 10 == 0 or step == steps - 1):
-            used = len(pipeline.stage_map.used_ranks)
+            used = len(maps[-1].used_ranks)
             print(f"step {step}: loss {value:.3f}, {frozen} layers frozen, stages {maps[-1].boundaries}, {used} ranks")
     spent = balanced.overhead()
     if dist.get_rank() == 0:

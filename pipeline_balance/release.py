@@ -22,9 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from pipeline_balance.runtime import ElasticPipeline
 from pipeline_balance.spec import StageMap
@@ -211,7 +212,7 @@ def save_checkpoint(pipeline: ElasticPipeline, folder: Path, *, step: int, stage
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DESCRIPTION).unlink(missing_ok=True)
     _meet(pipeline, "starting a checkpoint")
-    dcp.save(dict(held.tensors), checkpoint_id=folder, process_group=pipeline.group)
+    save_tensors(dict(held.tensors), checkpoint_id=folder, process_group=pipeline.group)
     if pipeline.collective.rank == 0:
         said = {
             "step": step,
@@ -277,7 +278,7 @@ def load_checkpoint(pipeline: ElasticPipeline, folder: Path) -> Checkpoint:
         piece: torch.empty(piece.box.shape, dtype=torch_dtype(saved.space[piece.name]), device=pipeline.device)
         for piece in pieces
     }
-    dcp.load(
+    load_tensors(
         {piece.name: tensor for piece, tensor in state.items()}, checkpoint_id=folder, process_group=pipeline.group
     )
     pipeline.adopt(pipeline.stage_map, layers, state, saved.scalars, set(saved.frozen))

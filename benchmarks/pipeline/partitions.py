@@ -53,7 +53,7 @@ def compare() -> dict[str, Any]:
             theirs, theirs_s = _timed(partial(peer, times_s.tolist(), stages), repetitions=1 if layers > 100 else 3)
             row["deepspeed_seconds"] = theirs_s
             row["deepspeed_bottleneck_over_ours"] = _bottleneck(theirs, times_s) / _bottleneck(ours, times_s)
-            row["deepspeed_empty_stages"] = sum(b <= a for a, b in pairwise(theirs))
+            row["deepspeed_empty_stages"] = sum(int(b <= a) for a, b in pairwise(theirs))
         rows.append(row)
         print("  ".join(f"{k} {v:.5g}" for k, v in row.items()), flush=True)
     return {"deepspeed": version, "partition": rows}
