@@ -8,18 +8,17 @@ predicted gain over the steps until the next decision exceeds what the move is e
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from pipeline_balance.ahead import Ahead
 from pipeline_balance.choose import Choice, predicted_makespan_s
 from pipeline_balance.diffusion import diffuse
-from pipeline_balance.measure import gather_costs
 from pipeline_balance.partition import explain_memory, partition_by_parameters, partition_by_time, partition_near
 from pipeline_balance.repack import repack
 from pipeline_balance.schedules.simulate import Durations
@@ -159,8 +158,12 @@ def decide(
     microbatches: int,
     horizon_steps: int,
     config: ControllerConfig,
+    missed_s: float = 0.0,
 ) -> Decision:
     """The map to go on with for `horizon_steps` steps. Equal figures give equal decisions on every rank.
+
+    `missed_s` is what staying has lost since the last time there was nothing to gain: once that and the gain to come
+    exceed a move's cost it is made, so no more is ever lost by waiting than a move would have taken.
 
     Raises `PartitionError` if nothing fits, the map in force included.
     """
@@ -228,7 +231,7 @@ def decide(
     if best == current or gain_s <= config.min_gain * now_s:
         return decision(False, best_s, best, "nothing to gain")
     cost_s = config.move_cost.seconds(costs, current, best, len(limits))
-    if net_s((best_s, best)) <= 0:
+    if net_s((best_s, best)) + missed_s <= 0:
         return decision(False, best_s, best, f"{gain_s * horizon_steps:.3g} s gained would not pay {cost_s:.3g} s")
     return decision(True, best_s, best, f"gains {gain_s * horizon_steps:.3g} s for {cost_s:.3g} s")
 
@@ -289,7 +292,8 @@ class Controller:
     """Runs the steps of an `ElasticPipeline` and keeps its stages balanced. All ranks drive theirs in step.
 
     `limits` [P] are the ranks' memory and speed, equal on all ranks. Layer times measured on a rank of speed v are
-    taken as v times as long on a rank of speed 1.
+    taken as v times as long on a rank of speed 1. `trust` from 0 to 1 says how much of the predicted gains was still
+    there at the next decision.
     """
 
     def __init__(
@@ -311,6 +315,9 @@ class Controller:
         self._moves: list[Rebuilt] = []
         self._ahead: Ahead | None = None
         self._settled_at = 1
+        self._last_move: Decision | None = None
+        self.trust = 1.0
+        self._missed_s = 0.0
         if self.config.prepare_in_backward:
             pipeline.side_collective()
             pipeline.meter.max_samples = self.config.measure_steps * pipeline.microbatches
@@ -341,9 +348,9 @@ class Controller:
     def rebalance(self) -> Decision:
         """Measure, decide and, where it pays, move; collective over all ranks."""
         t0 = time.perf_counter()
-        costs = self._at_unit_speed(self.pipeline.measure())
+        costs = self.at_unit_speed(self.pipeline.measure())
         t1 = time.perf_counter()
-        decision = self._decide(costs, self.pipeline.collective)
+        decision = self.decide_from(costs, self.pipeline.collective)
         t2 = time.perf_counter()
         self._move(decision, costs, None)
         self.pipeline.meter.reset()
@@ -376,30 +383,57 @@ class Controller:
         self._spent["move"] += t2 - t1
         return decision
 
-    def _at_unit_speed(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
+    def at_unit_speed(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
+        """Measured costs as they would be on a rank of speed 1."""
         home = self.pipeline.stage_map.assignment()
         return [_scaled(c, self.limits[home[i]].speed) for i, c in enumerate(costs)]
 
-    def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
+    def decide_from(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
+        """A decision that all ranks share, noted but not carried out; collective over `collective`."""
         current = self.pipeline.stage_map
+        self._look_back(costs)
         self.imbalance = Imbalance.of([x for x in rank_loads_s(costs, current, self.limits) if x > 0] or [0.0])
         decision = decide(
             costs,
             self.limits,
             current,
             microbatches=self.pipeline.microbatches,
-            horizon_steps=self.config.horizon_steps or self.config.every_steps,
+            horizon_steps=max(1, round(self.trust * (self.config.horizon_steps or self.config.every_steps))),
             config=replace(self.config, move_cost=self.move_cost),
+            missed_s=self._missed_s,
         )
+        waits = not decision.move and decision.gain_s > self.config.min_gain * decision.current_makespan_s
+        self._missed_s = self._missed_s + decision.gain_s * self.config.every_steps if waits else 0.0
         self._check_agreed(decision, collective)
         self.decisions.append(decision)
         return decision
+
+    def _look_back(self, costs: Sequence[LayerCost]) -> None:
+        """See what is left of the last move's gain now that loads are others: gains that do not last count for fewer
+        steps. `costs` are equal on all ranks, and so is what follows.
+        """
+        last, self._last_move = self._last_move, None
+        if last is None or not last.gain_s > 0:
+            return
+        before_s, after_s = (
+            predicted_makespan_s(
+                costs,
+                stage_map,
+                self.limits,
+                microbatches=self.pipeline.microbatches,
+                transfer_s=self.config.transfer_s,
+            )
+            for stage_map in (last.current, last.best)
+        )
+        kept = min(max((before_s - after_s) / last.gain_s, 0.0), 1.0)
+        self.trust = (self.trust + kept) / 2
 
     def _move(self, decision: Decision, costs: Sequence[LayerCost], prepared: Prepared | None) -> None:
         if not decision.move:
             return
         speeds = [r.speed for r in self.limits]
         durations = Durations.of_stages(costs, decision.best, speeds=speeds, transfer_s=self.config.transfer_s)
+        self._last_move = decision
         self.pipeline.drop_gradients()
         self._learn(self.pipeline.rebuild(decision.best, durations=durations, prepared=prepared))
 
@@ -435,40 +469,6 @@ class Controller:
             rebalances=len(self._moves),
             moved_bytes=sum(m.sent_bytes for m in self._moves),
         )
-
-
-class Ahead:
-    """A decision, and what a move needs, worked out in a thread of its own on the side communicator."""
-
-    def __init__(self, controller: Controller, local: Mapping[int, LayerCost]) -> None:
-        self.costs: list[LayerCost] = []
-        self.prepared: Prepared | None = None
-        self._decision: Decision | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(controller, local), name="prepare-move", daemon=True)
-        self._thread.start()
-
-    def _run(self, controller: Controller, local: Mapping[int, LayerCost]) -> None:
-        pipeline = controller.pipeline
-        side = pipeline.side_collective()
-        try:
-            gathered = gather_costs(local, pipeline.stage_map.layers, side, pipeline.device)
-            self.costs = controller._at_unit_speed(gathered)
-            decision = controller._decide(self.costs, side)
-            if decision.move:
-                self.prepared = pipeline.prepare(decision.best, side)
-            self._decision = decision
-        except BaseException as error:  # raised again where the decision is taken up
-            self._error = error
-
-    def result(self, timeout_s: float) -> Decision:
-        """The decision; raises what went wrong in the thread."""
-        self._thread.join(timeout_s)
-        if self._error is not None:
-            raise self._error
-        if self._decision is None:
-            raise TimeoutError(f"no decision was worked out within {timeout_s:g} s")
-        return self._decision
 
 
 def _scaled(cost: LayerCost, speed: float) -> LayerCost:
