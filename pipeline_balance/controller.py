@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Literal, get_args
 import torch
 from torch import Tensor
 
+from pipeline_balance.ahead import Ahead
 from pipeline_balance.choose import Choice, predicted_makespan_s
 from pipeline_balance.diffusion import diffuse
-from pipeline_balance.partition import partition_by_parameters, partition_by_time, partition_near
+from pipeline_balance.partition import explain_memory, partition_by_parameters, partition_by_time, partition_near
 from pipeline_balance.repack import repack
+from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import (
     Imbalance,
     LayerCost,
@@ -29,11 +31,11 @@ from pipeline_balance.spec import (
     fits,
     rank_loads_s,
 )
-from prophet.comm import Operation
+from prophet.comm import Collective, Operation
 from prophet.spec import SpecError, digest
 
 if TYPE_CHECKING:
-    from pipeline_balance.runtime import ElasticPipeline, Rebuilt
+    from pipeline_balance.runtime import ElasticPipeline, Prepared, Rebuilt
 
 Policy = Literal["partition", "partition-by-parameters", "diffusion", "diffusion-by-parameters"]
 
@@ -68,7 +70,9 @@ class ControllerConfig:
 
     `min_gain` is the least relative gain that is taken for more than noise. `repack_slowdown` allows fewer ranks where
     the step becomes longer by at most this fraction of the best one on all ranks (None: never). `transfer_s` is what an
-    activation takes between two stages.
+    activation takes between two stages. `horizon_steps` is for how many steps a change is expected to pay (None: until
+    the next decision); where every step is looked at, loads last longer than that. `prepare_in_backward` measures,
+    decides and prepares the move beside the backward pass before it, by what is known when that begins.
     """
 
     every_steps: int = 50
@@ -78,10 +82,14 @@ class ControllerConfig:
     repack_slowdown: float | None = None
     transfer_s: float = 0.0
     move_cost: MoveCost = field(default_factory=MoveCost)
+    horizon_steps: int | None = None
+    prepare_in_backward: bool = False
 
     def __post_init__(self) -> None:
         if self.every_steps < 1 or not 1 <= self.measure_steps <= self.every_steps:
             raise SpecError(f"need 1 <= measure_steps <= every_steps, got {self.measure_steps} and {self.every_steps}")
+        if self.horizon_steps is not None and self.horizon_steps < 1:
+            raise SpecError(f"horizon_steps must be at least 1, got {self.horizon_steps}")
         if self.policy not in get_args(Policy):
             raise SpecError(f"policy must be one of {list(get_args(Policy))}, got {self.policy!r}")
         if self.min_gain < 0 or (self.repack_slowdown is not None and self.repack_slowdown < 0):
@@ -150,20 +158,37 @@ def decide(
     microbatches: int,
     horizon_steps: int,
     config: ControllerConfig,
+    missed_s: float = 0.0,
 ) -> Decision:
     """The map to go on with for `horizon_steps` steps. Equal figures give equal decisions on every rank.
+
+    `missed_s` is what staying has lost since the last time there was nothing to gain: once that and the gain to come
+    exceed a move's cost it is made, so no more is ever lost by waiting than a move would have taken.
 
     Raises `PartitionError` if nothing fits, the map in force included.
     """
     everyone = tuple(range(min(len(limits), len(costs))))
     now_fits = fits(costs, current, limits, microbatches)
+    known: dict[StageMap, float] = {}
 
     def proposed(ranks: Sequence[int]) -> list[tuple[float, StageMap]]:
         found = candidates(costs, limits, current, ranks, microbatches=microbatches, policy=config.policy)
-        return [(evaluate(m), m) for m in dict.fromkeys(found) if fits(costs, m, limits, microbatches)]
+        found = [m for m in dict.fromkeys(found) if fits(costs, m, limits, microbatches)]
+        return [(evaluate(m), m) for m in found if not hopeless(m)]
+
+    def hopeless(stage_map: StageMap) -> bool:
+        """Whether the slowest rank stays as slow, so that there is nothing to simulate, which costs most here."""
+        if config.repack_slowdown is not None or not now_fits:
+            return False
+        loads = rank_loads_s(costs, stage_map, limits)
+        return max(loads) > (1.0 - config.min_gain / 2) * max(rank_loads_s(costs, current, limits))
 
     def evaluate(stage_map: StageMap) -> float:
-        return predicted_makespan_s(costs, stage_map, limits, microbatches=microbatches, transfer_s=config.transfer_s)
+        if stage_map not in known:
+            known[stage_map] = predicted_makespan_s(
+                costs, stage_map, limits, microbatches=microbatches, transfer_s=config.transfer_s
+            )
+        return known[stage_map]
 
     def decision(move: bool, makespan_s: float, best: StageMap, reason: str) -> Decision:
         return Decision(
@@ -192,7 +217,8 @@ def decide(
     elif current.used_ranks != everyone:
         options += proposed(_in_stage_order(current))
     if not options and not now_fits:
-        raise PartitionError("no stage map fits the ranks' memory, the one in force included")
+        why = explain_memory(costs, limits, microbatches)
+        raise PartitionError(f"no stage map fits the ranks' memory, the one in force included: {why}")
 
     def net_s(option: tuple[float, StageMap]) -> float:
         cost_s = config.move_cost.seconds(costs, current, option[1], len(limits))
@@ -205,7 +231,7 @@ def decide(
     if best == current or gain_s <= config.min_gain * now_s:
         return decision(False, best_s, best, "nothing to gain")
     cost_s = config.move_cost.seconds(costs, current, best, len(limits))
-    if net_s((best_s, best)) <= 0:
+    if net_s((best_s, best)) + missed_s <= 0:
         return decision(False, best_s, best, f"{gain_s * horizon_steps:.3g} s gained would not pay {cost_s:.3g} s")
     return decision(True, best_s, best, f"gains {gain_s * horizon_steps:.3g} s for {cost_s:.3g} s")
 
@@ -224,7 +250,11 @@ def _packed(
     config: ControllerConfig,
 ) -> Choice | None:
     """The best map on the fewest ranks, fewer than those in use, whose step takes at most `allowed_s`."""
+    fastest = sorted((r.speed for r in limits), reverse=True)
+    work_s = sum(c.total_s for c in costs) * microbatches
     for size in range(1, len(current.used_ranks)):
+        if work_s / sum(fastest[:size]) > allowed_s:
+            continue
         try:
             packed = repack(
                 costs,
@@ -262,7 +292,8 @@ class Controller:
     """Runs the steps of an `ElasticPipeline` and keeps its stages balanced. All ranks drive theirs in step.
 
     `limits` [P] are the ranks' memory and speed, equal on all ranks. Layer times measured on a rank of speed v are
-    taken as v times as long on a rank of speed 1.
+    taken as v times as long on a rank of speed 1. `trust` from 0 to 1 says how much of the predicted gains was still
+    there at the next decision.
     """
 
     def __init__(
@@ -282,19 +313,34 @@ class Controller:
         self._step = 0
         self._spent = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
         self._moves: list[Rebuilt] = []
+        self._ahead: Ahead | None = None
+        self._settled_at = 1
+        self._last_move: Decision | None = None
+        self.trust = 1.0
+        self._missed_s = 0.0
+        if self.config.prepare_in_backward:
+            pipeline.side_collective()
+            pipeline.meter.max_samples = self.config.measure_steps * pipeline.microbatches
         pipeline.meter.enabled = self._measuring()
 
     def _measuring(self) -> bool:
         until = self.config.every_steps - self._step % self.config.every_steps
-        return until <= self.config.measure_steps
+        return until <= self.config.measure_steps + int(self.config.prepare_in_backward)
 
     def step(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
         """One training step, and a decision where one is due. Returns what the pipeline's step returns."""
         began = time.perf_counter()
         self.pipeline.meter.enabled = self._measuring()
+        due = (self._step + 1) % self.config.every_steps == 0
+        # layers that have not gone backward since they came here have no times yet
+        ahead = self.config.prepare_in_backward and self._step >= self._settled_at
+        if due and ahead:
+            self.pipeline.meter.on_backward = self._begin
         loss = self.pipeline.step(inputs, target)
         self._step += 1
-        if self._step % self.config.every_steps == 0:
+        if due and ahead:
+            self.conclude()
+        elif due and not self.config.prepare_in_backward:
             self.rebalance()
         self._spent["total"] += time.perf_counter() - began
         return loss
@@ -302,37 +348,100 @@ class Controller:
     def rebalance(self) -> Decision:
         """Measure, decide and, where it pays, move; collective over all ranks."""
         t0 = time.perf_counter()
-        current = self.pipeline.stage_map
-        home = current.assignment()
-        costs = [_at_unit_speed(c, self.limits[home[i]].speed) for i, c in enumerate(self.pipeline.measure())]
+        costs = self.at_unit_speed(self.pipeline.measure())
         t1 = time.perf_counter()
-        self.imbalance = Imbalance.of([x for x in rank_loads_s(costs, current, self.limits) if x > 0] or [0.0])
-        decision = decide(
-            costs,
-            self.limits,
-            current,
-            microbatches=self.pipeline.microbatches,
-            horizon_steps=self.config.every_steps,
-            config=replace(self.config, move_cost=self.move_cost),
-        )
-        self._check_agreed(decision)
-        self.decisions.append(decision)
+        decision = self.decide_from(costs, self.pipeline.collective)
         t2 = time.perf_counter()
-        if decision.move:
-            self._learn(self.pipeline.rebuild(decision.best))
+        self._move(decision, costs, None)
         self.pipeline.meter.reset()
         t3 = time.perf_counter()
         for name, seconds in (("measure", t1 - t0), ("decide", t2 - t1), ("move", t3 - t2)):
             self._spent[name] += seconds
         return decision
 
-    def _check_agreed(self, decision: Decision) -> None:
+    def _begin(self) -> None:
+        """Start to work out the next decision beside the backward pass that begins now."""
+        began = time.perf_counter()
+        self._ahead = Ahead(self, self.pipeline.local_costs())
+        self._spent["measure"] += time.perf_counter() - began
+
+    def conclude(self) -> Decision:
+        """Take up what was prepared beside the backward pass; collective over all ranks, after the step."""
+        if self._ahead is None:  # a rank that had nothing to do in backward
+            self.pipeline.meter.on_backward = None
+            self._begin()
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        t0 = time.perf_counter()
+        decision = ahead.result(self.pipeline.timeout_s)
+        t1 = time.perf_counter()
+        self._move(decision, ahead.costs, ahead.prepared)
+        if decision.move:
+            self._settled_at = self._step + 1
+        t2 = time.perf_counter()
+        self._spent["decide"] += t1 - t0
+        self._spent["move"] += t2 - t1
+        return decision
+
+    def at_unit_speed(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
+        """Measured costs as they would be on a rank of speed 1."""
+        home = self.pipeline.stage_map.assignment()
+        return [_scaled(c, self.limits[home[i]].speed) for i, c in enumerate(costs)]
+
+    def decide_from(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
+        """A decision that all ranks share, noted but not carried out; collective over `collective`."""
+        current = self.pipeline.stage_map
+        self._look_back(costs)
+        self.imbalance = Imbalance.of([x for x in rank_loads_s(costs, current, self.limits) if x > 0] or [0.0])
+        decision = decide(
+            costs,
+            self.limits,
+            current,
+            microbatches=self.pipeline.microbatches,
+            horizon_steps=max(1, round(self.trust * (self.config.horizon_steps or self.config.every_steps))),
+            config=replace(self.config, move_cost=self.move_cost),
+            missed_s=self._missed_s,
+        )
+        waits = not decision.move and decision.gain_s > self.config.min_gain * decision.current_makespan_s
+        self._missed_s = self._missed_s + decision.gain_s * self.config.every_steps if waits else 0.0
+        self._check_agreed(decision, collective)
+        self.decisions.append(decision)
+        return decision
+
+    def _look_back(self, costs: Sequence[LayerCost]) -> None:
+        """See what is left of the last move's gain now that loads are others: gains that do not last count for fewer
+        steps. `costs` are equal on all ranks, and so is what follows.
+        """
+        last, self._last_move = self._last_move, None
+        if last is None or not last.gain_s > 0:
+            return
+        before_s, after_s = (
+            predicted_makespan_s(
+                costs,
+                stage_map,
+                self.limits,
+                microbatches=self.pipeline.microbatches,
+                transfer_s=self.config.transfer_s,
+            )
+            for stage_map in (last.current, last.best)
+        )
+        kept = min(max((before_s - after_s) / last.gain_s, 0.0), 1.0)
+        self.trust = (self.trust + kept) / 2
+
+    def _move(self, decision: Decision, costs: Sequence[LayerCost], prepared: Prepared | None) -> None:
+        if not decision.move:
+            return
+        speeds = [r.speed for r in self.limits]
+        durations = Durations.of_stages(costs, decision.best, speeds=speeds, transfer_s=self.config.transfer_s)
+        self._last_move = decision
+        self.pipeline.drop_gradients()
+        self._learn(self.pipeline.rebuild(decision.best, durations=durations, prepared=prepared))
+
+    def _check_agreed(self, decision: Decision, collective: Collective) -> None:
         chosen = decision.best if decision.move else decision.current
         array = torch.tensor([*chosen.boundaries, *chosen.ranks], dtype=torch.int64).numpy()
         mine = torch.tensor([digest(array)], dtype=torch.int64, device=self.pipeline.device)
-        every = (
-            self.pipeline.collective.all_gather(mine, op=Operation("comparing decisions")).cpu().reshape(-1).tolist()
-        )
+        every = collective.all_gather(mine, op=Operation("comparing decisions")).cpu().reshape(-1).tolist()
         differ = [r for r, d in enumerate(every) if d != every[0]]
         if differ:
             raise DecisionMismatch(f"ranks {differ} chose another stage map than rank 0 did")
@@ -362,7 +471,7 @@ class Controller:
         )
 
 
-def _at_unit_speed(cost: LayerCost, speed: float) -> LayerCost:
+def _scaled(cost: LayerCost, speed: float) -> LayerCost:
     return replace(
         cost,
         forward_s=cost.forward_s * speed,

@@ -3,7 +3,8 @@
 Shape legend: L layers, M microbatches. Times come from clock readings around forward and from gradient hooks in
 backward, one of each per layer and microbatch; nothing is run twice. A layer's time is the median over microbatches and
 steps, so that one disturbed microbatch does not move layers. Activations are counted on the first microbatch of a
-measured step.
+measured step. What comes before a stage's first gradient, the loss's own backward on the last stage, counts for the
+stage's last layer, and so does the loss.
 
 A full backward interleaves input and weight gradients, so the two are told apart by what needs computing: a layer
 without trainable parameters has no weight part, one without an input gradient has nothing else, any other is split in
@@ -53,15 +54,24 @@ class RankTimes:
 
 @dataclass
 class Meter:
-    """Collects samples on one rank; `enabled` switches all readings off between measured steps."""
+    """Collects samples on one rank; `enabled` switches all readings off between measured steps.
+
+    `clock` tells waits and steps. `work_clock`, where there is one, times the layers' own work: processor time of the
+    thread suits ranks that share cores or run under a quota, where the wall clock counts pauses as work. Of every kind
+    the last `max_samples` are kept. `on_backward` is called once, before the next backward action.
+    """
 
     enabled: bool = True
     clock: Callable[[], float] = time.perf_counter
+    work_clock: Callable[[], float] | None = None
+    max_samples: int = MAX_SAMPLES
+    on_backward: Callable[[], None] | None = None
     forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     stage_weight: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     activation_bytes: dict[int, int] = field(default_factory=dict)
     input_grad: dict[int, bool] = field(default_factory=dict)
+    loss: list[float] = field(default_factory=list)
     _arrived: list[tuple[int, float]] = field(default_factory=list)
     _steps: int = 0
     _step_s: float = 0.0
@@ -74,6 +84,7 @@ class Meter:
         """Forget all samples, for a new measuring period or a new stage map."""
         for samples in (self.forward, self.backward, self.stage_weight, self.activation_bytes, self.input_grad):
             samples.clear()
+        self.loss.clear()
         self._steps, self._step_s, self._compute_s = 0, 0.0, 0.0
         self._wait_s = {"F": 0.0, "B": 0.0}
 
@@ -87,26 +98,53 @@ class Meter:
 
     def run_action(self, kind: str, stage: int, call: Callable[[], Any]) -> Any:
         """Run one action of the schedule; the gap since the one before it is waiting, by what it waited for."""
+        if kind in ("B", "I") and self.on_backward is not None:
+            call_once, self.on_backward = self.on_backward, None
+            call_once()
         if not self.enabled:
             return call()
-        began = self.clock()
+        began, work_began = self.clock(), self.work_s()
         self._wait_s["F" if kind == "F" else "B"] += began - self._last_end if kind != "W" else 0.0
         self._arrived.clear()
         result = call()
-        ended = self.clock()
+        ended, work_ended = self.clock(), self.work_s()
         if kind in ("B", "I"):
             # a layer's backward lasts until the gradient reaches the layer below it, or the action ends
-            marks = [*self._arrived, (-1, ended)]
+            marks = [*self._arrived, (-1, work_ended)]
+            marks[0] = (marks[0][0], work_began)
             for (layer, start), (_, stop) in pairwise(marks):
-                _append(self.backward[layer], stop - start)
+                self.add(self.backward[layer], stop - start)
         elif kind == "W":
-            _append(self.stage_weight[stage], ended - began)
+            self.add(self.stage_weight[stage], work_ended - work_began)
         self._compute_s += ended - began
         self._last_end = ended
         return result
 
+    def add(self, samples: list[float], value: float) -> None:
+        """Note a sample and forget those that are too old."""
+        samples.append(value)
+        if len(samples) > self.max_samples:
+            del samples[0]
+
     def gradient_arrived(self, layer: int) -> None:
-        self._arrived.append((layer, self.clock()))
+        self._arrived.append((layer, self.work_s()))
+
+    def work_s(self) -> float:
+        """A reading of the clock that times layers."""
+        return self.clock() if self.work_clock is None else self.work_clock()
+
+    def timed_loss(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """`loss_fn`, with its seconds noted."""
+
+        def timed(output: Tensor, target: Tensor) -> Tensor:
+            if not self.enabled:
+                return loss_fn(output, target)
+            began = self.work_s()
+            result = loss_fn(output, target)
+            self.add(self.loss, self.work_s() - began)
+            return result
+
+        return timed
 
     def times(self) -> RankTimes:
         """Per step, over the steps since the last reset."""
@@ -118,12 +156,6 @@ class Meter:
             wait_forward_s=self._wait_s["F"] / n,
             wait_backward_s=self._wait_s["B"] / n,
         )
-
-
-def _append(samples: list[float], value: float) -> None:
-    samples.append(value)
-    if len(samples) > MAX_SAMPLES:
-        del samples[: -MAX_SAMPLES // 2]
 
 
 class PipelineLayer(nn.Module):
@@ -162,7 +194,7 @@ class PipelineLayer(nn.Module):
             out: Tensor = self.module(x)
             return out
         saved = _SavedBytes(self.module) if index not in meter.activation_bytes else None
-        began = meter.clock()
+        began = meter.work_s()
         with saved.counting() if saved else nullcontext():
             out = self.module(x)
         if saved:
@@ -170,7 +202,7 @@ class PipelineLayer(nn.Module):
             meter.input_grad[index] = bool(x.requires_grad)
         else:
             # the counted microbatch is slower and gives no sample
-            _append(meter.forward[index], meter.clock() - began)
+            meter.add(meter.forward[index], meter.work_s() - began)
         if out.requires_grad and torch.is_grad_enabled():
             out.register_hook(lambda _: meter.gradient_arrived(index))
         return out
@@ -205,6 +237,8 @@ def local_costs(
     """
     weights = _weight_seconds(layers, stages, meter)
     found: dict[int, LayerCost] = {}
+    # only the rank of the model's last layer has seen a loss
+    last = max(layers, default=-1)
     for index, layer in layers.items():
         trainable = [p for p in layer.parameters() if p.requires_grad]
         backward = _median(meter.backward.get(index, ()))
@@ -218,7 +252,7 @@ def local_costs(
             input_s = weight_s = backward / 2
         state = optimizer.state if optimizer is not None else {}
         found[index] = LayerCost(
-            forward_s=_median(meter.forward.get(index, ())),
+            forward_s=_median(meter.forward.get(index, ())) + (_median(meter.loss) if index == last else 0.0),
             backward_input_s=input_s,
             backward_weight_s=weight_s,
             activation_bytes=meter.activation_bytes.get(index, 0),

@@ -27,7 +27,8 @@ from pipeline_balance.schedules.flexible import flexible
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from pipeline_balance.state.layout import by_layer
-from pipeline_balance.state.route import route
+from pipeline_balance.state.route import Route, route
+from pipeline_balance.state.space import TensorSpec
 from pipeline_balance.state.training import Held, apply, collect, gather_json, share
 from pipeline_balance.state.transition import Allocate, State, empty, transition
 from prophet.comm import Collective, Operation, ProcessGroupCollective
@@ -47,6 +48,16 @@ class Rebuilt:
     received_bytes: int
     buffer_bytes: int
     seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What `ElasticPipeline.prepare` has done ahead of a change to `stage_map`."""
+
+    stage_map: StageMap
+    specs: tuple[TensorSpec, ...]
+    route: Route
+    arrivals: Mapping[int, PipelineLayer]
 
 
 class _MeteredStage(PipelineStage):
@@ -94,7 +105,8 @@ class ElasticPipeline:
     types matter, values do not. `joining` is for a process that enters a group whose others call `change_group`: it
     starts without layers and learns the stage map from them (only the number of layers of its own `stage_map` counts).
     `loss_fn(output, target)` is the mean over a microbatch; a step's gradient is the mean over microbatches. With a
-    `seed` every layer draws its random numbers from a stream of its own.
+    `seed` every layer draws its random numbers from a stream of its own. `meter` takes the place of one with the wall
+    clock.
     """
 
     def __init__(
@@ -113,6 +125,7 @@ class ElasticPipeline:
         budget_bytes: int = 64 << 20,
         timeout_s: float = 300.0,
         joining: bool = False,
+        meter: Meter | None = None,
     ) -> None:
         if len(boundaries) != stage_map.layers + 1:
             raise SpecError(f"boundaries needs {stage_map.layers + 1} example tensors, got {len(boundaries)}")
@@ -128,10 +141,11 @@ class ElasticPipeline:
         self.timeout_s = timeout_s
         self.seed = seed
         self.allocate: Allocate = empty
-        self.meter = Meter()
+        self.meter = meter if meter is not None else Meter()
         self.durations: Durations | None = None
         self._boundaries = [b.detach().to("meta") for b in boundaries]
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._side: Collective | None = None
         self._set_group(group)
         self.stage_map = stage_map
         if joining:
@@ -147,10 +161,12 @@ class ElasticPipeline:
     # --- groups -----------------------------------------------------------------------------------------------
 
     def _set_group(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
         self.collective: Collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self.rank = self.collective.rank
         self._groups = {}
+        self._side = None
 
     @property
     def ranks(self) -> int:
@@ -221,7 +237,7 @@ class ElasticPipeline:
             stage.trains_before = self._trains_below[members.start]
             stage.trains = self._trains_below[members.stop]
             stages.append(stage)
-        runtime = _PipelineScheduleRuntime(stages, self.microbatches, loss_fn=self.loss_fn)
+        runtime = _PipelineScheduleRuntime(stages, self.microbatches, loss_fn=self.meter.timed_loss(self.loss_fn))
         rows = {r: [_Action.from_str(str(a)) for a in row] for r, row in enumerate(schedule.actions)}
         runtime._prepare_schedule_with_comms(rows)
         self._runtime = runtime
@@ -275,24 +291,52 @@ class ElasticPipeline:
 
     def measure(self) -> list[LayerCost]:
         """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
+        return gather_costs(self.local_costs(), self.stage_map.layers, self.collective, self.device)
+
+    def local_costs(self) -> dict[int, LayerCost]:
+        """Costs of this rank's layers."""
         stages = {s: self.stage_map.layers_of(s) for s, r in enumerate(self.stage_map.ranks) if r == self.rank}
-        local = local_costs(self.layers, stages, self.meter, self.optimizer)
-        return gather_costs(local, self.stage_map.layers, self.collective, self.device)
+        return local_costs(self.layers, stages, self.meter, self.optimizer)
 
     def times(self) -> RankTimes:
         """Where this rank's time went since the last rebuild."""
         return self.meter.times()
 
-    def rebuild(self, stage_map: StageMap) -> Rebuilt:
+    def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared:
+        """Do ahead what a change to `stage_map` needs besides the state itself: describe it, find the route, make new
+        layers and the new stages' process group. Collective over all ranks.
+
+        May run in another thread while a step is under way, if `collective` is not the pipeline's own (see
+        `side_collective`).
+        """
+        self._check_map(stage_map)
+        held = collect(self.layers, self.optimizer, gradients=False)
+        space, _, _ = share(held, collective, self.device)
+        way = route(by_layer(space, self.stage_map, self.ranks), by_layer(space, stage_map, self.ranks))
+        arrivals = {i: self._new_layer(i) for i in stage_map.layers_on(self.rank) if i not in self.layers}
+        self._pipeline_group(stage_map.used_ranks)
+        return Prepared(stage_map=stage_map, specs=tuple(held.specs), route=way, arrivals=arrivals)
+
+    def side_collective(self) -> Collective:
+        """A communicator of its own over all ranks, for use beside a step; made at the first call, by all ranks."""
+        if self._side is None:
+            group = dist.new_group(self._world, use_local_synchronization=True)
+            self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
+        return self._side
+
+    def rebuild(
+        self, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
+    ) -> Rebuilt:
         """Change to `stage_map`, between steps; collective over all ranks, active or not.
 
+        `durations` of the new stages, equal on all ranks, let the schedule order what is ready by when it will be.
+        `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
         Raises `TransitionError` on every rank, with the old stages still in force, if the state cannot be moved.
         """
         began = time.perf_counter()
         self._check_map(stage_map)
         held = collect(self.layers, self.optimizer)
-        space, scalars, frozen = share(held, self.collective, self.device)
-        way = route(by_layer(space, self.stage_map, self.ranks), by_layer(space, stage_map, self.ranks))
+        way, scalars, frozen = self._way(stage_map, held, prepared)
         moved = transition(
             way,
             self._pieces(held, way.before.pieces[self.rank]),
@@ -301,12 +345,11 @@ class ElasticPipeline:
             device=self.device,
             allocate=self.allocate,
         )
-        stay = set(self.layers)
-        layers = {i: self.layers[i] if i in stay else self._new_layer(i) for i in stage_map.layers_on(self.rank)}
-        mine = {name: value for name, value in scalars.items() if int(name.split("/", 1)[0]) in layers}
-        self.optimizer = apply(layers, self.make_optimizer, moved.state, mine, frozen)
-        self.layers, self.stage_map, self.durations = layers, stage_map, None
-        self._build()
+        arrivals = prepared.arrivals if prepared is not None else {}
+        layers = {
+            i: self.layers.get(i) or arrivals.get(i) or self._new_layer(i) for i in stage_map.layers_on(self.rank)
+        }
+        self.adopt(stage_map, layers, moved.state, scalars, frozen, durations)
         return Rebuilt(
             stage_map=stage_map,
             sent_bytes=moved.sent_bytes,
@@ -314,6 +357,48 @@ class ElasticPipeline:
             buffer_bytes=moved.buffer_bytes,
             seconds=time.perf_counter() - began,
         )
+
+    def _way(
+        self, stage_map: StageMap, held: Held, prepared: Prepared | None
+    ) -> tuple[Route, dict[str, Any], set[str]]:
+        """The route, and what travels in words: plain numbers of the optimizer and the frozen parameters' names."""
+        if prepared is not None and prepared.stage_map == stage_map:
+            mine = {
+                "ready": prepared.specs == tuple(held.specs),
+                "scalars": held.scalars,
+                "frozen": held.frozen,
+            }
+            every = gather_json(mine, self.collective, self.device, Operation("completing a prepared move"))
+            if all(said["ready"] for said in every):
+                scalars = {name: value for said in every for name, value in said["scalars"].items()}
+                return prepared.route, scalars, {name for said in every for name in said["frozen"]}
+        space, scalars, frozen = share(held, self.collective, self.device)
+        way = route(by_layer(space, self.stage_map, self.ranks), by_layer(space, stage_map, self.ranks))
+        return way, scalars, frozen
+
+    def adopt(
+        self,
+        stage_map: StageMap,
+        layers: dict[int, PipelineLayer],
+        state: State,
+        scalars: Mapping[str, Any],
+        frozen: set[str],
+        durations: Durations | None = None,
+    ) -> None:
+        """Go on with `stage_map`, these layers and their state (as `state.training.collect` names it); collective."""
+        mine = {name: value for name, value in scalars.items() if int(name.split("/", 1)[0]) in layers}
+        self.optimizer = apply(layers, self.make_optimizer, state, mine, frozen)
+        self.layers, self.stage_map, self.durations = layers, stage_map, durations
+        self._build()
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that the optimizer has used, so that they do not travel."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def new_layers(self, stage_map: StageMap) -> dict[int, PipelineLayer]:
+        """This rank's layers of `stage_map`, as they are before training."""
+        return {i: self._new_layer(i) for i in stage_map.layers_on(self.rank)}
 
     def refresh(self) -> Rebuilt:
         """Build the same stages anew, after layers were frozen or thawed (`requires_grad_`); collective,
@@ -331,6 +416,9 @@ class ElasticPipeline:
         """
         self._runtime = None
         self._groups = {}
+        if self._side is not None:
+            self._side.close()
+            self._side = None
         self.collective.close()
 
     def change_group(self, group: dist.ProcessGroup | None, number: Mapping[int, int] | None) -> None:

@@ -101,11 +101,52 @@ def global_top_k_naive(parts: Sequence[Tensor], keep: int) -> list[Tensor]:
     return [m.view(p.shape) for m, p in zip(mask.split([p.numel() for p in parts]), parts, strict=True)]
 
 
+@dataclass(frozen=True)
+class _Pattern:
+    """Where a matrix [O, I] keeps its entries: compressed rows of it and of its transpose."""
+
+    mask: Tensor
+    version: int
+    rows: Tensor
+    columns: Tensor
+    row_starts: Tensor
+    column_starts: Tensor
+    by_column: Tensor  # order of the entries in the transpose
+
+    @classmethod
+    def of(cls, mask: Tensor) -> _Pattern:
+        rows, columns = mask.nonzero(as_tuple=True)
+        by_column = torch.sort(columns, stable=True).indices
+        starts = [
+            torch.cat([torch.zeros(1, dtype=torch.int64, device=mask.device), mask.sum(dim=d).cumsum(0)])
+            for d in (1, 0)
+        ]
+        return cls(mask, mask._version, rows, columns, starts[0], starts[1], by_column)
+
+    def fits(self, mask: Tensor) -> bool:
+        return self.mask is mask and self.version == mask._version
+
+    def sparse(self, values: Tensor) -> Tensor:
+        """[O, I]."""
+        return torch.sparse_csr_tensor(self.row_starts, self.columns, values, self.mask.shape, check_invariants=False)
+
+    def sparse_transposed(self, values: Tensor) -> Tensor:
+        """[I, O]."""
+        return torch.sparse_csr_tensor(
+            self.column_starts,
+            self.rows[self.by_column],
+            values[self.by_column],
+            (self.mask.shape[1], self.mask.shape[0]),
+            check_invariants=False,
+        )
+
+
 class PrunedLinear(nn.Linear):
     """A linear layer some of whose weights are zero for good.
 
     The mask is a buffer: it moves with the layer. Once the share of weights left is at most `sparse_below`, forward and
-    the input gradient run as sparse products; where dense ones are faster, leave it at 0.
+    both gradients run as sparse products over a pattern that is derived once per mask; where dense ones are faster,
+    leave it at 0.
     """
 
     mask: Tensor
@@ -114,11 +155,18 @@ class PrunedLinear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
         self.sparse_below = sparse_below
         self.register_buffer("mask", torch.ones_like(self.weight, dtype=torch.bool))
+        self._pattern: _Pattern | None = None
 
     @property
     def kept(self) -> float:
         """Share of weights that is left."""
-        return float(self.mask.float().mean())
+        return self._known_pattern().rows.numel() / max(self.mask.numel(), 1)
+
+    def _known_pattern(self) -> _Pattern:
+        # a layer that moved has another tensor for its mask
+        if self._pattern is None or not self._pattern.fits(self.mask):
+            self._pattern = _Pattern.of(self.mask)
+        return self._pattern
 
     @torch.no_grad()
     def prune(self, mask: Tensor) -> None:
@@ -128,7 +176,7 @@ class PrunedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.sparse_below > 0 and self.kept <= self.sparse_below:
-            flat: Tensor = _SparseProduct.apply(x.reshape(-1, self.in_features), self.weight, self.mask)  # type: ignore[no-untyped-call]
+            flat: Tensor = _SparseProduct.apply(x.reshape(-1, self.in_features), self.weight, self._known_pattern())  # type: ignore[no-untyped-call]
             out = flat.view(*x.shape[:-1], self.out_features)
             return out + self.bias if self.bias is not None else out
         # masked here too: an optimizer with momentum would move a pruned weight away from zero
@@ -139,23 +187,23 @@ class _SparseProduct(torch.autograd.Function):
     """x W^T with W in compressed sparse rows; the weight's gradient is formed at its remaining entries only."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, mask: Tensor) -> Tensor:
-        sparse = (weight * mask).to_sparse_csr()
-        ctx.save_for_backward(x, sparse, mask)
-        product: Tensor = (sparse @ x.t()).t()
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, pattern: _Pattern) -> Tensor:
+        values = weight[pattern.rows, pattern.columns]
+        ctx.save_for_backward(x, values)
+        ctx.pattern = pattern  # type: ignore[attr-defined]
+        product: Tensor = (pattern.sparse(values) @ x.t()).t().contiguous()
         return product
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (grad,) = grads
-        x, sparse, mask = ctx.saved_tensors  # type: ignore[attr-defined]
-        rows, columns = mask.nonzero(as_tuple=True)
-        entries = torch.empty(rows.numel(), dtype=grad.dtype, device=grad.device)
-        for part in torch.arange(rows.numel(), device=grad.device).split(1 << 16):
-            entries[part] = (grad.index_select(1, rows[part]) * x.index_select(1, columns[part])).sum(dim=0)
-        weight_grad = torch.zeros(mask.shape, dtype=grad.dtype, device=grad.device)
-        weight_grad[rows, columns] = entries
-        return (sparse.transpose(0, 1).to_sparse_csr() @ grad.t()).t(), weight_grad, None
+        x, values = ctx.saved_tensors  # type: ignore[attr-defined]
+        pattern: _Pattern = ctx.pattern  # type: ignore[attr-defined]
+        grad_t = grad.t().contiguous()
+        entries = torch.sparse.sampled_addmm(pattern.sparse(values), grad_t, x, beta=0.0).values()
+        weight_grad = torch.zeros(pattern.mask.shape, dtype=grad.dtype, device=grad.device)
+        weight_grad[pattern.rows, pattern.columns] = entries
+        return (pattern.sparse_transposed(values) @ grad_t).t().contiguous(), weight_grad, None
 
 
 def prune_globally(layers: Sequence[nn.Module], sparsity: float, collective: Collective) -> float:

@@ -42,7 +42,9 @@ def flexible(
     made: list[tuple[float, int, Schedule]] = []
     # Carrying one microbatch through all of a rank's stages suits adjacent stages, finishing a round in one
     # stage first suits interleaved ones. A map may hold both: every order is run, the shortest is taken.
-    for forward_sign, backward_sign in itertools.product((-1, 1), (1, -1)):
+    # With one stage per rank there is nothing to order.
+    one_each = len(set(stage_ranks)) == stages
+    for forward_sign, backward_sign in [(1, -1)] if one_each else itertools.product((-1, 1), (1, -1)):
         run = _Run(tuple(stage_ranks), microbatches, durations, split_backward)
         run.forward_sign, run.backward_sign = forward_sign, backward_sign
         schedule = build(run.rows(), stages, microbatches)

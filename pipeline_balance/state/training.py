@@ -40,8 +40,13 @@ class Held:
         self.tensors[name] = tensor.detach()
 
 
-def collect(layers: Mapping[int, PipelineLayer], optimizer: torch.optim.Optimizer | None) -> Held:
-    """Everything that belongs to the layers of this rank. Parameters shared between layers are refused."""
+def collect(
+    layers: Mapping[int, PipelineLayer], optimizer: torch.optim.Optimizer | None, *, gradients: bool = True
+) -> Held:
+    """Everything that belongs to the layers of this rank. Parameters shared between layers are refused.
+
+    Without `gradients`, those are left out: a backward pass may be filling them in at this moment.
+    """
     held = Held()
     owner: dict[int, int] = {}
     for index in sorted(layers):
@@ -56,7 +61,7 @@ def collect(layers: Mapping[int, PipelineLayer], optimizer: torch.optim.Optimize
             held.add(key, parameter, "parameter", index)
             if not parameter.requires_grad:
                 held.frozen.append(key)
-            if parameter.grad is not None:
+            if gradients and parameter.grad is not None:
                 held.add(f"{key}#grad", parameter.grad, "gradient", index)
             state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
             for entry, value in state.items():

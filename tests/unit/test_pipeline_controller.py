@@ -64,6 +64,16 @@ def test_a_move_must_pay_within_the_horizon() -> None:
     assert run(LOPSIDED, EVEN_COUNT, slow, horizon_steps=1000).move
 
 
+def test_what_waiting_has_lost_counts() -> None:
+    slow = replace(FREE, move_cost=MoveCost(fixed_s=5000.0))
+    still = run(LOPSIDED, EVEN_COUNT, slow)
+    short_s = still.move_s - still.gain_s * 50
+    assert not run(LOPSIDED, EVEN_COUNT, slow, missed_s=0.9 * short_s).move
+    assert run(LOPSIDED, EVEN_COUNT, slow, missed_s=1.1 * short_s).move
+    # but nothing is done where there is nothing to gain
+    assert not run(layers(1, 1, 1, 1), StageMap.contiguous((0, 2, 4)), slow, missed_s=1e9).move
+
+
 def test_the_cheaper_of_two_good_maps_is_taken() -> None:
     # 3 | 3 by time either way round; the layer that would move first is huge
     costs = layers(1, 1, 1, 1, 1, 1, 1)

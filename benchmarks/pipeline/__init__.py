@@ -1,0 +1,1 @@
+"""What moving layers between pipeline stages gains while a dynamic model trains."""

@@ -1,0 +1,204 @@
+"""python -m benchmarks.pipeline --cases all --json out.json"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cluster.kernel_objects import Quotas
+from benchmarks.cluster.profiles import ProfileError, uniform
+from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable
+from benchmarks.pipeline import partitions
+from benchmarks.pipeline.alone import record, simulate_policy
+from benchmarks.pipeline.cases import Case, cases
+from benchmarks.pipeline.policies import DEFAULT_POLICIES, POLICIES, PolicyError, check_policies
+from benchmarks.pipeline.rows import costs_from, summarise, table
+from benchmarks.pipeline.worker import CORPUS_BYTES
+
+
+def parser() -> argparse.ArgumentParser:
+    names = ", ".join(cases(1))
+    p = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description=__doc__)
+    p.add_argument("--cases", default="all", help=f"all, or comma-separated, of {names}")
+    p.add_argument("--policies", default=",".join(DEFAULT_POLICIES), help=f"comma-separated, of {', '.join(POLICIES)}")
+    p.add_argument("--json", type=Path, help="file for the rows")
+    p.add_argument("--hosts", type=int, default=4, help="one stage each")
+    p.add_argument("--steps", type=int, default=20, help="counted steps of every policy")
+    p.add_argument("--warm-up", type=int, default=5, help="steps before those, on equal numbers of layers")
+    p.add_argument("--slowdown", type=float, default=2.5, help="how much slower a host is than the machine")
+    p.add_argument("--link-mbit-per-s", type=float, default=1000.0)
+    p.add_argument("--budget-bytes", type=int, default=64 << 20, help="buffers of a move on one rank")
+    p.add_argument("--timeout-s", type=float, default=60.0, help="limit on every wait between hosts")
+    p.add_argument("--limit-s", type=float, default=600.0, help="limit on each case")
+    p.add_argument("--simulate", action="store_true", help="no hosts: the simulator only")
+    p.add_argument(
+        "--partition", action="store_true", help="only time the partitioner, beside DeepSpeed's if it is there"
+    )
+    return p
+
+
+def chosen_cases(args: argparse.Namespace) -> list[Case]:
+    every = cases(args.steps)
+    if args.cases == "all":
+        return list(every.values())
+    names = [n for n in args.cases.split(",") if n]
+    unknown = [n for n in names if n not in every]
+    if unknown or not names:
+        raise PolicyError(f"cases must be of {', '.join(every)}, got {', '.join(unknown) or 'none'}")
+    return [every[n] for n in names]
+
+
+def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one case, measured."""
+    job = {
+        "case": case.name,
+        "policies": list(policies),
+        "steps": args.steps,
+        "warm_up": args.warm_up,
+        "slowdown": args.slowdown,
+        "budget_bytes": args.budget_bytes,
+        "timeout_s": args.timeout_s,
+    }
+    results = bed.run("benchmarks.pipeline.worker:run_case", job, timeout_s=args.limit_s)
+    first = results[0]
+    rows = summarise(
+        case,
+        [r["policies"] for r in results],
+        costs_from(first["costs"]),
+        ranks=args.hosts,
+        transfer_s=first["transfer_s"],
+        optimizer_s=first["optimizer_s"],
+        metering_s=max(r["metering_s"] for r in results),
+    )
+    for row in rows:
+        row["transfer_s"] = first["transfer_s"]
+        row["reasons"] = first["policies"][row["policy"]]["reasons"]
+    return rows
+
+
+def prefer(bed: Testbed) -> None:
+    """Let the hosts go before whatever else runs on the machine. They pace themselves: a quota would stop a host's
+    threads for its messages, too, once an action has used it up.
+    """
+    quotas = Quotas.find()
+    for host in range(bed.profile.hosts):
+        bed.set_share(host, float(os.cpu_count() or 1))
+        name, most = ("cpu.shares", 1 << 18) if quotas.version == 1 else ("cpu.weight", 10_000)
+        (quotas.folder(bed.prefix, host) / name).write_text(str(most))
+
+
+def by_simulator(case: Case, policies: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows of one case from one process's layer times; nothing is moved and nobody waits for a link."""
+    from prophet.demo.text import load_corpus
+
+    bytes_per_s = args.link_mbit_per_s * 1e6 / 8
+    transfer_s = max(b.numel() for b in case.boundaries()[1:-1]) * 4 / bytes_per_s
+    recording = record(case, load_corpus(max_bytes=CORPUS_BYTES), args.warm_up + args.steps, slowdown=args.slowdown)
+    figures = {
+        p: simulate_policy(
+            p,
+            case,
+            recording,
+            ranks=args.hosts,
+            warm_up=args.warm_up,
+            transfer_s=transfer_s,
+            bytes_per_s=bytes_per_s,
+        )
+        for p in policies
+    }
+    return summarise(
+        case,
+        [figures],
+        recording.costs[args.warm_up :],
+        ranks=args.hosts,
+        transfer_s=transfer_s,
+        optimizer_s=recording.optimizer_s,
+        measured=False,
+    )
+
+
+def benchmark(args: argparse.Namespace) -> dict[str, Any]:
+    """Run everything; returns the document that `--json` writes."""
+    policies = list(dict.fromkeys(n for n in args.policies.split(",") if n))
+    check_policies(policies)
+    todo = chosen_cases(args)
+    began = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    reason = "asked for with --simulate" if args.simulate else ""
+    if not reason:
+        share = (os.cpu_count() or 1) / args.hosts
+        profile = uniform("pipeline", hosts=args.hosts, link_mbit_per_s=args.link_mbit_per_s, share=share)
+        try:
+            with Testbed(profile) as bed:
+                prefer(bed)
+                for case in todo:
+                    rows += shown(on_hosts(bed, case, policies, args))
+        except TestbedUnavailable as error:
+            reason = str(error)
+    if reason:
+        print(f"simulator only ({reason}): layer times of one process, no moves, no links", flush=True)
+        for case in todo:
+            rows += shown(by_simulator(case, policies, args))
+    return {
+        "measured": not reason,
+        "simulator_only_because": reason or None,
+        "hosts": args.hosts,
+        "slowdown": args.slowdown,
+        "link_mbit_per_s": args.link_mbit_per_s,
+        "steps": args.steps,
+        "warm_up": args.warm_up,
+        "environment": environment(),
+        "wall_s": time.monotonic() - began,
+        "rows": rows,
+    }
+
+
+def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    print(table(rows), flush=True)
+    return rows
+
+
+def environment() -> dict[str, Any]:
+    """What the figures depend on, besides the arguments."""
+    import torch
+
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "kernel": platform.release(),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    # being told to end unwinds the testbed like any other failure
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        if args.slowdown < 1:
+            raise PolicyError("--slowdown must be at least 1")
+        for name in ("hosts", "steps", "warm_up"):
+            if getattr(args, name) < 1:
+                raise PolicyError(f"--{name.replace('_', '-')} must be at least 1")
+        document = partitions.compare() if args.partition else benchmark(args)
+    except (ProfileError, PolicyError, TestbedUnavailable, TestbedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    if args.json:
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""One process without a pipeline: what every layer takes at every step, and what the simulator makes of it.
+
+Shape legend: L layers, P ranks, M microbatches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.pipeline.cases import Case, Dynamism
+from benchmarks.pipeline.policies import (
+    DYNAMIC,
+    ORACLE,
+    best_map,
+    controller_config,
+    simulated_step_s,
+    smoothed,
+    start_map,
+)
+from pipeline_balance.controller import decide
+from pipeline_balance.dynamics.gpt import loss as loss_fn
+from pipeline_balance.measure import Meter, PipelineLayer, local_costs
+from pipeline_balance.spec import LayerCost, RankLimits, StageMap, moved_bytes
+from prophet.comm import ThreadWorld
+from prophet.demo.text import Corpus
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """costs: [steps][L]. losses: [steps]. optimizer_s: [L] seconds of the optimizer. frozen: prefix by step."""
+
+    costs: list[list[LayerCost]]
+    losses: list[float]
+    optimizer_s: list[float]
+    frozen: list[int]
+
+
+def record(case: Case, corpus: Corpus, steps: int, *, slowdown: float = 1.0) -> Recording:
+    """Train `case` alone for `steps` steps; times are processor seconds, `slowdown` times as long."""
+    meter = Meter(work_clock=lambda: time.thread_time() * slowdown)
+    build = case.build_layer()
+    layers = {i: PipelineLayer(build(i), i, meter, seed=case.seed) for i in range(case.layers)}
+    parameters = [p for layer in layers.values() for p in layer.parameters()]
+    optimizer = case.optimizer(parameters)
+    dynamism, alone, device = Dynamism(case), ThreadWorld(1).collective(0), torch.device("cpu")
+    costs, losses, prefixes, optimizer_s = [], [], [], 0.0
+    frozen = 0
+    timed = meter.timed_loss(loss_fn)
+    for step in range(steps):
+        dynamism.change(layers, step, frozen, alone)
+        meter.reset()
+        optimizer.zero_grad()
+        inputs, target = case.batch(corpus, step)
+        parts = []
+        for ids, wanted in zip(inputs.chunk(case.microbatches), target.chunk(case.microbatches), strict=True):
+            x = ids
+            for layer in layers.values():
+                x = layer(x)
+            value = timed(x, wanted)
+            meter.run_action("B", 0, value.backward)
+            parts.append(float(value.detach()))
+        for p in parameters:
+            if p.grad is not None:
+                p.grad /= case.microbatches
+        began = meter.work_s()
+        optimizer.step()
+        optimizer_s += meter.work_s() - began
+        costs.append(list(local_costs(layers, {0: range(case.layers)}, meter, optimizer).values()))
+        losses.append(sum(parts) / len(parts))
+        prefixes.append(frozen)
+        frozen = dynamism.decide_frozen(layers, losses[-1], alone, device)
+    return Recording(
+        costs=costs,
+        losses=losses,
+        optimizer_s=optimizer_by_layer(costs[-1], optimizer_s / steps),
+        frozen=prefixes,
+    )
+
+
+def optimizer_by_layer(costs: Sequence[LayerCost], seconds: float) -> list[float]:
+    """`seconds` of the whole optimizer, shared among layers by parameters."""
+    total = sum(c.parameter_bytes for c in costs)
+    return [seconds * c.parameter_bytes / total for c in costs]
+
+
+def simulate_policy(
+    policy: str, case: Case, recording: Recording, *, ranks: int, warm_up: int, transfer_s: float, bytes_per_s: float
+) -> dict[str, Any]:
+    """What a rank of the emulated hosts would report, by the simulator alone; decisions are really made and timed."""
+    limits = RankLimits.uniform(ranks)
+    current = start_map(policy, smoothed(recording.costs[:warm_up]), ranks, case.microbatches, transfer_s)
+    config = controller_config(policy, case.every_steps, transfer_s=transfer_s, bytes_per_s=bytes_per_s, fixed_s=0.05)
+    step_s: list[float] = []
+    maps: list[StageMap] = []
+    decide_s = move_s = 0.0
+    rebalances = sent = 0
+    for step in range(warm_up, len(recording.costs)):
+        costs = recording.costs[step]
+        if policy == ORACLE:
+            seen = smoothed(recording.costs[: step + 1])
+            current = best_map(seen, ranks, case.microbatches, current, transfer_s)
+        maps.append(current)
+        seconds = simulated_step_s(
+            costs, current, microbatches=case.microbatches, transfer_s=transfer_s, optimizer_s=recording.optimizer_s
+        )
+        if policy in DYNAMIC and (step + 1 - warm_up) % case.every_steps == 0:
+            began = time.perf_counter()
+            made = decide(
+                smoothed(recording.costs[: step + 1], config.measure_steps),
+                limits,
+                current,
+                microbatches=case.microbatches,
+                horizon_steps=case.every_steps,
+                config=config,
+            )
+            took = time.perf_counter() - began
+            decide_s += took
+            seconds += took
+            if made.move:
+                rebalances += 1
+                sent += moved_bytes(costs, current, made.best)
+                move_s += made.move_s
+                seconds += made.move_s
+                current = made.best
+        step_s.append(seconds)
+    return {
+        "step_s": step_s,
+        "losses": recording.losses[warm_up:],
+        "maps": [[list(m.boundaries), list(m.ranks)] for m in maps],
+        "overhead": {"measure": 0.0, "decide": decide_s, "move": move_s, "total": sum(step_s)},
+        "rebalances": rebalances,
+        "moved_bytes": sent,
+    }

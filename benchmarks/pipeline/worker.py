@@ -1,0 +1,309 @@
+"""What runs on every emulated host: one case, all its policies, step by step in turn.
+
+Shape legend: L layers, P ranks, M microbatches. Every policy has a copy of the model; all see the same tokens, and at
+every step each trains once, in another order each time, so that a drift of the machine favours none. One more copy,
+the recorder, stays on equal numbers of layers and is measured at every step: what the static policies are cut by at the
+start, what the oracle is told before each step, and what the simulator is given. Hosts are paced (see `pacing`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster.host import Host
+from benchmarks.pipeline.alone import optimizer_by_layer
+from benchmarks.pipeline.cases import Case, Dynamism, cases
+from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss, wake_promptly
+from benchmarks.pipeline.policies import (
+    DYNAMIC,
+    ORACLE,
+    best_map,
+    controller_config,
+    fit_transfer_s,
+    smoothed,
+    start_map,
+)
+from pipeline_balance.controller import Controller, ControllerConfig, Decision
+from pipeline_balance.dynamics.gpt import loss as loss_fn
+from pipeline_balance.measure import Meter, PipelineLayer
+from pipeline_balance.runtime import ElasticPipeline
+from pipeline_balance.schedules.simulate import Durations
+from pipeline_balance.spec import LayerCost, StageMap
+from prophet.comm import Operation
+from prophet.demo.text import Corpus, load_corpus
+
+CORPUS_BYTES = 1 << 20
+
+
+def run_case(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one case; returns this rank's figures (see `rows.summarise`)."""
+    wake_promptly()
+    with host.process_group(timeout_s=args["timeout_s"]):
+        case = cases(int(args["steps"]))[args["case"]]
+        bench = Bench(case, host, pace=Pace(float(args["slowdown"])), budget_bytes=int(args["budget_bytes"]))
+        result = bench.run(list(args["policies"]), steps=int(args["steps"]), warm_up=int(args["warm_up"]))
+        gc.collect()
+        return result
+
+
+@dataclass
+class Runner:
+    """One policy's copy of the model and what it has taken so far."""
+
+    policy: str
+    pipeline: ElasticPipeline
+    dynamism: Dynamism
+    controller: Controller | None = None
+    step_s: list[float] = field(default_factory=list)
+    balance_s: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
+    maps: list[StageMap] = field(default_factory=list)
+
+
+class PacedController(Controller):
+    """A controller on a slower host."""
+
+    def __init__(self, pipeline: ElasticPipeline, pace: Pace, *, config: ControllerConfig) -> None:
+        super().__init__(pipeline, config=config)
+        self.pace = pace
+
+    def rebalance(self) -> Decision:
+        return self._paced(super().rebalance)
+
+    def conclude(self) -> Decision:
+        return self._paced(super().conclude)
+
+    def _paced(self, call: Callable[[], Decision]) -> Decision:
+        before = dict(self._spent)
+        worked = self.pace.seconds()
+        decision: Decision = self.pace.work_with_waits(call)
+        # what was slept belongs to the parts in proportion to the time they took
+        slept = (self.pace.seconds() - worked) * (1 - 1 / self.pace.slowdown)
+        parts = {k: self._spent[k] - before[k] for k in ("measure", "decide", "move")}
+        total = sum(parts.values())
+        for name, seconds in parts.items():
+            self._spent[name] += slept * seconds / total if total else 0.0
+        return decision
+
+
+class Bench:
+    """One rank's side of one case."""
+
+    def __init__(self, case: Case, host: Host, *, pace: Pace, budget_bytes: int) -> None:
+        self.case, self.host = case, host
+        self.pace, self.budget_bytes = pace, budget_bytes
+        self.corpus: Corpus = load_corpus(max_bytes=CORPUS_BYTES)
+        self.ranks = host.hosts
+        self.transfer_s, self.bytes_per_s = self._probe()
+
+    def _pipeline(self) -> ElasticPipeline:
+        layers = self.case.layers
+        size, more = divmod(layers, self.ranks)
+        return ElasticPipeline(
+            self.case.build_layer(),
+            StageMap.contiguous([k * size + min(k, more) for k in range(self.ranks + 1)]),
+            microbatches=self.case.microbatches,
+            loss_fn=paced_loss(self.pace, loss_fn),
+            make_optimizer=self._optimizer,
+            boundaries=self.case.boundaries(),
+            seed=self.case.seed,
+            budget_bytes=self.budget_bytes,
+            meter=PacedMeter(self.pace),
+        )
+
+    def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = PacedAdam(parameters, lr=self.case.learning_rate)
+        optimizer.pace = self.pace
+        return optimizer
+
+    def _probe(self) -> tuple[float, float]:
+        """(seconds of one activation between neighbours, bytes per second of a long message); equal on all ranks."""
+        activation = max(b.numel() for b in self.case.boundaries()[1:-1]) * 4
+        found = []
+        for size, times in ((activation, 6), (8 << 20, 2)):
+            message = torch.zeros(size, dtype=torch.uint8)
+            taken = []
+            for _ in range(times):
+                dist.barrier()
+                began = time.perf_counter()
+                if self.host.rank == 0:
+                    dist.send(message, 1)
+                    dist.recv(message, 1)
+                elif self.host.rank == 1:
+                    dist.recv(message, 0)
+                    dist.send(message, 0)
+                taken.append((time.perf_counter() - began) / 2)
+            shared = torch.tensor([min(taken)], dtype=torch.float64)
+            dist.broadcast(shared, 0)
+            found.append(float(shared))
+        return found[0], (8 << 20) / found[1]
+
+    def run(self, policies: Sequence[str], *, steps: int, warm_up: int) -> dict[str, Any]:
+        case = self.case
+        recorder = Runner("recorder", self._pipeline(), Dynamism(case))
+        runners = [Runner(p, self._pipeline(), Dynamism(case)) for p in policies]
+        recorder.pipeline.meter.enabled = True
+        history: list[list[LayerCost]] = []
+        losses: list[float] = []
+        optimizer_s: list[float] = []
+        frozen = 0
+        for step in range(warm_up + steps):
+            if step == warm_up:
+                self._calibrate(recorder, smoothed(history[1:] or history, warm_up), optimizer_s)
+                self._start(runners, smoothed(history[1:] or history, warm_up))
+            inputs, target = case.batch(self.corpus, step)
+            self._change(recorder, step, frozen)
+            costs, loss = self._record(recorder, inputs, target, optimizer_s)
+            history.append(costs)
+            losses.append(loss)
+            counted = step >= warm_up
+            turn = step % len(runners)
+            for runner in runners[turn:] + runners[:turn]:
+                self._change(runner, step, frozen)
+                if counted and runner.policy == ORACLE:
+                    self._follow(runner, smoothed(history))
+                self._step(runner, inputs, target, counted)
+            frozen = recorder.dynamism.decide_frozen(
+                recorder.pipeline.layers, loss, recorder.pipeline.collective, recorder.pipeline.device
+            )
+            if self.host.rank == 0 and step % 8 == 0:
+                self.host.say(f"step {step}: loss {loss:.3f}, frozen {frozen}")
+        rates = torch.tensor([sum(optimizer_s) / len(optimizer_s)], dtype=torch.float64)
+        dist.all_reduce(rates)
+        return {
+            "policies": {r.policy: self._result(r) for r in runners},
+            "costs": [[list(dataclasses.astuple(c))[:7] for c in costs] for costs in history[warm_up:]],
+            "optimizer_s": optimizer_by_layer(history[-1], float(rates)),
+            "transfer_s": self.transfer_s,
+            "bytes_per_s": self.bytes_per_s,
+            "metering_s": self._metering_s(),
+        }
+
+    def _calibrate(self, recorder: Runner, costs: list[LayerCost], optimizer_s: list[float]) -> None:
+        """What lies between two stages is more than a message: fit it to the recorder's steps of the warm-up."""
+        figures = torch.tensor([statistics.median(recorder.step_s[1:] or recorder.step_s)], dtype=torch.float64)
+        dist.all_reduce(figures, dist.ReduceOp.MAX)
+        taken = torch.tensor([sum(optimizer_s) / len(optimizer_s)], dtype=torch.float64)
+        dist.all_reduce(taken)
+        self.transfer_s = fit_transfer_s(
+            costs,
+            recorder.pipeline.stage_map,
+            microbatches=self.case.microbatches,
+            optimizer_s=optimizer_by_layer(costs, float(taken)),
+            measured_s=float(figures),
+            least_s=self.transfer_s,
+        )
+
+    def _start(self, runners: Sequence[Runner], costs: list[LayerCost]) -> None:
+        """Every policy goes to its own map, by what the warm-up has shown; not counted."""
+        for runner in runners:
+            pipeline = runner.pipeline
+            start = start_map(runner.policy, costs, self.ranks, self.case.microbatches, self.transfer_s)
+            done = pipeline.rebuild(start, durations=self._durations(costs, start))
+            if runner.policy not in DYNAMIC:
+                continue
+            slowest = torch.tensor([done.seconds], dtype=torch.float64)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            config = controller_config(
+                runner.policy,
+                self.case.every_steps,
+                transfer_s=self.transfer_s,
+                bytes_per_s=self.bytes_per_s,
+                fixed_s=float(slowest),
+            )
+            runner.controller = PacedController(pipeline, self.pace, config=config)
+
+    def _durations(self, costs: Sequence[LayerCost], stage_map: StageMap) -> Durations:
+        return Durations.of_stages(costs, stage_map, transfer_s=self.transfer_s)
+
+    def _change(self, runner: Runner, step: int, frozen: int) -> None:
+        """The model's own dynamism; no policy's cost."""
+        if runner.dynamism.change(runner.pipeline.layers, step, frozen, runner.pipeline.collective):
+            runner.pipeline.refresh()
+
+    def _follow(self, runner: Runner, costs: list[LayerCost]) -> None:
+        """The oracle's move, which costs it nothing."""
+        current = runner.pipeline.stage_map
+        best = best_map(costs, self.ranks, self.case.microbatches, current, self.transfer_s)
+        if best != current:
+            runner.pipeline.rebuild(best, durations=self._durations(costs, best))
+
+    def _record(
+        self, recorder: Runner, inputs: torch.Tensor, target: torch.Tensor, optimizer_s: list[float]
+    ) -> tuple[list[LayerCost], float]:
+        pipeline = recorder.pipeline
+        pipeline.meter.reset()
+        if pipeline.optimizer is not None:
+            pipeline.optimizer.zero_grad(set_to_none=True)
+        dist.barrier()
+        started = time.perf_counter()
+        loss = pipeline.forward_backward(inputs, target)
+        began = self.pace.seconds()
+        if pipeline.optimizer is not None:
+            pipeline.optimizer.step()
+        optimizer_s.append(self.pace.seconds() - began)
+        recorder.step_s.append(time.perf_counter() - started)
+        shared = torch.tensor([loss if loss is not None else 0.0], dtype=torch.float64)
+        every = pipeline.collective.all_gather(shared, op=Operation("the recorder's loss"))
+        return pipeline.measure(), float(every.sum())
+
+    def _step(self, runner: Runner, inputs: torch.Tensor, target: torch.Tensor, counted: bool) -> None:
+        before = runner.controller.overhead() if runner.controller else None
+        stage_map = runner.pipeline.stage_map
+        dist.barrier()
+        began = time.perf_counter()
+        loss = (runner.controller or runner.pipeline).step(inputs, target)
+        ended = time.perf_counter()
+        if not counted:
+            return
+        spent = 0.0
+        if runner.controller is not None and before is not None:
+            after = runner.controller.overhead()
+            spent = after.measure_s + after.decide_s + after.move_s
+            spent -= before.measure_s + before.decide_s + before.move_s
+        runner.step_s.append(ended - began)
+        runner.balance_s.append(spent)
+        runner.losses.append(loss)
+        runner.maps.append(stage_map)
+
+    def _result(self, runner: Runner) -> dict[str, Any]:
+        overhead = runner.controller.overhead() if runner.controller else None
+        return {
+            "step_s": runner.step_s,
+            "balance_s": runner.balance_s,
+            "losses": runner.losses,
+            "maps": [[list(m.boundaries), list(m.ranks)] for m in runner.maps],
+            "reasons": [d.reason for d in runner.controller.decisions] if runner.controller else [],
+            "overhead": {
+                "measure": overhead.measure_s if overhead else 0.0,
+                "decide": overhead.decide_s if overhead else 0.0,
+                "move": overhead.move_s if overhead else 0.0,
+                "total": overhead.total_s if overhead else sum(runner.step_s),
+            },
+            "rebalances": overhead.rebalances if overhead else 0,
+            "moved_bytes": overhead.moved_bytes if overhead else 0,
+        }
+
+    def _metering_s(self) -> float:
+        """What metering adds to one microbatch of one layer, forward and backward, by a layer that does nothing."""
+        x = torch.zeros(8, requires_grad=True)
+        taken = []
+        for enabled in (False, True):
+            meter = Meter(enabled=enabled, work_clock=self.pace.seconds)
+            layer = PipelineLayer(torch.nn.Identity(), 0, meter, seed=self.case.seed)
+            layer(x * 1.0).sum().backward()
+            began = self.pace.seconds()
+            for _ in range(200):
+                y = layer(x * 1.0).sum()
+                meter.run_action("B", 0, y.backward)
+            taken.append((self.pace.seconds() - began) / 200)
+        return max(taken[1] - taken[0], 0.0)

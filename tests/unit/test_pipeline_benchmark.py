@@ -1,0 +1,149 @@
+"""The parts of `benchmarks.pipeline` that need no hosts: cases, policies, the simulator's rows, pacing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.pipeline.__main__ import main
+from benchmarks.pipeline.alone import Recording, record, simulate_policy
+from benchmarks.pipeline.cases import Case, cases
+from benchmarks.pipeline.pacing import Pace, PacedMeter
+from benchmarks.pipeline.partitions import compare
+from benchmarks.pipeline.policies import (
+    POLICIES,
+    PolicyError,
+    check_policies,
+    fit_transfer_s,
+    simulated_step_s,
+    smoothed,
+)
+from benchmarks.pipeline.rows import COLUMNS, summarise, table
+from pipeline_balance.dynamics.gpt import Block, GPTShape
+from pipeline_balance.spec import LayerCost, StageMap
+from prophet.demo.text import VOCABULARY, load_corpus
+
+FIELDS = {
+    *("case", "policy", "layers", "ranks", "step_s_median", "tokens_per_s", "bubble_ratio", "max_mean", "loss_final"),
+    *("max_minus_min_over_mean", "rebalances", "moved_bytes", "overhead_fraction", "ranks_used_mean"),
+}
+
+
+def small() -> Case:
+    shape = GPTShape(vocabulary=VOCABULARY, dim=16, heads=2, blocks=6, context=16)
+    freezing = cases(8)["freezing"].freezing
+    return Case(
+        name="small",
+        shape=shape,
+        make_block=lambda _: Block(16, 2),
+        every_steps=2,
+        microbatches=4,
+        tokens=16,
+        freezing=freezing,
+    )
+
+
+def cost(seconds: float) -> LayerCost:
+    return LayerCost(
+        forward_s=seconds / 3, backward_input_s=seconds / 3, backward_weight_s=seconds / 3, parameter_bytes=1000
+    )
+
+
+def changing(steps: int, layers: int) -> Recording:
+    """The first half of the layers becomes cheap after a third of the steps."""
+    early = [
+        cost(6.0 if i >= layers // 2 or step < steps // 3 else 0.5) for step in range(steps) for i in range(layers)
+    ]
+    return Recording(
+        costs=[early[s * layers : (s + 1) * layers] for s in range(steps)],
+        losses=[3.0 - s / steps for s in range(steps)],
+        optimizer_s=[0.01] * layers,
+        frozen=[0] * steps,
+    )
+
+
+def test_every_case_is_there_and_its_layers_can_be_built() -> None:
+    every = cases(20)
+    assert set(every) == {"moe", "pruning", "freezing", "sparse-attention", "early-exit", "mixture-of-depths"}
+    for case in every.values():
+        x = torch.zeros(1, 4, case.shape.dim + case.shape.channels)
+        x[..., -1] = 1.0
+        assert case.build_layer()(1)(x).shape == x.shape
+        assert len(case.boundaries()) == case.layers + 1
+
+
+def test_a_recording_holds_every_step() -> None:
+    found = record(small(), load_corpus(max_bytes=1 << 19), 3)
+    assert len(found.costs) == len(found.losses) == len(found.frozen) == 3
+    assert all(c.forward_s > 0 and c.backward_s > 0 for c in found.costs[1])
+    assert found.losses[-1] < found.losses[0]
+
+
+def test_rows_of_a_simulated_run() -> None:
+    case = replace(small(), shape=replace(small().shape, blocks=10))
+    recording = changing(30, 12)
+    figures = {
+        p: simulate_policy(p, case, recording, ranks=4, warm_up=2, transfer_s=0.0, bytes_per_s=1e9) for p in POLICIES
+    }
+    rows = summarise(
+        case,
+        [figures],
+        recording.costs[2:],
+        ranks=4,
+        transfer_s=0.0,
+        optimizer_s=recording.optimizer_s,
+        measured=False,
+    )
+    assert [r["policy"] for r in rows] == list(POLICIES)
+    assert all(set(r) >= FIELDS for r in rows)
+    by_policy = {r["policy"]: r for r in rows}
+    assert by_policy["partition"]["gain_over_uniform"] > 1.1
+    assert by_policy["partition"]["rebalances"] >= 1
+    assert by_policy["oracle"]["tokens_per_s"] >= 0.999 * max(r["tokens_per_s"] for r in rows)
+    assert by_policy["partition"]["of_oracle"] > 0.8
+    assert by_policy["optimal-at-start"]["tokens_per_s"] == pytest.approx(by_policy["uniform"]["tokens_per_s"])
+    assert len(table(rows).splitlines()) == len(POLICIES) + 1
+    assert set(COLUMNS) <= set(rows[0])
+
+
+def test_transfer_is_fitted_to_a_step() -> None:
+    costs, stage_map, optimizer_s = [cost(1.0)] * 8, StageMap.contiguous((0, 2, 4, 6, 8)), [0.0] * 8
+    wanted = simulated_step_s(costs, stage_map, microbatches=4, transfer_s=0.2, optimizer_s=optimizer_s)
+    found = fit_transfer_s(costs, stage_map, microbatches=4, optimizer_s=optimizer_s, measured_s=wanted, least_s=0.0)
+    assert found == pytest.approx(0.2, rel=0.01)
+
+
+def test_smoothing_forgets_one_disturbed_step() -> None:
+    assert [c.forward_s for c in smoothed([[cost(3.0)], [cost(90.0)], [cost(3.0)]])] == [1.0]
+
+
+def test_a_paced_host_takes_its_time() -> None:
+    meter = PacedMeter(Pace(4.0))
+
+    def spin() -> None:
+        until = time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+
+    began = time.perf_counter()
+    meter.run_action("F", 0, spin)
+    assert time.perf_counter() - began >= 0.04
+
+
+def test_what_is_asked_for_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PolicyError, match="luck"):
+        check_policies(["uniform", "luck"])
+    assert main(["--cases", "weather"]) == 2
+    assert "cases must be of" in capsys.readouterr().err
+    assert main(["--steps", "0"]) == 2
+
+
+def test_the_partitioner_is_timed() -> None:
+    rows = compare()["partition"]
+    assert rows[-1]["layers"] == 256
+    assert all(r["bottleneck_over_mean"] >= 1.0 for r in rows)
+    if "deepspeed_seconds" in rows[0]:
+        assert all(r["deepspeed_bottleneck_over_ours"] >= 1 - 1e-9 for r in rows)
