@@ -245,3 +245,22 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
         prophet.monitor(engine, tmp_path, detail_every=0)
     with pytest.raises(ValueError, match=r"wandb\.init"):
         prophet.monitor(engine, tmp_path, wandb=True)
+
+
+def test_the_script_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    script = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr("sys.argv", ["script", str(tmp_path / "run")])
+    exec(compile(script, "docs/monitoring.md", "exec"), {"__name__": "__main__"})
+    steps = read_steps(tmp_path / "run")
+    assert len(steps.rows) == 5
+    assert steps.header["notes"] == {"data": "random ids"}
+
+
+def test_the_cost_can_be_measured() -> None:
+    from benchmarks.monitoring.__main__ import measure
+
+    row = measure(layers=2, ranks=2, experts=4, steps=5, tensorboard=False)
+    assert row["skipped"] == 0
+    assert row["training_us"] > 0
+    assert row["bytes_per_step"] > 100
