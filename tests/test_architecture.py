@@ -86,7 +86,7 @@ _PACKAGES: dict[str, set[str]] = {
     "cli": _NUMERIC | {"rich"},
     "extrapolate": _NUMERIC,
     "picture": _NUMERIC | {"matplotlib"},
-    "monitor": _NUMERIC | {"rich", "torch", "wandb"},  # torch for its writer of TensorBoard files
+    "monitor": _NUMERIC | {"rich", "torch"},  # torch for its writer of TensorBoard files
 }
 _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
 

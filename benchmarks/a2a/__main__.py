@@ -8,18 +8,15 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.a2a.exchange import Row, measure
+from benchmarks.a2a.exchange import TIMEOUT_S, Row, measure, rank_body
 from prophet.comm import collective_for
 from prophet.processes import RankFailed, joined_group, run_ranks
-
-_TIMEOUT_S = 60.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,20 +33,14 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def _rank_body(rank: int, options: dict[str, Any], answer: Path) -> None:
-    rows = measure(collective_for(None, timeout_s=_TIMEOUT_S), device="cpu", **options)
-    if rank == 0:
-        answer.write_text(json.dumps(rows), encoding="utf-8")
-
-
-def _join(options: dict[str, Any]) -> list[Row] | None:
+def _join(options: Row) -> list[Row] | None:
     """Take part in torchrun's group; rows on rank 0."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.device_count() > local
     if on_gpu:
         torch.cuda.set_device(local)
-    with joined_group("nccl" if on_gpu else "gloo", timeout_s=_TIMEOUT_S):
-        ranks = collective_for(None, timeout_s=_TIMEOUT_S)
+    with joined_group("nccl" if on_gpu else "gloo", timeout_s=TIMEOUT_S):
+        ranks = collective_for(None, timeout_s=TIMEOUT_S)
         rows = measure(ranks, device=f"cuda:{local}" if on_gpu else "cpu", **options)
         return rows if ranks.rank == 0 else None
 
@@ -110,12 +101,12 @@ def main(argv: list[str] | None = None) -> int:
             folder = Path(scratch)
             try:
                 run_ranks(
-                    _rank_body,
+                    rank_body,
                     (options, folder / "rows.json"),
                     ranks=ranks,
                     folder=folder,
                     limit_s=a.limit_s,
-                    timeout_s=_TIMEOUT_S,
+                    timeout_s=TIMEOUT_S,
                     what="the benchmark",
                 )
             except RankFailed as error:

@@ -7,6 +7,7 @@ Shape legend: L layers, R ranks, E experts.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -120,7 +121,7 @@ class TensorBoard:
     def __init__(self, folder: Path, *, heat_every: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder), flush_secs=10)  # type: ignore[no-untyped-call]
+        self._writer: Any = SummaryWriter(str(folder), flush_secs=10)
         self._heat_every = heat_every
         self._details = 0
 
@@ -153,9 +154,7 @@ class WandB:
     name = "Weights & Biases"
 
     def __init__(self, run: Any, *, heat_every: int) -> None:
-        import wandb
-
-        self._wandb: Any = wandb
+        self._wandb: Any = importlib.import_module("wandb")
         self._run = run
         self._heat_every = heat_every
         self._details = 0
