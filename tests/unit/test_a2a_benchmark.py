@@ -17,7 +17,8 @@ from tests.support import on_threads
 @pytest.mark.parametrize("uneven", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 def test_two_levels_bring_what_one_level_brings(uneven: float, per_node: int) -> None:
-    pairs = pairs_of(4, 37, uneven)
+    # every rank sends other numbers
+    pairs = pairs_of(4, 37, uneven) + np.random.default_rng(per_node).integers(0, 9, (4, 4))
 
     def body(ranks: ThreadCollective) -> None:
         x = 1000.0 * ranks.rank + torch.arange(int(pairs[ranks.rank].sum()), dtype=torch.float32)
