@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--ep-size", type=int, default=None)
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
+    parser.add_argument("--planner", default="prophet")
     parser.add_argument("--resume", type=Path, default=None)
     parser.add_argument("--plain", action="store_true", help="DeepSpeed's own expert parallelism, to compare")
     options = parser.parse_args()
@@ -92,7 +93,7 @@ def main() -> None:
         if options.dtype == "fp16":
             config["fp16"]["initial_scale_power"] = 8
     if not options.plain:
-        config["prophet"] = {"ep_size": options.ep_size}
+        config["prophet"] = {"ep_size": options.ep_size, "planner": options.planner}
 
     torch.manual_seed(0)  # the same model on every rank
     model = Model(ep_size=(options.ep_size or ranks) if options.plain else 1)

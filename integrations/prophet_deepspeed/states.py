@@ -64,6 +64,7 @@ class States:
         keys = _of_shape(self._base.state.get(flat, {}), flat)
         if self._zero:
             if keys:
+                self._optimizer._hp_optimizer_states_linked = False
                 self._optimizer._lazy_init_hp_params_optimizer_state()
             found = {FP32: self._tools.safe_get_full_fp32_param(param)}
             return found | {k: self._tools.safe_get_full_optimizer_state(param, k) for k in keys}
