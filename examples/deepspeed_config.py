@@ -25,8 +25,9 @@ ROWS = 8  # sequences of one microbatch, on all ranks
 class Model(nn.Module):
     """Embedding, two MoE layers with residuals, read-out."""
 
-    def __init__(self, ep_size: int = 1) -> None:
+    def __init__(self, ep_size: int = 1, aux: float = 0.01) -> None:
         super().__init__()
+        self.aux = aux
         self.embed = nn.Embedding(VOCAB, DIM)
         self.moes = nn.ModuleList(self.layer(ep_size) for _ in range(2))
         self.head = nn.Linear(DIM, VOCAB)
@@ -51,7 +52,7 @@ class Model(nn.Module):
         x, loss = self.embed(ids), 0.0
         for moe in self.moes:
             y, aux, _ = moe(x)
-            x, loss = x + y, loss + 0.01 * aux
+            x, loss = x + y, loss + self.aux * aux
         logits = self.head(x[:, :-1]).float()
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()) + loss
 
@@ -73,6 +74,8 @@ def main() -> None:
     parser.add_argument("--ep-size", type=int, default=None)
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
+    parser.add_argument("--aux", type=float, default=0.01, help="weight of the balance loss, a mean over each rank")
+    parser.add_argument("--sgd", action="store_true", help="an optimizer that shows the size of gradients")
     parser.add_argument("--planner", default="prophet")
     parser.add_argument("--resume", type=Path, default=None)
     parser.add_argument("--plain", action="store_true", help="DeepSpeed's own expert parallelism, to compare")
@@ -88,6 +91,9 @@ def main() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 5e-3, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 5e-3}},
     }
+    if options.sgd:
+        config |= {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "zero_allow_untested_optimizer": True}
+        config["scheduler"]["params"]["warmup_max_lr"] = 0.5
     if options.dtype != "fp32":
         config[options.dtype] = {"enabled": True}
         if options.dtype == "fp16":
@@ -96,7 +102,7 @@ def main() -> None:
         config["prophet"] = {"ep_size": options.ep_size, "planner": options.planner}
 
     torch.manual_seed(0)  # the same model on every rank
-    model = Model(ep_size=(options.ep_size or ranks) if options.plain else 1)
+    model = Model(ep_size=(options.ep_size or ranks) if options.plain else 1, aux=options.aux)
     initialize = deepspeed.initialize if options.plain else prophet_deepspeed.initialize
     engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
     if options.resume is not None:

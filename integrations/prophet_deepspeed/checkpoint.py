@@ -68,7 +68,9 @@ class Checkpoints:
                 for local in range(p.shape[0]):
                     experts["values"][f"{name}.{first + local}"] = {k: v[local].clone() for k, v in found.items()}
                 experts["settings"][name] = states.settings(p)
-        keys = {f"{n}.{self._first(n) + i}" for n, p in model.named_parameters() if _is_expert(p) for i in range(len(p))}
+        keys = {
+            f"{n}.{self._first(n) + i}" for n, p in model.named_parameters() if _is_expert(p) for i in range(len(p))
+        }
         module = {k: v.detach().cpu() for k, v in model.state_dict().items()}
         experts["module"] = {k: v.clone() for k, v in module.items() if k in keys}
         if process_rank() == 0:

@@ -46,8 +46,7 @@ class _Binding:
     def _before_backward(self) -> None:
         if not self._ds._running_engine_backward:
             raise RuntimeError(
-                "loss.backward() would average experts' gradients before they are complete: "
-                "call engine.backward(loss)"
+                "loss.backward() would average experts' gradients before they are complete: call engine.backward(loss)"
             )
         self._prologue()
 

@@ -191,4 +191,3 @@ def _marked(model: nn.Module, layers: list[prophet.MoE]) -> Iterator[None]:
     finally:
         if needed:
             delattr(model, attribute)
-

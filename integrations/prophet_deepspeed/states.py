@@ -1,7 +1,7 @@
 """Full-precision values and optimizer states of single parameters, wherever DeepSpeed keeps them.
 
-ZeRO keeps this process's part of a flat tensor, 16-bit training without it a flat tensor or one tensor per parameter, and
-plain 32-bit training the parameter itself.
+ZeRO keeps this process's part of a flat tensor, 16-bit training without it a flat tensor or one tensor per parameter,
+and plain 32-bit training the parameter itself.
 """
 
 from __future__ import annotations

@@ -25,11 +25,9 @@ def run(out: Path, *options: str, ranks: int = 4) -> list[float]:
         f"runpy.run_path({str(ROOT / 'examples' / 'deepspeed_config.py')!r}, run_name='__main__')\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(starter), "--out", str(out), *options]
+    command += [str(starter), "--out", str(out), "--aux", "0", *options]
     settings = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False, env=settings
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False, env=settings)
     if done.returncode:
         raise AssertionError(done.stdout[-2000:] + done.stderr[-6000:])
     found: list[float] = json.loads((out / "losses.json").read_text())
