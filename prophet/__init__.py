@@ -11,6 +11,7 @@ from prophet.engine import Engine, StepReport, attach
 from prophet.experts import ReplicaMemoryError
 from prophet.gate import GateConfig
 from prophet.layer import LossBook, MoE, PlanMismatch, RoutingError, collect_losses
+from prophet.monitor import Monitor, MonitorError, monitor
 from prophet.replan import ReplanConfig
 
 __version__ = "0.1.0.dev0"
@@ -25,6 +26,8 @@ __all__ = [
     "GateConfig",
     "LossBook",
     "MoE",
+    "Monitor",
+    "MonitorError",
     "PlanMismatch",
     "ReplanConfig",
     "ReplicaMemoryError",
@@ -33,5 +36,6 @@ __all__ = [
     "attach",
     "collect_losses",
     "convert",
+    "monitor",
     "revert",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `prophet demo`, `prophet plan` and `prophet calibrate`.
+"""The command line: `prophet demo`, `plan`, `calibrate`, `simulate`, `watch` and `report`.
 
 This module imports nothing but the standard library at its top: it has to be able to say that another distribution
 owns the name `prophet` before anything else fails in a less helpful way.
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return NAME_CONFLICT
     from prophet.commands.arguments import UsageError
     from prophet.demo.launch import DemoError
+    from prophet.monitor.read import MonitorError
     from prophet.processes import RankFailed
     from prophet.report import ReportError
     from prophet.spec import SpecError
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (UsageError, TraceError, TopologyError, SpecError) as error:
+    except (UsageError, MonitorError, TraceError, TopologyError, SpecError) as error:
         _complain(str(error))
         return BAD_INPUT
     except (DemoError, RankFailed, ReportError, OSError) as error:
@@ -80,7 +81,7 @@ def _complain(message: str, kind: str = "error") -> None:
 
 def _parser() -> argparse.ArgumentParser:
     import prophet
-    from prophet.commands import calibrate, demo, plan, simulate
+    from prophet.commands import calibrate, demo, plan, report, simulate, watch
 
     parser = argparse.ArgumentParser(
         prog="prophet",
@@ -89,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"moe-prophet {prophet.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (demo, plan, calibrate, simulate):
+    for command in (demo, plan, calibrate, simulate, watch, report):
         command.add(commands)
     return parser
 

@@ -478,6 +478,16 @@ class Engine:
 
     # --- for the user ---
 
+    @property
+    def planner(self) -> Planner:
+        """What places and splits."""
+        return self._planner
+
+    @property
+    def contexts(self) -> tuple[PlanContext, ...]:
+        """What each layer is planned for, by layer."""
+        return tuple(self._contexts)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep the replicas' gradients where they are; the next one outside brings all home."""

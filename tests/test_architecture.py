@@ -47,16 +47,28 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "picture": _VALUES | {"scheduler"},
     "extrapolate": _VALUES | {"planner", "scheduler"},
     "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay", "picture"},
+    "monitor": _RANKS | {"planner", "engine", "report"},
     "demo": _RANKS
     | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert", "replay", "report", ""}
     | {"processes"},
     "commands": _RANKS
     | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", "processes"}
-    | {"importers", "extrapolate"},
-    "cli": _VALUES | {"traces", "topology", "report", "processes", "demo", "commands", ""},
+    | {"importers", "extrapolate", "monitor"},
+    "cli": _VALUES | {"traces", "topology", "report", "processes", "demo", "monitor", "commands", ""},
     "__main__": {"cli"},
     "": _RANKS
-    | {"planner", "history", "replan", "traces", "scheduler", "layer", "config", "engine", "convert"},  # __init__.py
+    | {
+        "planner",
+        "history",
+        "replan",
+        "traces",
+        "scheduler",
+        "layer",
+        "config",
+        "engine",
+        "convert",
+        "monitor",
+    },  # __init__.py
 }
 
 # Third-party packages a room may import. Rooms that are not listed may import torch, numpy and rich.
@@ -74,6 +86,7 @@ _PACKAGES: dict[str, set[str]] = {
     "cli": _NUMERIC | {"rich"},
     "extrapolate": _NUMERIC,
     "picture": _NUMERIC | {"matplotlib"},
+    "monitor": _NUMERIC | {"rich", "torch"},  # torch for its writer of TensorBoard files
 }
 _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
 
@@ -104,7 +117,7 @@ _STARTING = {"init_process_group", "destroy_process_group", "is_initialized"}
 _SHIPPED = ("prophet", "pipeline_balance", "integrations")
 _NEVER_IMPORTED = {"tests", "benchmarks", "examples", "conftest"}
 _FORBIDDEN_NAMES = {"types.py", "profile.py", "triton.py"}
-_LAZY = ("deepspeed", "tutel", "transformers", "matplotlib", "scipy", "numba")
+_LAZY = ("tensorboard", "wandb", "deepspeed", "tutel", "transformers", "matplotlib", "scipy", "numba")
 
 
 @dataclass(frozen=True)

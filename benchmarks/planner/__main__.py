@@ -6,6 +6,7 @@ Shape legend: R ranks, E experts, L layers, T steps.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.optimum import gap_rows, optima
 from prophet.planner import PLANNER_NAMES, Planner, get_planner, warm
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import ProphetPlanner
@@ -25,6 +27,8 @@ from prophet.spec import IntArray, PlanContext
 from prophet.traces import RoutingTrace, read_trace
 
 POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
+FAST = "prophet, effort 0"
+SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")
 SCALES = ((16, 32), (64, 64), (64, 256), (256, 256), (1024, 1024))
 
 
@@ -125,6 +129,35 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield row_of(Path(path).name, name, policy, cases, context, static_s)
 
 
+def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """How far from the optimum of small cases: the default planner, as it trains and with more effort, and others."""
+    trace = read_trace(arguments.trace[0]) if arguments.trace else None
+    solved = list(
+        optima(
+            trace,
+            arguments.optimum,
+            limit_s=arguments.limit,
+            path=arguments.optima,
+            processes=arguments.processes,
+        )
+    )
+    bare = {"gain_margin": 0.0, "spare": 0.0}
+    yield from gap_rows(
+        solved,
+        {
+            "prophet": {},
+            "prophet, effort 0, bare": {**bare, "effort": 0.0},
+            "prophet, bare": bare,
+            "prophet, effort 0.1, bare": {**bare, "effort": 0.1},
+            "prophet, effort 1, bare": {**bare, "effort": 1.0, "split_effort": 0.1},
+            "static": {},
+            "pro-prophet": {},
+            "laer": {},
+            "fine-ep": {},
+        },
+    )
+
+
 def skewed_load(ranks: int, experts: int, seed: int) -> IntArray:
     """Routing of 8192 tokens per rank with a few hot experts, drawn from a fixed seed."""
     rng = np.random.default_rng(seed)
@@ -135,17 +168,16 @@ def skewed_load(ranks: int, experts: int, seed: int) -> IntArray:
 
 def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Time to plan and to split at several sizes; large sizes repeat less and leave out what takes minutes."""
-    for ranks, experts in SCALES:
-        context = get_preset("h100-nvlink:Qwen3-30B-A3B").context(
-            ranks, experts, routed_per_rank=8192, slots_per_rank=arguments.slots
-        )
+    for (ranks, experts), preset in itertools.product(SCALES, SCALE_PRESETS):
+        context = get_preset(preset).context(ranks, experts, routed_per_rank=8192, slots_per_rank=arguments.slots)
         repeats = max(3, min(60, 400_000 // (ranks * experts)))
-        for policy in arguments.policy:
-            if policy == "forced-balance" or (policy not in ("prophet", "static", "top2", "top3") and ranks > 64):
+        for policy in (FAST, *arguments.policy):
+            if policy == "forced-balance" or (policy not in (FAST, "prophet", "static", "top2", "top3") and ranks > 64):
                 continue
-            planner = get_planner(policy)
+            planner = ProphetPlanner(effort=0.0) if policy == FAST else get_planner(policy)
             plan_us, split_us = times(planner, context, repeats, ranks, experts)
             yield {
+                "preset": preset,
                 "ranks": ranks,
                 "experts": experts,
                 "policy": policy,
@@ -193,18 +225,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slots", type=int, default=16, help="replica slots per rank (default 16)")
     parser.add_argument("--top-k", type=int, default=2, help="experts per token where the trace does not say")
     parser.add_argument("--exact", action="store_true", help="plan from the present counts")
+    parser.add_argument("--optimum", type=int, metavar="N", help="compare with the optimum of N small cases instead")
+    parser.add_argument("--optima", type=Path, metavar="FILE", help="solved optima, read and added to (--optimum)")
+    parser.add_argument("--limit", type=float, default=10.0, help="solver's seconds per form (--optimum, default 10)")
+    parser.add_argument("--processes", type=int, default=1, help="solvers at a time (--optimum, default 1)")
     parser.add_argument("--scale", action="store_true", help="time planning and splitting at several sizes instead")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
-    if not arguments.scale and not arguments.trace:
-        parser.error("give --trace FILE, or --scale")
+    if not arguments.scale and not arguments.trace and not arguments.optimum:
+        parser.error("give --trace FILE, --scale or --optimum N")
     chosen = arguments.preset or ["all"]
     arguments.preset = list(PRESET_NAMES) if "all" in chosen else chosen
     policies = arguments.policy or ["all"]
     arguments.policy = ["forced-balance", *POLICIES] if "all" in policies else policies
     warm()
     table = []
-    for row in scale_rows(arguments) if arguments.scale else rows(arguments):
+    source = scale_rows if arguments.scale else optimum_rows if arguments.optimum else rows
+    for row in source(arguments):
         table.append(row)
         print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)

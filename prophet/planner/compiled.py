@@ -29,7 +29,8 @@ INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 
 
 KERNELS = (
-    "flow.py", "timing.py", "descent.py", "shortest.py", "moves.py", "export.py", "outlets.py", "search.py",
+    "flow.py", "timing.py", "descent.py", "shortest.py", "moves.py", "export.py", "candidates.py", "outlets.py",
+    "search.py",
 )  # fmt: skip
 
 

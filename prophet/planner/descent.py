@@ -120,7 +120,8 @@ def set_prices(flow: Flow, q: int, exchange_weight: float, forward_weight: float
 
 @compiled
 def settle(
-    j: int,
+    first: int,
+    last: int,
     q: int,
     node_R: IntArray,
     rate: FloatArray,
@@ -132,97 +133,102 @@ def settle(
     rank_A: IntArray,
     tokens_AR: IntArray,
 ) -> int:
-    """Let every rank move tokens of expert j from its dearest holder to its cheapest; return the number of moves."""
+    """Let every rank move tokens of experts first..last-1, each from its dearest holder to its cheapest; return the
+    number of moves.
+    """
     moves = 0
     touched = np.empty(6, np.int64)
-    for r in range(node_R.size):
-        dear = -1
-        cheap = -1
-        high = 0.0
-        low = 0.0
-        a = j
-        while a >= 0:
-            d = rank_A[a]
-            p = price[0, d]
-            if d != r:
-                level = 1 if node_R[d] == node_R[r] else 3
-                p += price[level, r] + price[level + 1, d]
-            if tokens_AR[a, r] > 0 and (dear < 0 or p > high):
-                dear = a
-                high = p
-            if cheap < 0 or p < low:
-                cheap = a
-                low = p
-            a = following_A[a]
-        if dear < 0 or dear == cheap or high <= low * (1.0 + 1e-9):
+    for j in range(first, last):
+        if following_A[j] < 0:
             continue
-        giver = rank_A[dear]
-        taker = rank_A[cheap]
-        # Resources of the giver's side (0..2) and of the taker's side (3..5), as k * R + rank; -1: none.
-        ranks = node_R.size
-        touched[0] = giver
-        touched[3] = taker
-        if giver == r:
-            touched[1] = -1
-            touched[2] = -1
-        else:
-            level = 1 if node_R[giver] == node_R[r] else 3
-            touched[1] = level * ranks + r
-            touched[2] = (level + 1) * ranks + giver
-        if taker == r:
-            touched[4] = -1
-            touched[5] = -1
-        else:
-            level = 1 if node_R[taker] == node_R[r] else 3
-            touched[4] = level * ranks + r
-            touched[5] = (level + 1) * ranks + taker
-        if touched[1] == touched[4]:  # what r sends does not change
-            touched[1] = -1
-            touched[4] = -1
-        bend = 0.0  # how fast the two prices near each other, per token
-        high = 0.0
-        low = 0.0
-        for i in range(6):
-            if touched[i] >= 0:
-                k = touched[i] // ranks
-                n = touched[i] - k * ranks
-                c = rate[k, n]
-                bend += q * price[k, n] * c / (max(busy[k, n], 1.0) * c + base[k, n])
-                if i < 3:
-                    high += price[k, n]
-                else:
-                    low += price[k, n]
-        step = tokens_AR[dear, r]
-        gap = high - low
-        if bend * step > gap:
-            step = max(1, int(gap / bend))
-        while step > 0:
-            above = 0.0
+        for r in range(node_R.size):
+            dear = -1
+            cheap = -1
+            high = 0.0
+            low = 0.0
+            a = j
+            while a >= 0:
+                d = rank_A[a]
+                p = price[0, d]
+                if d != r:
+                    level = 1 if node_R[d] == node_R[r] else 3
+                    p += price[level, r] + price[level + 1, d]
+                if tokens_AR[a, r] > 0 and (dear < 0 or p > high):
+                    dear = a
+                    high = p
+                if cheap < 0 or p < low:
+                    cheap = a
+                    low = p
+                a = following_A[a]
+            if dear < 0 or dear == cheap or high <= low * (1.0 + 1e-9):
+                continue
+            giver = rank_A[dear]
+            taker = rank_A[cheap]
+            # Resources of the giver's side (0..2) and of the taker's side (3..5), as k * R + rank; -1: none.
+            ranks = node_R.size
+            touched[0] = giver
+            touched[3] = taker
+            if giver == r:
+                touched[1] = -1
+                touched[2] = -1
+            else:
+                level = 1 if node_R[giver] == node_R[r] else 3
+                touched[1] = level * ranks + r
+                touched[2] = (level + 1) * ranks + giver
+            if taker == r:
+                touched[4] = -1
+                touched[5] = -1
+            else:
+                level = 1 if node_R[taker] == node_R[r] else 3
+                touched[4] = level * ranks + r
+                touched[5] = (level + 1) * ranks + taker
+            if touched[1] == touched[4]:  # what r sends does not change
+                touched[1] = -1
+                touched[4] = -1
+            bend = 0.0  # how fast the two prices near each other, per token
+            high = 0.0
+            low = 0.0
             for i in range(6):
                 if touched[i] >= 0:
                     k = touched[i] // ranks
                     n = touched[i] - k * ranks
                     c = rate[k, n]
-                    sign = -step if i < 3 else step
+                    bend += q * price[k, n] * c / (max(busy[k, n], 1.0) * c + base[k, n])
+                    if i < 3:
+                        high += price[k, n]
+                    else:
+                        low += price[k, n]
+            step = tokens_AR[dear, r]
+            gap = high - low
+            if bend * step > gap:
+                step = max(1, int(gap / bend))
+            while step > 0:
+                above = 0.0
+                for i in range(6):
+                    if touched[i] >= 0:
+                        k = touched[i] // ranks
+                        n = touched[i] - k * ranks
+                        c = rate[k, n]
+                        sign = -step if i < 3 else step
+                        group = 0 if k == 0 else 1
+                        p = scale[2 + group] * c * power(((busy[k, n] + sign) * c + base[k, n]) / scale[group], q)
+                        above += p if i >= 3 else -p
+                if above < 0.5 * gap:
+                    break
+                step >>= 1
+            if step == 0:
+                continue
+            moves += 1
+            tokens_AR[dear, r] -= step
+            tokens_AR[cheap, r] += step
+            for i in range(6):
+                if touched[i] >= 0:
+                    k = touched[i] // ranks
+                    n = touched[i] - k * ranks
+                    c = rate[k, n]
+                    busy[k, n] += -step if i < 3 else step
                     group = 0 if k == 0 else 1
-                    p = scale[2 + group] * c * power(((busy[k, n] + sign) * c + base[k, n]) / scale[group], q)
-                    above += p if i >= 3 else -p
-            if above < 0.5 * gap:
-                break
-            step >>= 1
-        if step == 0:
-            continue
-        moves += 1
-        tokens_AR[dear, r] -= step
-        tokens_AR[cheap, r] += step
-        for i in range(6):
-            if touched[i] >= 0:
-                k = touched[i] // ranks
-                n = touched[i] - k * ranks
-                c = rate[k, n]
-                busy[k, n] += -step if i < 3 else step
-                group = 0 if k == 0 else 1
-                price[k, n] = scale[2 + group] * c * power((busy[k, n] * c + base[k, n]) / scale[group], q)
+                    price[k, n] = scale[2 + group] * c * power((busy[k, n] * c + base[k, n]) / scale[group], q)
     return moves
 
 
@@ -230,19 +236,18 @@ def settle(
 def settle_expert(flow: Flow, j: int, q: int) -> int:
     """`settle` for a whole flow."""
     return settle(
-        j, q, flow.node_R, flow.rate, flow.base, flow.busy, flow.price, flow.scale, flow.following_A, flow.rank_A,
-        flow.tokens_AR,
+        j, j + 1, q, flow.node_R, flow.rate, flow.base, flow.busy, flow.price, flow.scale, flow.following_A,
+        flow.rank_A, flow.tokens_AR,
     )  # fmt: skip
 
 
 @compiled
 def sweep(flow: Flow, q: int) -> int:
     """Settle every expert with several holders once; return the number of moves."""
-    moves = 0
-    for j in range(flow.counters[1]):
-        if flow.following_A[j] >= 0:
-            moves += settle_expert(flow, j, q)
-    return moves
+    return settle(
+        0, flow.counters[1], q, flow.node_R, flow.rate, flow.base, flow.busy, flow.price, flow.scale, flow.following_A,
+        flow.rank_A, flow.tokens_AR,
+    )  # fmt: skip
 
 
 @compiled
@@ -260,9 +265,8 @@ def attach(flow: Flow, j: int, rank: int, overhead_s: float) -> int:
 
 
 @compiled
-def load_on(flow: Flow, source: int, rank: int, tokens: int) -> None:
+def load_on(busy: FloatArray, node_R: IntArray, source: int, rank: int, tokens: int) -> None:
     """Count `tokens` of `source` that are computed on `rank` (negative: no longer)."""
-    busy, node_R = flow.busy, flow.node_R
     busy[0, rank] += tokens
     if rank != source:
         level = 1 if node_R[rank] == node_R[source] else 3
@@ -273,7 +277,7 @@ def load_on(flow: Flow, source: int, rank: int, tokens: int) -> None:
 @compiled
 def detach(flow: Flow, a: int, overhead_s: float) -> None:
     """Take replica `a` away; its tokens go to the holder that is cheapest for them at the present prices."""
-    price, node_R = flow.price, flow.node_R
+    price, node_R, busy = flow.price, flow.node_R, flow.busy
     j = flow.expert_A[a]
     rank = flow.rank_A[a]
     k = j
@@ -297,8 +301,8 @@ def detach(flow: Flow, a: int, overhead_s: float) -> None:
                 best = k
                 low = p
             k = flow.following_A[k]
-        load_on(flow, r, rank, -n)
-        load_on(flow, r, flow.rank_A[best], n)
+        load_on(busy, node_R, r, rank, -n)
+        load_on(busy, node_R, r, flow.rank_A[best], n)
         flow.tokens_AR[best, r] += n
     flow.base[0, rank] -= overhead_s
     last = flow.counters[0] - 1

@@ -108,7 +108,7 @@ class ProphetPlanner:
     gain_margin: float = 0.01
     spare: float = 0.2
     spare_margin: float = 0.01
-    effort: float = 0.1
+    effort: float = 0.02
     split_effort: float = 0.02
     name: str = "prophet"
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)

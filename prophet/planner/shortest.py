@@ -31,6 +31,7 @@ from prophet.spec import BoolArray, FloatArray, IntArray
 
 SETTLE_S = 2.5e-8  # assumed seconds to settle one rank and expert once; only fixes how many sweeps an effort buys
 MOST_SWEEPS = 40
+WORTH_IT = 0.01  # share of the step that an exchange must be above its floor for descent to be tried
 
 
 @compiled
@@ -203,6 +204,52 @@ def affordable(seconds: float, effort: float, settled: int) -> int:
 
 
 @compiled
+def exchange_floor(flow: Flow, problem: Problem, chosen_J: IntArray) -> float:
+    """Seconds of an exchange in which every token goes no farther than it must and all ranks send alike."""
+    load_RE, node_R, rank_A, following_A = problem.load_RE, problem.node_R, flow.rank_A, flow.following_A
+    ranks = node_R.size
+    near = 0
+    far = 0
+    for r in range(ranks):
+        near += problem.home_moved[0, r]
+        far += problem.home_moved[2, r]
+    reached = np.zeros(node_R[ranks - 1] + 1, np.bool_)
+    for j in range(chosen_J.size):
+        home = rank_A[j]
+        a = j
+        while a >= 0:
+            reached[node_R[rank_A[a]]] = True
+            if a != j:  # what the replica's own rank routes stays there
+                n = load_RE[rank_A[a], chosen_J[j]]
+                if node_R[rank_A[a]] == node_R[home]:
+                    near -= n
+                else:
+                    far -= n
+            a = following_A[a]
+        reached[node_R[home]] = False
+        for r in range(ranks):
+            if reached[node_R[r]]:  # a replica in its node is nearer than the home
+                held = False
+                a = following_A[j]
+                while a >= 0:
+                    held = held or rank_A[a] == r
+                    a = following_A[a]
+                if not held:
+                    far -= load_RE[r, chosen_J[j]]
+                    near += load_RE[r, chosen_J[j]]
+        a = j
+        while a >= 0:
+            reached[node_R[rank_A[a]]] = False
+            a = following_A[a]
+    seconds = 0.0
+    if near > 0:
+        seconds = flow.base[1, 0] + near / ranks * flow.rate[1, 0]
+    if far > 0:
+        seconds = max(seconds, flow.base[3, 0] + far / ranks * flow.rate[3, 0])
+    return seconds
+
+
+@compiled
 def best_split(
     problem: Problem, multi: IntArray, start: IntArray, arc_rank: IntArray, effort: float
 ) -> tuple[Flow, FloatArray, FloatArray, float]:
@@ -247,15 +294,15 @@ def best_split(
             if d != home:
                 flow.tokens_AR[j, r] -= n
                 flow.tokens_AR[place[d], r] += n
-                load_on(flow, r, home, -n)
-                load_on(flow, r, d, n)
+                load_on(flow.busy, flow.node_R, r, home, -n)
+                load_on(flow.busy, flow.node_R, r, d, n)
             i += 1
     moved = np.empty((2, 6, ranks))
     busiest = np.zeros(6)
     copies_moved(flow, moved, busiest)
     cost = cost_of(flow, problem, multi, busiest)
     sweeps = affordable(cost[0], effort, multi.size * ranks)
-    if sweeps > 0 and cost[1] > 0.02 * cost[0]:
+    if sweeps > 0 and cost[1] - 4.0 * exchange_floor(flow, problem, multi) > WORTH_IT * cost[0]:
         tokens = flow.tokens_AR.copy()
         busy = flow.busy.copy()
         shorten(flow, problem.figures, busiest, sweeps)

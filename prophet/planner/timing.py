@@ -52,17 +52,28 @@ def home_traffic(
         rank_load[home_E[e]] += total_E[e]
         if total_E[e] > 0:
             groups[home_E[e]] += 1
+    nodes = node_R[ranks - 1] + 1
     for r in range(ranks):
+        local = 0
+        near = 0
+        every = 0
         for e in range(experts):
+            n = load_RE[r, e]
             d = home_E[e]
-            if d != r:
-                n = load_RE[r, e]
-                if node_R[d] == node_R[r]:
-                    moved[0, r] += n
-                    moved[1, d] += n
-                else:
-                    moved[2, r] += n
-                    moved[3, d] += n
+            every += n
+            if d == r:
+                local += n
+            elif nodes > 1 and node_R[d] == node_R[r]:
+                near += n
+                moved[1, d] += n
+        moved[3, r] = local
+        moved[0, r] = every - local if nodes == 1 else near
+        moved[2, r] = 0 if nodes == 1 else every - local - near
+    for d in range(ranks):
+        remote = rank_load[d] - moved[3, d]
+        if nodes == 1:
+            moved[1, d] = remote
+        moved[3, d] = remote - moved[1, d]
     return rank_load, groups, moved
 
 

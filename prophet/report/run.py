@@ -39,7 +39,10 @@ Ints = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Run:
-    """One training run: `loss` [T] in nats per byte, `step_s` [T], `rank_load` [T, L, R] tokens computed."""
+    """One training run: `loss` [T] in nats per byte, `step_s` [T], `rank_load` [T, L, R] tokens computed.
+
+    NaN in `loss` and `step_s` where they are not known; without losses the page has no section of them.
+    """
 
     name: str
     loss: FloatArray
@@ -276,7 +279,9 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
 
 def render_report(report: Report) -> str:
     """The page as one string of HTML; raises `ReportError` when matplotlib is missing."""
-    sections = "".join(section(title, caption, draw(report)) for title, caption, draw in _SECTIONS)
+    known = np.isfinite(report.before.loss).any() and np.isfinite(report.after.loss).any()
+    shown = [s for s in _SECTIONS if known or s[2] is not _losses]
+    sections = "".join(section(title, caption, draw(report)) for title, caption, draw in shown)
     return page(
         report.title,
         report.lead,

@@ -1,0 +1,1 @@
+"""All-to-all over sizes: algorithm and bus bandwidth."""

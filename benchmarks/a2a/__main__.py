@@ -1,0 +1,127 @@
+"""`python -m benchmarks.a2a`: bandwidths of the all-to-all."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.a2a.exchange import TIMEOUT_S, Row, measure, rank_body
+from prophet.comm import collective_for
+from prophet.processes import RankFailed, joined_group, run_ranks
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.a2a", description=__doc__)
+    p.add_argument("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
+    p.add_argument("--sizes", type=int, nargs="+", default=[1 << n for n in range(12, 25, 2)], metavar="BYTES")
+    p.add_argument("--dtypes", nargs="+", default=["float32"], choices=("float32", "bfloat16", "float16"))
+    p.add_argument("--uneven", type=float, nargs="+", default=[0.0, 0.5], help="shares that go to rank 0")
+    p.add_argument("--ranks-per-node", type=int, metavar="N", help="measure two levels, too")
+    p.add_argument("--repeats", type=int, default=15)
+    p.add_argument("--limit-s", type=float, default=600.0)
+    p.add_argument("--json", type=Path, metavar="FILE")
+    p.add_argument("--plot", type=Path, metavar="FILE")
+    return p
+
+
+def _join(options: Row) -> list[Row] | None:
+    """Take part in torchrun's group; rows on rank 0."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    on_gpu = torch.cuda.device_count() > local
+    if on_gpu:
+        torch.cuda.set_device(local)
+    with joined_group("nccl" if on_gpu else "gloo", timeout_s=TIMEOUT_S):
+        ranks = collective_for(None, timeout_s=TIMEOUT_S)
+        rows = measure(ranks, device=f"cuda:{local}" if on_gpu else "cpu", **options)
+        return rows if ranks.rank == 0 else None
+
+
+def show(rows: list[Row]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("bytes", "dtype", "uneven", "levels", "us", "algbw GB/s", "busbw GB/s"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        table.add_row(
+            f"{r['bytes']:,}",
+            r["dtype"],
+            f"{r['uneven']:g}",
+            str(r["levels"]),
+            f"{1e6 * r['seconds']:.0f}",
+            f"{r['algbw_bytes_per_s'] / 1e9:.3f}",
+            f"{r['busbw_bytes_per_s'] / 1e9:.3f}",
+        )
+    Console().print(table)
+
+
+def plot(rows: list[Row], file: Path) -> None:
+    """Bus bandwidth over size, a line for every dtype, share and number of levels."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for dtype, uneven, levels in sorted({(r["dtype"], r["uneven"], r["levels"]) for r in rows}):
+        line = [r for r in rows if (r["dtype"], r["uneven"], r["levels"]) == (dtype, uneven, levels)]
+        label = f"{dtype}, {uneven:g} to rank 0, {levels} level{'s' if levels > 1 else ''}"
+        axes.plot([r["bytes"] for r in line], [r["busbw_bytes_per_s"] / 1e9 for r in line], marker="o", label=label)
+    axes.set(xscale="log", xlabel="bytes sent by a rank", ylabel="bus bandwidth, GB/s", ylim=(0, None))
+    axes.legend()
+    figure.savefig(file)
+
+
+def main(argv: list[str] | None = None) -> int:
+    p = parser()
+    a = p.parse_args(argv)
+    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    ranks = int(os.environ["WORLD_SIZE"]) if joined else a.ranks
+    if ranks < 2 or min(a.sizes) < 1 or a.repeats < 1 or not all(0 <= u <= 1 for u in a.uneven):
+        p.error("expected at least 2 ranks, sizes and repeats of at least 1, and shares from 0 to 1")
+    if a.ranks_per_node is not None and (a.ranks_per_node < 1 or ranks % a.ranks_per_node):
+        p.error(f"--ranks-per-node: expected a number that divides {ranks} ranks, got {a.ranks_per_node}")
+    options = {
+        "sizes": a.sizes,
+        "dtypes": a.dtypes,
+        "uneven": a.uneven,
+        "per_node": a.ranks_per_node,
+        "repeats": a.repeats,
+    }
+    rows: list[Row] | None
+    if joined:
+        rows = _join(options)
+    else:
+        with tempfile.TemporaryDirectory(prefix="prophet-a2a-") as scratch:
+            folder = Path(scratch)
+            try:
+                run_ranks(
+                    rank_body,
+                    (options, folder / "rows.json"),
+                    ranks=ranks,
+                    folder=folder,
+                    limit_s=a.limit_s,
+                    timeout_s=TIMEOUT_S,
+                    what="the benchmark",
+                )
+            except RankFailed as error:
+                print(f"benchmarks.a2a: {error}", file=sys.stderr)
+                return 1
+            rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    if rows is None:  # another rank speaks
+        return 0
+    show(rows)
+    if a.json:
+        a.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if a.plot:
+        plot(rows, a.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

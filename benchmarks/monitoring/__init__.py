@@ -1,0 +1,1 @@
+"""What the monitor costs a step."""

@@ -1,0 +1,64 @@
+"""`prophet watch`: a run's balance in the terminal, while it trains."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"expected seconds from 0.1 to 3600, got {text}")
+    return value
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    parser = commands.add_parser(
+        "watch",
+        help="show a run's balance in the terminal while it trains",
+        description="Show the last steps of a run that prophet.monitor(engine, RUN) writes: every layer's balance, "
+        "copies, hottest experts and predicted gain. Leave it open, end it with Ctrl-C.",
+    )
+    parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder, or its steps.jsonl")
+    parser.add_argument("--once", action="store_true", help="print one frame and end")
+    parser.add_argument(
+        "--every", type=_seconds, default=1.0, metavar="SECONDS", help="look for new steps as often (default: 1)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the run until the user has seen enough."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from prophet.monitor.read import MonitorError, Tail, run_file
+    from prophet.monitor.view import frame
+
+    tail = Tail(run_file(arguments.run_folder))
+    tail.poll()
+    console = Console()
+
+    def shown() -> Any:
+        return frame(tail, now_s=time.time(), height=console.height, width=console.width)
+
+    if arguments.once:
+        if not tail.rows:
+            raise MonitorError(f"{tail.file}: no step has been written yet")
+        console.print(shown())
+        return 0
+    try:
+        with Live(
+            f"{tail.file}: waiting for the first step", console=console, screen=console.is_terminal, auto_refresh=False
+        ) as live:
+            while True:
+                if tail.rows:
+                    live.update(shown(), refresh=True)
+                time.sleep(arguments.every)
+                tail.poll()
+    except KeyboardInterrupt:
+        return 0

@@ -1,0 +1,98 @@
+"""A monitored run as a report page: as it ran, beside what the same routing would have been without replicas.
+
+Shape legend: T steps with details, L layers, R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+
+from prophet.monitor.read import MonitorError, Steps
+from prophet.monitor.sinks import Row
+from prophet.report import Report, Run, Table
+
+
+def _detailed(steps: Steps) -> list[Row]:
+    rows = [r for r in steps.rows if {"experts", "rank_load", "rank_load_static"} <= r.keys()]
+    if not rows:
+        raise MonitorError("no step of this run has the loads of its experts and ranks; was it cut short?")
+    return rows
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def layers_table(steps: Steps) -> Table:
+    """Every layer in numbers, over all steps that were kept."""
+    rows = steps.rows
+    predicted = [r["gain_predicted"] for r in rows if r.get("gain_predicted")]
+    counts = np.sum([r["experts"] for r in _detailed(steps)], axis=0)
+    lines = []
+    for layer in range(steps.header["layers"]):
+        load = counts[layer]
+        hot = [int(e) for e in np.argsort(-load, kind="stable")[:3]]
+        lines.append(
+            (
+                str(layer),
+                f"{statistics.median(r['max_mean_static'][layer] for r in rows):.3f}",
+                f"{statistics.median(r['max_mean'][layer] for r in rows):.3f}",
+                f"{_mean([r['copies'][layer] for r in rows]):.1f}",
+                f"{_mean([g[layer] for g in predicted]):.2f} ×" if predicted else "",
+                f"{sum(r['dropped'][layer] for r in rows):,}",
+                ", ".join(f"{e} (×{load[e] / max(load.mean(), 1e-12):.1f})" for e in hot),
+            )
+        )
+    return Table(
+        title="Layers",
+        caption="Busiest rank over the mean (median over steps) without replicas and as it ran; copies on all ranks "
+        "together; the performance model's gain of the layer; the experts with the most tokens, over the mean.",
+        columns=("layer", "without", "as it ran", "copies", "predicted gain", "dropped", "hottest experts"),
+        rows=lines,
+    )
+
+
+def make_report(steps: Steps, *, name: str) -> Report:
+    """The page of a run; `MonitorError` where it has too little to show."""
+    rows, detailed = steps.rows, _detailed(steps)
+    static = np.array([r["rank_load_static"] for r in detailed])
+    balanced = np.array([r["rank_load"] for r in detailed])
+    step_s = [r["step_s"] for r in rows if r.get("step_s")]
+    gains = [r["gain_measured"] for r in rows if r.get("gain_measured")]
+    unknown = np.full(len(detailed), np.nan)
+    median_static = float(np.median([np.mean(r["max_mean_static"]) for r in rows]))
+    median = float(np.median([np.mean(r["max_mean"]) for r in rows]))
+    exposed = 1e3 * statistics.median(r["exposed_s"] for r in rows)
+    figures = [
+        (f"{median_static:.2f} → {median:.2f}", "busiest rank / mean, without replicas and as it ran"),
+        (f"{exposed:.2f} ms", "per step waiting for Trans, Agg or a plan, median"),
+        (f"{_mean([float(np.sum(r['copies'])) for r in rows]):.1f}", "copies of experts per step, on average"),
+        (f"{sum(sum(r['dropped']) for r in rows):,}", "choices dropped"),
+    ]
+    if step_s:
+        figures.append((f"{1e3 * statistics.median(step_s):.1f} ms", "step time, median"))
+    if gains:
+        figures.append((f"{statistics.median(gains):.2f} ×", "measured gain of the experts' time"))
+    header = steps.header
+    words = [f"{k}: {v}" for k, v in header.get("notes", {}).items()]
+    return Report(
+        title=f"Balance of {name}",
+        lead=f"Steps {rows[0]['step'] + 1} to {rows[-1]['step'] + 1} of {header['layers']} MoE layers on "
+        f"{header['ranks']} ranks, planner {header.get('planner', 'unknown')}.",
+        before=Run(name="without replicas (counted)", loss=unknown, step_s=unknown, rank_load=static),
+        after=Run(name="as it ran", loss=unknown, step_s=unknown, rank_load=balanced),
+        counts=np.array([r["experts"] for r in detailed])[:, :, None, :],
+        figures=figures,
+        tables=(layers_table(steps),),
+        notes=(
+            *words,
+            "“Without replicas” was not run: it is what every rank would have computed of the same routing, which is "
+            "exact in rows.",
+            "The measured gain takes the seconds per row that the first rank has measured, for both, and counts all "
+            "that transfers and planning left exposed.",
+            f"Loads of all experts and ranks were kept for {len(detailed)} of {len(rows)} steps; figures of steps "
+            "number those.",
+        ),
+    )
