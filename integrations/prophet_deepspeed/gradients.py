@@ -1,0 +1,69 @@
+"""A DeepSpeed engine and ours on one model: what happens at the end of a backward pass, and at a step.
+
+DeepSpeed averages an expert's gradient as it comes: with ZeRO-1 and 2 from a hook on the parameter, while the replicas'
+part is still on other ranks. So its hooks pass over the experts, and they are handed to it when the backward pass has
+ended, in one order on all ranks, with the replicas' part in them.
+
+DeepSpeed divides every gradient by the number of all processes and sums an expert's over the processes that hold it, so
+experts give the plain sum over their expert-parallel group here, not the mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+import prophet
+
+
+def bind(ds: Any, engine: prophet.Engine) -> None:
+    """Make the DeepSpeed engine `ds` drive `engine`: gradients complete before they are averaged, steps ended."""
+    for layer in engine.layers:
+        layer.experts.grad_scale = 1.0
+    _Binding(ds, engine)
+
+
+class _Binding:
+    """Takes the place of some of a DeepSpeed engine's methods; lives as long as that engine."""
+
+    def __init__(self, ds: Any, engine: prophet.Engine) -> None:
+        self._ds, self._engine = ds, engine
+        self._experts = {id(p) for layer in engine.layers for p in layer.experts.parameters()}
+        self._zero = ds.optimizer if hasattr(ds.optimizer, "process_gradients") else None
+        self._prologue, ds._backward_prologue = ds._backward_prologue, self._before_backward
+        self._epilogue, ds._backward_epilogue = ds._backward_epilogue, self._after_backward
+        self._update, ds._take_model_step = ds._take_model_step, self._take_step
+        ds.clip_fp32_gradients = self._clip
+        if self._zero is not None:
+            self._process, self._zero.process_gradients = self._zero.process_gradients, self._not_yet
+
+    def _not_yet(self, param: nn.Parameter, group: int) -> None:
+        """A gradient is there: DeepSpeed's turn, unless it is an expert's."""
+        if id(param) not in self._experts:
+            self._process(param, group)
+
+    def _before_backward(self) -> None:
+        if not self._ds._running_engine_backward:
+            raise RuntimeError(
+                "loss.backward() would average experts' gradients before they are complete: call engine.backward(loss)"
+            )
+        self._prologue()
+
+    def _after_backward(self) -> None:
+        """The replicas' gradients are home by now; the experts' go where the others have gone."""
+        if self._zero is not None:
+            for group, params in enumerate(self._zero.bit16_groups):
+                for param in params:
+                    if id(param) in self._experts and param.grad is not None:
+                        self._process(param, group)
+        self._epilogue()
+
+    def _take_step(self, *args: Any, **kwargs: Any) -> None:
+        self._update(*args, **kwargs)
+        self._engine.finish_step()
+
+    def _clip(self) -> None:
+        """Clip by the norm over all experts: DeepSpeed averages the ranks' norms where there is no ZeRO."""
+        norm: Tensor = self._engine.clip_grad_norm_(list(self._ds.module.parameters()), self._ds.gradient_clipping())
+        self._ds._global_grad_norm = float(norm)

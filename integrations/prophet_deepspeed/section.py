@@ -1,0 +1,199 @@
+"""The "prophet" section of a DeepSpeed config, and what else in the config would not work with it.
+
+Nothing here imports deepspeed.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from prophet.comm import DEFAULT_TIMEOUT_S
+from prophet.config import EngineConfig
+from prophet.history import PredictMode
+from prophet.planner import PLANNER_NAMES
+from prophet.scheduler.forms import Transfers
+from prophet.scheduler.memory import ReplicaMemory
+from prophet.topology import read_topology
+
+SECTION = "prophet"
+# optimizers that treat every element on its own: experts stacked in one tensor are updated as apart
+ELEMENTWISE = ("adam", "adamw", "sgd", "adagrad", "lion", "rmsprop")
+_OPTIONAL = ("ep_size", "topology", "replica_memory_bytes", "timeout_s")
+_BOOLEANS = ("enabled", "convert", "verify")
+_INTEGERS = ("ep_size", "slots_per_rank", "replica_memory_bytes", "look_ahead_blocks", "check_split_every")
+_TEXTS = ("planner", "topology", "replica_memory", "schedule", "transfers", "predict")
+
+
+class ConfigError(ValueError):
+    """The DeepSpeed config is wrong, or asks for what does not work with balanced experts; the key is named."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProphetSection:
+    """What `"prophet": {...}` may say; every key has a default.
+
+    enabled: False leaves plain expert parallelism. ep_size: ranks that share the experts; None takes what the layers
+    were built for, all ranks where they were built whole. convert: replace the MoE blocks that `prophet.convert` knows;
+    False leaves a model of `prophet.MoE` layers as it is. verify: compare every block before and after on a few tokens.
+    topology: path of a JSON file that `prophet calibrate` wrote. The other keys are those of `prophet.EngineConfig`.
+    """
+
+    enabled: bool = True
+    ep_size: int | None = None
+    convert: bool = True
+    verify: bool = True
+    planner: str = "prophet"
+    topology: str | None = None
+    slots_per_rank: int = 4
+    replica_memory_bytes: int | None = None
+    replica_memory: ReplicaMemory = "keep"
+    schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
+    look_ahead_blocks: int = 2
+    transfers: Transfers = "auto"
+    predict: PredictMode = "last"
+    check_split_every: int = 50
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for key in (f.name for f in fields(self)):
+            value = getattr(self, key)
+            if value is None and key in _OPTIONAL:
+                continue
+            if key in _BOOLEANS:
+                wanted, fits = "true or false", isinstance(value, bool)
+            elif key in _INTEGERS:
+                wanted, fits = "an integer", isinstance(value, int) and not isinstance(value, bool)
+            elif key in _TEXTS:
+                wanted, fits = "a string", isinstance(value, str)
+            else:
+                wanted, fits = "a number", isinstance(value, int | float) and not isinstance(value, bool)
+            if not fits:
+                raise ConfigError(f"{SECTION}.{key}: expected {wanted}, got {value!r}")
+        if self.ep_size is not None and self.ep_size < 1:
+            raise ConfigError(f"{SECTION}.ep_size: expected at least 1, got {self.ep_size}")
+        if self.planner not in PLANNER_NAMES:
+            raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {self.planner!r}")
+        try:
+            self.engine_config()
+        except (ValueError, OSError) as error:
+            text = str(error).removeprefix("EngineConfig.")
+            raise ConfigError(f"{SECTION}.{text}") from error
+
+    @property
+    def wait_s(self) -> float:
+        """The limit on every wait."""
+        return DEFAULT_TIMEOUT_S if self.timeout_s is None else self.timeout_s
+
+    def engine_config(self) -> EngineConfig:
+        """How to balance. Every backward pass brings its gradients home, as ZeRO-2 reduces them then."""
+        return EngineConfig(
+            planner=self.planner if self.enabled else "static",
+            topology=None if self.topology is None else read_topology(self.topology),
+            slots_per_rank=self.slots_per_rank,
+            replica_memory_bytes=self.replica_memory_bytes,
+            replica_memory=self.replica_memory,
+            schedule=self.schedule,
+            look_ahead_blocks=self.look_ahead_blocks,
+            transfers=self.transfers,
+            predict=self.predict,
+            check_split_every=self.check_split_every,
+            timeout_s=self.timeout_s,
+        )
+
+
+def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], ProphetSection]:
+    """A DeepSpeed config without its "prophet" section, and that section; a missing section is all defaults.
+
+    config: a dictionary, which stays as it is, or the path of a JSON file. Raises `ConfigError` for an unknown key of
+    the section, with the nearest known one, for a value of the wrong kind, and for what DeepSpeed is asked to do
+    that does not work here.
+    """
+    if isinstance(config, str | Path):
+        try:
+            found = json.loads(Path(config).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{config}: expected JSON, {error}") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{config}: expected a JSON object, got {type(found).__name__}")
+    elif isinstance(config, Mapping):
+        found = copy.deepcopy(dict(config))
+    else:
+        raise ConfigError(f"config: expected a dictionary or the path of a JSON file, got {type(config).__name__}")
+    known = [f.name for f in fields(ProphetSection)]
+    near = difflib.get_close_matches(SECTION, [k for k in found if k != SECTION], 1, 0.8)
+    if near and SECTION not in found:
+        raise ConfigError(f"{near[0]}: unknown section; did you mean {SECTION!r}?")
+    section = found.pop(SECTION, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"{SECTION}: expected an object, got {type(section).__name__}")
+    for key in section:
+        if key not in known:
+            like = difflib.get_close_matches(str(key), known, 1, 0.5)
+            hint = f"did you mean {like[0]!r}?" if like else f"known are {', '.join(known)}"
+            raise ConfigError(f"{SECTION}.{key}: unknown key; {hint}")
+    parsed = ProphetSection(**section)
+    check_deepspeed(found)
+    return found, parsed
+
+
+def check_deepspeed(config: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for what would fail, or silently be wrong, with balanced experts."""
+
+    def part(name: str) -> Mapping[str, Any]:
+        value = config.get(name)
+        return value if isinstance(value, Mapping) else {}
+
+    zero = part("zero_optimization")
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2):
+        raise ConfigError(
+            f"zero_optimization.stage: {stage} is not supported, expected 0, 1 or 2. Stage 3 cuts every expert over "
+            f"the ranks and gathers it for each use, so there is no whole expert at a home to send to replicas"
+        )
+    for key in ("offload_optimizer", "offload_param"):
+        if isinstance(zero.get(key), Mapping) and zero[key].get("device", "none") != "none":
+            raise ConfigError(f"zero_optimization.{key}: not supported: it reads experts' gradients too early")
+    if zero.get("cpu_offload"):
+        raise ConfigError("zero_optimization.cpu_offload: not supported: it reads experts' gradients too early")
+    if "zenflow" in zero:
+        raise ConfigError("zero_optimization.zenflow: not supported: it updates parameters while a step is under way")
+    if stage > 0 and zero.get("contiguous_gradients") is False:
+        raise ConfigError("zero_optimization.contiguous_gradients: DeepSpeed needs true with experts")
+    for name, why in (
+        ("amp", "apex changes the optimizer; use bf16 or fp16"),
+        ("torch_autocast", "its gradient scaler does not know of experts; use bf16 or fp16"),
+        ("expert_parallel", "DeepSpeed would replace the MoE blocks itself"),
+        ("hybrid_engine", "its engine replaces layers between steps"),
+        ("compile", "compiled hooks would not be this integration's"),
+    ):
+        if any(part(name).get(k) for k in ("enabled", "deepcompile")):
+            raise ConfigError(f"{name}: not supported: {why}")
+    if part("tensor_parallel").get("autotp_size", 0) > 1:
+        raise ConfigError("tensor_parallel.autotp_size: not supported: experts are not cut by tensor parallelism")
+    if config.get("sequence_parallel_size", 1) > 1:
+        raise ConfigError("sequence_parallel_size: not supported: gradients are averaged over other groups then")
+    for key, wanted in (
+        ("sparse_gradients", False),
+        ("use_data_before_expert_parallelism", False),
+        ("managed_gradient_accumulation", True),
+    ):
+        if config.get(key, wanted) != wanted:
+            raise ConfigError(f"{key}: only {str(wanted).lower()} is supported")
+    data_types, bf16 = part("data_types"), part("bf16").get("enabled", False)
+    if bf16 and stage == 1 and data_types.get("grad_accum_dtype") in ("fp32", "float32"):
+        raise ConfigError(
+            "data_types.grad_accum_dtype: fp32 with bf16 and ZeRO-1 uses an optimizer of DeepSpeed's that is not "
+            "supported; use stage 2, or bf16"
+        )
+    kind = part("optimizer").get("type")
+    if kind is not None and str(kind).lower() not in ELEMENTWISE:
+        raise ConfigError(
+            f"optimizer.type: {kind!r} is not supported, expected one of {', '.join(ELEMENTWISE)}: experts are stacked "
+            f"in one tensor, so an optimizer that looks at whole tensors would treat them as one"
+        )

@@ -1,0 +1,46 @@
+"""The "prophet" section of a DeepSpeed config: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prophet_deepspeed.section import ConfigError, read_config
+
+
+def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"train_batch_size": 8, "prophet": {"ep_size": 2, "slots_per_rank": 3}}
+    plain, section = read_config(config)
+    assert plain == {"train_batch_size": 8}
+    assert "prophet" in config
+    assert (section.ep_size, section.slots_per_rank, section.engine_config().slots_per_rank) == (2, 3, 3)
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    assert read_config(path) == (plain, section)
+    assert read_config({"prophet": {"enabled": False}})[1].engine_config().planner == "static"
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"prophet": {"slots_per_rnk": 2}}, r"prophet\.slots_per_rnk: unknown key; did you mean 'slots_per_rank'"),
+        ({"prophett": {}}, "did you mean 'prophet'"),
+        ({"prophet": []}, "prophet: expected an object, got list"),
+        ({"prophet": {"ep_size": 0}}, r"prophet\.ep_size: expected at least 1"),
+        ({"prophet": {"ep_size": "4"}}, r"prophet\.ep_size: expected an integer, got '4'"),
+        ({"prophet": {"enabled": 1}}, r"prophet\.enabled: expected true or false"),
+        ({"prophet": {"planner": "best"}}, r"prophet\.planner: expected one of"),
+        ({"prophet": {"schedule": "fast"}}, r"prophet\.schedule must be one of"),
+        ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: 3 is not supported.*no whole expert"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"optimizer": {"type": "Muon"}}, r"optimizer\.type: 'Muon' is not supported"),
+        ({"amp": {"enabled": True}}, "amp: not supported"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: only true"),
+        ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel\.autotp_size"),
+    ],
+)
+def test_refused_by_name(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_config(config)
