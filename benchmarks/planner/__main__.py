@@ -27,7 +27,6 @@ from prophet.spec import IntArray, PlanContext
 from prophet.traces import RoutingTrace, read_trace
 
 POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
-FAST = "prophet, effort 0"
 SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")
 SCALES = ((16, 32), (64, 64), (64, 256), (256, 256), (1024, 1024))
 
@@ -146,10 +145,10 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         solved,
         {
             "prophet": {},
-            "prophet, effort 0, bare": {**bare, "effort": 0.0},
-            "prophet, bare": bare,
-            "prophet, effort 0.1, bare": {**bare, "effort": 0.1},
-            "prophet, effort 1, bare": {**bare, "effort": 1.0, "split_effort": 0.1},
+            "prophet-search": {},
+            "prophet-search, bare": bare,
+            "prophet-search, effort 0.1, bare": {**bare, "effort": 0.1},
+            "prophet-search, effort 1, bare": {**bare, "effort": 1.0, "split_effort": 0.1},
             "static": {},
             "pro-prophet": {},
             "laer": {},
@@ -171,10 +170,12 @@ def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for (ranks, experts), preset in itertools.product(SCALES, SCALE_PRESETS):
         context = get_preset(preset).context(ranks, experts, routed_per_rank=8192, slots_per_rank=arguments.slots)
         repeats = max(3, min(60, 400_000 // (ranks * experts)))
-        for policy in (FAST, *arguments.policy):
-            if policy == "forced-balance" or (policy not in (FAST, "prophet", "static", "top2", "top3") and ranks > 64):
+        for policy in arguments.policy:
+            if policy == "forced-balance" or (
+                policy not in ("prophet", "prophet-search", "static", "top2", "top3") and ranks > 64
+            ):
                 continue
-            planner = ProphetPlanner(effort=0.0) if policy == FAST else get_planner(policy)
+            planner = get_planner(policy)
             plan_us, split_us = times(planner, context, repeats, ranks, experts)
             yield {
                 "preset": preset,

@@ -112,7 +112,7 @@ def gap_rows(
 ) -> Iterator[dict[str, Any]]:
     """One row per planner: how much longer its steps are than the proven optimum."""
     for label, options in planners.items():
-        planner = get_planner("prophet" if label.startswith("prophet") else label, **options)
+        planner = get_planner(label.partition(",")[0], **options)
         gaps, plan_us = [], []
         for case, row in solved:
             planner.place(case.load, case.context)

@@ -61,7 +61,8 @@ class ParameterGroups:
                 raise ConfigError("model_parameters: expected parameters or groups, got both")
             groups: list[Group] = []
             for at, g in enumerate(self._items):
-                groups.append({"name": f"group{at}", **g, "params": renew(g["params"], at)})  # type: ignore[call-overload, dict-item]
+                named: dict[str, Any] = dict(g)
+                groups.append({"name": f"group{at}", **named, "params": renew(named["params"], at)})
             return groups
         return list(renew(self._items, 0))  # type: ignore[arg-type]
 

@@ -66,6 +66,11 @@ def initialize(
     ep_size = _ep_size(model, section)
     if processes() % ep_size:
         raise ConfigError(f"{SECTION}.ep_size: {processes()} processes cannot be divided into groups of {ep_size}")
+    if ep_size != processes():
+        raise ConfigError(
+            f"{SECTION}.ep_size: {ep_size} with {processes()} processes is not supported yet, expected all of them: "
+            f"averaging over several expert groups has not been compared with plain DeepSpeed"
+        )
     name = f"ep_size_{ep_size}"
     if name not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(ep_size)
@@ -129,7 +134,8 @@ def _convertible(model: nn.Module) -> bool:
 
 def _ep_size(model: nn.Module, section: ProphetSection) -> int:
     """What the section says, else what the layers were built for, else all processes."""
-    built = {m.ep_size for m in model.modules() if _is_deepspeed(m) and m.ep_size != 1}
+    sizes: list[Any] = [m.ep_size for m in model.modules() if _is_deepspeed(m)]
+    built: set[int] = {int(size) for size in sizes if size != 1}
     built |= {m.collective.size for m in moe_layers(model)}
     if len(built) > 1:
         raise ConfigError(f"{SECTION}.ep_size: layers were built for different sizes, {sorted(built)}; expected one")

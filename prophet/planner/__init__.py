@@ -10,6 +10,7 @@ from prophet.spec import SpecError
 
 PLANNER_NAMES: tuple[str, ...] = (
     "prophet",
+    "prophet-search",
     "static",
     "top2",
     "top3",
@@ -23,6 +24,8 @@ PLANNER_NAMES: tuple[str, ...] = (
     "moonep",
     "fine-ep",
 )
+
+SEARCH_EFFORT = 0.02  # of "prophet-search": the share of a step that it may plan
 
 __all__ = ["PLANNER_NAMES", "Planner", "get_planner", "warm"]
 
@@ -44,6 +47,10 @@ def _build(name: str, options: dict[str, Any]) -> Planner:
         from prophet.planner.greedy import ProphetPlanner
 
         return ProphetPlanner(**options)
+    if name == "prophet-search":
+        from prophet.planner.greedy import ProphetPlanner
+
+        return ProphetPlanner(**{"effort": SEARCH_EFFORT, "name": name, **options})
     from prophet.planner import baselines
 
     if name == "static":

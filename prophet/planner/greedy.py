@@ -100,7 +100,9 @@ class ProphetPlanner:
     `spare`: replicas are added until every rank can drain this share of the mean load to any other, where that costs
     at most `spare_margin` of the step (0: no spare replicas).
     `effort`: the share of the predicted step that the search may take beyond the fast plan, which levels products. It
-    is turned into a number of trial moves by an assumed time per move, so that every rank makes the same.
+    is turned into a number of trial moves by an assumed time per move, so that every rank makes the same. 0, the
+    default, is the fast plan; more pays where exchanges take much of a step and hidden transfers cost nothing, which
+    the model takes for granted and not every machine keeps.
     `split_effort`: the same for the split, which waits for the step's counts; 0 always minimises the bottleneck.
     """
 
@@ -108,7 +110,7 @@ class ProphetPlanner:
     gain_margin: float = 0.01
     spare: float = 0.2
     spare_margin: float = 0.01
-    effort: float = 0.02
+    effort: float = 0.0
     split_effort: float = 0.02
     name: str = "prophet"
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
