@@ -39,6 +39,7 @@ _ALL = (
     Policy(name="pro-prophet-no-windows", planner="pro-prophet", use_windows=False),
     Policy(name="prophet", planner="prophet"),
     Policy(name="prophet-blocking", planner="prophet", schedule="blocking", use_windows=False),
+    Policy(name="prophet-search", planner="prophet-search"),
     Policy(name="prophet-operator", planner="prophet", schedule="operator"),
     Policy(name="prophet-look-ahead", planner="prophet", schedule="look-ahead"),
     Policy(name="prophet-direct", planner="prophet", transfers="direct"),
