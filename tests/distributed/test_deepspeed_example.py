@@ -36,11 +36,7 @@ def run(out: Path, *options: str, ranks: int = 4) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_losses_are_deepspeeds_and_go_on_after_a_checkpoint(tmp_path: Path) -> None:
+def test_losses_are_deepspeeds(tmp_path: Path) -> None:
     plain = run(tmp_path / "plain", "--plain", "--save-at", "0")
     balanced = run(tmp_path / "balanced", "--planner", "pro-prophet")
     assert balanced == pytest.approx(plain, rel=1e-5)
-    again = ("--planner", "pro-prophet", "--save-at", "0", "--resume", str(tmp_path / "balanced"))
-    for ranks in (4, 2):
-        resumed = run(tmp_path / f"at{ranks}", *again, ranks=ranks)
-        assert resumed == pytest.approx(balanced[3:], rel=1e-5)
