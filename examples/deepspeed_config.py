@@ -77,7 +77,6 @@ def main() -> None:
     parser.add_argument("--aux", type=float, default=0.01, help="weight of the balance loss, a mean over each rank")
     parser.add_argument("--sgd", action="store_true", help="an optimizer that shows the size of gradients")
     parser.add_argument("--planner", default="prophet")
-    parser.add_argument("--resume", type=Path, default=None)
     parser.add_argument("--plain", action="store_true", help="DeepSpeed's own expert parallelism, to compare")
     options = parser.parse_args()
 
@@ -105,8 +104,6 @@ def main() -> None:
     model = Model(ep_size=(options.ep_size or ranks) if options.plain else 1, aux=options.aux)
     initialize = deepspeed.initialize if options.plain else prophet_deepspeed.initialize
     engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
-    if options.resume is not None:
-        engine.load_checkpoint(options.resume)
 
     losses = []
     for step in range(engine.global_steps, options.steps):

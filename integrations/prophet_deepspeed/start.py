@@ -44,8 +44,8 @@ def initialize(
     The arguments and the result, (engine, optimizer, dataloader, scheduler), are those of `deepspeed.initialize`. The
     config may have a `"prophet"` section, see `ProphetSection`. MoE blocks are converted, so an `optimizer` that is an
     object must not hold their experts; a callable, or the config's optimizer, sees the converted model. On the engine,
-    `prophet` is the `prophet.Engine`, `prophet_report` says what was converted, and `save_checkpoint` writes a layout that
-    does not depend on the number of ranks. `load_checkpoint` is refused: training did not go on exactly after it.
+    `prophet` is the `prophet.Engine`, `prophet_report` says what was converted, and `save_checkpoint` writes a layout
+    that does not depend on the number of ranks. `load_checkpoint` is refused: training did not go on exactly after it.
 
     Raises `ConfigError` for a wrong section and for what does not work with balanced experts, and what
     `prophet.convert` and `prophet.attach` raise.
@@ -117,8 +117,8 @@ def initialize(
 
 def _refuse_to_load(*_: Any, **__: Any) -> None:
     raise CheckpointError(
-        "load_checkpoint is not supported yet: losses after it were not those of the run that went on; keep the model's "
-        "own state_dict for now (prophet.original_state_dict)"
+        "load_checkpoint is not supported yet: losses after it were not those of the run that went on; keep the "
+        "model's own state_dict for now (prophet.convert.original_state_dict)"
     )
 
 

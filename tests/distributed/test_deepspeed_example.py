@@ -1,4 +1,4 @@
-"""The example script on real processes: DeepSpeed's own losses, and a checkpoint that goes on at another EP size."""
+"""The example script on real processes: DeepSpeed's own losses."""
 
 from __future__ import annotations
 
