@@ -8,6 +8,7 @@ client (`pip install kubernetes`).
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -46,7 +47,9 @@ class KubernetesScaler:
             raise SpecError(f"need a name and a positive timeout_s, got {name!r} and {timeout_s!r}")
         self.name, self.namespace, self.kind, self.timeout_s = name, namespace, kind, timeout_s
         try:
-            from kubernetes import client, config
+            # by name: whether these functions have types differs with the client's version
+            client: Any = importlib.import_module("kubernetes.client")
+            config: Any = importlib.import_module("kubernetes.config")
         except ImportError as error:
             raise ScaleError("scaling needs the official client: pip install kubernetes") from error
         self._client = client
