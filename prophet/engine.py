@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -43,45 +43,7 @@ from prophet.scheduler.recording import ObservedCollective, Recording
 from prophet.scheduler.runtime import Runtime
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology, odd_ones_out
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """One optimizer step, summed over its microbatches; the counts are those of all ranks.
-
-    counts: [L, R, E] choices by layer, source rank and expert. rank_load: [L, R] rows every rank computed.
-    rank_load_static: [L, R] rows it would have computed without replicas. copies: [L, R] replicas it held.
-    dropped: [L] choices dropped for lack of capacity. seconds: host seconds on this rank by activity. actions: the
-    transfers in the order in which this rank launched them. placements, forms: by layer, those that were in force.
-    planned: [L] why each placement was planned, or "kept"; empty in the first step.
-    """
-
-    step: int
-    counts: IntArray
-    rank_load: IntArray
-    rank_load_static: IntArray
-    copies: IntArray
-    dropped: IntArray
-    seconds: dict[str, float]
-    actions: tuple[Action, ...]
-    placements: tuple[Placement, ...] = ()
-    forms: tuple[Form, ...] = ()
-    planned: tuple[str, ...] = ()
-
-    @property
-    def max_mean(self) -> float:
-        """Mean over layers of the largest rank load over the mean rank load."""
-        return _max_mean(self.rank_load)
-
-    @property
-    def max_mean_static(self) -> float:
-        """The same without replicas."""
-        return _max_mean(self.rank_load_static)
-
-
-def _max_mean(load: IntArray) -> float:
-    means = load.mean(axis=1)
-    return float(np.mean(np.divide(load.max(axis=1), means, out=np.ones_like(means), where=means > 0)))
+from prophet.step_report import StepReport
 
 
 class _LayerPort:
@@ -153,7 +115,7 @@ class Engine:
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
         self._planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
-        if config.planner == "prophet" and collective.size > 1:
+        if self._planner.name.startswith("prophet") and collective.size > 1:
             warm()  # compiles now, so that no step does
         self._actions: list[Action] = []
         self.pool = ReplicaPool(config.replica_memory_bytes)

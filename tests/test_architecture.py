@@ -38,7 +38,9 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "layer": _RANKS | {"planner", "history", "scheduler", "dispatch"},
     "config": _RANKS | {"planner", "history", "replan", "scheduler", "layer"},
     "parallel": _RANKS | {"layer"},
-    "engine": _RANKS | {"planner", "history", "replan", "traces", "scheduler", "layer", "config", "parallel"},
+    "step_report": _VALUES | {"scheduler"},
+    "engine": _RANKS
+    | {"planner", "history", "replan", "traces", "scheduler", "layer", "config", "parallel", "step_report"},
     "convert": _RANKS | {"layer", "parallel"},
     "topology": _VALUES,
     "calibrate": _RANKS | {"topology"},
@@ -47,10 +49,10 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "picture": _VALUES | {"scheduler"},
     "extrapolate": _VALUES | {"planner", "scheduler"},
     "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay", "picture"},
-    "monitor": _RANKS | {"planner", "engine", "report"},
+    "monitor": _RANKS | {"planner", "engine", "step_report", "report"},
     "demo": _RANKS
     | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert", "replay", "report", ""}
-    | {"processes"},
+    | {"processes", "step_report"},
     "commands": _RANKS
     | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", "processes"}
     | {"importers", "extrapolate", "monitor"},
@@ -68,6 +70,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
         "engine",
         "convert",
         "monitor",
+        "step_report",
     },  # __init__.py
 }
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import prophet
 from prophet.comm import Collective, ThreadWorld, collective_for
-from prophet.engine import StepReport
 from prophet.planner.base import Planner
+from prophet.step_report import StepReport
 from tests import oracle
 from tests.support import (
     RandomPlanner,

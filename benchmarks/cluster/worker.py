@@ -36,13 +36,14 @@ from benchmarks.cluster.workload import (
 from prophet.comm import Collective, Operation
 from prophet.demo.model import MoEGPT
 from prophet.demo.text import load_corpus
-from prophet.engine import Engine, EngineConfig, StepReport, attach, moe_layers
+from prophet.engine import Engine, EngineConfig, attach, moe_layers
 from prophet.planner import get_planner, warm
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from prophet.scheduler.simulate import predicted_durations, simulate
 from prophet.scheduler.timeline import Recorder
 from prophet.spec import IntArray, Link, Placement, PlanContext, Split, Topology, Windows
+from prophet.step_report import StepReport
 
 
 def prepare(host: Host, args: Mapping[str, Any]) -> list[float]:

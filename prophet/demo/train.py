@@ -20,10 +20,11 @@ from prophet.comm import Collective, Operation
 from prophet.config import EngineConfig
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, held_out_rows, rank_batch
-from prophet.engine import Engine, StepReport, attach
+from prophet.engine import Engine, attach
 from prophet.planner.base import Planner
 from prophet.planner.presets import CLUSTERS
 from prophet.spec import FloatArray, IntArray
+from prophet.step_report import StepReport
 from prophet.traces import TraceWriter
 
 ACTIVITIES = ("gate", "counts", "a2a", "expert", "exposed_trans", "exposed_agg", "plan", "split")

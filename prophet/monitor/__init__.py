@@ -18,10 +18,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from prophet.comm import process_rank
-from prophet.engine import Engine, StepReport
+from prophet.engine import Engine
 from prophet.monitor.read import MonitorError
 from prophet.monitor.rows import detail_period, predicted_gains, step_row
 from prophet.monitor.sinks import JsonLines, Row, Sink, TensorBoard, WandB
+from prophet.step_report import StepReport
 
 __all__ = ["Monitor", "MonitorError", "monitor"]
 

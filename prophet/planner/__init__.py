@@ -43,14 +43,11 @@ def get_planner(name: str, **options: Any) -> Planner:
 
 
 def _build(name: str, options: dict[str, Any]) -> Planner:
-    if name == "prophet":
+    if name in ("prophet", "prophet-search"):
         from prophet.planner.greedy import ProphetPlanner
 
-        return ProphetPlanner(**options)
-    if name == "prophet-search":
-        from prophet.planner.greedy import ProphetPlanner
-
-        return ProphetPlanner(**{"effort": SEARCH_EFFORT, "name": name, **options})
+        preset: dict[str, Any] = {} if name == "prophet" else {"effort": SEARCH_EFFORT, "name": name}
+        return ProphetPlanner(**preset | options)
     from prophet.planner import baselines
 
     if name == "static":

@@ -87,31 +87,21 @@ def hand_over(
     tokens_AR: IntArray, busy: FloatArray, node_R: IntArray, j: int, a: int, home: int, to: int, tokens: int
 ) -> None:
     """Move tokens from arc j at their home to arc a: those of rank `to` first, then its node's, the home's own last."""
-    moved = 0.0
     for kind in range(4):
         start = to if kind == 0 else home if kind == 3 else 0
         others = kind in (1, 2)
         stop = node_R.size if others else start + 1
         for r in range(start, stop):
             if tokens == 0:
-                break
+                return
             if others and (r in (home, to) or (node_R[r] == node_R[to]) != (kind == 1)):
                 continue
             n = min(tokens, tokens_AR[j, r])
             tokens -= n
             tokens_AR[j, r] -= n
             tokens_AR[a, r] += n
-            moved += n
-            if r != home:
-                level = 1 if node_R[r] == node_R[home] else 3
-                busy[level, r] -= n
-                busy[level + 1, home] -= n
-            if r != to:
-                level = 1 if node_R[r] == node_R[to] else 3
-                busy[level, r] += n
-                busy[level + 1, to] += n
-    busy[0, home] -= moved
-    busy[0, to] += moved
+            load_on(busy, node_R, r, home, -n)
+            load_on(busy, node_R, r, to, n)
 
 
 @compiled

@@ -20,8 +20,7 @@ import numpy as np
 from prophet.planner.compiled import compiled
 from prophet.spec import FloatArray, IntArray
 
-COMPUTE, SEND_NEAR, RECEIVE_NEAR, SEND_FAR, RECEIVE_FAR = 0, 1, 2, 3, 4
-RESOURCES = 5
+RESOURCES = 5  # of a rank: its products; what it sends and receives within its node; the same between nodes
 
 
 class Flow(NamedTuple):
@@ -119,6 +118,16 @@ def set_prices(flow: Flow, q: int, exchange_weight: float, forward_weight: float
 
 
 @compiled
+def token_price(price: FloatArray, node_R: IntArray, source: int, rank: int) -> float:
+    """What a token of `source` pays to be computed on `rank`."""
+    p = price[0, rank]
+    if rank != source:
+        level = 1 if node_R[rank] == node_R[source] else 3
+        p += price[level, source] + price[level + 1, rank]
+    return float(p)
+
+
+@compiled
 def settle(
     first: int,
     last: int,
@@ -148,11 +157,7 @@ def settle(
             low = 0.0
             a = j
             while a >= 0:
-                d = rank_A[a]
-                p = price[0, d]
-                if d != r:
-                    level = 1 if node_R[d] == node_R[r] else 3
-                    p += price[level, r] + price[level + 1, d]
+                p = token_price(price, node_R, r, rank_A[a])
                 if tokens_AR[a, r] > 0 and (dear < 0 or p > high):
                     dear = a
                     high = p
@@ -292,11 +297,7 @@ def detach(flow: Flow, a: int, overhead_s: float) -> None:
         low = 0.0
         k = j
         while k >= 0:
-            d = flow.rank_A[k]
-            p = price[0, d]
-            if d != r:
-                level = 1 if node_R[d] == node_R[r] else 3
-                p += price[level, r] + price[level + 1, d]
+            p = token_price(price, node_R, r, flow.rank_A[k])
             if best < 0 or p < low:
                 best = k
                 low = p

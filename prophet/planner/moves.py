@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from prophet.planner.compiled import compiled
-from prophet.planner.descent import Flow, attach, copy_flow, detach, settle_expert, sweep
+from prophet.planner.descent import Flow, attach, copy_flow, detach, settle_expert, sweep, token_price
 from prophet.planner.shortest import copies_moved, guide_of, reprice
 from prophet.planner.timing import OVERHEAD_S, exposed_seconds
 from prophet.spec import BoolArray, FloatArray, IntArray
@@ -82,11 +82,7 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
             for r in range(ranks):
                 n = tokens_AR[a, r]
                 if n > 0:
-                    p = price[0, d] - floor
-                    if d != r:
-                        level = 1 if node_R[d] == node_R[r] else 3
-                        p += price[level, r] + price[level + 1, d]
-                    promise[j] += n * p
+                    promise[j] += n * (token_price(price, node_R, r, d) - floor)
             a = following_A[a]
     held = np.zeros(ranks, np.bool_)
     for c in range(experts.size):
@@ -120,17 +116,10 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
             a = j
             while a >= 0:
                 h = rank_A[a]
-                difference = price[0, h] - price[0, d]
                 for r in range(ranks):
                     n = tokens_AR[a, r]
                     if n > 0:
-                        p = difference
-                        if h != r:
-                            level = 1 if node_R[h] == node_R[r] else 3
-                            p += price[level, r] + price[level + 1, h]
-                        if d != r:
-                            level = 1 if node_R[d] == node_R[r] else 3
-                            p -= price[level, r] + price[level + 1, d]
+                        p = token_price(price, node_R, r, h) - token_price(price, node_R, r, d)
                         if p > 0.0:
                             gain += p * n
                             tokens += n
@@ -259,20 +248,12 @@ def least_missed(flow: Flow) -> int:
             n = flow.tokens_AR[a, r]
             if n == 0:
                 continue
-            own = price[0, h]
-            if h != r:
-                level = 1 if node_R[h] == node_R[r] else 3
-                own += price[level, r] + price[level + 1, h]
+            own = token_price(price, node_R, r, h)
             other = 1e300
             k = flow.expert_A[a]
             while k >= 0:
-                d = rank_A[k]
                 if k != a:
-                    p = price[0, d]
-                    if d != r:
-                        level = 1 if node_R[d] == node_R[r] else 3
-                        p += price[level, r] + price[level + 1, d]
-                    other = min(other, p)
+                    other = min(other, token_price(price, node_R, r, rank_A[k]))
                 k = flow.following_A[k]
             loss += n * (other - own)
         if chosen < 0 or loss < low:

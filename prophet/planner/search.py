@@ -53,8 +53,6 @@ def explore(
     problem: Problem,
     limit_R: IntArray,
     tries: int,
-    homes: Flow,
-    flows: tuple[Flow, Flow, Flow],
     rep_expert: IntArray,
     rep_rank: IntArray,
     rep_tokens: IntArray,
@@ -67,7 +65,10 @@ def explore(
     Starts: the best so far, no replicas, exports, no replicas under a smoother norm and without regard for transfers;
     then, while tries last, the best of all with one in three of its replicas missing.
     """
-    flow, best, spare = flows
+    homes = make_flow(problem, np.arange(problem.home_E.size), rep_expert.size)
+    flow = twin(homes)
+    best = twin(homes)
+    spare = twin(homes)
     search = make_search(problem.figures, limit_R, problem.home_E.size, tries)
     overhead_s = problem.figures[OVERHEAD_S]
     kept_expert = np.empty_like(rep_expert)
@@ -231,9 +232,6 @@ def search(
     trial_s = TRIAL_S * ranks * min(experts, 2 * ranks)
     tries = min(most_tries, int(effort * base[0] / (RUNGS * trial_s)))
     layers = int(LAYERS_SHARE * effort * base[0] / (LAYER_S * ranks * experts))
-    chosen = np.arange(experts if tries > 0 else 0)
-    homes = make_flow(problem, chosen, slots if tries > 0 else plain(0))
-    flows = (twin(homes), twin(homes), twin(homes))
     if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
         flow = make_flow(problem, np.arange(experts), slots)
         best_used = local_layers(
@@ -259,9 +257,7 @@ def search(
                 best_tokens[:used] = now_tokens[:used]
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
         if tries > 0 and best[0] > even_s * LITTLE_LEFT:
-            used = explore(
-                problem, limit, tries, homes, flows, now_expert, now_rank, rep_tokens, best_expert, best_rank, best_used
-            )
+            used = explore(problem, limit, tries, now_expert, now_rank, rep_tokens, best_expert, best_rank, best_used)
             cost = placement_cost(problem, now_expert, now_rank, used, split_effort)
             known = known and cost[0] >= best[0]
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)

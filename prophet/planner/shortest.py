@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from prophet.planner.compiled import BOOLS_2D, FLOAT, FLOATS, INTS, INTS_2D, compiled, entry
-from prophet.planner.descent import Flow, load_on, norms, plain, set_prices, sweep
+from prophet.planner.descent import RESOURCES, Flow, attach, load_on, norms, plain, set_prices, sweep
 from prophet.planner.flow import expand, index_holders, solve_totals
 from prophet.planner.timing import (
     INTER_BYTES_PER_S,
@@ -40,9 +40,9 @@ def make_flow(problem: Problem, chosen_J: IntArray, spare_arcs: int) -> Flow:
     ranks = problem.node_R.size
     chosen = chosen_J.size
     figures = problem.figures
-    rate = np.empty((5, ranks))
-    base = np.empty((5, ranks))
-    busy = np.empty((5, ranks))
+    rate = np.empty((RESOURCES, ranks))
+    base = np.empty((RESOURCES, ranks))
+    busy = np.empty((RESOURCES, ranks))
     for r in range(ranks):
         rate[0, r] = problem.seconds_per_token_R[r]
         base[0, r] = problem.home_groups[r] * figures[OVERHEAD_S]
@@ -67,7 +67,8 @@ def make_flow(problem: Problem, chosen_J: IntArray, spare_arcs: int) -> Flow:
     counters[0] = chosen
     counters[1] = chosen
     return Flow(
-        problem.node_R, rate, base, busy, np.empty((5, ranks)), np.empty(4), following, rank, expert, tokens, counters
+        problem.node_R, rate, base, busy, np.empty((RESOURCES, ranks)), np.empty(4), following, rank, expert, tokens,
+        counters,
     )  # fmt: skip
 
 
@@ -269,17 +270,8 @@ def best_split(
     place = np.full(ranks, -1, np.int64)  # the arc of the present expert on every rank
     for j in range(multi.size):
         for k in range(start[j], start[j + 1]):
-            d = arc_rank[k]
-            if d == flow.rank_A[j]:
-                continue
-            a = flow.counters[0]
-            flow.counters[0] = a + 1
-            flow.rank_A[a] = d
-            flow.expert_A[a] = j
-            flow.tokens_AR[a, :] = 0
-            flow.following_A[a] = flow.following_A[j]
-            flow.following_A[j] = a
-            flow.base[0, d] += problem.figures[OVERHEAD_S]
+            if arc_rank[k] != flow.rank_A[j]:
+                attach(flow, j, arc_rank[k], problem.figures[OVERHEAD_S])
     i = 0
     for j in range(multi.size):
         a = j

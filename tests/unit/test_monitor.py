@@ -17,12 +17,12 @@ import prophet
 from prophet.cli import BAD_INPUT, OK, main
 from prophet.comm import ThreadCollective
 from prophet.config import EngineConfig
-from prophet.engine import StepReport
 from prophet.monitor import WAITING
 from prophet.monitor.read import MonitorError, Tail, read_steps
 from prophet.monitor.rows import detail_period, hottest, measured_gain, ratios, step_row
 from prophet.monitor.sinks import JsonLines, WandB, heat_map
 from prophet.monitor.view import chosen_layers, course
+from prophet.step_report import StepReport
 from tests.support import FixedPlanner, TinyModel, everywhere, next_id_loss, on_threads
 
 
