@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common import Row, ranks_there, rows_on_ranks, write_rows
 from benchmarks.layer.cases import SKEWS, Sizes, biased_gate, visits_of
 from benchmarks.layer.implementations import NAMES, PEERS
-from benchmarks.layer.measure import TIMEOUT_S, Row, rank_body
-from benchmarks.layer.output import environment, plot, show
-from prophet.processes import RankFailed, run_ranks
+from benchmarks.layer.measure import measure
+from benchmarks.layer.output import about, plot, show
+from prophet.processes import RankFailed
 
 
 def names_of(text: str) -> list[str]:
@@ -48,25 +47,16 @@ def run(sizes: Sizes, ranks: int, skews: Sequence[str], names: Sequence[str], n:
     for skew in skews:
         visits = visits_of(skew, sizes, ranks)
         gates[skew] = visits if isinstance(visits, str) else biased_gate(sizes, visits).tolist()
-    with tempfile.TemporaryDirectory(prefix="prophet-layer-") as scratch:
-        folder = Path(scratch)
-        run_ranks(
-            rank_body,
-            (sizes, gates, list(names), n, folder / "rows.json"),
-            ranks=ranks,
-            folder=folder,
-            limit_s=limit_s,
-            timeout_s=TIMEOUT_S,
-            what="the benchmark",
-        )
-        rows: list[Row] = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
-    return rows
+    options = {"sizes": sizes, "gates": gates, "names": list(names), "repetitions": n}
+    return rows_on_ranks(measure, options, ranks=ranks, limit_s=limit_s) or []
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; 1 where a rank failed or an implementation computed something else."""
     p = parser()
     a = p.parse_args(argv)
+    if ranks_there() is not None:
+        p.error("this benchmark starts its ranks itself: run it with python, not with torchrun")
     sizes = Sizes(dim=a.dim, hidden=a.hidden, experts=a.experts, top_k=a.top_k, tokens=a.tokens)
     for ranks in a.ranks:
         if (problem := sizes.problem(ranks)) is not None:
@@ -80,11 +70,9 @@ def main(argv: list[str] | None = None) -> int:
         except RankFailed as error:
             print(f"benchmarks.layer: {ranks} ranks: {error}", file=sys.stderr)
             return 1
-    found = {"benchmark": "layer", "environment": environment(sizes), "rows": rows}
     show(rows)
     if a.json:
-        a.json.parent.mkdir(parents=True, exist_ok=True)
-        a.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_rows(a.json, "layer", rows, **about(sizes))
     if a.plot:
         plot(rows, a.plot)
     bad = [row for row in rows if "wrong" in row]

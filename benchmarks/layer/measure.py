@@ -5,26 +5,22 @@ Shape legend: N tokens of this rank, D model dim, R ranks.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.common import Row
 from benchmarks.layer.cases import Sizes, common_state, inputs
 from benchmarks.layer.implementations import OURS, Implementation, build, missing
 from prophet.calibrate import Ranges, calibrate
-from prophet.comm import Collective, Operation, collective_for
+from prophet.comm import Collective, Operation
 from prophet.spec import Topology
 
-Row = dict[str, Any]
-TIMEOUT_S = 120.0
 SETS = 4  # batches that take turns: a plan never meets the very tokens that it was made from
 CHECKED = 3  # steps; from the third on there are replicas
 TOLERANCE = 2e-4  # of the largest value: what sums in another order may differ by in float32
@@ -93,12 +89,20 @@ def anywhere(collective: Collective, problem: str | None) -> str | None:
 
 
 def measure(
-    collective: Collective, sizes: Sizes, gates: Mapping[str, Tensor | str], names: Sequence[str], repetitions: int
+    collective: Collective,
+    *,
+    sizes: Sizes,
+    gates: Mapping[str, list[list[float]] | str],
+    names: Sequence[str],
+    repetitions: int,
+    device: str = "cpu",
 ) -> list[Row]:
     """Rows of all skews and implementations; collective, and equal on all ranks but for words of a rank's problem.
 
-    gates: by skew, the gate's weights [E, D], or why there are none.
+    gates: by skew, the gate's weights [E, D], or why there are none. The peers' layers are built on the CPU.
     """
+    if device != "cpu":
+        raise ValueError(f"benchmarks.layer measures CPU ranks, got device {device!r}")
     topology = measured_topology(collective, sizes)
     absent = {name: why for name in names if (why := missing(name)) is not None}
     seed = 1000 * collective.rank
@@ -110,7 +114,7 @@ def measure(
         if isinstance(gate, str):
             rows.append({**base, "note": gate})
             continue
-        state = common_state(sizes, gate)
+        state = common_state(sizes, torch.tensor(gate))
         built = {n: build(n, sizes, state, collective, topology) for n in ("static", *names) if n not in absent}
         bad: dict[str, str] = {}
         for name, one in built.items():
@@ -180,13 +184,3 @@ def summary(
     if parts:
         row["breakdown_ms"] = {k: 1e3 * statistics.median(p[k] for p in parts) for k in parts[0]}
     return row
-
-
-def rank_body(
-    rank: int, sizes: Sizes, gates: Mapping[str, list[list[float]] | str], names: Sequence[str], n: int, answer: Path
-) -> None:
-    """What every rank does; rank 0 writes the rows."""
-    given = {k: g if isinstance(g, str) else torch.tensor(g) for k, g in gates.items()}
-    rows = measure(collective_for(None, timeout_s=TIMEOUT_S), sizes, given, names, n)
-    if rank == 0:
-        answer.write_text(json.dumps(rows), encoding="utf-8")

@@ -1,46 +1,34 @@
-"""Rows as a table, a picture, and what they were measured on."""
+"""Rows as a table and as a picture, and what was measured."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import os
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.common import Row
 from benchmarks.layer.cases import Sizes
 from benchmarks.layer.implementations import INSTALL, NAMES, PARTS
-from benchmarks.layer.measure import Row
 
 PART_NAMES = (*PARTS, "rest")
 WIDTH = 120  # columns: what the tables need, also where the terminal says less or the output goes to a file
 
 
-def environment(sizes: Sizes) -> dict[str, Any]:
-    """When, on what, with which versions and sizes."""
+def about(sizes: Sizes) -> dict[str, Any]:
+    """The sizes, and the peers' versions."""
     versions: dict[str, str | None] = {}
     for package in INSTALL:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
-    return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "device": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "dtype": "float32",
-        "versions": versions,
-        "sizes": asdict(sizes),
-    }
+    return {"dtype": "float32", "versions": versions, "sizes": asdict(sizes)}
 
 
 def show(rows: Sequence[Row], console: Console | None = None) -> None:

@@ -14,12 +14,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from benchmarks.common import Row
 from benchmarks.layer import __main__ as command
 from benchmarks.layer import implementations
 from benchmarks.layer import measure as measuring
 from benchmarks.layer.cases import MOST, SKEWS, Sizes, biased_gate, capped, inputs, typical, visited, visits_of
 from benchmarks.layer.implementations import PARTS, missing
-from benchmarks.layer.measure import Row, difference, measure
+from benchmarks.layer.measure import difference, measure
 from benchmarks.layer.output import plot, show
 from tests.support import on_threads
 
@@ -77,8 +78,8 @@ def test_sizes_that_do_not_fit(changes: dict[str, int], ranks: int, word: str) -
 def rows_of(names: Sequence[str], gates: dict[str, Any] | None = None) -> list[Row]:
     visits = visits_of("one-expert-90%", SMALL, 2)
     assert not isinstance(visits, str)
-    gates = gates or {"hot": biased_gate(SMALL, visits)}
-    return on_threads(2, lambda ranks: measure(ranks, SMALL, gates, names, 2))[0]
+    options = {"sizes": SMALL, "gates": gates or {"hot": biased_gate(SMALL, visits).tolist()}, "names": names}
+    return on_threads(2, lambda ranks: measure(ranks, **options, repetitions=2))[0]  # type: ignore[arg-type]
 
 
 def test_rows_have_what_is_promised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
