@@ -48,8 +48,14 @@ class Model(nn.Module):
             model_dim=DIM,
             group=group,
             scan_expert_func=lambda _, p: setattr(p, "skip_allreduce", True),
-            seeds=(1 + number, 1 + dist.get_rank(group), 1),  # the gate's, this rank's experts', whatever follows
+            seeds=(1 + number, 1, 1),  # the gate's, the experts', whatever follows
         )
+        local = layer.num_local_experts
+        for i in range(local):
+            # experts that differ from one another, the same at any number of ranks
+            generator = torch.Generator().manual_seed(100 * number + dist.get_rank(group) * local + i)
+            for p in layer.experts.parameters():
+                nn.init.normal_(p.data[i], std=0.3, generator=generator)
         return layer
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -91,8 +97,8 @@ def main() -> None:
 
     def optimizer_of(params: Iterator[nn.Parameter]) -> Any:
         if options.sharded:
-            return net.TutelDistributedOptimizer(params, average_shared=True).warp_local(torch.optim.SGD, lr=0.2)
-        return torch.optim.SGD(params, lr=0.2)
+            return net.TutelDistributedOptimizer(params, average_shared=True).warp_local(torch.optim.SGD, lr=0.1)
+        return torch.optim.SGD(params, lr=0.1)
 
     balanced = None
     if options.plain:
@@ -117,8 +123,9 @@ def main() -> None:
         if not options.sharded:
             for p in shared:
                 p.grad = net.simple_all_reduce(p.grad / ranks)
-        for p in own if ep_size < ranks else ():  # several processes have the same experts
-            p.grad = net.simple_all_reduce(p.grad / dist.get_world_size(copies), group=copies)
+        for p in own if ep_size < ranks else ():
+            # several processes have the same experts: a sum again, as it is over the processes of one group
+            p.grad = net.simple_all_reduce(p.grad, group=copies)
         optimizer.step()
         losses.append(float(net.simple_all_reduce(loss.detach() / ranks)))
         if balanced is not None and balanced.engine.last_step is not None:
