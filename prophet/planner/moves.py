@@ -67,13 +67,16 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
     price, node_R, rank_A = flow.price, flow.node_R, flow.rank_A
     following_A, tokens_AR = flow.following_A, flow.tokens_AR
     ranks = node_R.size
-    value, figures, units = search.value_JR, search.figures, search.units
-    floor = price[0, 0]
+    value, figures, units, busiest = search.value_JR, search.figures, search.units, search.busiest
+    sent, received, barred_JR = search.moved[0], search.moved[1], search.barred_JR
+    own, out_near, in_near, out_far, in_far = price[0], price[1], price[2], price[3], price[4]
+    busy, rate, base = flow.busy[0], flow.rate[0], flow.base[0]
+    floor = own[0]
     forward_s = 0.0
     for r in range(ranks):
-        floor = min(floor, price[0, r])
-        forward_s = max(forward_s, flow.busy[0, r] * flow.rate[0, r] + flow.base[0, r])
-    trans_s, agg_s = exposed_seconds(search.busiest, forward_s, figures)
+        floor = min(floor, own[r])
+        forward_s = max(forward_s, busy[r] * rate[r] + base[r])
+    trans_s, agg_s = exposed_seconds(busiest, forward_s, figures)
     promise = np.zeros(flow.counters[1])
     for j in range(promise.size):
         a = j
@@ -82,7 +85,8 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
             for r in range(ranks):
                 n = tokens_AR[a, r]
                 if n > 0:
-                    promise[j] += n * (token_price(price, node_R, r, d) - floor)
+                    near_s, far_s = out_near[r] + in_near[d], out_far[r] + in_far[d]
+                    promise[j] += n * (token_price(d == r, node_R[d] == node_R[r], own[d], near_s, far_s) - floor)
             a = following_A[a]
     held = np.zeros(ranks, np.bool_)
     for c in range(experts.size):
@@ -104,12 +108,11 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
             held[d] = True
             copies += 1
             together = together and node_R[d] == node_R[home]
-            c0 = flow.rate[0, d]
-            steepest = max(steepest, q * price[0, d] * c0 / (max(flow.busy[0, d], 1.0) * c0 + flow.base[0, d]))
+            steepest = max(steepest, q * own[d] * rate[d] / (max(busy[d], 1.0) * rate[d] + base[d]))
             a = following_A[a]
         for d in range(ranks):
             value[j, d] = NOTHING
-            if held[d] or free[d] <= 0 or search.barred_JR[j, d]:
+            if held[d] or free[d] <= 0 or barred_JR[j, d]:
                 continue
             gain = 0.0
             tokens = 0.0
@@ -119,21 +122,22 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
                 for r in range(ranks):
                     n = tokens_AR[a, r]
                     if n > 0:
-                        p = token_price(price, node_R, r, h) - token_price(price, node_R, r, d)
+                        near_s, far_s = out_near[r] + in_near[h], out_far[r] + in_far[h]
+                        p = token_price(h == r, node_R[h] == node_R[r], own[h], near_s, far_s)
+                        near_s, far_s = out_near[r] + in_near[d], out_far[r] + in_far[d]
+                        p -= token_price(d == r, node_R[d] == node_R[r], own[d], near_s, far_s)
                         if p > 0.0:
                             gain += p * n
                             tokens += n
                 a = following_A[a]
             if gain <= 0.0:
                 continue
-            c0 = flow.rate[0, d]
-            bend = steepest + q * price[0, d] * c0 / (max(flow.busy[0, d], 1.0) * c0 + flow.base[0, d])
+            bend = steepest + q * own[d] * rate[d] / (max(busy[d], 1.0) * rate[d] + base[d])
             bend *= tokens * tokens
             part = min(1.0, gain / bend) if bend > 0.0 else 1.0
             gain = part * gain - 0.5 * part * part * bend
             # What this copy adds to the busiest rank's transfers.
-            units[:] = search.busiest
-            sent, received = search.moved[0], search.moved[1]
+            units[:] = busiest
             level = 0 if node_R[d] == node_R[home] else 1
             units[level] = max(units[level], sent[level, home] + 1.0, received[level, d] + 1.0)
             share = 1.0 / (copies + 1)
@@ -239,23 +243,29 @@ def grow(flow: Flow, best: Flow, search: Search, q: int, weight: float, sweeps: 
 def least_missed(flow: Flow) -> int:
     """The replica whose tokens would pay least to go elsewhere, at the present prices; -1: there is none."""
     price, node_R, rank_A = flow.price, flow.node_R, flow.rank_A
+    tokens_AR, expert_A, following_A = flow.tokens_AR, flow.expert_A, flow.following_A
+    own, out_near, in_near, out_far, in_far = price[0], price[1], price[2], price[3], price[4]
     chosen = -1
     low = 0.0
     for a in range(flow.counters[1], flow.counters[0]):
-        h = rank_A[a]
         loss = 0.0
         for r in range(node_R.size):
-            n = flow.tokens_AR[a, r]
+            n = tokens_AR[a, r]
             if n == 0:
                 continue
-            own = token_price(price, node_R, r, h)
+            here = 0.0
             other = 1e300
-            k = flow.expert_A[a]
+            k = expert_A[a]
             while k >= 0:
-                if k != a:
-                    other = min(other, token_price(price, node_R, r, rank_A[k]))
-                k = flow.following_A[k]
-            loss += n * (other - own)
+                d = rank_A[k]
+                near_s, far_s = out_near[r] + in_near[d], out_far[r] + in_far[d]
+                p = token_price(d == r, node_R[d] == node_R[r], own[d], near_s, far_s)
+                if k == a:
+                    here = p
+                else:
+                    other = min(other, p)
+                k = following_A[k]
+            loss += n * (other - here)
         if chosen < 0 or loss < low:
             chosen = a
             low = loss
