@@ -99,6 +99,11 @@ class Implementation:
         stats = getattr(self.layer, "stats", None)
         return None if stats is None else float(stats.max_mean)
 
+    def replicas(self) -> int:
+        """Replicas on all ranks in the last step."""
+        report = self.engine.last_step if self.engine is not None else None
+        return 0 if report is None else int(report.copies.sum())
+
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the last step: the gate's [E, D], w_in [m, H, D] and w_out [m, D, H] as means over ranks."""
         inner: Any = self.layer

@@ -149,6 +149,7 @@ def time_all(
     samples: dict[str, list[tuple[float, float]]] = {one.name: [] for one in implementations}
     parts: dict[str, list[dict[str, float]]] = {one.name: [] for one in implementations if one.name in OURS}
     loads: dict[str, list[float]] = {one.name: [] for one in implementations}
+    replicas: dict[str, list[int]] = {one.name: [] for one in implementations if one.engine is not None}
     for i in range(n + 1):
         for j in range(len(implementations)):
             one = implementations[(i + j) % len(implementations)]
@@ -165,7 +166,12 @@ def time_all(
                 parts[one.name].append(dict(zip(own, table[:, 2:].mean(dim=0).tolist(), strict=True)))
             if (load := one.max_mean()) is not None:
                 loads[one.name].append(load)
-    return {name: summary(found, parts.get(name, []), loads[name]) for name, found in samples.items()}
+            if one.name in replicas:
+                replicas[one.name].append(one.replicas())
+    rows = {name: summary(found, parts.get(name, []), loads[name]) for name, found in samples.items()}
+    for name, counts in replicas.items():
+        rows[name]["replicas"] = statistics.median(counts)
+    return rows
 
 
 def summary(

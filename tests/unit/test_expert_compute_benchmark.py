@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,7 @@ from prophet.comm import ThreadCollective
 from prophet.kernels.grouped_ffn import grouped_ffn
 from tests.support import on_threads
 
+ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {
     "tokens_per_expert": [3, 8],
     "experts": [1, 2],
@@ -67,6 +72,31 @@ def test_the_command_on_a_real_rank(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert written["benchmark"] == "expert_compute"
     assert [r["operation"] for r in written["rows"]] == ["expert_forward", "expert_backward"]
     assert "8 x 16" in capsys.readouterr().out
+
+
+def test_a_run_that_takes_too_long_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--limit-s", "0.05"]) == 1
+    assert "benchmarks.expert_compute: the benchmark took more than 0.05 s and was ended" in capsys.readouterr().err
+
+
+def test_ranks_that_are_there_already_are_joined(tmp_path: Path) -> None:
+    """As torchrun starts them: rank 0 speaks and writes, the other is silent."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    out = tmp_path / "e.json"
+    running = []
+    for rank in range(2):
+        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+        arguments = ["--shapes", "8x16", "--tokens-per-expert", "4", "--dtypes", "float32", "--repeats", "1"]
+        line = [sys.executable, "-m", "benchmarks.expert_compute", *arguments, "--json", str(out)]
+        running.append(subprocess.Popen(line, cwd=ROOT, env={**os.environ, **told}, stdout=subprocess.PIPE, text=True))
+    said = [p.communicate(timeout=120)[0] for p in running]
+    assert [p.returncode for p in running] == [0, 0]
+    assert "8 x 16" in said[0]
+    assert said[1] == ""
+    assert {row["ranks"] for row in json.loads(out.read_text())["rows"]} == {2}
 
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,15 +14,29 @@ import pytest
 import torch
 from rich.console import Console
 
+import prophet
 from benchmarks.common import Row
 from benchmarks.layer import __main__ as command
 from benchmarks.layer import implementations
 from benchmarks.layer import measure as measuring
-from benchmarks.layer.cases import MOST, SKEWS, Sizes, biased_gate, capped, inputs, typical, visited, visits_of
+from benchmarks.layer.cases import (
+    MOST,
+    SKEWS,
+    Sizes,
+    biased_gate,
+    capped,
+    common_state,
+    inputs,
+    typical,
+    visited,
+    visits_of,
+)
 from benchmarks.layer.implementations import PARTS, missing
 from benchmarks.layer.measure import difference, measure
 from benchmarks.layer.output import plot, show
-from tests.support import on_threads
+from prophet.comm import ThreadCollective
+from prophet.spec import Topology
+from tests.support import FixedPlanner, everywhere, on_threads
 
 SMALL = Sizes(dim=16, hidden=16, experts=8, top_k=2, tokens=48)
 
@@ -97,6 +111,8 @@ def test_rows_have_what_is_promised(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert row["breakdown_ms"]["experts"] > 0
         assert row["repetitions"] == 2
     assert 1.0 <= ours["max_mean"] <= static["max_mean"]
+    assert ours["replicas"] >= 0
+    assert "replicas" not in static
     assert absent["note"] == "not installed: x"
     assert "fwd_ms" not in absent
     plot(rows, tmp_path / "p.png")
@@ -124,6 +140,25 @@ def test_a_wrong_layer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fwd_ms" not in ours
     assert static["fwd_ms"] > 0
     assert static["ratio_to_prophet"] is None
+
+
+def test_what_is_timed_has_replicas() -> None:
+    """As the benchmark steps it: with a planner that always makes them they are there, and the results are the same."""
+    visits = visits_of("one-expert-90%", SMALL, 2)
+    assert not isinstance(visits, str)
+
+    def body(ranks: ThreadCollective) -> tuple[str | None, int]:
+        state = common_state(SMALL, biased_gate(SMALL, visits))
+        truth, one = (implementations.build(n, SMALL, state, ranks, Topology.uniform(2)) for n in ("static", "prophet"))
+        one.close()
+        config = prophet.EngineConfig(planner=FixedPlanner(everywhere(8, 2)))
+        one.engine = prophet.attach(one.layer, config=config)
+        problem = measuring.wrong(one, truth, [inputs(SMALL, ranks.rank)], torch.randn(SMALL.tokens, SMALL.dim))
+        found = one.replicas()
+        one.close()
+        return problem, found
+
+    assert on_threads(2, body) == [(None, 8), (None, 8)]
 
 
 def test_a_skew_that_cannot_be_had_is_a_note() -> None:
