@@ -5,7 +5,7 @@ Shape legend: R ranks, J experts (all of them), A arcs (one per expert and holde
 A replica is worth what its tokens would save at the present prices, less what it adds to the exposed part of Trans and
 Agg. `grow` adds the most valuable one again and again, past moves that do not pay by themselves (the first copy costs a
 Trans, the next ones share it), and keeps the best state on the way; `shrink` drops the least valuable one in the same
-manner; `swap` exchanges single replicas. Every move counts against `Search.tries`.
+manner; `swap` exchanges single replicas, `polish` pairs of them. Every move counts against `Search.tries`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from prophet.planner.compiled import compiled
-from prophet.planner.descent import Flow, attach, copy_flow, detach, settle_expert, sweep, token_price
-from prophet.planner.shortest import copies_moved, guide_of, reprice
+from prophet.planner.descent import Flow, attach, copy_flow, detach, plain, settle_expert, sweep, token_price
+from prophet.planner.shortest import LEVELS, copies_moved, guide_of, reprice, shorten
 from prophet.planner.timing import OVERHEAD_S, exposed_seconds
 from prophet.spec import BoolArray, FloatArray, IntArray
 
@@ -345,4 +345,95 @@ def swap(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, rounds: in
         if not improved:
             break
     copy_flow(best, flow)
+    return low
+
+
+@compiled
+def holds(flow: Flow, j: int, rank: int) -> bool:
+    """Whether `rank` holds expert j."""
+    a = j
+    while a >= 0:
+        if flow.rank_A[a] == rank:
+            return True
+        a = flow.following_A[a]
+    return False
+
+
+@compiled
+def judge(flow: Flow, search: Search) -> float:
+    """Seconds of the step after a full descent of the tokens; counts as several tries."""
+    copies_moved(flow, search.moved, search.busiest)
+    search.tries[0] -= 4
+    return shorten(flow, search.figures, search.busiest, plain(2 * LEVELS))
+
+
+@compiled
+def polish(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, width: int) -> float:
+    """Put other replicas in the stead of one or two, or let two exchange their ranks; `flow` ends as the best state.
+
+    Slower than `swap` and surer: every state is judged by its own descent. Where slots are scarce, only two moves at
+    once lead on.
+    """
+    first = flow.counters[1]
+    experts = np.empty(min(8, first), np.int64)
+    overhead_s = search.figures[OVERHEAD_S]
+    low = judge(flow, search)
+    copy_flow(flow, best)
+    gap = 0
+    while gap < best.counters[0] - first and search.tries[0] > 0:
+        a = first
+        while a + gap < best.counters[0] and search.tries[0] > 0:
+            copy_flow(best, flow)
+            copies_moved(flow, search.moved, search.busiest)
+            reprice(flow, search.figures, search.busiest, q)
+            free = free_slots(flow, search.limit_R)
+            j, d = flow.expert_A[a], flow.rank_A[a]
+            i, r = flow.expert_A[a + gap], flow.rank_A[a + gap]
+            detach(flow, a + gap, overhead_s)  # the later one first: it leaves the other where it is
+            if gap > 0:
+                detach(flow, a, overhead_s)
+                free[d] += 1
+            free[r] += 1
+            copy_flow(flow, spare)
+            before = low
+            if gap > 0 and j != i and not holds(flow, j, r) and not holds(flow, i, d):
+                attach(flow, j, r, overhead_s)
+                attach(flow, i, d, overhead_s)
+                low = judged(flow, best, search, low)
+                copy_flow(spare, flow)
+            elif gap == 0:
+                low = judged(flow, best, search, low)
+                copy_flow(spare, flow)
+            search.barred_JR[j, d] = True
+            search.barred_JR[i, r] = True
+            for n in range(width if gap == 0 else 3):  # one of several, or several together
+                if n == 0 or gap > 0:
+                    copies_moved(flow, search.moved, search.busiest)
+                    reprice(flow, search.figures, search.busiest, q)
+                    used = appraise(flow, search, q, free, 1.0, experts)
+                other, rank = take_best(search.value_JR, experts, used)
+                if other < 0:
+                    break
+                attach(flow, other, rank, overhead_s)
+                low = judged(flow, best, search, low)
+                if gap == 0:
+                    copy_flow(spare, flow)
+                else:
+                    free[rank] -= 1
+            search.barred_JR[j, d] = False
+            search.barred_JR[i, r] = False
+            if low >= before:
+                a += 1
+        gap += 1
+    copy_flow(best, flow)
+    return low
+
+
+@compiled
+def judged(flow: Flow, best: Flow, search: Search, low: float) -> float:
+    """`judge`, and the state becomes `best` where it is below `low`; returns the lower of the two."""
+    now = judge(flow, search)
+    if now < low * (1.0 - 1e-5):
+        copy_flow(flow, best)
+        return now
     return low

@@ -19,7 +19,7 @@ from prophet.planner.candidates import (
 from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, compiled, entry
 from prophet.planner.descent import Flow, attach, copy_flow, plain, twin
 from prophet.planner.export import export_excess
-from prophet.planner.moves import grow, make_search, shrink, swap
+from prophet.planner.moves import grow, make_search, polish, shrink, swap
 from prophet.planner.outlets import add_outlets
 from prophet.planner.shortest import MOST_SWEEPS, best_split, copies_moved, cost_of, make_flow, shorten
 from prophet.planner.timing import OVERHEAD_S, Problem, make_problem
@@ -30,7 +30,7 @@ LITTLE_LEFT = 1.06  # a step this close to even products alone is not searched f
 SURELY_BETTER = 0.8  # an estimated step this far below that of no replicas needs no exact comparison
 STARTS = 11
 RUNGS = 4  # the tries of an effort are shared out over so many slot limits
-EXCHANGE_MATTERS = 0.15  # share of the step that the all-to-alls must have for local replicas to be tried
+EXCHANGE_MATTERS = 0.02  # share of the step that the all-to-alls must have for local replicas to be tried
 LAYERS_SHARE = 5.0  # local layers may take this multiple of the effort: few, cheap and worth much
 LAYER_S = 1e-8  # like TRIAL_S, for a layer of local replicas
 SPLIT_GLADLY = 2048  # ranks x experts up to which every slot limit's plan is split to be compared
@@ -104,6 +104,13 @@ def explore(
         seconds = shorten(flow, problem.figures, search.busiest, plain(MOST_SWEEPS))
         if seconds < low:
             low = seconds
+            kept = replicas_of(flow, kept_expert, kept_rank)
+    if left > 0 and kept > 0:
+        copy_flow(homes, flow)
+        for i in range(kept):
+            attach(flow, kept_expert[i], kept_rank[i], overhead_s)
+        search.tries[0] = left
+        if polish(flow, best, spare, search, plain(8), plain(6)) < low:
             kept = replicas_of(flow, kept_expert, kept_rank)
     rep_expert[:kept] = kept_expert[:kept]
     rep_rank[:kept] = kept_rank[:kept]
@@ -228,12 +235,7 @@ def search(
     best = base.copy()
     trial_s = TRIAL_S * ranks * min(experts, 2 * ranks)
     tries = min(most_tries, int(effort * base[0] / (RUNGS * trial_s)))
-    layers = int(LAYERS_SHARE * effort * base[0] / (LAYER_S * ranks * experts))
-    if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
-        flow = make_flow(problem, np.arange(experts), slots)
-        best_used = local_layers(
-            problem, limit_R, layers, split_effort, flow, now_expert, now_rank, best_expert, best_rank, best
-        )
+    layers = int(LAYERS_SHARE * effort * base[0] / (LAYER_S * ranks * experts)) if tries > 0 else 0
     # Where splitting takes long, the slot limits are compared by the exports' own tokens, and only the best is split.
     frugal = tries == 0 and ranks * experts > SPLIT_GLADLY
     # The fast plan goes by exact splits, and looks at the splits it will get only where a further slot seems to pay.
@@ -266,6 +268,14 @@ def search(
                 known = True
                 best_same = same
                 best_tokens[:used] = now_tokens[:used]
+            best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
+        if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
+            flow = make_flow(problem, np.arange(experts), slots)
+            cost = base.copy()
+            used = local_layers(
+                problem, limit, layers, split_effort, flow, rep_expert, rep_rank, now_expert, now_rank, cost
+            )
+            known = known and (used == 0 or cost[0] >= best[0])
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
         if tries > 0 and best[0] > even_s * LITTLE_LEFT:
             used = explore(problem, limit, tries, now_expert, now_rank, rep_tokens, best_expert, best_rank, best_used)
