@@ -61,6 +61,12 @@ def build_peer(system: str, workload: Workload, state: Mapping[str, Tensor], *, 
     from prophet.comm import ThreadWorld
 
     model = MoEGPT(workload.model_config(), group=ThreadWorld(1).collective(0))
+    # before the peers' layers are in: Tutel's would set to zero whatever of theirs is not in the state
+    own = {k: v for k, v in state.items() if ".moe." not in k}
+    left = model.load_state_dict(own, strict=False)
+    lost = [k for k in left.missing_keys if ".moe." not in k] + list(left.unexpected_keys)
+    if lost:
+        raise RuntimeError(f"the checkpoint does not fit the model: {lost[:4]}")
     make = {"deepspeed": deepspeed_layer, "tutel": tutel_layer}[system]
     experts = workload.experts // ranks
     for i, block in enumerate(model.blocks):
@@ -68,11 +74,6 @@ def build_peer(system: str, workload: Workload, state: Mapping[str, Tensor], *, 
             k.removeprefix(f"blocks.{i}.moe."): v for k, v in state.items() if k.startswith(f"blocks.{i}.moe.")
         }
         block.moe = Peer(make(workload, parameters, rank * experts, experts, ranks))
-    own = {k: v for k, v in state.items() if ".moe." not in k}
-    left = model.load_state_dict(own, strict=False)
-    lost = [k for k in left.missing_keys if ".moe." not in k] + list(left.unexpected_keys)
-    if lost:
-        raise RuntimeError(f"the checkpoint does not fit the model: {lost[:4]}")
     for p in model.parameters():
         if not getattr(p, "allreduce", True):
             p.register_hook(lambda grad: grad / ranks)
