@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_rows_have_what_is_promised(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "fwd_ms" not in absent
     plot(rows, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 1000
-    console = Console(width=140, record=True, file=open("/dev/null", "w", encoding="utf-8"))  # noqa: SIM115
+    console = Console(width=140, record=True, file=io.StringIO())
     show(rows, console)
     text = console.export_text()
     assert "not installed: x" in text
