@@ -420,6 +420,19 @@ def calibrate(
         repeats=repeats,
         parts=(lambda fitted, between: (fitted, between)) if held_out else (lambda fitted, _: (fitted, [])),
     )
+    return calibration_of(measured, shape, collective.size, ranks_per_node=per_node, free_bytes=free_bytes, name=name)
+
+
+def calibration_of(
+    measured: Mapping[str, _Measured],
+    shape: LayerShape,
+    ranks: int,
+    *,
+    ranks_per_node: int,
+    free_bytes: int,
+    name: str,
+) -> Calibration:
+    """Fit what was measured, by operation; `a2a_intra` or `a2a_inter`, `trans` and `agg` may be missing."""
     fits = {o: Fit(o, m.unit, fit_line(m.fitted), m.fitted, m.held_out) for o, m in measured.items()}
     links = {
         level: Link(bytes_per_s=1.0 / max(fit.line.unit_s, _LEAST), latency_s=fit.line.fixed_s)
@@ -435,12 +448,12 @@ def calibrate(
     slower = links.get("inter") or intra
     trans_rate, agg_rate = (rate_of(fits[o].fitted, slower) if o in fits else 1.0 for o in ("trans", "agg"))
     topology = Topology(
-        ranks=collective.size,
-        ranks_per_node=per_node,
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
         intra=intra,
         inter=links.get("inter", intra),
         flops_per_s=tuple(float(shape.forward_flops_per_token / (per_token * s / slowness.max())) for s in slowness),
-        free_bytes=(free_bytes,) * collective.size,
+        free_bytes=(free_bytes,) * ranks,
         expert_overhead_s=(forward.count_s + backward.count_s) / 3.0,
         call_overhead_s=(forward.fixed_s + backward.fixed_s) / 3.0,
         trans_rate=trans_rate,
