@@ -17,7 +17,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from prophet.calibrate import Calibration, Point, _Measured, calibration_of, shape_of
+from prophet.calibrate import Calibration, Measured, calibration_of, shape_of
+from prophet.lines import Point
 from prophet.spec import SpecError
 
 MAX_FILE_BYTES = 1 << 24
@@ -106,7 +107,7 @@ def calibrate_from(
     per_node = ranks_per_node or size
     if size % per_node:
         raise BenchmarkFileError(f"ranks_per_node: expected a number that divides {size} ranks, got {per_node}")
-    measured: dict[str, _Measured] = {}
+    measured: dict[str, Measured] = {}
     for operation in dict.fromkeys(r.operation for r in chosen):
         of_it = [r for r in chosen if r.operation == operation]
         # an exchange with everybody crosses the links between nodes, and waits for them
@@ -128,7 +129,7 @@ def calibrate_from(
     return Found(calibration, own, device, repeats)
 
 
-def _sizes(measured: _Measured) -> list[tuple[float, float]]:
+def _sizes(measured: Measured) -> list[tuple[float, float]]:
     return [(p.size, p.count) for p in (*measured.fitted, *measured.held_out)]
 
 
@@ -161,7 +162,7 @@ def _ranks(rows: Sequence[_Row], wanted: int | None) -> int:
     return size
 
 
-def _measured(operation: str, rows: Sequence[_Row], ranks: int, held_out: bool) -> _Measured:
+def _measured(operation: str, rows: Sequence[_Row], ranks: int, held_out: bool) -> Measured:
     """One operation's points, sorted by size; with `held_out` every other size between the ends is kept apart."""
     sizes = sorted({r.point.size for r in rows})
     if len(sizes) < 2:
@@ -169,7 +170,7 @@ def _measured(operation: str, rows: Sequence[_Row], ranks: int, held_out: bool) 
     apart = set(sizes[1:-1:2]) if held_out else set()
     ordered = sorted(rows, key=lambda r: (r.point.size in apart, r.point.count, r.point.size))
     by_rank = np.array([_by_rank(r, ranks) for r in ordered], dtype=np.float64)
-    return _Measured(
+    return Measured(
         operation,
         "token" if rows[0].kind is not None else "byte",
         tuple(r.point for r in ordered if r.point.size not in apart),

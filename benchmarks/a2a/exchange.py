@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Row
-from prophet.calibrate import _Probe
+from prophet.calibrate import Probe
 from prophet.comm import Collective, Operation
 from prophet.spec import IntArray
 
@@ -82,7 +82,7 @@ def measure(
     """A row for every dtype, size, share and number of levels; collective, and equal on all ranks."""
     place, ranks = torch.device(device), collective.size
     levels = [None, per_node] if per_node and per_node < ranks else [None]
-    probe = _Probe(collective, place, repeats)
+    probe = Probe(collective, place, repeats)
     cases, runs = [], []
     for name in dtypes:
         dtype = getattr(torch, name)

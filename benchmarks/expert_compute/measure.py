@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.common import Row
 from benchmarks.kernels.layer import dense_passes
-from prophet.calibrate import _Probe, shape_of
+from prophet.calibrate import Probe, shape_of
 from prophet.comm import Collective
 from prophet.experts import ExpertBank
 from prophet.kernels.grouped_ffn import grouped_ffn
@@ -77,7 +77,7 @@ def measure(
     device: str,
 ) -> list[Row]:
     """Two rows, forward and backward, by type, shape (dim, hidden), number of experts and of tokens; collective."""
-    probe = _Probe(collective, torch.device(device), repeats)
+    probe = Probe(collective, torch.device(device), repeats)
     rows: list[Row] = []
     for dtype_name in dtypes:
         dtype = getattr(torch, dtype_name)
@@ -104,7 +104,7 @@ def measure(
     return rows
 
 
-def timed(probe: _Probe, cases: Sequence[Row], runs: Sequence[Run]) -> list[Row]:
+def timed(probe: Probe, cases: Sequence[Row], runs: Sequence[Run]) -> list[Row]:
     """The cases with what was measured; `runs` has two of each, the experts' and the dense one."""
     (lower, median), by_rank = probe.typical(runs)
     rows = []

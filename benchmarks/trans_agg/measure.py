@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.common import Row
-from prophet.calibrate import _Probe
+from prophet.calibrate import Probe
 from prophet.comm import Collective, Operation
 from prophet.experts import ExpertBank, Replica
 from prophet.scheduler.pieces import Chunk, agg_chunks, trans_chunks
@@ -145,7 +145,7 @@ def measure(
     device: str,
 ) -> list[Row]:
     """A row for every type, shape (dim, hidden), number of copies, form and operation; collective, the same on all."""
-    probe = _Probe(collective, torch.device(device), repeats)
+    probe = Probe(collective, torch.device(device), repeats)
     rows: list[Row] = []
     for name in dtypes:
         for dim, hidden in shapes:
@@ -164,7 +164,7 @@ def measure(
     return rows
 
 
-def timed(probe: _Probe, cases: Sequence[tuple[Row, Mover]], device: str) -> list[Row]:
+def timed(probe: Probe, cases: Sequence[tuple[Row, Mover]], device: str) -> list[Row]:
     """First every transfer alone, and a piece of compute; then compute alone and with the transfer under it."""
     if not cases:
         return []

@@ -276,7 +276,8 @@ def _rank_body(rank: int, job: Job, answer: Path) -> None:
 
 def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
     """Calibrate or check; rank 0 writes the topology file. The answer is what `--json` prints."""
-    from prophet.calibrate import Line, Ranges, calibrate, check
+    from prophet.calibrate import Ranges, calibrate, check
+    from prophet.lines import Line
 
     ranges = Ranges(rows=job.rows, tokens=job.tokens)
     layer: dict[str, Any] = {
