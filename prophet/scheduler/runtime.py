@@ -299,13 +299,13 @@ class Runtime:
     def _finish_trans(self, block: int) -> None:
         assert self._states is not None
         state = self._states[block]
-        before = time.perf_counter()
         backward = torch._C._current_graph_task_id() != -1
         if state.arrived and backward:
             last = Launch("FETCH", block, sys.maxsize, Window("BEC", block))
         else:
             last = Launch("TRANS", block, sys.maxsize, Window("FEC", block))
-        self._launch_trans(last)
+        self._launch_trans(last)  # counts its own time
+        before = time.perf_counter()
         if state.trans is not None:
             self._launch_rest(state.trans, last)
             state.trans.finish()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import prophet
 from prophet.comm import Collective, Operation, RecordingCollective, ThreadWorld
@@ -255,3 +258,26 @@ def test_agg_adds_in_rank_order() -> None:
         grad = on_threads(4, body)[0]
         assert grad is not None
         assert torch.equal(grad, torch.ones_like(grad))
+
+
+class SlowTrans(RecordingCollective):
+    """Takes its time over launching Trans, and over nothing else."""
+
+    def all_to_all(self, x: Tensor, send_rows: Any, recv_rows: Any, *, op: Operation, channel: Any = "tokens") -> Any:
+        if str(op).startswith("Trans"):
+            time.sleep(0.1)
+        return super().all_to_all(x, send_rows, recv_rows, op=op, channel=channel)
+
+
+@pytest.mark.parametrize("schedule", ["block-wise", "blocking"])
+def test_exposed_seconds_are_counted_once(schedule: str) -> None:
+    case = Case(ranks=4, blocks=2, schedule=schedule, shapes=((5,),) * 4, slots=8, transfers="direct")
+    run = Run(case, SlowTrans(1, 4), FixedPlanner(everywhere(8, 4)))
+    run.whole_step(0)
+    began = time.perf_counter()
+    run.whole_step(1)
+    whole_s = time.perf_counter() - began
+    report = run.engine.last_step
+    assert report is not None
+    assert 0.2 <= report.seconds["exposed_trans"] <= whole_s
+    run.engine.close()
