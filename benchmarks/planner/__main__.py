@@ -149,7 +149,7 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "prophet-search": {},
             "prophet-search, bare": bare,
             "prophet-search, effort 0.1, bare": {**bare, "effort": 0.1},
-            "prophet-search, effort 1, bare": {**bare, "effort": 1.0, "split_effort": 0.1},
+            "prophet-search, effort 1, bare": {**bare, "effort": 1.0},
             "static": {},
             "pro-prophet": {},
             "laer": {},
