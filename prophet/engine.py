@@ -29,7 +29,7 @@ from prophet.config import EngineConfig, check_equal
 from prophet.experts import Replica, ReplicaMemoryError, ReplicaPool
 from prophet.history import History
 from prophet.layer import MoE, PlanMismatch, Port, plain_port
-from prophet.parallel import leave_out_of_ddp
+from prophet.parallel import leave_out_of_ddp, update_biases
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.replan import KeptPlan, next_plan
@@ -314,9 +314,7 @@ class Engine:
         self.runtime.end()
         if self.runtime.recording is not None:
             self.runtime.recording.end()
-        for layer, choices in zip(self.layers, self._choices, strict=True):
-            if layer.gate.bias is not None:
-                layer.gate.update_bias(torch.from_numpy(choices))
+        update_biases(self.layers, self._choices)
         if self._on_host:
             self._notes.measured(self.runtime.windows.take())
         self._last_rank_load = self._rank_load
@@ -466,7 +464,10 @@ class Engine:
         squares = torch.zeros(2, dtype=torch.float64, device=device)
         for p in params:
             assert p.grad is not None
-            squares[int(bool(getattr(p, "prophet_expert", False)))] += p.grad.detach().double().square().sum()
+            square = p.grad.detach().double().square().sum()
+            # FSDP leaves every rank a part of a gradient
+            whole = square.full_tensor() if hasattr(square, "full_tensor") else square
+            squares[int(bool(getattr(p, "prophet_expert", False)))] += whole
         experts = self.collective.all_gather(squares[1:], op=Operation("gradient norm")).sum()
         norm = (squares[0] + experts).sqrt()
         factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -561,6 +562,8 @@ def attach(
         raise ValueError("the model has no prophet.MoE layer to balance")
     if any(isinstance(layer._port, _LayerPort) for layer in layers):
         raise ValueError("a layer of this model is already attached to an engine; close that one first")
+    for layer in layers:
+        layer.experts.check_own()
     leave_out_of_ddp(model)
     first = layers[0].collective
     for layer in layers:
