@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -152,6 +153,22 @@ def test_another_size_goes_on_as_if_nothing_had_happened(ep_size: int, cut: str,
         assert again[0][1] == settings
         assert again[0][2] == pytest.approx(losses, rel=RELATIVE)
         assert again[0][3] == {"step": STEPS, "note": [1, None]}
+
+
+def plain_dcp(folder: str, save: bool) -> dict[str, Any]:
+    """The model alone, by torch's own functions."""
+    model = TinyModel(num_experts=8, group=expert_groups(processes())[0], seed=0 if save else 1)
+    if save:
+        dcp.save(model.state_dict(), checkpoint_id=folder)
+    else:
+        dcp.load(model.state_dict(), checkpoint_id=folder)
+    return {n: v.numpy().copy() for n, v in model.state_dict().items()}
+
+
+def test_torchs_own_functions_read_the_model_at_another_size(tmp_path: Path) -> None:
+    saved = union(on_processes(4, plain_dcp, str(tmp_path), True))
+    loaded = union(on_processes(2, plain_dcp, str(tmp_path), False))
+    assert union([saved, loaded, plain_dcp(str(tmp_path), False)]).keys() == saved.keys()
 
 
 # --- what does not fit, on one process ---

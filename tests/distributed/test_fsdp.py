@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import prophet
 from prophet.parallel import ExpertReplicas, expert_groups, expert_parameters
@@ -95,3 +95,35 @@ def forgotten() -> list[str]:
 def test_experts_that_were_cut_are_refused() -> None:
     """Gathering them would mix the experts of different ranks without a word."""
     assert len(on_processes(2, forgotten, timeout_s=60)[0]) == 6
+
+
+def reduced_precision() -> list[float]:
+    """In bfloat16 by FSDP's policy, and under autocast: the gradients' norms, and that of float32."""
+    found = []
+    for how in ("policy", "autocast", "float32"):
+        ep, _ = expert_groups(2)
+        model = CASE.model(ep).float()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how == "policy" else MixedPrecisionPolicy()
+        experts = {p for _, p in expert_parameters(model)}
+        fully_shard(model, mp_policy=policy, ignored_params=experts)
+        ids = CASE.ids(0, 0)[torch.distributed.get_rank()]
+        if how == "policy":
+            with pytest.raises(ValueError, match=r"has torch\.float32 parameters, got torch\.bfloat16"):
+                model(ids)
+            for moe in model.moes:
+                moe.experts.to(torch.bfloat16)
+        engine = prophet.attach(model, config=CASE.engine_config(RandomPlanner(5, 0.8)))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+            loss = next_id_loss(model(ids).float(), ids, SCALE)
+        loss.backward()
+        found.append(float(engine.clip_grad_norm_(model.parameters(), 1e9)))
+        engine.close()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_reduced_precision() -> None:
+    policy, autocast, exact = on_processes(2, reduced_precision, timeout_s=60)[0]
+    assert policy == pytest.approx(exact, rel=0.05)
+    assert autocast == pytest.approx(exact, rel=0.05)
+    assert exact > 0
