@@ -262,7 +262,7 @@ class MoE(nn.Module):
         """The layer on `x` [..., D], where `decide` says for tokens [N, D] which experts they visit."""
         if x.shape[-1] != self.dim:
             raise ValueError(f"{self.label} has dim {self.dim}, got input of shape {list(x.shape)}")
-        self.experts.check_own()
+        self.experts.check_parameters()
         tokens = x.reshape(-1, self.dim)
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)

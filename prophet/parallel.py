@@ -10,6 +10,7 @@ Shape legend: R processes, P ranks of an EP group.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from prophet.comm import DEFAULT_TIMEOUT_S, Collective, Operation, world_groups
 from prophet.layer import MoE
-from prophet.spec import IntArray
+from prophet.spec import IntArray, odd_ones_out
 
 
 def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
@@ -75,6 +76,49 @@ def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
         layer.gate.update_bias(total)
 
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WATCHED = 8  # parameters; what makes copies drift apart moves all of them
+
+
+class DriftWatch:
+    """Warns, once, where parameters that all ranks share are not the same on all of them.
+
+    Nothing in the layers needs them to be, so nothing fails where gradients are not averaged, or are clipped by every
+    rank's own norm. The smallest trainable parameters stand for all; those that FSDP has cut are left out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        shared = [
+            (n, p)
+            for n, p in model.named_parameters()
+            if p.requires_grad
+            and p.is_floating_point()
+            and not getattr(p, "prophet_expert", False)
+            and not hasattr(p, "full_tensor")
+        ]
+        self._watched = sorted(shared, key=lambda item: item[1].numel())[:_WATCHED]
+        self._warned = False
+
+    def compare(self, collective: Collective) -> None:
+        """Compare the parameters' bits over the ranks; collective."""
+        if self._warned or not self._watched or collective.size == 1:
+            return
+        sums = [p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64) for _, p in self._watched]
+        table = collective.all_gather(torch.stack(sums), op=Operation("comparison of shared parameters")).cpu()
+        for (name, _), column in zip(self._watched, table.unbind(1), strict=True):
+            differ = odd_ones_out(column.numpy())
+            if differ:
+                self._warned = True
+                warnings.warn(
+                    f"{name} of rank(s) {differ} differs from the other ranks', though ranks share all parameters but "
+                    f"the experts'. Are their gradients averaged (DistributedDataParallel or FSDP), do all ranks start "
+                    f"alike, and is clipping done by engine.clip_grad_norm_ and not by torch's, which takes the norm "
+                    f"of one rank's experts?",
+                    stacklevel=2,
+                )
+                return
+
+
 class ExpertReplicas:
     """Averages expert gradients over the processes that hold the same experts, at the end of every backward pass.
 
@@ -99,7 +143,7 @@ class ExpertReplicas:
         if not layers:
             raise ValueError("the model has no prophet.MoE layer")
         for layer in layers:
-            layer.experts.check_own()
+            layer.experts.check_parameters()
         leave_out_of_ddp(model)
         self.replicas = replicas
         self.enabled = True
