@@ -582,8 +582,7 @@ def collective_for(group: dist.ProcessGroup | Collective | None, *, timeout_s: f
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return ThreadWorld(1).collective(0)
-    outside = dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
-    if group is not None and not outside and not isinstance(group, dist.ProcessGroup):
+    if group is not None and not isinstance(group, dist.ProcessGroup | int):  # a number where new_group left us out
         raise TypeError(f"group must be a process group, a Collective or None, got {type(group).__name__}")
     base = group if group is not None else dist.group.WORLD
     if dist.get_rank(base) < 0:
