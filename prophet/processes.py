@@ -11,7 +11,9 @@ import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
+import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +21,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -169,3 +171,15 @@ def _rank_main(
         if traces is not None:
             (traces / f"error-rank-{rank}.txt").write_text(traceback.format_exc(), encoding="utf-8")
         raise SystemExit(1) from None
+    leave()
+
+
+def leave() -> NoReturn:
+    """End this process well, at once.
+
+    The interpreter's own end takes the lock away from threads that still need it. gloo's workers outlive their group
+    while anything holds a tensor of theirs, and one that then lets go of it brings the whole process down (SIGABRT).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

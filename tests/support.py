@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import prophet
 from prophet.comm import Collective, ThreadCollective, ThreadWorld
+from prophet.processes import leave
 from prophet.spec import IntArray, Placement, PlanContext, Split, digest
 
 T = TypeVar("T")
@@ -231,6 +232,7 @@ def _process_main(
         raise SystemExit(3) from None
     dist.barrier()
     dist.destroy_process_group()
+    leave()
 
 
 def process_outcomes(size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Outcome]:

@@ -206,6 +206,7 @@ def _join(job: Job, ranks: int | None) -> dict[str, Any] | None:
     with joined_group("nccl" if on_gpu else "gloo", timeout_s=_TIMEOUT_S):
         collective = collective_for(None, timeout_s=_TIMEOUT_S)
         answer = _measure(job, collective, f"cuda:{local}" if on_gpu else "cpu")
+        collective.close()
     return answer if collective.rank == 0 else None
 
 
