@@ -21,7 +21,9 @@ from prophet import checkpoint
 from prophet.comm import ThreadWorld, processes
 from prophet.experts import ExpertBank
 from prophet.parallel import ExpertReplicas, expert_groups, expert_parameters
+from tests.moe_models import batches
 from tests.support import RandomPlanner, TinyModel, next_id_loss, on_processes
+from tests.unit.test_convert import Net, net_loss
 
 SHARDS = 4
 STEPS = 3
@@ -169,6 +171,24 @@ def test_torchs_own_functions_read_the_model_at_another_size(tmp_path: Path) -> 
     saved = union(on_processes(4, plain_dcp, str(tmp_path), True))
     loaded = union(on_processes(2, plain_dcp, str(tmp_path), False))
     assert union([saved, loaded, plain_dcp(str(tmp_path), False)]).keys() == saved.keys()
+
+
+def converted(ep_size: int, folder: str, save: bool) -> dict[str, Any]:
+    """A converted model, of which every expert had parameters of its own before."""
+    model = Net()
+    prophet.convert(model, group=expert_groups(ep_size)[0])
+    optimizer = torch.optim.AdamW(model.parameters())
+    loss, _ = net_loss(model, batches(1, seed=int(save))[0])
+    loss.backward()
+    optimizer.step()
+    (checkpoint.save if save else checkpoint.load)(folder, model, optimizer)
+    prophet.revert(model)
+    return {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
+
+
+def test_a_converted_model(tmp_path: Path) -> None:
+    saved = union(on_processes(2, converted, 2, str(tmp_path), True))
+    assert union([saved, converted(1, str(tmp_path), False)]).keys() == saved.keys()
 
 
 # --- what does not fit, on one process ---

@@ -42,6 +42,9 @@ def fsdp_run(ep_size: int, nested: bool) -> tuple[list[Step], list[float], set[s
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
         for m in range(CASE.microbatches):
+            if nested:  # only the last backward pass of a step communicates
+                averager.enabled = m == CASE.microbatches - 1
+                model.set_requires_gradient_sync(averager.enabled)
             ids = CASE.ids(s, m)[rank]
             loss = next_id_loss(model(ids), ids, SCALE)
             loss.backward()
