@@ -55,7 +55,9 @@ def main() -> None:
         if isinstance(module, Block):
             fully_shard(module, ignored_params=experts)  # FSDP leaves the experts where they are
     fully_shard(model, ignored_params=experts)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after fully_shard, which makes new parameters
+    # After fully_shard, which makes new parameters; in groups of their own, so that `fused=True` works, too.
+    dense = [p for p in model.parameters() if p not in experts]
+    optimizer = torch.optim.AdamW([{"params": dense}, {"params": list(experts)}], lr=3e-3)
     ExpertReplicas(model, replicas)  # averages the experts' gradients over the groups
     engine = prophet.attach(model, optimizer)
 

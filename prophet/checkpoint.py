@@ -34,7 +34,8 @@ DESCRIPTION = "training.json"
 TENSOR_INDEX = ".metadata"  # torch's
 MAX_DESCRIPTION_BYTES = 1 << 28
 FORMAT = 1
-_NOT_SETTINGS = ("params", "param_names")
+# how an optimizer computes is the reading one's own choice
+_NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _SHOWN = 4  # names in a message
 
 
@@ -63,7 +64,7 @@ def save(
     groups = []
     if optimizer is not None:
         for group in optimizer.param_groups:
-            names = [described.name_of(p) for p in group["params"]]
+            names = sorted(described.name_of(p) for p in group["params"])
             groups.append({"settings": _settings(group), "parameters": names})
     states = {}
     for name, p, state in described.trained():
@@ -77,7 +78,8 @@ def save(
             "groups": groups,
             "states": states,
             "extra": _plain(dict(extra or {}), "extra"),
-        }
+        },
+        sort_keys=True,  # ranks may list parameters in another order
     )
     _agree(text, described)
     if process_rank() == 0:
@@ -97,8 +99,9 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     """Read into `model` and `optimizer` what `save` has written, on any number of processes; returns its `extra`.
 
     Collective over all processes, between two steps. Parameters are written in place; the optimizer gets the state and
-    the settings (learning rate, ...) of every parameter it holds, by the parameter's name. Without an optimizer only
-    the model is read. Nothing is changed where the checkpoint does not fit: CheckpointError then.
+    the settings (learning rate, ...) of every parameter it holds, by the parameter's name; `fused`, `foreach` and the
+    like stay as they are. Without an optimizer only the model is read. Nothing is changed where the checkpoint does
+    not fit: CheckpointError then.
     """
     folder = Path(folder)
     said = _read_description(folder)

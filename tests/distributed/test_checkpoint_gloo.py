@@ -43,17 +43,17 @@ class Run:
         gate = prophet.GateConfig(bias_update_rate=1e-4)
         self.model = TinyModel(num_experts=8, group=ep, seed=seed, gate=gate)
         self.wrapped: torch.nn.Module = self.model
+        experts = {p for _, p in expert_parameters(self.model)}
         if cut == "fsdp":
-            experts = {p for _, p in expert_parameters(self.model)}
             for mix in self.model.mixes:
                 fully_shard(mix)
             fully_shard(self.model, ignored_params=experts)
         self.replicas = ExpertReplicas(self.model, replicas)
-        dense = [p for p in self.model.parameters() if p.dim() > 1]
+        dense = [p for p in self.model.parameters() if p.dim() > 1 and p not in experts]
         rest = [p for p in self.model.parameters() if p.dim() == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": dense}, {"params": rest, "weight_decay": 0.0}], lr=lr, betas=(0.8, 0.9)
-        )
+        # fused updates take either cut parameters or whole ones, hence the groups
+        groups = [{"params": dense}, {"params": list(experts)}, {"params": rest, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.8, 0.9), fused=cut == "fsdp")
         config = prophet.EngineConfig(planner=RandomPlanner(seed, 0.7), slots_per_rank=4, check_split_every=1)
         self.engine = prophet.attach(self.model, self.optimizer, config=config)
         if cut == "ddp":
@@ -100,7 +100,7 @@ class Run:
         return found
 
     def settings(self) -> list[dict[str, Any]]:
-        return [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        return [{k: v for k, v in g.items() if k not in ("params", "fused")} for g in self.optimizer.param_groups]
 
     def close(self) -> None:
         self.engine.close()
@@ -122,6 +122,7 @@ def go_on(ep_size: int, cut: str, folder: str) -> tuple[dict[str, Any], list[Any
     run = Run(ep_size, cut, seed=2, lr=1.0)
     run.train(0)  # what was there before does not matter
     extra = checkpoint.load(folder, run.wrapped, run.optimizer)
+    assert [g["fused"] for g in run.optimizer.param_groups] == [cut == "fsdp"] * 3
     loaded = run.everything()
     losses = run.train(extra["step"])
     run.close()

@@ -25,6 +25,7 @@ def run(folder: Path, *, ranks: int, ep_size: int, steps: int) -> dict[int, floa
     return {int(s): float(x) for s, x in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
 
 
+@pytest.mark.timeout(600)
 def test_a_run_goes_on_at_another_size(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", ranks=4, ep_size=2, steps=8)
     assert list(whole) == list(range(1, 9))
