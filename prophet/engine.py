@@ -207,6 +207,7 @@ class Engine:
 
     # --- the step, driven by hooks ---
 
+    @torch._compile._disable_dynamo
     def ensure_step(self) -> None:
         """Begin a step unless one is under way: planned placements come into force and Trans starts."""
         if self.runtime.running:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
+import torch.fx
 
 import prophet
 from prophet.comm import Collective, CollectiveError, ThreadWorld
@@ -327,6 +329,48 @@ def test_experts_shared_by_two_layers() -> None:
         twin = name.replace("moes.0", "moes.1")
         grads[name] = grads[twin] = grads[name] + grads[twin]
     compare([(loss, grads)], [[step] for step in on_threads(2, rank)])
+
+
+class Straight(torch.nn.Module):
+    """Without a loop over its blocks, in which torch.compile gives up."""
+
+    def __init__(self, group: Collective) -> None:
+        super().__init__()
+        self.first, self.moe, self.last = (
+            torch.nn.Linear(4, 6),
+            prophet.MoE(6, 8, 4, group=group),
+            torch.nn.Linear(6, 3),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(self.moe(torch.tanh(self.first(x))).relu())
+        return y
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_compiling_the_model(balanced: bool) -> None:
+    """No mistake: what is around the MoE layer is compiled, and the layer runs as it is."""
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(len(inputs))
+        return graph.forward
+
+    model, found = Straight(alone()), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = prophet.attach(model, optimizer, config=STATIC) if balanced else None
+    for run in (model, torch.compile(model, backend=backend)):
+        optimizer.zero_grad()
+        y = run(torch.linspace(-1, 1, 20).view(5, 4))
+        y.square().sum().backward()
+        optimizer.step()
+        found.append([y.detach(), *(p.grad for p in model.parameters())])
+    assert len(graphs) == 2, "before the layer and after it"
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    if engine is not None:
+        assert engine.step == 2
+        engine.close()
 
 
 def test_freezing_experts_in_the_middle() -> None:
