@@ -258,7 +258,7 @@ class MoE(nn.Module):
         """Apply the layer to `x` [..., D]; returns the same shape. Collective over the group's ranks."""
         return self._apply_experts(x, self.gate)
 
-    @torch._compile._disable_dynamo  # counts decide shapes, and ranks talk: torch.compile compiles what is around the layer
+    @torch._compile._disable_dynamo  # counts decide shapes: torch.compile compiles what is around the layer
     def _apply_experts(self, x: Tensor, decide: Callable[[Tensor], Routing]) -> Tensor:
         """The layer on `x` [..., D], where `decide` says for tokens [N, D] which experts they visit."""
         if x.shape[-1] != self.dim:
