@@ -235,12 +235,7 @@ def search(
     best = base.copy()
     trial_s = TRIAL_S * ranks * min(experts, 2 * ranks)
     tries = min(most_tries, int(effort * base[0] / (RUNGS * trial_s)))
-    layers = int(LAYERS_SHARE * effort * base[0] / (LAYER_S * ranks * experts))
-    if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
-        flow = make_flow(problem, np.arange(experts), slots)
-        best_used = local_layers(
-            problem, limit_R, layers, split_effort, flow, now_expert, now_rank, best_expert, best_rank, best
-        )
+    layers = int(LAYERS_SHARE * effort * base[0] / (LAYER_S * ranks * experts)) if tries > 0 else 0
     # Where splitting takes long, the slot limits are compared by the exports' own tokens, and only the best is split.
     frugal = tries == 0 and ranks * experts > SPLIT_GLADLY
     # The fast plan goes by exact splits, and looks at the splits it will get only where a further slot seems to pay.
@@ -273,6 +268,14 @@ def search(
                 known = True
                 best_same = same
                 best_tokens[:used] = now_tokens[:used]
+            best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
+        if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
+            flow = make_flow(problem, np.arange(experts), slots)
+            cost = base.copy()
+            used = local_layers(
+                problem, limit, layers, split_effort, flow, rep_expert, rep_rank, now_expert, now_rank, cost
+            )
+            known = known and (used == 0 or cost[0] >= best[0])
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
         if tries > 0 and best[0] > even_s * LITTLE_LEFT:
             used = explore(problem, limit, tries, now_expert, now_rank, rep_tokens, best_expert, best_rank, best_used)

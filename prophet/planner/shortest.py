@@ -32,6 +32,7 @@ from prophet.spec import BoolArray, FloatArray, IntArray
 SETTLE_S = 3e-8  # assumed seconds to settle one rank and expert once; only fixes how many sweeps an effort buys
 LEVELS = 9  # of q, from 2 on
 MOST_SWEEPS = 4 * LEVELS  # further ones gain next to nothing
+LEVELLED = 1e-3  # a level is left when a sweep lowers its norm by less
 WORTH_IT = 0.01  # share of the step that an exchange must be above its floor for descent to be tried
 
 
@@ -184,6 +185,7 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
     for i in range(LEVELS):
         q = plain(2) << i
         share = (sweeps * (i + 1)) // LEVELS
+        smooth = np.inf
         while done < share:
             done += 1
             reprice(flow, figures, busiest, q)
@@ -193,7 +195,9 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
                 low = now
                 best_tokens[:] = flow.tokens_AR[:arcs]
                 best_busy[:] = flow.busy
-            if moves == 0:
+            before = smooth
+            smooth = guide_of(flow, figures, busiest, q)
+            if moves == 0 or smooth > before * (1.0 - LEVELLED):
                 break
         done = max(done, share)
     flow.tokens_AR[:arcs] = best_tokens
