@@ -45,6 +45,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "convert": _RANKS | {"layer", "parallel"},
     "topology": _VALUES,
     "calibrate": _RANKS | {"topology"},
+    "calibrate_files": _VALUES | {"calibrate"},
     "processes": _VALUES | {"comm"},
     "replay": _VALUES | {"planner", "traces"},
     "picture": _VALUES | {"scheduler"},
@@ -56,7 +57,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"processes", "step_report"},
     "commands": _RANKS
     | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", "processes"}
-    | {"importers", "extrapolate", "monitor"},
+    | {"importers", "extrapolate", "monitor", "calibrate_files"},
     "cli": _VALUES | {"traces", "topology", "report", "processes", "demo", "monitor", "commands", ""},
     "__main__": {"cli"},
     "": _RANKS

@@ -162,7 +162,7 @@ def _build(
         program.price[variable] = 4.0
     direct, scatter, gather = _transfers(program, copy, context, any(forms))
     windows = ((1.0, context.windows.fnec_s), (2.0, context.windows.bnec_s))
-    sizes = (shape.expert_bytes, shape.expert_grad_bytes)
+    sizes = (context.trans_bytes, context.agg_bytes)
     most = float(max(1, len(copy))) * ranks
     for two_phase, n_bytes, (factor, window_s) in zip(forms, sizes, windows, strict=True):
         exposed = program.variable(price=1.0)
@@ -222,7 +222,7 @@ def solve_exactly(
         raise SpecError(f"load must be [{context.ranks}, {context.experts}], got {list(load.shape)}")
     if within is not None and (within.experts, within.ranks) != (context.experts, context.ranks):
         raise SpecError(f"`within` is for {within.experts} experts x {within.ranks} ranks, load is {list(load.shape)}")
-    same = context.shape.expert_bytes == context.shape.expert_grad_bytes
+    same = context.trans_bytes == context.agg_bytes
     choices = [(False, False), (True, True)] if same else [(a, b) for a in (False, True) for b in (False, True)]
     best: Optimum | None = None
     for forms in choices:
