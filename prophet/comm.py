@@ -582,6 +582,8 @@ def collective_for(group: dist.ProcessGroup | Collective | None, *, timeout_s: f
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return ThreadWorld(1).collective(0)
+    if group is not None and not isinstance(group, dist.ProcessGroup | int):  # a number where new_group left us out
+        raise TypeError(f"group must be a process group, a Collective or None, got {type(group).__name__}")
     base = group if group is not None else dist.group.WORLD
     if dist.get_rank(base) < 0:
         raise ValueError("this process is not a member of the group it was given")

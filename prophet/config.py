@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import nn
 
 from prophet.comm import Collective, Operation
 from prophet.history import PREDICT_MODES, PredictMode
@@ -92,6 +94,26 @@ class EngineConfig:
             f"accumulation={self.accumulation_steps} replicas={self.replica_memory} schedule={self.schedule} "
             f"ahead={self.look_ahead_blocks} transfers={self.transfers} check={self.check_split_every} "
             f"timeout={self.timeout_s}"
+        )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for what is no optimizer, ValueError for another model's; warn of one that is out of date."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        hint = "; it wraps one: pass its .optimizer" if hasattr(optimizer, "optimizer") else ""
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
+    named = {id(p): name for name, p in model.named_parameters()}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    advice = "build it after prophet.convert() and fully_shard(), which make new parameters"
+    if not held & set(named):
+        raise ValueError(f"the optimizer holds none of the model's parameters: {advice}")
+    missing = [named[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in held]
+    strangers = len(held - set(named))
+    if missing and strangers:
+        warnings.warn(
+            f"the optimizer does not hold {len(missing)} trainable parameters ({missing[0]}, ...), but {strangers} "
+            f"that are not in the model: {advice}",
+            stacklevel=3,
         )
 
 

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from prophet.comm import Collective, Operation, processes
-from prophet.config import EngineConfig, check_equal
+from prophet.config import EngineConfig, check_equal, check_optimizer
 from prophet.experts import Replica, ReplicaMemoryError, ReplicaPool
 from prophet.history import History
 from prophet.layer import MoE, PlanMismatch, Port, plain_port
-from prophet.parallel import leave_out_of_ddp
+from prophet.parallel import DriftWatch, leave_out_of_ddp, update_biases
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.replan import KeptPlan, next_plan
@@ -111,6 +111,8 @@ class Engine:
         self.step = 0
         self.last_step: StepReport | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
+        self.watch: DriftWatch | None = None
+        self._watched_step = -1
         self._closed = False
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
@@ -205,6 +207,7 @@ class Engine:
 
     # --- the step, driven by hooks ---
 
+    @torch._compile._disable_dynamo
     def ensure_step(self) -> None:
         """Begin a step unless one is under way: planned placements come into force and Trans starts."""
         if self.runtime.running:
@@ -314,9 +317,7 @@ class Engine:
         self.runtime.end()
         if self.runtime.recording is not None:
             self.runtime.recording.end()
-        for layer, choices in zip(self.layers, self._choices, strict=True):
-            if layer.gate.bias is not None:
-                layer.gate.update_bias(torch.from_numpy(choices))
+        update_biases(self.layers, self._choices)
         if self._on_host:
             self._notes.measured(self.runtime.windows.take())
         self._last_rank_load = self._rank_load
@@ -419,6 +420,7 @@ class Engine:
         self._dropped[layer] += dropped
         if layer == 0:
             self._notes.confirmed = False  # it is planned anew
+            self._watch()
         previous = self._plans[layer]
         if previous is not None:
             previous.cancel()
@@ -426,6 +428,13 @@ class Engine:
         expected = self.histories[layer].forecast(0, seen, self.config.predict)
         context = replace(self._contexts[layer], previous=self._placements[layer])
         self._plans[layer] = self._thread.submit(self._plan_ahead, layer, self._kept[layer], seen, expected, context)
+
+    def _watch(self) -> None:
+        """Now and then, in the first microbatch of a step: are the shared parameters still the same on all ranks?"""
+        due = self.step < 2 or self.step % self.config.check_split_every == 0
+        if self.watch is not None and due and self._watched_step != self.step:
+            self._watched_step = self.step
+            self.watch.compare(self.collective)
 
     def _plan_ahead(
         self, layer: int, kept: KeptPlan | None, seen: IntArray, expected: IntArray, context: PlanContext
@@ -466,7 +475,10 @@ class Engine:
         squares = torch.zeros(2, dtype=torch.float64, device=device)
         for p in params:
             assert p.grad is not None
-            squares[int(bool(getattr(p, "prophet_expert", False)))] += p.grad.detach().double().square().sum()
+            square = p.grad.detach().double().square().sum()
+            # FSDP leaves every rank a part of a gradient
+            whole = square.full_tensor() if hasattr(square, "full_tensor") else square
+            squares[int(bool(getattr(p, "prophet_expert", False)))] += whole
         experts = self.collective.all_gather(squares[1:], op=Operation("gradient norm")).sum()
         norm = (squares[0] + experts).sqrt()
         factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -552,15 +564,20 @@ def attach(
     DistributedDataParallel: it marks the experts so that DDP leaves their gradients alone. Without an optimizer the
     caller ends every step with `engine.runtime.finish_gradients()`, its own update and `engine.finish_step()`.
 
-    Raises ValueError where there is no MoE layer, where a layer is already attached, or where DDP already averages
-    expert gradients; `ConfigMismatch` where ranks differ; `ReplicaMemoryError` where the budget holds no replica.
+    Raises ValueError where there is no MoE layer, where a layer is already attached, where DDP already averages expert
+    gradients, where FSDP has cut experts, or where the optimizer holds none of the model's parameters;
+    `ConfigMismatch` where ranks differ; `ReplicaMemoryError` where the budget holds no replica.
     """
-    config = config or EngineConfig()
+    config = EngineConfig() if config is None else config
+    if not isinstance(config, EngineConfig):
+        raise TypeError(f"config must be a prophet.EngineConfig, got {type(config).__name__}")
     layers = moe_layers(model)
     if not layers:
         raise ValueError("the model has no prophet.MoE layer to balance")
     if any(isinstance(layer._port, _LayerPort) for layer in layers):
         raise ValueError("a layer of this model is already attached to an engine; close that one first")
+    for layer in layers:
+        layer.experts.check_parameters()
     leave_out_of_ddp(model)
     first = layers[0].collective
     for layer in layers:
@@ -578,9 +595,12 @@ def attach(
             f"apart unless their gradients are averaged: make a prophet.parallel.ExpertReplicas before attaching",
             stacklevel=2,
         )
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
     check_equal(layers, config, first)
     collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
     engine = Engine(layers, collective, config)
+    engine.watch = DriftWatch(model)
     engine._hooks.append(
         # a copy of the model has the hook, too: it must not drive this engine
         model.register_forward_pre_hook(lambda m, _: engine.ensure_step() if m is model and m.training else None)

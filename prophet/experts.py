@@ -121,6 +121,20 @@ class ExpertBank(nn.Module):
                 draw = torch.empty(p.shape[1:], dtype=torch.float32).uniform_(-bound, bound, generator=generator)
                 p[local].copy_(draw)
 
+    def check_parameters(self) -> None:
+        """Raise ValueError where the parameters are not of one dtype, or are no longer the experts' own."""
+        p = self.w_in
+        # FSDP takes the ranks' experts for parts of one tensor, and loses the marks
+        if self.ep_size > 1 and isinstance(p, nn.Parameter) and not hasattr(p, "prophet_expert"):
+            raise ValueError(
+                "the experts' parameters were replaced by others, as fully_shard() does, which would mix the experts "
+                "of different ranks: call it with "
+                "ignored_params={p for _, p in prophet.parallel.expert_parameters(model)}"
+            )
+        if any(q.dtype != p.dtype for _, q in self.stacked()):
+            found = ", ".join(f"{name} {q.dtype}" for name, q in self.stacked())
+            raise ValueError(f"the experts' parameters must have one dtype, got {found}")
+
     def stacked(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The stacked parameters in the order in which an expert's flat vector lists them."""
         for name in ("w_in", "b_in", "w_out", "b_out"):

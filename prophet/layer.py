@@ -225,6 +225,7 @@ class MoE(nn.Module):
     def _assemble(self, router: Router, experts: ExpertBank, top_k: int, collective: Collective, impl: Impl) -> None:
         """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
         self.collective = collective
+        self.replicas: Collective | None = None  # those with the same experts; see prophet.parallel.ExpertReplicas
         self.dim, self.hidden = experts.dim, experts.hidden
         self.num_experts, self.top_k = experts.total_experts, top_k
         self.impl: Impl = impl
@@ -257,10 +258,12 @@ class MoE(nn.Module):
         """Apply the layer to `x` [..., D]; returns the same shape. Collective over the group's ranks."""
         return self._apply_experts(x, self.gate)
 
+    @torch._compile._disable_dynamo  # counts decide shapes: torch.compile compiles what is around the layer
     def _apply_experts(self, x: Tensor, decide: Callable[[Tensor], Routing]) -> Tensor:
         """The layer on `x` [..., D], where `decide` says for tokens [N, D] which experts they visit."""
         if x.shape[-1] != self.dim:
             raise ValueError(f"{self.label} has dim {self.dim}, got input of shape {list(x.shape)}")
+        self.experts.check_parameters()
         tokens = x.reshape(-1, self.dim)
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)

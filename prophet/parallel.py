@@ -10,7 +10,8 @@ Shape legend: R processes, P ranks of an EP group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from prophet.comm import DEFAULT_TIMEOUT_S, Collective, Operation, world_groups
 from prophet.layer import MoE
+from prophet.spec import IntArray, odd_ones_out
 
 
 def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
@@ -56,6 +58,67 @@ def put_back_into_ddp(model: nn.Module, names: Iterable[str]) -> None:
     model._ddp_params_and_buffers_to_ignore = sorted(known - set(names))  # type: ignore[assignment]
 
 
+def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
+    """Update the gates' balancing biases from one step's `choices` [E] by layer; collective where replicas share them.
+
+    Every process counts its own EP group's choices. The copies of a gate must stay equal, so the groups' are added.
+    """
+    biased = [
+        (layer, torch.from_numpy(c)) for layer, c in zip(layers, choices, strict=True) if layer.gate.bias is not None
+    ]
+    if not biased:
+        return
+    counts, replicas = torch.cat([c for _, c in biased]), biased[0][0].replicas
+    if replicas is not None and replicas.size > 1:
+        counts = counts.to(biased[0][0].experts.w_in.device)
+        counts = replicas.all_gather(counts, op=Operation("choices of all replicas"), channel="weights").sum(0)
+    for (layer, _), total in zip(biased, counts.split([c.numel() for _, c in biased]), strict=True):
+        layer.gate.update_bias(total)
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WATCHED = 8  # parameters; what makes copies drift apart moves all of them
+
+
+class DriftWatch:
+    """Warns, once, where parameters that all ranks share are not the same on all of them.
+
+    Nothing in the layers needs them to be, so nothing fails where gradients are not averaged, or are clipped by every
+    rank's own norm. The smallest trainable parameters stand for all; those that FSDP has cut are left out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        shared = [
+            (n, p)
+            for n, p in model.named_parameters()
+            if p.requires_grad
+            and p.is_floating_point()
+            and not getattr(p, "prophet_expert", False)
+            and not hasattr(p, "full_tensor")
+        ]
+        self._watched = sorted(shared, key=lambda item: item[1].numel())[:_WATCHED]
+        self._warned = False
+
+    def compare(self, collective: Collective) -> None:
+        """Compare the parameters' bits over the ranks; collective."""
+        if self._warned or not self._watched or collective.size == 1:
+            return
+        sums = [p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64) for _, p in self._watched]
+        table = collective.all_gather(torch.stack(sums), op=Operation("comparison of shared parameters")).cpu()
+        for (name, _), column in zip(self._watched, table.unbind(1), strict=True):
+            differ = odd_ones_out(column.numpy())
+            if differ:
+                self._warned = True
+                warnings.warn(
+                    f"{name} of rank(s) {differ} differs from the other ranks', though ranks share all parameters but "
+                    f"the experts'. Are their gradients averaged (DistributedDataParallel or FSDP), do all ranks start "
+                    f"alike, and is clipping done by engine.clip_grad_norm_ and not by torch's, which takes the norm "
+                    f"of one rank's experts?",
+                    stacklevel=2,
+                )
+                return
+
+
 class ExpertReplicas:
     """Averages expert gradients over the processes that hold the same experts, at the end of every backward pass.
 
@@ -67,6 +130,8 @@ class ExpertReplicas:
     A layer that did not run in a pass contributes zeros, unless it ran on none of the processes. A process on which no
     expert ran while another's did is an error after the collective's time limit.
 
+    Balancing biases of gates follow the choices of all replicas, so they stay equal, too.
+
     It also makes equal at the start: the experts' parameters are overwritten by those of replica 0.
 
     Where an engine was told of more backward passes per step than ran, it completes gradients in `optimizer.step()`,
@@ -77,9 +142,14 @@ class ExpertReplicas:
         layers = [m for m in model.modules() if isinstance(m, MoE)]
         if not layers:
             raise ValueError("the model has no prophet.MoE layer")
+        for layer in layers:
+            layer.experts.check_parameters()
         leave_out_of_ddp(model)
         self.replicas = replicas
         self.enabled = True
+        self._layers = layers
+        for layer in layers:
+            layer.replicas = replicas
         self._params = [p for layer in layers for _, p in layer.experts.stacked()]
         self._task = -1
         self._hooks: list[Any] = []
@@ -132,5 +202,7 @@ class ExpertReplicas:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for layer in self._layers:
+            layer.replicas = None
         for p in self._params:
             p.prophet_averaged = False  # type: ignore[attr-defined]

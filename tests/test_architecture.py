@@ -38,6 +38,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "layer": _RANKS | {"planner", "history", "scheduler", "dispatch"},
     "config": _RANKS | {"planner", "history", "replan", "scheduler", "layer"},
     "parallel": _RANKS | {"layer"},
+    "checkpoint": _RANKS | {"layer"},
     "step_report": _VALUES | {"scheduler"},
     "engine": _RANKS
     | {"planner", "history", "replan", "traces", "scheduler", "layer", "config", "parallel", "step_report"},
@@ -108,6 +109,7 @@ _PURE_MODULES = {
 
 _MAY_COMMUNICATE = {
     "prophet/comm.py",
+    "prophet/checkpoint.py",  # torch's distributed checkpoint format
     "pipeline_balance/runtime.py",
     "pipeline_balance/devices.py",
     "pipeline_balance/release.py",

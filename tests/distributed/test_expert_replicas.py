@@ -130,6 +130,36 @@ def test_on_threads_the_mean_of_a_mean_changes_nothing() -> None:
     np.testing.assert_allclose(grads[1], 3 * grads[0], rtol=1e-5, atol=1e-6)
 
 
+def test_balancing_biases_follow_the_choices_of_all_groups() -> None:
+    """Two groups of one rank that route differently: their gates stay copies of each other."""
+
+    def body(replicas: Any) -> Any:
+        group = ThreadWorld(1).collective(0)
+        model = torch.nn.ModuleList(
+            prophet.MoE(4, 6, experts, group=group, gate=prophet.GateConfig(bias_update_rate=rate))
+            for experts, rate in ((2, 0.5), (4, 0.0), (4, 0.5))
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        averager = ExpertReplicas(model, replicas)
+        engine = prophet.attach(model, optimizer, config=prophet.EngineConfig(planner="static"))
+        for layer in model:
+            layer.gate.weight.data.zero_()[replicas.rank] = 1.0  # expert 0 in the first group, 1 in the second
+            layer.top_k = layer.gate.top_k = 1
+        engine.ensure_step()
+        x = torch.ones(3 + replicas.rank, 4)
+        sum(layer(x).sum() for layer in model).backward()
+        optimizer.step()
+        engine.close()
+        averager.close()
+        return [None if m.gate.bias is None else m.gate.bias.tolist() for m in model]
+
+    from tests.support import on_threads
+
+    one, two = on_threads(2, body)
+    # of 7 choices the second group made 4
+    assert one == two == [[0.5, -0.5], None, [-0.5, -0.5, 0.5, 0.5]]
+
+
 def test_a_model_without_experts() -> None:
     with pytest.raises(ValueError, match=r"has no prophet\.MoE layer"):
         ExpertReplicas(torch.nn.Linear(2, 2), ThreadWorld(1).collective(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import time
 import types
@@ -20,7 +21,7 @@ from prophet.config import EngineConfig
 from prophet.monitor import WAITING
 from prophet.monitor.read import MonitorError, Tail, read_steps
 from prophet.monitor.rows import detail_period, hottest, measured_gain, ratios, step_row
-from prophet.monitor.sinks import JsonLines, WandB, heat_map
+from prophet.monitor.sinks import JsonLines, WandB, heat_map, images, scalars
 from prophet.monitor.view import chosen_layers, course
 from prophet.step_report import StepReport
 from tests.support import FixedPlanner, TinyModel, everywhere, next_id_loss, on_threads
@@ -134,17 +135,35 @@ def test_a_run_is_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "The loss does not notice" not in page
 
 
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="TensorBoard is not installed")
-def test_tensorboard_gets_scalars_and_heat_maps(tmp_path: Path) -> None:
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs moe-prophet[monitor]")
+def test_tensorboard_gets_what_the_lines_have(tmp_path: Path) -> None:
+    """Read back with TensorBoard's own reader: every scalar, and the heat maps pixel by pixel."""
+    from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tmp_path, 2, tensorboard=True)
+    train(tmp_path, 4, tensorboard=True, heat_every=2, notes={"data": "ids in a circle"})
     found = EventAccumulator(str(tmp_path))
     found.Reload()
     tags = found.Tags()
-    assert "prophet/max_mean" in tags["scalars"]
-    assert "prophet_max_mean/layer_01" in tags["scalars"]
-    assert set(tags["images"]) == {"prophet_heat/experts", "prophet_heat/ranks", "prophet_heat/ranks_static"}
+    lines = (tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "max_mean" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    wanted = [scalars(row) for row in rows]
+    assert set(tags["scalars"]) == {name for row in wanted for name in row}
+    assert {"prophet/max_mean", "prophet_max_mean/layer_01"} <= set(tags["scalars"])
+    for name in tags["scalars"]:
+        values = {e.step: e.value for e in found.Scalars(name)}
+        assert values == pytest.approx({row["step"]: v[name] for row, v in zip(rows, wanted, strict=True) if name in v})
+    maps = [images(row) for row in rows]
+    assert set(tags["images"]) == set(maps[0]) == {f"prophet_heat/{n}" for n in ("experts", "ranks", "ranks_static")}
+    for name in tags["images"]:
+        drawn = found.Images(name)
+        assert [e.step for e in drawn] == [0, 2], "every second step has heat maps"
+        for event in drawn:
+            pixels = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)).convert("RGB"))
+            np.testing.assert_array_equal(pixels, maps[event.step][name])
+    text = found.Tensors("prophet/run/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "ids in a circle" in text
 
 
 def test_wandb_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
