@@ -165,9 +165,6 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
         raise ConfigError("zero_optimization.zenflow: not supported: it updates parameters while a step is under way")
     if stage > 0 and zero.get("contiguous_gradients") is False:
         raise ConfigError("zero_optimization.contiguous_gradients: DeepSpeed needs true with experts")
-    for name in ("bf16", "fp16"):
-        if part(name).get("enabled"):
-            raise ConfigError(f"{name}.enabled: not supported yet: only fp32 has been compared with plain DeepSpeed")
     for name, why in (
         ("amp", "apex changes the optimizer"),
         ("torch_autocast", "its gradient scaler does not know of experts"),

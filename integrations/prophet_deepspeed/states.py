@@ -131,7 +131,10 @@ class States:
                 setattr(self._scaler(), k, v)
 
     def _scaler(self) -> Any:
-        return getattr(self._optimizer, "loss_scaler", self._optimizer)
+        for name in ("loss_scaler", "loss_scale_config"):
+            if hasattr(self._optimizer, name):
+                return getattr(self._optimizer, name)
+        return self._optimizer
 
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -1,0 +1,291 @@
+"""DeepSpeed on gloo processes for the tests: one small model of DeepSpeed's own MoE layers, trained in four ways.
+
+With `prophet_deepspeed`, replicas placed at random; by plain DeepSpeed; and densely, by one process without an engine.
+All see the same batches, whatever the number of ranks, so losses and parameters can be compared.
+
+Shape legend: R ranks, E experts, m experts per rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import prophet
+from prophet.convert import original_state_dict
+from tests.support import RandomPlanner, seeded
+
+Array = npt.NDArray[Any]
+VOCAB, DIM, HIDDEN, LENGTH, ROWS = 23, 8, 12, 6, 8  # ROWS sequences per microbatch, on all ranks
+EXPERTS_NAME = "deepspeed_experts."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run. ep_size: None is all ranks. plain: DeepSpeed without prophet. config: more of DeepSpeed's."""
+
+    ep_size: int | None = None
+    plain: bool = False
+    stage: int = 0
+    dtype: str = "fp32"
+    optimizer: str = "AdamW"
+    lr: float = 5e-3
+    clip: float = 0.0
+    microbatches: int = 2
+    blocks: int = 2
+    experts: int = 8
+    sampling: bool = False
+    checkpointing: str | None = None
+    seed: int = 0
+    scheduler: bool = True
+    random: bool = True
+    config: dict[str, Any] = field(default_factory=dict)
+    section: dict[str, Any] = field(default_factory=dict)
+
+    def plainly(self) -> Case:
+        return replace(self, plain=True)
+
+    def deepspeed_config(self) -> dict[str, Any]:
+        params: dict[str, Any] = {"lr": self.lr}
+        if self.optimizer == "AdamW":
+            params |= {"torch_adam": True, "weight_decay": 0.01, "betas": [0.8, 0.95]}
+        found: dict[str, Any] = {
+            "train_batch_size": ROWS * self.microbatches,
+            "gradient_accumulation_steps": self.microbatches,
+            "gradient_clipping": self.clip,
+            "zero_optimization": {"stage": self.stage, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000},
+            "zero_allow_untested_optimizer": True,
+            "optimizer": {"type": self.optimizer, "params": params},
+            "steps_per_print": 10_000,
+        }
+        if self.scheduler:
+            found["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": self.lr}}
+        if self.dtype != "fp32":
+            found[self.dtype] = {"enabled": True}
+        for key, value in self.config.items():
+            found[key] = {**found[key], **value} if isinstance(found.get(key), dict) else value
+        if not self.plain:
+            ours = {"ep_size": self.ep_size, "planner": "pro-prophet", "check_split_every": 1}
+            found["prophet"] = ours | self.section
+        return found
+
+
+class Model(nn.Module):
+    """Embedding, residual MoE layers of DeepSpeed with a linear mix between them, and a read-out."""
+
+    def __init__(self, case: Case, ep_size: int = 1) -> None:
+        super().__init__()
+        self.case = case
+        with seeded(case.seed):
+            self.embed = nn.Embedding(VOCAB, DIM)
+            self.mixes = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(case.blocks))
+            self.head = nn.Linear(DIM, VOCAB)
+            self.moes = nn.ModuleList(self._moe(case, ep_size) for _ in range(case.blocks))
+
+    @staticmethod
+    def _moe(case: Case, ep_size: int) -> nn.Module:
+        layers: Any = importlib.import_module("deepspeed.moe.layer")
+        expert = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, DIM))
+        moe: nn.Module = layers.MoE(
+            DIM,
+            expert,
+            num_experts=case.experts,
+            ep_size=ep_size,
+            k=2,
+            drop_tokens=False,
+            top2_2nd_expert_sampling=case.sampling,
+        )
+        seeds = torch.randint(0, 1 << 31, (case.experts,)).tolist()
+        for name, p in moe.named_parameters():
+            if EXPERTS_NAME not in name:
+                nn.init.normal_(p, std=0.5)  # a router with favourites
+        held: Any = moe.deepspeed_moe.experts.deepspeed_experts  # type: ignore[union-attr]
+        first = len(held) * (dist.get_rank() % ep_size)
+        for i, module in enumerate(held):
+            generator = torch.Generator().manual_seed(seeds[first + i])
+            for p in module.parameters():
+                nn.init.normal_(p, std=0.3, generator=generator)
+        return moe
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        for mix, moe in zip(self.mixes, self.moes, strict=True):
+            x = x + torch.tanh(mix(x))
+            x = x + self._run(moe, x)
+        logits = self.head(x[:, :-1]).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+    def _run(self, moe: nn.Module, x: Tensor) -> Tensor:
+        def run(tokens: Tensor) -> Tensor:
+            out: Tensor = moe(tokens)[0]
+            return out
+
+        kind = self.case.checkpointing
+        if kind is None:
+            return run(x)
+        if kind == "deepspeed":
+            module: Any = importlib.import_module("deepspeed")
+            found: Tensor = module.checkpointing.checkpoint(run, x)
+            return found
+        out: Tensor = checkpoint(run, x, use_reentrant=kind == "reentrant")
+        return out
+
+
+def batch(step: int, microbatch: int) -> Tensor:
+    """All ranks' sequences of one microbatch, [ROWS, LENGTH]."""
+    generator = torch.Generator().manual_seed(1000 * step + microbatch)
+    start = torch.randint(0, VOCAB, (ROWS, 1), generator=generator)
+    stride = torch.randint(1, 4, (ROWS, 1), generator=generator)
+    return (start + stride * torch.arange(LENGTH)) % VOCAB
+
+
+def prepare() -> Any:
+    """Import deepspeed for CPUs; it would compile an operation for processes of one machine, which takes a minute."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
+    deepspeed: Any = importlib.import_module("deepspeed")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    importlib.import_module("logging").getLogger("DeepSpeed").setLevel("WARNING")
+    deepspeed.init_distributed()
+    return deepspeed
+
+
+def start(case: Case) -> Any:
+    """The engine of a case, on this process."""
+    deepspeed = prepare()
+    ranks = dist.get_world_size()
+    model = Model(case, (case.ep_size or ranks) if case.plain else 1)
+    initialize = deepspeed.initialize
+    if not case.plain:
+        initialize = importlib.import_module("prophet_deepspeed").initialize
+    engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=case.deepspeed_config())
+    if not case.plain and case.random:
+        engine.prophet._planner = RandomPlanner(case.seed, 0.6)
+    return engine
+
+
+def train(engine: Any, steps: int) -> list[float]:
+    """Go on for `steps` steps; the mean loss over ranks and microbatches, by step. Data follows `global_steps`."""
+    losses, rank, ranks = [], dist.get_rank(), dist.get_world_size()
+    for _ in range(steps):
+        step, micros = engine.global_steps, engine.gradient_accumulation_steps()
+        total = torch.zeros((), dtype=torch.float64)
+        for micro in range(micros):
+            loss = engine(batch(step, micro).chunk(ranks)[rank])
+            engine.backward(loss)
+            engine.step()
+            total += loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(float(total) / (ranks * micros))
+    return losses
+
+
+def moved(engine: Any) -> int:
+    """Replicas that the last step used on all ranks; the tests want some."""
+    return int(engine.prophet.last_step.copies.sum())
+
+
+def parameters(engine: Any) -> dict[str, Array]:
+    """The model's parameters by their names in the unconverted model of one rank, the same on all ranks."""
+    model = engine.module
+    if hasattr(engine, "prophet"):
+        return _arrays(original_state_dict(model))
+    found = {k: v.detach() for k, v in model.state_dict().items()}
+    whole: dict[str, Tensor] = {}
+    for name, value in found.items():
+        if EXPERTS_NAME not in name:
+            whole[name] = value
+            continue
+        before, _, after = name.partition(EXPERTS_NAME)
+        local, _, rest = after.partition(".")
+        moe: Any = model.get_submodule(name.partition(".deepspeed_moe")[0])
+        parts = [torch.zeros_like(value) for _ in range(moe.ep_size)]
+        group: Any = importlib.import_module("deepspeed.utils.groups")
+        dist.all_gather(parts, value.contiguous(), group=group._get_expert_parallel_group(moe.expert_group_name))
+        for rank, part in enumerate(parts):
+            whole[f"{before}{EXPERTS_NAME}{int(local) + rank * moe.num_local_experts}.{rest}"] = part
+    return _arrays(whole)
+
+
+def _arrays(state: dict[str, Tensor]) -> dict[str, Array]:
+    return {k: v.detach().float().numpy().copy() for k, v in state.items()}
+
+
+def full_state(engine: Any, folder: Path) -> dict[str, Any]:
+    """Everything that a checkpoint holds now, by name, read back from a checkpoint made for the purpose."""
+    engine.save_checkpoint(folder, tag="state", save_latest=False)
+    found = {}
+    for path in sorted((folder / "state").glob("*.pt")):
+        found |= {f"{path.stem}/{k}": v for k, v in _flat(torch.load(path, weights_only=True)).items()}
+    dist.barrier()
+    return found
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    items: Any = None
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    if items is None:
+        return {prefix: value.numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value}
+    found: dict[str, Any] = {}
+    for k, v in items:
+        found |= _flat(v, f"{prefix}/{k}" if prefix else str(k))
+    return found
+
+
+def dense(case: Case, ranks: int, steps: int) -> tuple[list[float], dict[str, Array]]:
+    """The oracle, in one process of its own: no engine, no parallelism; torch's optimizer and clipping.
+
+    ranks: among how many the batches would be dealt out; the loss is the mean of theirs.
+    """
+    prepare()
+    model: Any = Model(case)
+    for moe in model.moes:
+        moe.set_deepspeed_parallelism()
+    if case.optimizer == "AdamW":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            model.parameters(), lr=case.lr, weight_decay=0.01, betas=(0.8, 0.95)
+        )
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
+    schedules: Any = importlib.import_module("deepspeed.runtime.lr_schedules")
+    scheduler = schedules.WarmupLR(optimizer, warmup_num_steps=4, warmup_max_lr=case.lr) if case.scheduler else None
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(case.microbatches):
+            for ids in batch(step, micro).chunk(ranks):
+                loss = model(ids) / (ranks * case.microbatches)
+                loss.backward()
+                total += float(loss.detach())
+        if case.clip:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(total)
+    return losses, _arrays(model.state_dict())
+
+
+def differences(wanted: dict[str, Array], got: dict[str, Array]) -> float:
+    """The largest absolute difference of two states with the same names."""
+    if set(wanted) != set(got):
+        raise AssertionError(f"names differ: {sorted(set(wanted) ^ set(got))[:6]}")
+    return max(float(np.abs(wanted[k] - got[k]).max()) for k in wanted)
+
+
+def changed(engine: prophet.Engine) -> bool:
+    """Whether any placement in force has a replica."""
+    return any(not p.is_static for p in engine.last_step.placements) if engine.last_step else False
