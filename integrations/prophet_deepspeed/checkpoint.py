@@ -184,6 +184,10 @@ class Checkpoints:
         try:
             dense = layout.read_dense(folder)
             found = self._read(folder, dense, states if load_optimizer_states and not load_module_only else None)
+            same = (dense["processes"], dense["ranks"]) == (processes(), self._engine.collective.size)
+            goes_on = None
+            if same and not load_module_only:
+                goes_on = layout.read(folder / self._random(), "device"), layout.read(folder / self._balancing())
         except CheckpointError as caught:
             error = caught
         failed = self._meet("reading of a checkpoint", error is not None)
@@ -205,8 +209,8 @@ class Checkpoints:
         for name, value in dense["counters"].items():
             setattr(ds, name, value)
         ds.micro_steps = layout.micro_steps(dense["counters"], ds.gradient_accumulation_steps())
-        if (dense["processes"], dense["ranks"]) == (processes(), self._engine.collective.size):
-            self._go_on(folder)
+        if goes_on is not None:
+            self._go_on(folder, *goes_on)
         return str(folder), dense["client_state"]
 
     def _read(
@@ -228,14 +232,12 @@ class Checkpoints:
             settings[id(p)] = own
         return {**dense["module"], **experts}, values, settings
 
-    def _go_on(self, folder: Path) -> None:
+    def _go_on(self, folder: Path, random: dict[str, Any], balancing: dict[str, Any]) -> None:
         """As many ranks as wrote the checkpoint: random numbers and placements continue."""
-        path = folder / self._random()
-        state = layout.read(path, "device")
-        layout.set_random_state(state, path)
-        _accelerator().set_rng_state(state["device"])
+        layout.set_random_state(random, folder / self._random())
+        _accelerator().set_rng_state(random["device"])
         try:
-            self._engine.load_state_dict(layout.read(folder / self._balancing()))
+            self._engine.load_state_dict(balancing)
         except SpecError as error:  # configured differently now, as with fewer slots: plans are made anew
             warnings.warn(f"{folder / self._balancing()}: {error}; the first step starts without replicas", stacklevel=3)
 
