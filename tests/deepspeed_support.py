@@ -8,10 +8,10 @@ Shape legend: R ranks, E experts, m experts per rank.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import prophet
 from prophet.convert import original_state_dict
 from tests.support import RandomPlanner, seeded
 
 Array = npt.NDArray[Any]
 VOCAB, DIM, HIDDEN, LENGTH, ROWS = 23, 8, 12, 6, 8  # ROWS sequences per microbatch, on all ranks
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXPERTS_NAME = "deepspeed_experts."
 
 
@@ -51,6 +51,9 @@ class Case:
     random: bool = True
     config: dict[str, Any] = field(default_factory=dict)
     section: dict[str, Any] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
 
     def plainly(self) -> Case:
         return replace(self, plain=True)
@@ -156,6 +159,7 @@ def prepare() -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     importlib.import_module("logging").getLogger("DeepSpeed").setLevel("WARNING")
     deepspeed.init_distributed()
+    gc.freeze()  # converting a model looks through all objects that are not
     return deepspeed
 
 
@@ -189,13 +193,71 @@ def train(engine: Any, steps: int) -> list[float]:
     return losses
 
 
+def raw_state(engine: Any) -> dict[str, Any]:
+    """What this process holds between two steps, as DeepSpeed and torch hold it, flat and by name."""
+    base = engine.basic_optimizer
+    scaler = getattr(engine.optimizer, "loss_scaler", getattr(engine.optimizer, "loss_scale_config", None))
+    found = {
+        "module": engine.module.state_dict(),
+        "optimizer": base.state_dict(),
+        "updated": [list(group["params"]) for group in base.param_groups],
+        "scheduler": engine.lr_scheduler.state_dict() if engine.lr_scheduler else None,
+        "scaler": None if scaler is None else vars(scaler),
+        "counters": [engine.global_steps, engine.global_samples, engine.skipped_steps, engine.micro_steps],
+        "random": torch.get_rng_state(),
+    }
+    return _flat(found)
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    items: Any = None
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = enumerate(value)
+    if items is None:
+        return {prefix: value.detach().double().numpy().copy() if isinstance(value, Tensor) else value}
+    found: dict[str, Any] = {}
+    for key, one in items:
+        found |= _flat(one, f"{prefix}/{key}" if prefix else str(key))
+    return found
+
+
+def values(engine: Any) -> dict[str, Array]:
+    """The 32-bit value and the moments of this process's parameters, experts one by one, by name."""
+    states: Any = importlib.import_module("prophet_deepspeed.states").States(engine)
+    found = {}
+    for name, p in engine.module.named_parameters():
+        for key, value in states.read(p).items():
+            array = value.detach().numpy().copy()
+            if not getattr(p, "prophet_expert", False):
+                found[f"{name}/{key}"] = array
+                continue
+            bank = engine.module.get_submodule(name.rpartition(".")[0])
+            found |= {f"{name}.{bank.first_expert + i}/{key}": one for i, one in enumerate(array)}
+    return found
+
+
 def moved(engine: Any) -> int:
     """Replicas that the last step used on all ranks; the tests want some."""
     return int(engine.prophet.last_step.copies.sum())
 
 
 def parameters(engine: Any) -> dict[str, Array]:
-    """The model's parameters by their names in the unconverted model of one rank, the same on all ranks."""
+    """The 32-bit values of all parameters by their names in the unconverted model of one rank, on all ranks."""
+    states: Any = importlib.import_module("prophet_deepspeed.states").States(engine)
+    params = list(engine.module.parameters())
+    before = [p.data for p in params]
+    for p in params:
+        p.data = states.read(p)["fp32"]
+    try:
+        return _named(engine)
+    finally:
+        for p, data in zip(params, before, strict=True):
+            p.data = data
+
+
+def _named(engine: Any) -> dict[str, Array]:
     model = engine.module
     if hasattr(engine, "prophet"):
         return _arrays(original_state_dict(model))
@@ -220,37 +282,17 @@ def _arrays(state: dict[str, Tensor]) -> dict[str, Array]:
     return {k: v.detach().float().numpy().copy() for k, v in state.items()}
 
 
-def full_state(engine: Any, folder: Path) -> dict[str, Any]:
-    """Everything that a checkpoint holds now, by name, read back from a checkpoint made for the purpose."""
-    engine.save_checkpoint(folder, tag="state", save_latest=False)
-    found = {}
-    for path in sorted((folder / "state").glob("*.pt")):
-        found |= {f"{path.stem}/{k}": v for k, v in _flat(torch.load(path, weights_only=True)).items()}
-    dist.barrier()
-    return found
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    items: Any = None
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list | tuple):
-        items = enumerate(value)
-    if items is None:
-        return {prefix: value.numpy() if isinstance(value, Tensor) and value.dtype != torch.bfloat16 else value}
-    found: dict[str, Any] = {}
-    for k, v in items:
-        found |= _flat(v, f"{prefix}/{k}" if prefix else str(k))
-    return found
-
-
 def dense(case: Case, ranks: int, steps: int) -> tuple[list[float], dict[str, Array]]:
     """The oracle, in one process of its own: no engine, no parallelism; torch's optimizer and clipping.
 
-    ranks: among how many the batches would be dealt out; the loss is the mean of theirs.
+    ranks: among how many the batches would be dealt out; the loss is the mean of theirs. A 16-bit case is computed in
+    32 bit, from the same rounded parameters.
     """
     prepare()
     model: Any = Model(case)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(p.to(DTYPES[case.dtype]))  # what a 16-bit run starts from
     for moe in model.moes:
         moe.set_deepspeed_parallelism()
     if case.optimizer == "AdamW":
@@ -286,6 +328,10 @@ def differences(wanted: dict[str, Array], got: dict[str, Array]) -> float:
     return max(float(np.abs(wanted[k] - got[k]).max()) for k in wanted)
 
 
-def changed(engine: prophet.Engine) -> bool:
-    """Whether any placement in force has a replica."""
-    return any(not p.is_static for p in engine.last_step.placements) if engine.last_step else False
+def update_error(start: dict[str, Array], wanted: dict[str, Array], got: dict[str, Array]) -> float:
+    """The largest, over parameters, of how far the update since `start` is from the wanted one, relative to it."""
+    errors = []
+    for name, before in start.items():
+        update = np.linalg.norm(wanted[name] - before)
+        errors.append(float(np.linalg.norm(got[name] - wanted[name]) / update) if update > 0 else 0.0)
+    return max(errors)
