@@ -282,14 +282,18 @@ def _arrays(state: dict[str, Tensor]) -> dict[str, Array]:
     return {k: v.detach().float().numpy().copy() for k, v in state.items()}
 
 
-def dense(case: Case, ranks: int, steps: int) -> tuple[list[float], dict[str, Array]]:
+def dense(
+    case: Case, ranks: int, steps: int, state: dict[str, Tensor] | None = None
+) -> tuple[list[float], dict[str, Array]]:
     """The oracle, in one process of its own: no engine, no parallelism; torch's optimizer and clipping.
 
     ranks: among how many the batches would be dealt out; the loss is the mean of theirs. A 16-bit case is computed in
-    32 bit, from the same rounded parameters.
+    32 bit, from the same rounded parameters. state: the model's parameters at the start.
     """
     prepare()
     model: Any = Model(case)
+    if state is not None:
+        model.load_state_dict(state)
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.to(DTYPES[case.dtype]))  # what a 16-bit run starts from

@@ -1,7 +1,7 @@
 """`save_checkpoint` and `load_checkpoint` of a DeepSpeed engine with balanced experts.
 
-The layout is that of `prophet_deepspeed.layout`: it depends neither on the number of ranks nor on which of them are home
-to an expert, and not on the ZeRO stage. On as many ranks as wrote it, training goes on bit by bit: the states of the
+The layout is that of `prophet_deepspeed.layout`: it depends neither on the number of ranks, nor on which of them are
+home to an expert, nor on the ZeRO stage. On as many ranks as wrote it, training goes on bit by bit: the states of the
 random generators are part of it (DeepSpeed's top-2 gate draws noise for every token), and so are the placements that
 come next, which decide the order of sums.
 """
@@ -239,7 +239,9 @@ class Checkpoints:
         try:
             self._engine.load_state_dict(balancing)
         except SpecError as error:  # configured differently now, as with fewer slots: plans are made anew
-            warnings.warn(f"{folder / self._balancing()}: {error}; the first step starts without replicas", stacklevel=3)
+            warnings.warn(
+                f"{folder / self._balancing()}: {error}; the first step starts without replicas", stacklevel=3
+            )
 
 
 def _is_expert(p: nn.Parameter) -> bool:

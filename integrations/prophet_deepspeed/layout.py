@@ -1,9 +1,9 @@
 """What a checkpoint's files are called and hold, and how experts are found in them at any number of ranks.
 
-`dense.pt` holds what all ranks share, `experts_<rank>_of_<ranks>.pt` the experts of one rank of the expert-parallel (EP)
-group that wrote it, every expert by itself under `<parameter>.<expert>`, `balancing_<group>_of_<groups>.pt` what one EP
-group remembers of its routing, and `random_<process>_of_<processes>.pt` the states of one process's random generators.
-Any number of ranks reads the first two; the others belong to as many ranks as wrote them. Files are read without running
+`dense.pt` holds what all ranks share, `experts_<rank>_of_<ranks>.pt` the experts of one rank of the expert-parallel
+(EP) group, every expert by itself under `<parameter>.<expert>`, `balancing_<group>_of_<groups>.pt` what one EP group
+remembers of its routing, and `random_<process>_of_<processes>.pt` the states of one process's random generators. Any
+number of ranks reads the first two; the others belong to as many ranks as wrote them. Files are read without running
 code.
 
 Nothing here imports deepspeed. Shape legend: m experts of one rank.
@@ -104,7 +104,7 @@ def unstack(parameter: str, first: int, stacked: Mapping[str, Tensor]) -> dict[s
 
 def stack(parameter: str, experts: Iterable[int], values: Mapping[str, Values], folder: Path) -> Values:
     """The inverse, for any experts in any order; all must have the same entries."""
-    found = []
+    found: list[Values] = []
     for expert in experts:
         entry = values.get(expert_key(parameter, expert))
         if entry is None or (found and set(entry) != set(found[0])):
@@ -158,7 +158,7 @@ def micro_steps(counters: Mapping[str, int], per_step: int) -> int:
 
 def random_state() -> dict[str, Any]:
     """The states of Python's, numpy's and torch's generators on the host."""
-    name, keys, position, has_gauss, gauss = np.random.get_state()
+    name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  (what users' data pipelines draw from)
     words = torch.from_numpy(np.asarray(keys).astype(np.int64))
     return {
         "python": random.getstate(),
@@ -173,7 +173,7 @@ def set_random_state(state: Mapping[str, Any], path: Path) -> None:
         name, words, *rest = state["numpy"]
         version, inner, gauss = state["python"]
         random.setstate((version, tuple(inner), gauss))
-        np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
+        np.random.set_state((name, words.numpy().astype(np.uint32), *rest))  # noqa: NPY002
         torch.set_rng_state(state["torch"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path}: expected states of random generators: {error}") from error

@@ -168,9 +168,8 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     model_dtype = next((name for name in ("bf16", "fp16") if part(name).get("enabled")), "fp32")
     adds_in = part("data_types").get("grad_accum_dtype") or model_dtype
     if adds_in not in (model_dtype, "fp32"):
-        raise ConfigError(
-            f"data_types.grad_accum_dtype: expected {model_dtype!r} or 'fp32' for a {model_dtype} model, got {adds_in!r}"
-        )
+        known = " or ".join(repr(name) for name in dict.fromkeys((model_dtype, "fp32")))
+        raise ConfigError(f"data_types.grad_accum_dtype: expected {known} for a {model_dtype} model, got {adds_in!r}")
     if part("bf16").get("immediate_grad_update"):
         raise ConfigError("bf16.immediate_grad_update: not supported: it reads experts' gradients too early")
     for name, why in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -101,7 +102,10 @@ def initialize(
             collate_fn=collate_fn,
             config=plain,
         )
-    balancer = prophet.attach(model, config=section.engine_config())
+    with warnings.catch_warnings():
+        if ep_size == 1:  # asked for: every process holds all experts, and DeepSpeed averages them
+            warnings.filterwarnings("ignore", message="the MoE layers hold all experts on every rank")
+        balancer = prophet.attach(model, config=section.engine_config())
     if wrapped is not None:
         bind(engine, balancer)
     engine.prophet, engine.prophet_report = balancer, report

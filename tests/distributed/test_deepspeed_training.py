@@ -165,14 +165,16 @@ def test_16_bit_is_within_its_rounding(name: str, runs: Any, wanted: Any) -> Non
     losses, after = wanted[key(case)]
     unit = 2.0**-8 if case.dtype == "bf16" else 2.0**-11
     result = results[0]
-    assert all(r.replicas > 0 and r.losses == result.losses for r in results) and home.replicas == 0
+    assert all(r.replicas > 0 and r.losses == result.losses for r in results)
+    assert home.replicas == 0
     assert result.losses[0] == pytest.approx(losses[0], rel=unit / 2)
     assert result.losses == pytest.approx(home.losses, rel=unit / 2)
     before, first, second = result.states
     assert update_error(before, after, first) < 10 * unit
     assert update_error(before, home.states[2], second) < 10 * unit
     # clipped by the norm over all experts
-    assert result.norm == pytest.approx(home.norm, rel=unit) and result.norm > case.clip
+    assert result.norm == pytest.approx(home.norm, rel=unit)
+    assert result.norm > case.clip
 
 
 @pytest.mark.slow

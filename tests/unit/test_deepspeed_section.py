@@ -35,6 +35,9 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
         ({"prophet": {"schedule": "fast"}}, r"prophet\.schedule must be one of"),
         ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: 3 is not supported.*no whole expert"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "'fp16' or 'fp32' for a fp16 model"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, r"data_types\.grad_accum_dtype: expected 'fp32'"),
+        ({"bf16": {"enabled": True, "immediate_grad_update": True}}, r"bf16\.immediate_grad_update: not supported"),
         ({"optimizer": {"type": "Muon"}}, r"optimizer\.type: 'Muon' is not supported"),
         ({"amp": {"enabled": True}}, "amp: not supported"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: only true"),
@@ -44,3 +47,17 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
 def test_refused_by_name(config: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         read_config(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+        {"fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 1.0},
+        {"data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 4},
+        {"zero_optimization": {"stage": 2, "overlap_comm": True, "round_robin_gradients": True}},
+        {"prophet": {"ep_size": 2}, "activation_checkpointing": {"partition_activations": False}},
+    ],
+)
+def test_accepted(config: dict[str, Any]) -> None:
+    assert read_config(config)[0] == {k: v for k, v in config.items() if k != "prophet"}
