@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import prophet
 from prophet.convert import original_state_dict
 from tests.support import RandomPlanner, seeded
 
@@ -32,10 +33,13 @@ EXPERTS_NAME = "deepspeed_experts."
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run. ep_size: None is all ranks. plain: DeepSpeed without prophet. config: more of DeepSpeed's."""
+    """One training run. ep_size: None is all ranks. plain: DeepSpeed without prophet. own: layers of prophet, built for
+    all ranks, instead of DeepSpeed's. config: more of DeepSpeed's.
+    """
 
     ep_size: int | None = None
     plain: bool = False
+    own: bool = False
     stage: int = 0
     dtype: str = "fp32"
     optimizer: str = "AdamW"
@@ -97,6 +101,8 @@ class Model(nn.Module):
 
     @staticmethod
     def _moe(case: Case, ep_size: int) -> nn.Module:
+        if case.own:
+            return prophet.MoE(DIM, HIDDEN, case.experts, 2, group=dist.group.WORLD)
         layers: Any = importlib.import_module("deepspeed.moe.layer")
         expert = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, DIM))
         moe: nn.Module = layers.MoE(
@@ -130,8 +136,9 @@ class Model(nn.Module):
 
     def _run(self, moe: nn.Module, x: Tensor) -> Tensor:
         def run(tokens: Tensor) -> Tensor:
-            out: Tensor = moe(tokens)[0]
-            return out
+            out = moe(tokens)
+            first: Tensor = out if self.case.own else out[0]
+            return first
 
         kind = self.case.checkpointing
         if kind is None:
@@ -260,20 +267,24 @@ def parameters(engine: Any) -> dict[str, Array]:
 def _named(engine: Any) -> dict[str, Array]:
     model = engine.module
     if hasattr(engine, "prophet"):
-        return _arrays(original_state_dict(model))
-    found = {k: v.detach() for k, v in model.state_dict().items()}
+        found = _arrays(original_state_dict(model))
+        if engine.prophet_report is None:  # nothing is converted: every rank has its own experts
+            parts: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(parts, found)
+            found = {k: v for part in parts for k, v in part.items()}
+        return found
     whole: dict[str, Tensor] = {}
-    for name, value in found.items():
+    for name, value in model.state_dict().items():
         if EXPERTS_NAME not in name:
             whole[name] = value
             continue
         before, _, after = name.partition(EXPERTS_NAME)
         local, _, rest = after.partition(".")
         moe: Any = model.get_submodule(name.partition(".deepspeed_moe")[0])
-        parts = [torch.zeros_like(value) for _ in range(moe.ep_size)]
+        shares = [torch.zeros_like(value) for _ in range(moe.ep_size)]
         group: Any = importlib.import_module("deepspeed.utils.groups")
-        dist.all_gather(parts, value.contiguous(), group=group._get_expert_parallel_group(moe.expert_group_name))
-        for rank, part in enumerate(parts):
+        dist.all_gather(shares, value.contiguous(), group=group._get_expert_parallel_group(moe.expert_group_name))
+        for rank, part in enumerate(shares):
             whole[f"{before}{EXPERTS_NAME}{int(local) + rank * moe.num_local_experts}.{rest}"] = part
     return _arrays(whole)
 
@@ -297,7 +308,7 @@ def dense(
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(p.to(DTYPES[case.dtype]))  # what a 16-bit run starts from
-    for moe in model.moes:
+    for moe in [] if case.own else model.moes:
         moe.set_deepspeed_parallelism()
     if case.optimizer == "AdamW":
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(

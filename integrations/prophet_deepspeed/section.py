@@ -177,6 +177,7 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
         ("torch_autocast", "its gradient scaler does not know of experts"),
         ("expert_parallel", "DeepSpeed would replace the MoE blocks itself"),
         ("hybrid_engine", "its engine replaces layers between steps"),
+        ("data_efficiency", "what its samplers have drawn is not in a checkpoint here"),
         ("compile", "compiled hooks would not be this integration's"),
     ):
         if any(part(name).get(k) for k in ("enabled", "deepcompile")):

@@ -78,6 +78,7 @@ def initialize(
     layers = moe_layers(model)
     if not layers:
         raise ConfigError(f"{SECTION}: the model has no MoE layer that is known; see docs/convert.md")
+    check_biases(layers, processes())
     for layer in layers:
         if (layer.collective.size, layer.collective.rank) != (ep.size, ep.rank):
             raise ConfigError(
@@ -113,6 +114,16 @@ def initialize(
     engine.save_checkpoint, engine.load_checkpoint = checkpoints.save, checkpoints.load
     engine.save_16bit_model = engine.save_fp16_model = checkpoints.save_model
     return engine, wrapped, data, scheduler
+
+
+def check_biases(layers: list[prophet.MoE], ranks: int) -> None:
+    """Raise `ConfigError` where copies of a gate would become different ones."""
+    for layer in layers:
+        if layer.gate.bias is not None and layer.collective.size < ranks:
+            raise ConfigError(
+                f"{SECTION}.ep_size: {layer.collective.size} with {ranks} processes is not supported for gates with a "
+                f"balancing bias (bias_update_rate): each group would count its own choices only"
+            )
 
 
 def _config_of(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:

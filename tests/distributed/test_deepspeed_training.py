@@ -45,6 +45,7 @@ EXACT |= {f"{k} checkpointing": replace(BASE, stage=2, checkpointing=k) for k in
 EXACT |= {"non-reentrant checkpointing": replace(BASE, checkpointing="non-reentrant")}
 OPTIONS = {"round_robin_gradients": True, "overlap_comm": True, "parameter_alignment": True}
 EXACT |= {"ZeRO-2, options": replace(BASE, stage=2, config={"zero_optimization": OPTIONS})}
+EXACT |= {"own layers": replace(BASE, stage=2, own=True)}
 EXACT |= {"AdamW": replace(BASE, stage=1, optimizer="AdamW", lr=5e-3, scheduler=True)}
 ROUNDED = {f"bf16, ZeRO-{s}": replace(BASE, stage=s, dtype="bf16") for s in (0, 1, 2)}
 ROUNDED |= {f"bf16 added in fp32, ZeRO-{s}": replace(BASE, stage=s, dtype="bf16", config=IN_32) for s in (1, 2)}
