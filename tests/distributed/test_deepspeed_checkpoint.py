@@ -39,10 +39,11 @@ FP16 = {"fp16": {"initial_scale_power": 4, "loss_scale_window": 2}}  # the scale
 IN_32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 # DeepSpeed's gate draws noise for every token: random generators go on, too
 BASE = Case(clip=0.5, microbatches=1, sampling=True, section={"predict": "ema"})
-SAME = {f"{d}, ZeRO-{s}": replace(BASE, stage=s, dtype=d) for s in (0, 1, 2) for d in ("fp32", "bf16")}
+SAME = {f"fp32, ZeRO-{s}": replace(BASE, stage=s) for s in (0, 1, 2)}
+SAME |= {f"bf16, ZeRO-{s}": replace(BASE, stage=s, dtype="bf16") for s in (0, 2)}
 SAME |= {f"fp16, ZeRO-{s}": replace(BASE, stage=s, dtype="fp16", config=FP16) for s in (0, 2)}
 SAME |= {"bf16 added in fp32": replace(BASE, stage=1, dtype="bf16", config=IN_32)}
-SAME |= {"two groups": replace(BASE, stage=1, ep_size=2), "planned": replace(BASE, stage=2, random=False)}
+SAME |= {"two groups": replace(BASE, stage=1, ep_size=2), "planned": replace(BASE, stage=2, random=False, microbatches=2)}
 # noise differs where ranks have other tokens: no noise
 OTHER = {f"ZeRO-{s}": Case(stage=s, clip=0.5) for s in (0, 1, 2)}
 
