@@ -336,7 +336,7 @@ class Placement:
 def check_load(load: npt.NDArray[Any]) -> IntArray:
     """Validate `load_RE` ([ranks, experts] non-negative integers) and return it as contiguous int64."""
     array = np.asarray(load)
-    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer):
+    if array.ndim != 2 or array.dtype.kind not in "iu":
         raise SpecError(f"load must be integers [ranks, experts], got {array.dtype} {list(array.shape)}")
     if array.size and array.min() < 0:
         raise SpecError("load must not be negative")

@@ -25,7 +25,7 @@ PLANNER_NAMES: tuple[str, ...] = (
     "fine-ep",
 )
 
-SEARCH_EFFORT = 0.02  # of "prophet-search": the share of a step that it may plan
+SEARCH = {"effort": 0.02, "split_effort": 0.1}  # the options of "prophet-search", as of `ProphetPlanner`
 
 __all__ = ["PLANNER_NAMES", "Planner", "get_planner", "warm"]
 
@@ -46,7 +46,7 @@ def _build(name: str, options: dict[str, Any]) -> Planner:
     if name in ("prophet", "prophet-search"):
         from prophet.planner.greedy import ProphetPlanner
 
-        preset: dict[str, Any] = {} if name == "prophet" else {"effort": SEARCH_EFFORT, "name": name}
+        preset: dict[str, Any] = {} if name == "prophet" else {**SEARCH, "name": name}
         return ProphetPlanner(**preset | options)
     from prophet.planner import baselines
 

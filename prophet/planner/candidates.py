@@ -11,10 +11,10 @@ from __future__ import annotations
 import numpy as np
 
 from prophet.planner.compiled import compiled
-from prophet.planner.descent import Flow, attach, load_on, plain, sweep
+from prophet.planner.descent import Flow, attach, plain, redirect, sweep
 from prophet.planner.export import export_excess
-from prophet.planner.shortest import best_split, copies_moved, cost_of, guide_of, make_flow, reprice
-from prophet.planner.timing import OVERHEAD_S, Problem, exposed_seconds
+from prophet.planner.shortest import best_split, copies_moved, guide_of, reprice
+from prophet.planner.timing import OVERHEAD_S, TOKEN_BYTES, Problem, exchange_seconds, exposed_seconds
 from prophet.spec import BoolArray, FloatArray, IntArray
 
 
@@ -79,29 +79,43 @@ def placement_cost(
 ) -> FloatArray:
     """Cost of a list of replicas under the split that it will get, [5] seconds as of `shortest.cost_of`."""
     multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
-    return best_split(problem, multi, start, arc_rank, split_effort)[1]
+    return best_split(problem, multi, start, arc_rank, split_effort, False)[1]
 
 
 @compiled
-def hand_over(
-    tokens_AR: IntArray, busy: FloatArray, node_R: IntArray, j: int, a: int, home: int, to: int, tokens: int
-) -> None:
-    """Move tokens from arc j at their home to arc a: those of rank `to` first, then its node's, the home's own last."""
-    for kind in range(4):
-        start = to if kind == 0 else home if kind == 3 else 0
-        others = kind in (1, 2)
-        stop = node_R.size if others else start + 1
-        for r in range(start, stop):
-            if tokens == 0:
-                return
-            if others and (r in (home, to) or (node_R[r] == node_R[to]) != (kind == 1)):
-                continue
-            n = min(tokens, tokens_AR[j, r])
-            tokens -= n
-            tokens_AR[j, r] -= n
-            tokens_AR[a, r] += n
-            load_on(busy, node_R, r, home, -n)
-            load_on(busy, node_R, r, to, n)
+def exact_cost(
+    problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: int, split_effort: float
+) -> tuple[FloatArray, bool]:
+    """Cost [5] under the exact split, a bound for the split it will get, and whether that one is the same."""
+    multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
+    _, cost, sweeps, _, _ = best_split(problem, multi, start, arc_rank, split_effort, True)
+    return cost, sweeps == 0
+
+
+@compiled
+def outline(problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: int) -> FloatArray:
+    """Copies of experts that the busiest rank moves for these replicas, [6] as of `shortest.copies_moved`."""
+    experts = problem.home_E.size
+    arcs = experts + used
+    nothing = np.empty((5, problem.node_R.size))
+    following = np.full(arcs, -1, np.int64)
+    rank = np.empty(arcs, np.int64)
+    rank[:experts] = problem.home_E
+    counters = np.empty(2, np.int64)
+    counters[0] = arcs
+    counters[1] = experts
+    for i in range(used):
+        e = rep_expert[i]
+        rank[experts + i] = rep_rank[i]
+        following[experts + i] = following[e]
+        following[e] = experts + i
+    flow = Flow(
+        problem.node_R, nothing, nothing, nothing, nothing, np.empty(4), following, rank, rank,
+        np.empty((0, 0), np.int64), counters,
+    )  # fmt: skip
+    busiest = np.zeros(6)
+    copies_moved(flow, np.empty((2, 6, problem.node_R.size)), busiest)
+    return busiest
 
 
 @compiled
@@ -109,15 +123,8 @@ def transfers_added(
     problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: int, cost: FloatArray
 ) -> FloatArray:
     """`cost` [5] with the exposed transfers of these replicas: what it is while the further ones take no tokens."""
-    multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
-    flow = make_flow(problem, multi, used)
-    for j in range(multi.size):
-        for k in range(start[j], start[j + 1]):
-            if arc_rank[k] != flow.rank_A[j]:
-                attach(flow, j, arc_rank[k], 0.0)
-    busiest = np.zeros(6)
-    copies_moved(flow, np.empty((2, 6, problem.node_R.size)), busiest)
     now = cost.copy()
+    busiest = outline(problem, rep_expert, rep_rank, used)
     now[3], now[4] = exposed_seconds(busiest, cost[2] / 3.0, problem.figures)
     now[0] = now[1] + now[2] + now[3] + now[4]
     return now
@@ -127,25 +134,79 @@ def transfers_added(
 def export_cost(
     problem: Problem, rep_expert: IntArray, rep_rank: IntArray, rep_tokens: IntArray, used: int
 ) -> FloatArray:
-    """Cost of exports whose tokens are known: local ones first, then those of the node, the home's own last."""
-    ranks = problem.node_R.size
-    row = np.full(problem.home_E.size, -1, np.int64)
-    many = 0
-    chosen = np.empty(used, np.int64)
+    """Estimated cost [5] of exports whose tokens are known, in time that does not grow with ranks per replica.
+
+    A replica takes its own rank's tokens first, then those of its node, then others', the home's own last. Of others'
+    it takes the same share from every rank, as if no replica of that expert had taken any before.
+    """
+    load_RE, total_E, home_E, node_R = problem.load_RE, problem.total_E, problem.home_E, problem.node_R
+    figures = problem.figures
+    ranks = node_R.size
+    first = np.empty(node_R[ranks - 1] + 2, np.int64)  # first rank of every node
+    for r in range(ranks - 1, -1, -1):
+        first[node_R[r]] = r
+    first[node_R[ranks - 1] + 1] = ranks
+    busy = np.empty((5, ranks))
+    groups = problem.home_groups.copy()
+    for r in range(ranks):
+        busy[0, r] = problem.home_load[r]
+        for k in range(4):
+            busy[1 + k, r] = problem.home_moved[k, r]
     for i in range(used):
-        if row[rep_expert[i]] < 0:
-            row[rep_expert[i]] = many
-            chosen[many] = rep_expert[i]
-            many += 1
-    flow = make_flow(problem, chosen[:many], used)
-    for i in range(used):
-        j = row[rep_expert[i]]
-        a = attach(flow, j, rep_rank[i], problem.figures[OVERHEAD_S])
-        hand_over(flow.tokens_AR, flow.busy, flow.node_R, j, a, flow.rank_A[j], rep_rank[i], rep_tokens[i])
-    moved = np.empty((2, 6, ranks))
-    busiest = np.zeros(6)
-    copies_moved(flow, moved, busiest)
-    return cost_of(flow, problem, chosen, busiest)
+        e = rep_expert[i]
+        to = rep_rank[i]
+        home = home_E[e]
+        here = node_R[to]
+        there = node_R[home]
+        groups[to] += 1
+        busy[0, home] -= rep_tokens[i]
+        busy[0, to] += rep_tokens[i]
+        left = float(rep_tokens[i])
+        part = min(left, float(load_RE[to, e]))
+        redirect(busy, node_R, to, home, to, part)
+        left -= part
+        own = float(load_RE[home, e])
+        others = total_E[e] - own - load_RE[to, e]
+        near = 0.0
+        if first[node_R[ranks - 1]] > 0:  # several nodes
+            for r in range(first[here], first[here + 1]):
+                if r not in (to, home):
+                    part = min(left, float(load_RE[r, e]))
+                    redirect(busy, node_R, r, home, to, part)
+                    left -= part
+                    near += load_RE[r, e]
+            others -= near
+            part = min(left, others)
+            if there == here:  # from other nodes either way
+                busy[4, home] -= part
+                busy[4, to] += part
+            elif part > 0.0:
+                around = 0.0
+                for r in range(first[there], first[there + 1]):
+                    if r != home:
+                        share = part * load_RE[r, e] / others
+                        redirect(busy, node_R, r, home, to, share)
+                        around += share
+                busy[4, home] -= part - around
+                busy[4, to] += part - around
+        else:
+            part = min(left, others)
+            busy[2, home] -= part
+            busy[2, to] += part
+        redirect(busy, node_R, home, home, to, left - part)
+    forward_s = 0.0
+    near = 0.0
+    far = 0.0
+    for r in range(ranks):
+        forward_s = max(forward_s, busy[0, r] * problem.seconds_per_token_R[r] + groups[r] * figures[OVERHEAD_S])
+        near = max(near, busy[1, r], busy[2, r])
+        far = max(far, busy[3, r], busy[4, r])
+    cost = np.empty(5)
+    cost[1] = 4.0 * exchange_seconds(near, far, figures[TOKEN_BYTES], figures)
+    cost[2] = 3.0 * forward_s
+    cost[3], cost[4] = exposed_seconds(outline(problem, rep_expert, rep_rank, used), forward_s, figures)
+    cost[0] = cost[1] + cost[2] + cost[3] + cost[4]
+    return cost
 
 
 @compiled
@@ -159,22 +220,31 @@ def try_exports(
     best_rank: IntArray,
     best_tokens: IntArray,
     best: FloatArray,
-) -> tuple[int, bool]:
+    split_effort: float,
+    frugal: bool,
+) -> tuple[int, bool, bool]:
     """Exports down to a ladder of levels: all the way where transfers are free, less far where they are not.
 
-    Writes the placement that costs less than `best` [5]; returns (its replicas or 0, slots were short).
+    Writes the placement that costs less than `best` [5]; returns (its replicas or 0, slots were short, its split will
+    be the exact one). A `frugal` search estimates costs instead of splitting.
     """
     best_used = 0
     slack = 0.0
     misses = 0
+    same = True
+    best_same = True
     used, short = export_excess(problem, slack, False, limit_R, rep_expert, rep_rank, rep_tokens)
     while used > 0:
-        cost = export_cost(problem, rep_expert, rep_rank, rep_tokens, used)
+        if frugal:
+            cost = export_cost(problem, rep_expert, rep_rank, rep_tokens, used)
+        else:
+            cost, same = exact_cost(problem, rep_expert, rep_rank, used, split_effort)
         misses += 1
         if cost[0] < best[0]:
             misses = 0
             best[:] = cost
             best_used = used
+            best_same = same
             best_expert[:used] = rep_expert[:used]
             best_rank[:used] = rep_rank[:used]
             best_tokens[:used] = rep_tokens[:used]
@@ -183,7 +253,7 @@ def try_exports(
         slack = 0.05 if slack == 0.0 else slack * 2.0
         used, lacking = export_excess(problem, slack, False, limit_R, rep_expert, rep_rank, rep_tokens)
         short = short or lacking
-    return best_used, short
+    return best_used, short, best_same
 
 
 @compiled
@@ -250,8 +320,9 @@ def local_layers(
             n = flow.tokens_AR[wanted, r]
             flow.tokens_AR[wanted, r] -= n
             flow.tokens_AR[a, r] += n
-            load_on(flow.busy, flow.node_R, r, flow.rank_A[wanted], -n)
-            load_on(flow.busy, flow.node_R, r, r, n)
+            flow.busy[0, flow.rank_A[wanted]] -= n
+            flow.busy[0, r] += n
+            redirect(flow.busy, flow.node_R, r, flow.rank_A[wanted], r, n)
             rep_expert[used] = wanted
             rep_rank[used] = r
             used += 1

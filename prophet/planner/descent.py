@@ -118,13 +118,15 @@ def set_prices(flow: Flow, q: int, exchange_weight: float, forward_weight: float
 
 
 @compiled
-def token_price(price: FloatArray, node_R: IntArray, source: int, rank: int) -> float:
-    """What a token of `source` pays to be computed on `rank`."""
-    p = price[0, rank]
-    if rank != source:
-        level = 1 if node_R[rank] == node_R[source] else 3
-        p += price[level, source] + price[level + 1, rank]
-    return float(p)
+def token_price(here: bool, near: bool, own: float, near_s: float, far_s: float) -> float:
+    """What a token pays on a holder that is its own rank (`here`), in its node (`near`) or elsewhere.
+
+    `own` is the price of the holder's products; `near_s` and `far_s` are those of the way there. Numbers only: a call
+    that passes arrays counts references, which takes longer than the sums.
+    """
+    if here:
+        return own
+    return own + (near_s if near else far_s)
 
 
 @compiled
@@ -147,17 +149,22 @@ def settle(
     """
     moves = 0
     touched = np.empty(6, np.int64)
+    ranks = node_R.size
+    own, out_near, in_near, out_far, in_far = price[0], price[1], price[2], price[3], price[4]
     for j in range(first, last):
         if following_A[j] < 0:
             continue
-        for r in range(node_R.size):
+        for r in range(ranks):
             dear = -1
             cheap = -1
             high = 0.0
             low = 0.0
             a = j
             while a >= 0:
-                p = token_price(price, node_R, r, rank_A[a])
+                d = rank_A[a]
+                p = token_price(
+                    d == r, node_R[d] == node_R[r], own[d], out_near[r] + in_near[d], out_far[r] + in_far[d]
+                )
                 if tokens_AR[a, r] > 0 and (dear < 0 or p > high):
                     dear = a
                     high = p
@@ -170,7 +177,6 @@ def settle(
             giver = rank_A[dear]
             taker = rank_A[cheap]
             # Resources of the giver's side (0..2) and of the taker's side (3..5), as k * R + rank; -1: none.
-            ranks = node_R.size
             touched[0] = giver
             touched[3] = taker
             if giver == r:
@@ -270,41 +276,54 @@ def attach(flow: Flow, j: int, rank: int, overhead_s: float) -> int:
 
 
 @compiled
-def load_on(busy: FloatArray, node_R: IntArray, source: int, rank: int, tokens: int) -> None:
-    """Count `tokens` of `source` that are computed on `rank` (negative: no longer)."""
-    busy[0, rank] += tokens
-    if rank != source:
-        level = 1 if node_R[rank] == node_R[source] else 3
-        busy[level, source] += tokens
-        busy[level + 1, rank] += tokens
+def redirect(busy: FloatArray, node_R: IntArray, source: int, giver: int, taker: int, tokens: float) -> None:
+    """Tokens of `source` go to `taker` instead of `giver`: the exchange rows of `busy`, the products not."""
+    back = 0
+    if giver != source:
+        back = 1 if node_R[giver] == node_R[source] else 3
+        busy[back + 1, giver] -= tokens
+    to = 0
+    if taker != source:
+        to = 1 if node_R[taker] == node_R[source] else 3
+        busy[to + 1, taker] += tokens
+    if back != to:
+        if back > 0:
+            busy[back, source] -= tokens
+        if to > 0:
+            busy[to, source] += tokens
 
 
 @compiled
 def detach(flow: Flow, a: int, overhead_s: float) -> None:
     """Take replica `a` away; its tokens go to the holder that is cheapest for them at the present prices."""
-    price, node_R, busy = flow.price, flow.node_R, flow.busy
+    price, node_R, busy, tokens_AR = flow.price, flow.node_R, flow.busy, flow.tokens_AR
+    rank_A, following_A = flow.rank_A, flow.following_A
+    own, out_near, in_near, out_far, in_far = price[0], price[1], price[2], price[3], price[4]
     j = flow.expert_A[a]
-    rank = flow.rank_A[a]
+    rank = rank_A[a]
     k = j
-    while flow.following_A[k] != a:
-        k = flow.following_A[k]
-    flow.following_A[k] = flow.following_A[a]
+    while following_A[k] != a:
+        k = following_A[k]
+    following_A[k] = following_A[a]
     for r in range(node_R.size):
-        n = flow.tokens_AR[a, r]
+        n = tokens_AR[a, r]
         if n == 0:
             continue
         best = -1
         low = 0.0
         k = j
         while k >= 0:
-            p = token_price(price, node_R, r, flow.rank_A[k])
+            d = rank_A[k]
+            near_s, far_s = out_near[r] + in_near[d], out_far[r] + in_far[d]
+            p = token_price(d == r, node_R[d] == node_R[r], own[d], near_s, far_s)
             if best < 0 or p < low:
                 best = k
                 low = p
-            k = flow.following_A[k]
-        load_on(busy, node_R, r, rank, -n)
-        load_on(busy, node_R, r, flow.rank_A[best], n)
-        flow.tokens_AR[best, r] += n
+            k = following_A[k]
+        busy[0, rank] -= n
+        busy[0, rank_A[best]] += n
+        redirect(busy, node_R, r, rank, rank_A[best], n)
+        tokens_AR[best, r] += n
     flow.base[0, rank] -= overhead_s
     last = flow.counters[0] - 1
     flow.counters[0] = last

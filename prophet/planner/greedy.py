@@ -25,7 +25,7 @@ from prophet.spec import (
     check_load,
 )
 
-MOST_TRIES = 600  # trial moves per slot limit, however long the step
+MOST_TRIES = 2400  # trial moves per slot limit, however long the step
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -103,7 +103,8 @@ class ProphetPlanner:
     is turned into a number of trial moves by an assumed time per move, so that every rank makes the same. 0, the
     default, is the fast plan; more pays where exchanges take much of a step and hidden transfers cost nothing, which
     the model takes for granted and not every machine keeps.
-    `split_effort`: the same for the split, which waits for the step's counts; 0 always minimises the bottleneck.
+    `split_effort`: the share of the seconds by which exchanges exceed their floor that the split may take to bring them
+    down, counted by an assumed time, too; 0 always minimises the bottleneck.
     """
 
     keep_margin: float = 0.005
@@ -111,7 +112,7 @@ class ProphetPlanner:
     spare: float = 0.2
     spare_margin: float = 0.01
     effort: float = 0.0
-    split_effort: float = 0.02
+    split_effort: float = 0.03
     name: str = "prophet"
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 

@@ -5,7 +5,7 @@ Shape legend: R ranks, J experts (all of them), A arcs (one per expert and holde
 A replica is worth what its tokens would save at the present prices, less what it adds to the exposed part of Trans and
 Agg. `grow` adds the most valuable one again and again, past moves that do not pay by themselves (the first copy costs a
 Trans, the next ones share it), and keeps the best state on the way; `shrink` drops the least valuable one in the same
-manner; `swap` exchanges single replicas. Every move counts against `Search.tries`.
+manner; `swap` exchanges single replicas, `polish` pairs of them. Every move counts against `Search.tries`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from prophet.planner.compiled import compiled
-from prophet.planner.descent import Flow, attach, copy_flow, detach, settle_expert, sweep, token_price
-from prophet.planner.shortest import copies_moved, guide_of, reprice
+from prophet.planner.descent import Flow, attach, copy_flow, detach, plain, settle_expert, sweep, token_price
+from prophet.planner.shortest import LEVELS, copies_moved, guide_of, reprice, shorten
 from prophet.planner.timing import OVERHEAD_S, exposed_seconds
 from prophet.spec import BoolArray, FloatArray, IntArray
 
@@ -67,13 +67,16 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
     price, node_R, rank_A = flow.price, flow.node_R, flow.rank_A
     following_A, tokens_AR = flow.following_A, flow.tokens_AR
     ranks = node_R.size
-    value, figures, units = search.value_JR, search.figures, search.units
-    floor = price[0, 0]
+    value, figures, units, busiest = search.value_JR, search.figures, search.units, search.busiest
+    sent, received, barred_JR = search.moved[0], search.moved[1], search.barred_JR
+    own, out_near, in_near, out_far, in_far = price[0], price[1], price[2], price[3], price[4]
+    busy, rate, base = flow.busy[0], flow.rate[0], flow.base[0]
+    floor = own[0]
     forward_s = 0.0
     for r in range(ranks):
-        floor = min(floor, price[0, r])
-        forward_s = max(forward_s, flow.busy[0, r] * flow.rate[0, r] + flow.base[0, r])
-    trans_s, agg_s = exposed_seconds(search.busiest, forward_s, figures)
+        floor = min(floor, own[r])
+        forward_s = max(forward_s, busy[r] * rate[r] + base[r])
+    trans_s, agg_s = exposed_seconds(busiest, forward_s, figures)
     promise = np.zeros(flow.counters[1])
     for j in range(promise.size):
         a = j
@@ -82,7 +85,8 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
             for r in range(ranks):
                 n = tokens_AR[a, r]
                 if n > 0:
-                    promise[j] += n * (token_price(price, node_R, r, d) - floor)
+                    near_s, far_s = out_near[r] + in_near[d], out_far[r] + in_far[d]
+                    promise[j] += n * (token_price(d == r, node_R[d] == node_R[r], own[d], near_s, far_s) - floor)
             a = following_A[a]
     held = np.zeros(ranks, np.bool_)
     for c in range(experts.size):
@@ -104,12 +108,11 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
             held[d] = True
             copies += 1
             together = together and node_R[d] == node_R[home]
-            c0 = flow.rate[0, d]
-            steepest = max(steepest, q * price[0, d] * c0 / (max(flow.busy[0, d], 1.0) * c0 + flow.base[0, d]))
+            steepest = max(steepest, q * own[d] * rate[d] / (max(busy[d], 1.0) * rate[d] + base[d]))
             a = following_A[a]
         for d in range(ranks):
             value[j, d] = NOTHING
-            if held[d] or free[d] <= 0 or search.barred_JR[j, d]:
+            if held[d] or free[d] <= 0 or barred_JR[j, d]:
                 continue
             gain = 0.0
             tokens = 0.0
@@ -119,21 +122,22 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
                 for r in range(ranks):
                     n = tokens_AR[a, r]
                     if n > 0:
-                        p = token_price(price, node_R, r, h) - token_price(price, node_R, r, d)
+                        near_s, far_s = out_near[r] + in_near[h], out_far[r] + in_far[h]
+                        p = token_price(h == r, node_R[h] == node_R[r], own[h], near_s, far_s)
+                        near_s, far_s = out_near[r] + in_near[d], out_far[r] + in_far[d]
+                        p -= token_price(d == r, node_R[d] == node_R[r], own[d], near_s, far_s)
                         if p > 0.0:
                             gain += p * n
                             tokens += n
                 a = following_A[a]
             if gain <= 0.0:
                 continue
-            c0 = flow.rate[0, d]
-            bend = steepest + q * price[0, d] * c0 / (max(flow.busy[0, d], 1.0) * c0 + flow.base[0, d])
+            bend = steepest + q * own[d] * rate[d] / (max(busy[d], 1.0) * rate[d] + base[d])
             bend *= tokens * tokens
             part = min(1.0, gain / bend) if bend > 0.0 else 1.0
             gain = part * gain - 0.5 * part * part * bend
             # What this copy adds to the busiest rank's transfers.
-            units[:] = search.busiest
-            sent, received = search.moved[0], search.moved[1]
+            units[:] = busiest
             level = 0 if node_R[d] == node_R[home] else 1
             units[level] = max(units[level], sent[level, home] + 1.0, received[level, d] + 1.0)
             share = 1.0 / (copies + 1)
@@ -239,23 +243,29 @@ def grow(flow: Flow, best: Flow, search: Search, q: int, weight: float, sweeps: 
 def least_missed(flow: Flow) -> int:
     """The replica whose tokens would pay least to go elsewhere, at the present prices; -1: there is none."""
     price, node_R, rank_A = flow.price, flow.node_R, flow.rank_A
+    tokens_AR, expert_A, following_A = flow.tokens_AR, flow.expert_A, flow.following_A
+    own, out_near, in_near, out_far, in_far = price[0], price[1], price[2], price[3], price[4]
     chosen = -1
     low = 0.0
     for a in range(flow.counters[1], flow.counters[0]):
-        h = rank_A[a]
         loss = 0.0
         for r in range(node_R.size):
-            n = flow.tokens_AR[a, r]
+            n = tokens_AR[a, r]
             if n == 0:
                 continue
-            own = token_price(price, node_R, r, h)
+            here = 0.0
             other = 1e300
-            k = flow.expert_A[a]
+            k = expert_A[a]
             while k >= 0:
-                if k != a:
-                    other = min(other, token_price(price, node_R, r, rank_A[k]))
-                k = flow.following_A[k]
-            loss += n * (other - own)
+                d = rank_A[k]
+                near_s, far_s = out_near[r] + in_near[d], out_far[r] + in_far[d]
+                p = token_price(d == r, node_R[d] == node_R[r], own[d], near_s, far_s)
+                if k == a:
+                    here = p
+                else:
+                    other = min(other, p)
+                k = following_A[k]
+            loss += n * (other - here)
         if chosen < 0 or loss < low:
             chosen = a
             low = loss
@@ -335,4 +345,95 @@ def swap(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, rounds: in
         if not improved:
             break
     copy_flow(best, flow)
+    return low
+
+
+@compiled
+def holds(flow: Flow, j: int, rank: int) -> bool:
+    """Whether `rank` holds expert j."""
+    a = j
+    while a >= 0:
+        if flow.rank_A[a] == rank:
+            return True
+        a = flow.following_A[a]
+    return False
+
+
+@compiled
+def judge(flow: Flow, search: Search) -> float:
+    """Seconds of the step after a full descent of the tokens; counts as several tries."""
+    copies_moved(flow, search.moved, search.busiest)
+    search.tries[0] -= 4
+    return shorten(flow, search.figures, search.busiest, plain(2 * LEVELS))
+
+
+@compiled
+def polish(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, width: int) -> float:
+    """Put other replicas in the stead of one or two, or let two exchange their ranks; `flow` ends as the best state.
+
+    Slower than `swap` and surer: every state is judged by its own descent. Where slots are scarce, only two moves at
+    once lead on.
+    """
+    first = flow.counters[1]
+    experts = np.empty(min(8, first), np.int64)
+    overhead_s = search.figures[OVERHEAD_S]
+    low = judge(flow, search)
+    copy_flow(flow, best)
+    gap = 0
+    while gap < best.counters[0] - first and search.tries[0] > 0:
+        a = first
+        while a + gap < best.counters[0] and search.tries[0] > 0:
+            copy_flow(best, flow)
+            copies_moved(flow, search.moved, search.busiest)
+            reprice(flow, search.figures, search.busiest, q)
+            free = free_slots(flow, search.limit_R)
+            j, d = flow.expert_A[a], flow.rank_A[a]
+            i, r = flow.expert_A[a + gap], flow.rank_A[a + gap]
+            detach(flow, a + gap, overhead_s)  # the later one first: it leaves the other where it is
+            if gap > 0:
+                detach(flow, a, overhead_s)
+                free[d] += 1
+            free[r] += 1
+            copy_flow(flow, spare)
+            before = low
+            if gap > 0 and j != i and not holds(flow, j, r) and not holds(flow, i, d):
+                attach(flow, j, r, overhead_s)
+                attach(flow, i, d, overhead_s)
+                low = judged(flow, best, search, low)
+                copy_flow(spare, flow)
+            elif gap == 0:
+                low = judged(flow, best, search, low)
+                copy_flow(spare, flow)
+            search.barred_JR[j, d] = True
+            search.barred_JR[i, r] = True
+            for n in range(width if gap == 0 else 3):  # one of several, or several together
+                if n == 0 or gap > 0:
+                    copies_moved(flow, search.moved, search.busiest)
+                    reprice(flow, search.figures, search.busiest, q)
+                    used = appraise(flow, search, q, free, 1.0, experts)
+                other, rank = take_best(search.value_JR, experts, used)
+                if other < 0:
+                    break
+                attach(flow, other, rank, overhead_s)
+                low = judged(flow, best, search, low)
+                if gap == 0:
+                    copy_flow(spare, flow)
+                else:
+                    free[rank] -= 1
+            search.barred_JR[j, d] = False
+            search.barred_JR[i, r] = False
+            if low >= before:
+                a += 1
+        gap += 1
+    copy_flow(best, flow)
+    return low
+
+
+@compiled
+def judged(flow: Flow, best: Flow, search: Search, low: float) -> float:
+    """`judge`, and the state becomes `best` where it is below `low`; returns the lower of the two."""
+    now = judge(flow, search)
+    if now < low * (1.0 - 1e-5):
+        copy_flow(flow, best)
+        return now
     return low

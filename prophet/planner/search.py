@@ -19,7 +19,7 @@ from prophet.planner.candidates import (
 from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, compiled, entry
 from prophet.planner.descent import Flow, attach, copy_flow, plain, twin
 from prophet.planner.export import export_excess
-from prophet.planner.moves import grow, make_search, shrink, swap
+from prophet.planner.moves import grow, make_search, polish, shrink, swap
 from prophet.planner.outlets import add_outlets
 from prophet.planner.shortest import MOST_SWEEPS, best_split, copies_moved, cost_of, make_flow, shorten
 from prophet.planner.timing import OVERHEAD_S, Problem, make_problem
@@ -30,12 +30,11 @@ LITTLE_LEFT = 1.06  # a step this close to even products alone is not searched f
 SURELY_BETTER = 0.8  # an estimated step this far below that of no replicas needs no exact comparison
 STARTS = 11
 RUNGS = 4  # the tries of an effort are shared out over so many slot limits
-EXCHANGE_MATTERS = 0.15  # share of the step that the all-to-alls must have for local replicas to be tried
+EXCHANGE_MATTERS = 0.02  # share of the step that the all-to-alls must have for local replicas to be tried
 LAYERS_SHARE = 5.0  # local layers may take this multiple of the effort: few, cheap and worth much
-LAYER_S = 3e-8  # like TRIAL_S, for a layer of local replicas
-COSTING = 0.25  # share of the effort that the splits may take by which placements are compared
+LAYER_S = 1e-8  # like TRIAL_S, for a layer of local replicas
 SPLIT_GLADLY = 2048  # ranks x experts up to which every slot limit's plan is split to be compared
-TRIAL_S = 5e-8  # assumed seconds of a trial move per rank and expert; only fixes how many moves an effort buys
+TRIAL_S = 1.5e-8  # assumed seconds of a trial move per rank and expert; only fixes how many moves an effort buys
 
 
 @compiled
@@ -106,6 +105,13 @@ def explore(
         if seconds < low:
             low = seconds
             kept = replicas_of(flow, kept_expert, kept_rank)
+    if left > 0 and kept > 0:
+        copy_flow(homes, flow)
+        for i in range(kept):
+            attach(flow, kept_expert[i], kept_rank[i], overhead_s)
+        search.tries[0] = left
+        if polish(flow, best, spare, search, plain(8), plain(6)) < low:
+            kept = replicas_of(flow, kept_expert, kept_rank)
     rep_expert[:kept] = kept_expert[:kept]
     rep_rank[:kept] = kept_rank[:kept]
     return kept
@@ -162,13 +168,12 @@ def with_spares(
                 elif arc_rank[k] == problem.home_E[rep_expert[i]]:
                     x[k] -= rep_tokens[i]
     else:
-        flow = best_split(problem, multi, start, arc_rank, 0.0)[0]
-        for a in range(flow.counters[0]):
-            j = flow.expert_A[a]
+        flows = best_split(problem, multi, start, arc_rank, 0.0, True)[4]
+        for i in range(flows.shape[0]):
+            j = row[flows[i, 1]]
             for k in range(start[j], start[j + 1]):
-                if arc_rank[k] == flow.rank_A[a]:
-                    for r in range(problem.node_R.size):
-                        x[k] += flow.tokens_AR[a, r]
+                if arc_rank[k] == flows[i, 2]:
+                    x[k] += flows[i, 3]
     grown, _ = add_outlets(
         problem.load_RE, problem.total_E, problem.home_E, problem.node_R, limit_R, multi, start, arc_rank, x, floor,
         rep_expert, rep_rank, used,
@@ -228,17 +233,15 @@ def search(
     nothing = np.empty(0, np.int64)
     base = cost_of(make_flow(problem, nothing, plain(0)), problem, nothing, np.zeros(6))
     best = base.copy()
-    split_effort = min(split_effort, effort * COSTING)  # fewer sweeps than the split will make give a bound
     trial_s = TRIAL_S * ranks * min(experts, 2 * ranks)
     tries = min(most_tries, int(effort * base[0] / (RUNGS * trial_s)))
-    layers = int(LAYERS_SHARE * effort * base[0] / (LAYER_S * ranks * experts))
-    if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
-        flow = make_flow(problem, np.arange(experts), slots)
-        best_used = local_layers(
-            problem, limit_R, layers, split_effort, flow, now_expert, now_rank, best_expert, best_rank, best
-        )
+    layers = int(LAYERS_SHARE * effort * base[0] / (LAYER_S * ranks * experts)) if tries > 0 else 0
     # Where splitting takes long, the slot limits are compared by the exports' own tokens, and only the best is split.
     frugal = tries == 0 and ranks * experts > SPLIT_GLADLY
+    # The fast plan goes by exact splits, and looks at the splits it will get only where a further slot seems to pay.
+    costing = split_effort if tries > 0 else 0.0
+    best_same = True
+    best_timed_s = -1.0
     limit = limit_R.copy()
     slot = 1
     while slot <= most and base[0] > even_s * (1.0 + gain_margin):
@@ -246,19 +249,37 @@ def search(
             limit[r] = min(limit_R[r], slot)
         slot += max(1, slot // 2)
         cost = base.copy()
-        used, short = try_exports(
-            problem, limit, rep_expert, rep_rank, rep_tokens, now_expert, now_rank, now_tokens, cost
-        )
+        used, short, same = try_exports(
+            problem, limit, rep_expert, rep_rank, rep_tokens, now_expert, now_rank, now_tokens, cost, split_effort,
+            frugal,
+        )  # fmt: skip
+        if used > 0 and tries > 0:
+            cost = placement_cost(problem, now_expert, now_rank, used, costing)
+        elif used > 0 and best_used > 0 and cost[0] < best[0] and not (same and best_same):
+            if best_timed_s < 0.0:
+                best_timed_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0]
+            timed_s = placement_cost(problem, now_expert, now_rank, used, split_effort)[0]
+            if timed_s < best_timed_s:
+                best_timed_s = timed_s
+            else:
+                used = 0
         if used > 0:
-            if not frugal:
-                cost = placement_cost(problem, now_expert, now_rank, used, split_effort)
             if cost[0] < best[0]:
                 known = True
+                best_same = same
                 best_tokens[:used] = now_tokens[:used]
+            best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
+        if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
+            flow = make_flow(problem, np.arange(experts), slots)
+            cost = base.copy()
+            used = local_layers(
+                problem, limit, layers, split_effort, flow, rep_expert, rep_rank, now_expert, now_rank, cost
+            )
+            known = known and (used == 0 or cost[0] >= best[0])
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
         if tries > 0 and best[0] > even_s * LITTLE_LEFT:
             used = explore(problem, limit, tries, now_expert, now_rank, rep_tokens, best_expert, best_rank, best_used)
-            cost = placement_cost(problem, now_expert, now_rank, used, split_effort)
+            cost = placement_cost(problem, now_expert, now_rank, used, costing)
             known = known and cost[0] >= best[0]
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
         if tries > 0:  # the moves may want a slot where exports do not
@@ -271,7 +292,7 @@ def search(
         if not short or (even and best[1] <= 0.05 * best[0]):
             break
     if frugal and best_used > 0 and best[0] > SURELY_BETTER * base[0]:
-        best[:] = placement_cost(problem, best_expert, best_rank, best_used, split_effort)
+        best[:] = placement_cost(problem, best_expert, best_rank, best_used, costing)
     kept = best.copy()
     kept_used = best_used
     now_expert[:best_used] = best_expert[:best_used]
@@ -284,7 +305,7 @@ def search(
             if frugal:
                 cost = transfers_added(problem, now_expert, now_rank, used, best)
             else:
-                cost = placement_cost(problem, now_expert, now_rank, used, split_effort)
+                cost = placement_cost(problem, now_expert, now_rank, used, costing)
             if cost[0] <= best[0] * (1.0 + spare_margin):
                 kept = cost
                 kept_used = used
@@ -294,7 +315,7 @@ def search(
     if previous_given:
         used = previous_replicas(previous_EH, home_E, limit_R, rep_expert, rep_rank)
         if used > 0:
-            cost = placement_cost(problem, rep_expert, rep_rank, used, split_effort)
+            cost = placement_cost(problem, rep_expert, rep_rank, used, costing)
             if cost[0] <= kept[0] * (1.0 + keep_margin) and cost[0] <= base[0] * (1.0 - gain_margin):
                 return holders_of(rep_expert, rep_rank, used, home_E, ranks), cost[0], base[0]
     return holders_of(now_expert, now_rank, kept_used, home_E, ranks), kept[0], base[0]

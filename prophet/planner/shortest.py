@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from prophet.planner.compiled import BOOLS_2D, FLOAT, FLOATS, INTS, INTS_2D, compiled, entry
-from prophet.planner.descent import RESOURCES, Flow, attach, load_on, norms, plain, set_prices, sweep
+from prophet.planner.descent import RESOURCES, Flow, attach, norms, plain, set_prices, sweep
 from prophet.planner.flow import expand, index_holders, solve_totals
 from prophet.planner.timing import (
     INTER_BYTES_PER_S,
@@ -29,8 +29,10 @@ from prophet.planner.timing import (
 )
 from prophet.spec import BoolArray, FloatArray, IntArray
 
-SETTLE_S = 2.5e-8  # assumed seconds to settle one rank and expert once; only fixes how many sweeps an effort buys
-MOST_SWEEPS = 40
+SETTLE_S = 3e-8  # assumed seconds to settle one rank and expert once; only fixes how many sweeps an effort buys
+LEVELS = 9  # of q, from 2 on
+MOST_SWEEPS = 4 * LEVELS  # further ones gain next to nothing
+LEVELLED = 1e-3  # a level is left when a sweep lowers its norm by less
 WORTH_IT = 0.01  # share of the step that an exchange must be above its floor for descent to be tried
 
 
@@ -118,32 +120,37 @@ def copies_moved(flow: Flow, moved: FloatArray, busiest: FloatArray) -> None:
 
 
 @compiled
-def cost_of(flow: Flow, problem: Problem, chosen_J: IntArray, busiest: FloatArray) -> FloatArray:
-    """The cost of the tokens' present ways, [5] seconds: total, a2a, expert, exposed Trans, exposed Agg."""
-    ranks = flow.node_R.size
-    figures = problem.figures
-    groups = problem.home_groups.copy()
-    for j in range(flow.counters[1]):
-        if problem.total_E[chosen_J[j]] > 0:
-            groups[flow.rank_A[j]] -= 1
-    for a in range(flow.counters[0]):
-        for r in range(ranks):
-            if flow.tokens_AR[a, r] > 0:
-                groups[flow.rank_A[a]] += 1
-                break
+def cost_with(flow: Flow, groups: IntArray, busiest: FloatArray, figures: FloatArray) -> FloatArray:
+    """The cost of what is counted in `busy`, [5] seconds: total, a2a, expert, exposed Trans, exposed Agg."""
+    busy, rate = flow.busy, flow.rate
     forward_s = 0.0
     near = 0.0
     far = 0.0
-    for r in range(ranks):
-        forward_s = max(forward_s, flow.busy[0, r] * flow.rate[0, r] + groups[r] * figures[OVERHEAD_S])
-        near = max(near, flow.busy[1, r], flow.busy[2, r])
-        far = max(far, flow.busy[3, r], flow.busy[4, r])
+    for r in range(groups.size):
+        forward_s = max(forward_s, busy[0, r] * rate[0, r] + groups[r] * figures[OVERHEAD_S])
+        near = max(near, busy[1, r], busy[2, r])
+        far = max(far, busy[3, r], busy[4, r])
     cost = np.empty(5)
     cost[1] = 4.0 * exchange_seconds(near, far, figures[TOKEN_BYTES], figures)
     cost[2] = 3.0 * forward_s
     cost[3], cost[4] = exposed_seconds(busiest, forward_s, figures)
     cost[0] = cost[1] + cost[2] + cost[3] + cost[4]
     return cost
+
+
+@compiled
+def cost_of(flow: Flow, problem: Problem, chosen_J: IntArray, busiest: FloatArray) -> FloatArray:
+    """`cost_with` for the tokens' present ways."""
+    groups = problem.home_groups.copy()
+    for j in range(flow.counters[1]):
+        if problem.total_E[chosen_J[j]] > 0:
+            groups[flow.rank_A[j]] -= 1
+    for a in range(flow.counters[0]):
+        for r in range(groups.size):
+            if flow.tokens_AR[a, r] > 0:
+                groups[flow.rank_A[a]] += 1
+                break
+    return cost_with(flow, groups, busiest, problem.figures)
 
 
 @compiled
@@ -175,10 +182,10 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
     best_tokens = flow.tokens_AR[:arcs].copy()
     best_busy = flow.busy.copy()
     done = 0
-    steps = 9
-    for i in range(steps):
+    for i in range(LEVELS):
         q = plain(2) << i
-        share = (sweeps * (i + 1)) // steps
+        share = (sweeps * (i + 1)) // LEVELS
+        smooth = np.inf
         while done < share:
             done += 1
             reprice(flow, figures, busiest, q)
@@ -188,7 +195,9 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
                 low = now
                 best_tokens[:] = flow.tokens_AR[:arcs]
                 best_busy[:] = flow.busy
-            if moves == 0:
+            before = smooth
+            smooth = guide_of(flow, figures, busiest, q)
+            if moves == 0 or smooth > before * (1.0 - LEVELLED):
                 break
         done = max(done, share)
     flow.tokens_AR[:arcs] = best_tokens
@@ -197,11 +206,11 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
 
 
 @compiled
-def affordable(seconds: float, effort: float, settled: int) -> int:
-    """How many sweeps over `settled` pairs of rank and expert fit into this share of a step."""
+def affordable(above_s: float, effort: float, settled: int) -> int:
+    """How many sweeps over `settled` pairs of rank and expert fit into this share of what they could save at best."""
     if settled <= 0:
         return 0
-    return min(MOST_SWEEPS, int(effort * seconds / (SETTLE_S * settled)))
+    return min(MOST_SWEEPS, int(effort * above_s / (SETTLE_S * settled)))
 
 
 @compiled
@@ -251,10 +260,62 @@ def exchange_floor(flow: Flow, problem: Problem, chosen_J: IntArray) -> float:
 
 
 @compiled
+def count_rows(
+    flows: IntArray, rows: int, home_E: IntArray, node_R: IntArray, rank_load: IntArray, busy: FloatArray
+) -> None:
+    """Count in `busy` [5, R], which has all tokens at home, the rows that go elsewhere."""
+    sent_near, received_near, sent_far, received_far = busy[1], busy[2], busy[3], busy[4]
+    for i in range(rows):
+        r = flows[i, 0]
+        home = home_E[flows[i, 1]]
+        d = flows[i, 2]
+        n = flows[i, 3]
+        if d == home:
+            continue
+        node = node_R[r]
+        if r != home:
+            if node_R[home] == node:
+                sent_near[r] -= n
+                received_near[home] -= n
+            else:
+                sent_far[r] -= n
+                received_far[home] -= n
+        if r != d:
+            if node_R[d] == node:
+                sent_near[r] += n
+                received_near[d] += n
+            else:
+                sent_far[r] += n
+                received_far[d] += n
+    for r in range(rank_load.size):
+        busy[0, r] = rank_load[r]
+
+
+@compiled
+def lay_out(flow: Flow, multi: IntArray, flows: IntArray, rows: int) -> None:
+    """Write the tokens of `flow.expand` into a flow that has them all at home."""
+    place = np.full(flow.node_R.size, -1, np.int64)  # the arc of the present expert on every rank
+    tokens_AR = flow.tokens_AR
+    i = 0
+    for j in range(multi.size):
+        a = j
+        while a >= 0:
+            place[flow.rank_A[a]] = a
+            a = flow.following_A[a]
+        while i < rows and flows[i, 1] == multi[j]:
+            tokens_AR[j, flows[i, 0]] -= flows[i, 3]
+            tokens_AR[place[flows[i, 2]], flows[i, 0]] += flows[i, 3]
+            i += 1
+
+
+@compiled
 def best_split(
-    problem: Problem, multi: IntArray, start: IntArray, arc_rank: IntArray, effort: float
-) -> tuple[Flow, FloatArray, FloatArray, float]:
-    """The split over given holders (`flow.index_holders`): tokens, its cost [5], copies moved [6], the bottleneck T."""
+    problem: Problem, multi: IntArray, start: IntArray, arc_rank: IntArray, effort: float, exact: bool
+) -> tuple[Flow, FloatArray, int, float, IntArray]:
+    """The split over given holders (`flow.index_holders`): what is busy, its cost [5], the sweeps that `effort` buys
+    (none are made for an `exact` one), the bottleneck T, and its rows as of `flow.expand`, or none where descent has
+    changed it: then the flow has the tokens.
+    """
     ranks = problem.node_R.size
     fixed = problem.home_load.copy()
     for j in range(multi.size):
@@ -267,47 +328,40 @@ def best_split(
     )  # fmt: skip
     flows, rows = expand(problem.load_RE, multi, start, arc_rank, problem.node_R, x)
     flow = make_flow(problem, multi, arc_rank.size - multi.size)
-    place = np.full(ranks, -1, np.int64)  # the arc of the present expert on every rank
+    groups = problem.home_groups.copy()
     for j in range(multi.size):
+        if problem.total_E[multi[j]] > 0:
+            groups[flow.rank_A[j]] -= 1
         for k in range(start[j], start[j + 1]):
+            if x[k] > 0:
+                groups[arc_rank[k]] += 1
             if arc_rank[k] != flow.rank_A[j]:
                 attach(flow, j, arc_rank[k], problem.figures[OVERHEAD_S])
-    i = 0
-    for j in range(multi.size):
-        a = j
-        while a >= 0:
-            place[flow.rank_A[a]] = a
-            a = flow.following_A[a]
-        home = flow.rank_A[j]
-        while i < rows and flows[i, 1] == multi[j]:
-            r = flows[i, 0]
-            d = flows[i, 2]
-            n = flows[i, 3]
-            if d != home:
-                flow.tokens_AR[j, r] -= n
-                flow.tokens_AR[place[d], r] += n
-                load_on(flow.busy, flow.node_R, r, home, -n)
-                load_on(flow.busy, flow.node_R, r, d, n)
-            i += 1
-    moved = np.empty((2, 6, ranks))
+    count_rows(flows, rows, problem.home_E, flow.node_R, rank_load, flow.busy)
     busiest = np.zeros(6)
-    copies_moved(flow, moved, busiest)
-    cost = cost_of(flow, problem, multi, busiest)
-    sweeps = affordable(cost[0], effort, multi.size * ranks)
-    if sweeps > 0 and cost[1] - 4.0 * exchange_floor(flow, problem, multi) > WORTH_IT * cost[0]:
+    copies_moved(flow, np.empty((2, 6, ranks)), busiest)
+    cost = cost_with(flow, groups, busiest, problem.figures)
+    sweeps = 0
+    if effort > 0.0 and cost[1] > WORTH_IT * cost[0]:
+        above_s = cost[1] - 4.0 * exchange_floor(flow, problem, multi)
+        if above_s > WORTH_IT * cost[0]:
+            sweeps = affordable(above_s, effort, multi.size * ranks)
+    if sweeps > 0 and not exact:
+        lay_out(flow, multi, flows, rows)
         tokens = flow.tokens_AR.copy()
-        busy = flow.busy.copy()
+        before = flow.busy.copy()
         shorten(flow, problem.figures, busiest, sweeps)
         other = cost_of(flow, problem, multi, busiest)
         if other[0] < cost[0]:
             cost = other
+            rows = 0
             level = 0.0
             for r in range(ranks):
                 level = max(level, flow.busy[0, r] / problem.speed_R[r])
         else:
             flow.tokens_AR[:] = tokens
-            flow.busy[:] = busy
-    return flow, cost, busiest, level
+            flow.busy[:] = before
+    return flow, cost, sweeps, level, flows[:rows]
 
 
 @entry(INTS_2D, BOOLS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, FLOAT)
@@ -321,13 +375,15 @@ def timed_flows(
     figures: FloatArray,
     effort: float,
 ) -> tuple[IntArray, IntArray, IntArray, float, FloatArray]:
-    """Like `flow.split_flows`, for the shortest step; the last is its cost [5]. `effort` is the share of the step that
-    may be spent on more than the lowest bottleneck.
+    """Like `flow.split_flows`, for the shortest step; the last is its cost [5]. `effort` is the share of what
+    could be saved on exchanges that may be spent on saving it.
     """
     problem = make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures)
     multi, start, arc_rank = index_holders(holds_ER, home_E)
-    flow, cost, _, level = best_split(problem, multi, start, arc_rank, effort)
+    flow, cost, _, level, unchanged = best_split(problem, multi, start, arc_rank, effort, False)
     ranks = node_R.size
+    if unchanged.size > 0 or multi.size == 0:
+        return multi, unchanged, flow.busy[0].astype(np.int64), level, cost
     rows = 0
     for a in range(flow.counters[0]):
         for r in range(ranks):
