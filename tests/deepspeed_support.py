@@ -34,12 +34,14 @@ EXPERTS_NAME = "deepspeed_experts."
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training run. ep_size: None is all ranks. plain: DeepSpeed without prophet. own: layers of prophet, built for
-    all ranks, instead of DeepSpeed's. config: more of DeepSpeed's.
+    all ranks, instead of DeepSpeed's. fused: an optimizer that DeepSpeed takes for its fused Adam, and keeps the values
+    of in other tensors. config: more of DeepSpeed's.
     """
 
     ep_size: int | None = None
     plain: bool = False
     own: bool = False
+    fused: bool = False
     stage: int = 0
     dtype: str = "fp32"
     optimizer: str = "AdamW"
@@ -75,6 +77,8 @@ class Case:
             "optimizer": {"type": self.optimizer, "params": params},
             "steps_per_print": 10_000,
         }
+        if self.fused:
+            del found["optimizer"]
         if self.scheduler:
             found["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": self.lr}}
         if self.dtype != "fp32":
@@ -178,10 +182,30 @@ def start(case: Case) -> Any:
     initialize = deepspeed.initialize
     if not case.plain:
         initialize = importlib.import_module("prophet_deepspeed").initialize
-    engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=case.deepspeed_config())
+    engine, *_ = initialize(
+        model=model,
+        optimizer=_fused(case) if case.fused else None,
+        model_parameters=model.parameters(),
+        config=case.deepspeed_config(),
+    )
     if not case.plain and case.random:
         engine.prophet._planner = RandomPlanner(case.seed, 0.6)
     return engine
+
+
+def _fused(case: Case) -> Any:
+    """torch's optimizer in the guise of the fused one, which has to be compiled for a device."""
+    fused: Any = importlib.import_module("deepspeed.ops.adam").FusedAdam
+    base: Any = torch.optim.SGD if case.optimizer == "SGD" else torch.optim.AdamW
+
+    class Fused(fused, base):  # type: ignore[misc]
+        def __init__(self, params: Any) -> None:
+            base.__init__(self, params, lr=case.lr)
+
+        step = base.step
+        zero_grad = base.zero_grad
+
+    return Fused
 
 
 def train(engine: Any, steps: int) -> list[float]:

@@ -82,13 +82,18 @@ class _Binding:
 
     def _clip_16_bit(self, *args: Any, **kwargs: Any) -> Any:
         """The same where the optimizer keeps 32-bit copies; its own norm is the last of the positional arguments."""
-        self._ds.optimizer._global_grad_norm = self._scaled_norm / self._ds.optimizer.loss_scale
+        self._ds.optimizer._global_grad_norm = self._scaled_norm / self._loss_scale()
         return self._unscale(*args[:-1], self._scaled_norm, **kwargs)
+
+    def _loss_scale(self) -> float:
+        """None stands for no scaling in some of DeepSpeed's optimizers."""
+        scale = self._ds.optimizer.loss_scale
+        return 1.0 if scale is None else float(scale)
 
     def _scaled_backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
         """Multiply by the loss scale, unless DeepSpeed's `backward` does: what arrives at the loss tells."""
         unscaled = 1.0 / self._ds.gradient_accumulation_steps() if scale_wrt_gas else 1.0
-        scale = self._ds.optimizer.loss_scale
+        scale = self._loss_scale()
         loss_32 = loss.float()  # in 16 bit the product would overflow before the gradients do
 
         def once(grad: Tensor) -> Tensor:

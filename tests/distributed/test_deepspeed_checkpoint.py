@@ -42,8 +42,12 @@ BASE = Case(clip=0.5, microbatches=1, sampling=True, section={"predict": "ema"})
 SAME = {f"fp32, ZeRO-{s}": replace(BASE, stage=s) for s in (0, 1, 2)}
 SAME |= {f"bf16, ZeRO-{s}": replace(BASE, stage=s, dtype="bf16") for s in (0, 2)}
 SAME |= {f"fp16, ZeRO-{s}": replace(BASE, stage=s, dtype="fp16", config=FP16) for s in (0, 2)}
+SAME |= {"fp16, fused": replace(BASE, dtype="fp16", config=FP16, fused=True)}
 SAME |= {"bf16 added in fp32": replace(BASE, stage=1, dtype="bf16", config=IN_32)}
-SAME |= {"two groups": replace(BASE, stage=1, ep_size=2), "planned": replace(BASE, stage=2, random=False, microbatches=2)}
+SAME |= {
+    "two groups": replace(BASE, stage=1, ep_size=2),
+    "planned": replace(BASE, stage=2, random=False, microbatches=2),
+}
 # noise differs where ranks have other tokens: no noise
 OTHER = {f"ZeRO-{s}": Case(stage=s, clip=0.5) for s in (0, 1, 2)}
 
@@ -94,12 +98,12 @@ def folder(tmp_path_factory: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(folder: Path) -> list[Any]:
-    return on_processes(4, save, folder / "four", timeout_s=300)
+    return on_processes(4, save, folder / "four", timeout_s=500)
 
 
 @pytest.fixture(scope="module")
 def resumed(saved: list[Any], folder: Path) -> list[Any]:
-    return on_processes(4, resume, folder / "four", timeout_s=300)
+    return on_processes(4, resume, folder / "four", timeout_s=500)
 
 
 def unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
@@ -108,7 +112,7 @@ def unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("name", SAME)
 def test_a_resumed_run_goes_on_bit_by_bit(name: str, saved: list[Any], resumed: list[Any]) -> None:
     for rank, (before, after) in enumerate(zip(saved, resumed, strict=True)):
@@ -127,7 +131,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(name: str, saved: list[Any], resumed: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_another_expert_parallel_size_and_back(saved: list[Any], folder: Path) -> None:
     """4 -> 2 -> 4 ranks, back to another stage and to two groups, against the run that was not interrupted."""
     half = on_processes(2, resized, folder / "four", folder / "two", {"ZeRO-1": {"microbatches": 2}}, 3, timeout_s=200)
@@ -193,7 +197,7 @@ def alone(model: Path) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_what_is_not_loaded_is_said_on_every_rank(saved: list[Any], folder: Path) -> None:
     results = on_processes(2, refused, folder / "four", folder / "out", timeout_s=120)
     for rank, found in enumerate(results):

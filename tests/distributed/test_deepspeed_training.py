@@ -51,6 +51,8 @@ ROUNDED = {f"bf16, ZeRO-{s}": replace(BASE, stage=s, dtype="bf16") for s in (0, 
 ROUNDED |= {f"bf16 added in fp32, ZeRO-{s}": replace(BASE, stage=s, dtype="bf16", config=IN_32) for s in (1, 2)}
 ROUNDED |= {f"fp16, ZeRO-{s}": replace(BASE, stage=s, dtype="fp16", config=FP16) for s in (0, 1, 2)}
 ROUNDED |= {"fp16 added in fp32, ZeRO-1": replace(BASE, stage=1, dtype="fp16", config=FP16 | IN_32)}
+ROUNDED |= {"bf16, fused": replace(BASE, dtype="bf16", fused=True)}
+ROUNDED |= {"fp16, fused": replace(BASE, dtype="fp16", config=FP16, fused=True)}
 OVERFLOW = {f"overflow, ZeRO-{s}": replace(BASE, stage=s, dtype="fp16", config=FP16, microbatches=1) for s in (0, 1, 2)}
 
 
@@ -122,12 +124,12 @@ def oracles() -> dict[Case, tuple[list[float], dict[str, Array]]]:
 
 def key(case: Case) -> Case:
     """The case as the oracle sees it: how it is spread over ranks does not matter."""
-    return replace(case, stage=0, ep_size=None, checkpointing=None, config={})
+    return replace(case, stage=0, ep_size=None, checkpointing=None, fused=False, config={})
 
 
 @pytest.fixture(scope="module")
 def runs() -> list[dict[str, Any]]:
-    return on_processes(RANKS, body, timeout_s=300)
+    return on_processes(RANKS, body, timeout_s=500)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +139,7 @@ def wanted() -> dict[Case, tuple[list[float], dict[str, Array]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("name", EXACT)
 def test_losses_and_parameters_are_those_of_one_process(name: str, runs: Any, wanted: Any) -> None:
     case, results = EXACT[name], [run[name] for run in runs]
@@ -152,7 +154,7 @@ def test_losses_and_parameters_are_those_of_one_process(name: str, runs: Any, wa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_16_bit_is_within_its_rounding(name: str, runs: Any, wanted: Any) -> None:
     """bf16 keeps 8 bits of every activation and gradient, fp16 11. A gradient goes through about ten roundings (gate,
@@ -179,7 +181,7 @@ def test_16_bit_is_within_its_rounding(name: str, runs: Any, wanted: Any) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("name", OVERFLOW)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(name: str, runs: Any) -> None:
     for rank, run in enumerate(runs):
