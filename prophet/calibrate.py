@@ -24,6 +24,7 @@ from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.spec import Activation, FloatArray, LayerShape, Link, SpecError, Topology
 
 _LEAST = 1e-15  # seconds per unit: where a probe takes no measurable time
+_OFTEN = 8  # samples of a short run for one of the longest, at most
 
 # Chooses what to measure from the (size, count) pairs to be fitted and those to be held out.
 _Cases = list[tuple[int, int]]
@@ -109,7 +110,7 @@ class Fit:
 class Calibration:
     """The fitted topology, how well each operation's line describes it, and how well the planners' model does.
 
-    model: the same held-out points against what the performance model makes of `topology`: one link for all-to-all,
+    model: the same held-out points against what the performance model makes of `topology`: one latency for all-to-all,
     Trans and Agg, and a backward pass of twice the forward one.
     """
 
@@ -136,6 +137,18 @@ def fit_line(points: Sequence[Point]) -> Line:
         chosen.remove(negative[0])
     found = dict(zip(chosen, np.maximum(weights, 0.0).tolist(), strict=True))
     return Line(fixed_s=found.get(0, 0.0), unit_s=found.get(2, 0.0), count_s=found.get(1, 0.0))
+
+
+def rate_of(points: Sequence[Point], link: Link) -> float:
+    """The rate of transfers over the link's at which `link.latency_s + size / (rate * bytes_per_s)` has the least mean
+    relative error.
+    """
+    size = np.array([p.size for p in points]) / link.bytes_per_s
+    seconds = np.array([p.seconds for p in points])
+    slowness = np.maximum(seconds - link.latency_s, 1e-3 * seconds) / size
+    order = np.argsort(slowness)
+    weight = np.cumsum((size / seconds)[order])
+    return float(1.0 / slowness[order][np.searchsorted(weight, 0.5 * weight[-1])])
 
 
 def _least_relative(design: FloatArray, seconds: FloatArray, rounds: int = 50) -> FloatArray:
@@ -169,25 +182,32 @@ class _Probe:
         """Lower-quartile and median seconds of every run by the slowest rank [2, runs], and lower quartiles by each
         rank [runs, R].
 
-        A run that returns seconds has timed itself; of others the whole call counts.
+        A run that returns seconds has timed itself; of others the whole call counts. Runs take turns, `repeats` times;
+        in its turn a short one is timed several times, since its time varies more.
         """
-        samples = np.empty((self.repeats, len(runs), self.collective.size))
         for run in runs:
             run()  # first touch of memory and connections
-        for i in range(self.repeats):
-            for j, run in enumerate(runs):
-                self.collective.all_gather(torch.zeros(1, device=self.device), op=Operation("start of a probe"))
-                self._sync()
-                before = time.perf_counter()
-                own = run()
-                self._sync()
-                took = time.perf_counter() - before if own is None else own
-                mine = torch.tensor([took], dtype=torch.float64, device=self.device)
-                found = self.collective.all_gather(mine, op=Operation("end of a probe"))
-                samples[i, j] = found.cpu().numpy().reshape(-1)
-        by_rank: FloatArray = np.quantile(samples, 0.25, axis=0)
-        slowest: FloatArray = np.quantile(samples.max(axis=2), (0.25, 0.5), axis=0)
+        first = [float(self._sample(run).max()) for run in runs]
+        often = [max(1, min(_OFTEN, int(max(first) / max(seconds, 1e-9)))) for seconds in first]
+        samples: list[list[FloatArray]] = [[] for _ in runs]
+        for _ in range(self.repeats):
+            for run, times, found in zip(runs, often, samples, strict=True):
+                found.extend(self._sample(run) for _ in range(times))
+        by_rank = np.stack([np.quantile(np.stack(found), 0.25, axis=0) for found in samples])
+        slowest = np.stack([np.quantile(np.stack(found).max(axis=1), (0.25, 0.5)) for found in samples], axis=1)
         return slowest, by_rank
+
+    def _sample(self, run: Callable[[], float | None]) -> FloatArray:
+        """Seconds of one call on every rank, [R]; collective."""
+        self.collective.all_gather(torch.zeros(1, device=self.device), op=Operation("start of a probe"))
+        self._sync()
+        before = time.perf_counter()
+        own = run()
+        self._sync()
+        took = time.perf_counter() - before if own is None else own
+        mine = torch.tensor([took], dtype=torch.float64, device=self.device)
+        found: FloatArray = self.collective.all_gather(mine, op=Operation("end of a probe")).cpu().numpy().reshape(-1)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,6 +432,8 @@ def calibrate(
     per_token = max((forward.unit_s + backward.unit_s) / 3.0, _LEAST)
     relative = measured["expert_forward"].by_rank + measured["expert_backward"].by_rank  # [points, R]
     slowness = np.median(relative / relative.max(axis=1, keepdims=True), axis=0)
+    slower = links.get("inter") or intra
+    trans_rate, agg_rate = (rate_of(fits[o].fitted, slower) if o in fits else 1.0 for o in ("trans", "agg"))
     topology = Topology(
         ranks=collective.size,
         ranks_per_node=per_node,
@@ -421,6 +443,8 @@ def calibrate(
         free_bytes=(free_bytes,) * collective.size,
         expert_overhead_s=(forward.count_s + backward.count_s) / 3.0,
         call_overhead_s=(forward.fixed_s + backward.fixed_s) / 3.0,
+        trans_rate=trans_rate,
+        agg_rate=agg_rate,
         name=name,
     )
     return Calibration(topology, tuple(fits.values()), compare(fits.values(), model_lines(topology, shape)))
@@ -473,8 +497,8 @@ def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
         "a2a_inter": inter,
         "expert_forward": forward,
         "expert_backward": Line(2.0 * forward.fixed_s, 2.0 * forward.unit_s, 2.0 * forward.count_s),
-        "trans": slower,
-        "agg": slower,
+        "trans": Line(slower.fixed_s, slower.unit_s / topology.trans_rate),
+        "agg": Line(slower.fixed_s, slower.unit_s / topology.agg_rate),
     }
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STREAMS = ("compute", "tokens", "weights")
-_COLOURS = {"experts": "#4477aa", "rest": "#aabbcc", "tokens": "#ccbb44", "Trans": "#228833", "Agg": "#ee6677"}
+COLOURS = {"experts": "#4477aa", "rest": "#aabbcc", "tokens": "#ccbb44", "Trans": "#228833", "Agg": "#ee6677"}
 _LABELS = {"experts": "experts", "rest": "other compute", "tokens": "all-to-all", "Trans": "Trans", "Agg": "Agg"}
 _BLOCK = re.compile(r"\((\d+)[,)]|of layer (\d+)")
 
@@ -25,6 +25,12 @@ def block_of(name: str) -> int | None:
     """The block that a span's name speaks of, of a measured or of a simulated step."""
     match = _BLOCK.search(name)
     return None if match is None else int(match.group(1) or match.group(2))
+
+
+def middle_blocks(spans: Iterable[Span]) -> list[int]:
+    """Two neighbouring blocks from the middle of those whose compute was recorded; fewer where there are fewer."""
+    blocks = sorted({b for s in spans if s.stream == "compute" and (b := block_of(s.name)) is not None})
+    return blocks[max(0, len(blocks) // 2 - 1) :][:2]
 
 
 def around_blocks(spans: Iterable[Span], blocks: Sequence[int]) -> list[Span]:
@@ -65,6 +71,16 @@ def draw_step(groups: Mapping[str, Iterable[Span]], *, blocks: Sequence[int] | N
     """
     from matplotlib.figure import Figure
 
+    shown = chosen_spans(groups, blocks=blocks, ranks=ranks)
+    figure = Figure(figsize=(9.0, height_in(shown)), layout="constrained")
+    paint_step(figure, shown)
+    return figure
+
+
+def chosen_spans(
+    groups: Mapping[str, Iterable[Span]], *, blocks: Sequence[int] | None = None, ranks: int = 4
+) -> dict[str, list[Span]]:
+    """What `draw_step` draws of each group; ValueError where that is nothing."""
     shown: dict[str, list[Span]] = {}
     for name, spans in groups.items():
         kept = [s for s in spans if s.stream in STREAMS and s.rank < ranks]
@@ -72,20 +88,32 @@ def draw_step(groups: Mapping[str, Iterable[Span]], *, blocks: Sequence[int] | N
     shown = {name: spans for name, spans in shown.items() if spans}
     if not shown:
         raise ValueError("there is nothing to draw: no span of compute, all-to-all or transfer in these blocks")
-    heights = [3 * len({s.rank for s in spans}) for spans in shown.values()]
-    figure = Figure(figsize=(9.0, 0.9 + 0.22 * sum(heights) + 0.5 * len(shown)), layout="constrained")
+    return shown
+
+
+def _rows(spans: Iterable[Span]) -> int:
+    return 3 * len({s.rank for s in spans})
+
+
+def height_in(shown: Mapping[str, Sequence[Span]]) -> float:
+    """Height of a figure in inches that holds these spans."""
+    return 0.9 + 0.22 * sum(_rows(spans) for spans in shown.values()) + 0.5 * len(shown)
+
+
+def paint_step(figure: Any, shown: Mapping[str, Sequence[Span]], colours: Mapping[str, str] = COLOURS) -> None:
+    """Paint what `chosen_spans` has chosen onto an empty figure. `colours` has the keys of `COLOURS`."""
+    heights = [_rows(spans) for spans in shown.values()]
     axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     seen: dict[str, Any] = {}
     for axis, (name, spans) in zip(axes, shown.items(), strict=True):
-        _draw(axis, spans, seen)
+        _draw(axis, spans, seen, colours)
         axis.set_title(name, loc="left", fontsize=9)
     axes[-1].set_xlabel("milliseconds")
-    kinds = [k for k in _COLOURS if k in seen]
+    kinds = [k for k in COLOURS if k in seen]
     figure.legend([seen[k] for k in kinds], [_LABELS[k] for k in kinds], loc="outside upper right", ncols=5, fontsize=8)
-    return figure
 
 
-def _draw(axis: Any, spans: Sequence[Span], seen: dict[str, Any]) -> None:
+def _draw(axis: Any, spans: Sequence[Span], seen: dict[str, Any], colours: Mapping[str, str]) -> None:
     zero, order = spans[0].start_s, sorted({s.rank for s in spans})
     for s in spans:
         row = 3 * order.index(s.rank) + STREAMS.index(s.stream)
@@ -95,15 +123,15 @@ def _draw(axis: Any, spans: Sequence[Span], seen: dict[str, Any]) -> None:
             1e3 * s.seconds,
             left=1e3 * (s.start_s - zero),
             height=0.85,
-            color=_COLOURS[kind],
-            edgecolor="white",
-            lw=0.4,
+            color=colours[kind],
+            lw=0.0,
         )
         seen.setdefault(kind, bars)
     names = {"compute": "compute", "tokens": "all-to-all", "weights": "transfers"}
     axis.set_yticks(range(3 * len(order)))
     axis.set_yticklabels([f"rank {r} {names[s]}" for r in order for s in STREAMS], fontsize=7)
     axis.invert_yaxis()
+    axis.grid(visible=False, axis="y")
     axis.spines[["top", "right"]].set_visible(False)
 
 

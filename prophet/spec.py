@@ -83,6 +83,8 @@ class Topology:
     `ranks` are numbered node by node: ranks 0 .. ranks_per_node-1 share node 0. `flops_per_s[r]` is what expert
     products reach on rank r (not the data sheet's peak). `free_bytes[r]` bounds what replicas may take on rank r.
     `expert_overhead_s` is spent on every expert that a rank computes, `call_overhead_s` once for all of them together.
+    `trans_rate` and `agg_rate` are the bytes per second of Trans and Agg over those of the all-to-all: below 1 where
+    gathering and adding up the pieces takes time.
     """
 
     ranks: int
@@ -93,9 +95,13 @@ class Topology:
     free_bytes: tuple[int, ...]
     expert_overhead_s: float = 0.0
     call_overhead_s: float = 0.0
+    trans_rate: float = 1.0
+    agg_rate: float = 1.0
     name: str = "unnamed"
 
     def __post_init__(self) -> None:
+        for rate in ("trans_rate", "agg_rate"):
+            _positive(f"Topology.{rate}", getattr(self, rate))
         if self.ranks < 1:
             raise SpecError(f"Topology.ranks must be at least 1, got {self.ranks}")
         if self.ranks_per_node < 1:
@@ -484,6 +490,16 @@ class PlanContext:
     @property
     def ranks(self) -> int:
         return self.topology.ranks
+
+    @property
+    def trans_bytes(self) -> float:
+        """An expert's parameters in bytes of the all-to-all that take as long."""
+        return self.shape.expert_bytes / self.topology.trans_rate
+
+    @property
+    def agg_bytes(self) -> float:
+        """An expert's gradients in bytes of the all-to-all that take as long."""
+        return self.shape.expert_grad_bytes / self.topology.agg_rate
 
     def slot_limits(self) -> IntArray:
         """Replicas that fit on every rank under all limits, [R]."""

@@ -23,7 +23,8 @@ MAX_FILE_BYTES = 1 << 20
 MAX_RANKS = 1 << 16
 FORMAT = 1
 _OVERHEADS = ("expert_overhead_s", "call_overhead_s")
-_FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, "intra", "inter", "rank", "fit"}
+_RATES = ("trans_rate", "agg_rate")
+_FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, *_RATES, "intra", "inter", "rank", "fit"}
 
 
 class TopologyError(ValueError):
@@ -90,6 +91,8 @@ def _topology(table: Mapping[str, Any]) -> Topology:
         free_bytes=tuple(int(b) for b in _per_rank(rank, "rank.free_bytes", ranks)),
         expert_overhead_s=_number(table, "expert_overhead_s", "expert_overhead_s"),
         call_overhead_s=_number({"call_overhead_s": 0.0, **table}, "call_overhead_s", "call_overhead_s"),
+        trans_rate=_number({"trans_rate": 1.0, **table}, "trans_rate", "trans_rate"),
+        agg_rate=_number({"agg_rate": 1.0, **table}, "agg_rate", "agg_rate"),
         name=name,
     )
 
@@ -150,6 +153,8 @@ def write_topology(
         f"ranks_per_node = {topology.ranks_per_node}",
         f"expert_overhead_s = {topology.expert_overhead_s!r}",
         f"call_overhead_s = {topology.call_overhead_s!r}",
+        f"trans_rate = {topology.trans_rate!r}",
+        f"agg_rate = {topology.agg_rate!r}",
     ]
     for key, link in (("intra", topology.intra), ("inter", topology.inter)):
         lines += ["", f"[{key}]", f"bytes_per_s = {link.bytes_per_s!r}", f"latency_s = {link.latency_s!r}"]

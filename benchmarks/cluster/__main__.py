@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,11 @@ from benchmarks.cluster.profiles import BUILT_IN, Profile, ProfileError, load_pr
 from benchmarks.cluster.rows import summarise, table
 from benchmarks.cluster.testbed import Running, Testbed, TestbedError, TestbedUnavailable
 from benchmarks.cluster.workload import Workload
+from prophet.picture import draw_step, middle_blocks
+from prophet.scheduler.timeline import Span, write_trace
 
 FULL_RATE_MBIT_PER_S = 4000.0  # while the checkpoint is made, which is not measured
+PICTURED = ["prophet", "prophet-blocking"]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "--policies", default=",".join(DEFAULT_POLICIES), help=f"comma-separated, of {', '.join(POLICY_NAMES)}"
     )
     p.add_argument("--json", type=Path, help="file for the rows")
+    p.add_argument("--picture", type=Path, help="file for a picture of two blocks of that step, with prophet (PNG)")
     p.add_argument("--trace", type=Path, help="file for a trace of one step of every policy (Chrome, Perfetto)")
     p.add_argument("--repetitions", type=int, default=3)
     p.add_argument("--steps", type=int, default=5, help="counted steps of one repetition")
@@ -140,7 +144,7 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
             "slots_per_rank": args.slots_per_rank,
             "folder": str(folder),
             "timeout_s": args.timeout_s,
-            "trace": names if args.trace else [],
+            "trace": names if args.trace else PICTURED if args.picture else [],
         }
         results = bed.run(
             "benchmarks.cluster.worker:measure",
@@ -150,8 +154,12 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
             while_running=follow,
         )
     rows = summarise(results, tokens_per_step=workload.tokens_per_host() * profile.hosts, policies=names)
-    if args.trace:
-        write_traces(args.trace, results)
+    if args.trace or args.picture:
+        groups = traced_steps(results)
+        if args.trace:
+            write_trace(args.trace, groups)
+        if args.picture:
+            draw(args.picture, groups)
     return {
         "profile": dataclasses.asdict(profile),
         "workload": dataclasses.asdict(workload),
@@ -165,15 +173,20 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
     }
 
 
-def write_traces(path: Path, results: Sequence[dict[str, Any]]) -> None:
-    """All policies' traced steps in one file, a group each."""
-    from prophet.scheduler.timeline import Span, write_trace
-
+def traced_steps(results: Sequence[dict[str, Any]]) -> dict[str, list[Span]]:
+    """Every policy's traced step, of all hosts: they share a clock."""
     groups: dict[str, list[Span]] = {}
     for result in results:
         for name, spans in result["spans"].items():
             groups.setdefault(name, []).extend(Span(*values) for values in spans)
-    write_trace(path, groups)
+    return groups
+
+
+def draw(path: Path, groups: Mapping[str, Sequence[Span]]) -> None:
+    """Two neighbouring blocks in the middle of the model, with transfers split block-wise and, beside it, blocking."""
+    shown = {name: groups[name] for name in PICTURED if name in groups}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw_step(shown, blocks=middle_blocks(s for spans in shown.values() for s in spans)).savefig(path, dpi=130)
 
 
 def environment() -> dict[str, Any]:

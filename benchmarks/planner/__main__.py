@@ -17,14 +17,15 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.break_even import break_even_rows, plot
 from benchmarks.planner.optimum import gap_rows, optima
 from prophet.planner import PLANNER_NAMES, Planner, get_planner, warm
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import ProphetPlanner
 from prophet.planner.presets import PRESET_NAMES, get_preset
 from prophet.planner.published import forced_balance
-from prophet.spec import IntArray, PlanContext
-from prophet.traces import RoutingTrace, read_trace
+from prophet.spec import IntArray, PlanContext, SpecError
+from prophet.traces import RoutingTrace, TraceError, read_trace
 
 POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
 SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")
@@ -157,6 +158,15 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     )
 
 
+def even_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The gain over tokens per rank, link rate and skew, for loads of the first trace, or drawn ones."""
+    if arguments.trace:
+        loads = [case.present for case in cases_of(read_trace(arguments.trace[0]), exact=True, count=arguments.cases)]
+    else:
+        loads = [skewed_load(16, 32, seed) for seed in range(arguments.cases)]
+    yield from break_even_rows(loads, arguments.preset, arguments.policy, arguments.slots)
+
+
 def skewed_load(ranks: int, experts: int, seed: int) -> IntArray:
     """Routing of 8192 tokens per rank with a few hot experts, drawn from a fixed seed."""
     rng = np.random.default_rng(seed)
@@ -217,36 +227,61 @@ def print_table(table: list[dict[str, Any]]) -> None:
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text}")
+    return value
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planner", description=__doc__)
     parser.add_argument("--trace", action="append", default=[], help="a routing trace (npz); may be repeated")
     parser.add_argument("--preset", action="append", help="cluster or cluster:model, or all; may be repeated")
     parser.add_argument("--policy", action="append", help="a planner, forced-balance, or all (default)")
-    parser.add_argument("--cases", type=int, default=200, help="layer-steps per trace, evenly spaced (default 200)")
-    parser.add_argument("--slots", type=int, default=16, help="replica slots per rank (default 16)")
+    parser.add_argument("--cases", type=_count, default=200, help="layer-steps per trace, evenly spaced (default 200)")
+    parser.add_argument("--slots", type=_count, default=16, help="replica slots per rank (default 16)")
     parser.add_argument("--top-k", type=int, default=2, help="experts per token where the trace does not say")
     parser.add_argument("--exact", action="store_true", help="plan from the present counts")
-    parser.add_argument("--optimum", type=int, metavar="N", help="compare with the optimum of N small cases instead")
+    parser.add_argument("--optimum", type=_count, metavar="N", help="compare with the optimum of N small cases instead")
     parser.add_argument("--optima", type=Path, metavar="FILE", help="solved optima, read and added to (--optimum)")
     parser.add_argument("--limit", type=float, default=10.0, help="solver's seconds per form (--optimum, default 10)")
-    parser.add_argument("--processes", type=int, default=1, help="solvers at a time (--optimum, default 1)")
+    parser.add_argument("--processes", type=_count, default=1, help="solvers at a time (--optimum, default 1)")
     parser.add_argument("--scale", action="store_true", help="time planning and splitting at several sizes instead")
+    parser.add_argument("--break-even", action="store_true", help="where replicas pay: tokens, link rate, skew instead")
+    parser.add_argument("--plot", type=Path, help="write the picture of --break-even here (PNG)")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
-    if not arguments.scale and not arguments.trace and not arguments.optimum:
-        parser.error("give --trace FILE, --scale or --optimum N")
-    chosen = arguments.preset or ["all"]
+    if not (arguments.scale or arguments.trace or arguments.optimum or arguments.break_even):
+        parser.error("give --trace FILE, --scale, --optimum N or --break-even")
+    if arguments.plot and not arguments.break_even:
+        parser.error("--plot goes with --break-even")
+    if not arguments.limit > 0:
+        parser.error(f"--limit: expected a positive number of seconds, got {arguments.limit}")
+    chosen = arguments.preset or (list(SCALE_PRESETS) if arguments.break_even else ["all"])
     arguments.preset = list(PRESET_NAMES) if "all" in chosen else chosen
-    policies = arguments.policy or ["all"]
+    policies = arguments.policy or (["prophet"] if arguments.break_even else ["all"])
     arguments.policy = ["forced-balance", *POLICIES] if "all" in policies else policies
-    warm()
+    source = rows
+    for asked, other in (
+        (arguments.break_even, even_rows),
+        (arguments.optimum, optimum_rows),
+        (arguments.scale, scale_rows),
+    ):
+        source = other if asked else source
     table = []
-    source = scale_rows if arguments.scale else optimum_rows if arguments.optimum else rows
-    for row in source(arguments):
-        table.append(row)
-        print(".", end="", file=sys.stderr, flush=True)
+    try:
+        warm()
+        for row in source(arguments):
+            table.append(row)
+            print(".", end="", file=sys.stderr, flush=True)
+    except (TraceError, SpecError) as error:
+        print(file=sys.stderr)
+        parser.error(str(error))
     print(file=sys.stderr)
     print_table(table)
+    if arguments.plot:
+        plot(table, arguments.plot)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(table, indent=1) + "\n")

@@ -95,7 +95,10 @@ def optima(
         while count < proven:
             batch = [small_case(n, trace) for n in range(number, number + 4 * processes)]
             number += len(batch)
-            solved = pool.map(_solve, [(case, limit_s) for case in batch if case.number not in known], chunksize=1)
+            asked = [(case, limit_s) for case in batch if case.number not in known]
+            # four forms each, and the solver looks at its clock only now and then
+            patience_s = 60.0 + 10.0 * limit_s * (1 + len(asked) // processes)
+            solved = pool.map_async(_solve, asked, chunksize=1).get(patience_s)
             known.update({row["case"]: row for row in solved})
             if path is not None and solved:
                 with path.open("a") as file:

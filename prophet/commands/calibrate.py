@@ -273,6 +273,8 @@ def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
         "flops_per_s": list(topology.flops_per_s),
         "expert_overhead_s": topology.expert_overhead_s,
         "call_overhead_s": topology.call_overhead_s,
+        "trans_rate": topology.trans_rate,
+        "agg_rate": topology.agg_rate,
     }
     return answer | {"operations": _rows(found.fits), "model": _rows(found.model)}
 
@@ -330,7 +332,7 @@ def _print(answer: dict[str, Any], job: Job) -> None:
         console.print(
             "Errors are |predicted - measured| / measured on sizes that the fit has not seen."
             + (
-                " The last column is what planners assume: one link for all-to-all, Trans and Agg, and a backward "
+                " The last column is what planners assume: one latency for all-to-all, Trans and Agg, and a backward "
                 "pass of twice the forward one."
                 if model
                 else ""

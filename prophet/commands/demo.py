@@ -18,7 +18,8 @@ def add(commands: Any) -> None:
         description="Train a byte-level MoE language model on real text with several expert-parallel ranks "
         "(processes of this machine), once without and once with balancing, and compare the two. About two minutes "
         "on two cores.",
-        epilog="Writes report.html, routing.npz, metrics.jsonl and summary.json into the output folder.",
+        epilog="Writes report.html, routing.npz, metrics.jsonl, step.json (a trace of the last step, for\n"
+        "Perfetto) and summary.json into the output folder.",
     )
     add = demo.add_argument
     add("--out", type=Path, default=Path("out/demo"), metavar="FOLDER", help="output folder (default: %(default)s)")

@@ -7,9 +7,10 @@ one dies or when the whole run takes too long.
 from __future__ import annotations
 
 import contextlib
+import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from prophet.demo.progress import ProgressBar
@@ -17,6 +18,7 @@ from prophet.demo.text import load_corpus
 from prophet.demo.train import Listener, MetricsFile, RunResult, TraceFile, TrainConfig, train
 from prophet.planner import warm
 from prophet.processes import RankFailed, run_ranks
+from prophet.scheduler.timeline import Span
 from prophet.spec import check_experts_per_rank
 from prophet.traces import TraceWriter
 
@@ -77,7 +79,23 @@ def launch(config: LaunchConfig) -> dict[str, RunResult]:
             )
         except RankFailed as error:
             raise DemoError(str(error)) from None
-        return {name: RunResult.load(folder / f"{name}.npz") for name, _ in config.runs}
+        return {
+            name: replace(RunResult.load(folder / f"{name}.npz"), spans=_read_spans(folder, name, config.ranks))
+            for name, _ in config.runs
+        }
+
+
+def _spans_file(folder: Path, name: str, rank: int) -> Path:
+    return folder / f"{name}-{rank}.json"
+
+
+def _read_spans(folder: Path, name: str, ranks: int) -> tuple[Span, ...]:
+    """The spans of all ranks, whose clocks are one: they are processes of one machine."""
+    return tuple(
+        Span(*values)
+        for rank in range(ranks)
+        for values in json.loads(_spans_file(folder, name, rank).read_text(encoding="utf-8"))
+    )
 
 
 def _rank_body(rank: int, config: LaunchConfig, folder: Path) -> None:
@@ -109,5 +127,7 @@ def _rank_body(rank: int, config: LaunchConfig, folder: Path) -> None:
                     )
                     listeners.append(TraceFile(stack.enter_context(writer)))
             result = train(config.train, corpus, name=name, planner=planner, listeners=listeners)
+        spans = [[s.start_s, s.end_s, s.rank, s.stream, s.name] for s in result.spans]
+        _spans_file(folder, name, rank).write_text(json.dumps(spans), encoding="utf-8")
         if rank == 0:
             result.save(folder / f"{name}.npz")

@@ -14,13 +14,14 @@ from prophet.demo.launch import LaunchConfig, launch
 from prophet.demo.results import make_report, measured_table, notes, predict, predicted_table, summarise
 from prophet.demo.text import load_corpus
 from prophet.report import Table, write_report
+from prophet.scheduler.timeline import write_trace
 
 
 def run_demo(config: LaunchConfig, console: Console) -> dict[str, Any]:
     """Run the demo and return what `summary.json` holds.
 
-    Writes `report.html`, `routing.npz`, `metrics.jsonl` and `summary.json` into `config.out`; raises what `launch`
-    raises.
+    Writes `report.html`, `routing.npz`, `metrics.jsonl`, `step.json` (a trace of both runs' last step, for a viewer
+    such as Perfetto) and `summary.json` into `config.out`; raises what `launch` raises.
     """
     model, train = config.train.model, config.train
     source = load_corpus(config.text).source
@@ -34,6 +35,7 @@ def run_demo(config: LaunchConfig, console: Console) -> dict[str, Any]:
     predictions = predict(results["on"].counts, model.top_k)
     cores = os.cpu_count()
     (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_trace(config.out / "step.json", {run.name: run.spans for run in results.values()})
     write_report(
         config.out / "report.html",
         make_report(train, results, summary, predictions, source=source, cores=cores),
@@ -45,7 +47,7 @@ def run_demo(config: LaunchConfig, console: Console) -> dict[str, Any]:
     console.print()
     if predictions:
         print_table(console, predicted_table(predictions))
-    names = ("report.html", "routing.npz", "metrics.jsonl", "summary.json")
+    names = ("report.html", "routing.npz", "metrics.jsonl", "step.json", "summary.json")
     console.print(f"Written to {config.out}: {', '.join(names)}", highlight=False, soft_wrap=True)
     return summary
 

@@ -206,6 +206,7 @@ def make_report(
         before=_as_run(results["off"], "balancing off"),
         after=_as_run(results["on"], "balancing on"),
         counts=results["on"].counts,
+        spans=results["on"].spans,
         figures=(
             (
                 f"{a['max_mean_median']:.2f} → {b['max_mean_median']:.2f}",

@@ -23,6 +23,7 @@ from prophet.demo.text import Corpus, held_out_rows, rank_batch
 from prophet.engine import Engine, attach
 from prophet.planner.base import Planner
 from prophet.planner.presets import CLUSTERS
+from prophet.scheduler.timeline import Span
 from prophet.spec import FloatArray, IntArray
 from prophet.step_report import StepReport
 from prophet.traces import TraceWriter
@@ -63,7 +64,7 @@ class RunResult:
 
     loss, step_s: [T], the loss is the mean over ranks. rank_load, copies: [T, L, R]. counts: [T, L, R, E].
     seconds: mean over ranks of the median over steps of each activity's host seconds. held_out_loss: after the last
-    step.
+    step. spans: what happened in the last step, by `train` on this rank.
     """
 
     name: str
@@ -75,9 +76,10 @@ class RunResult:
     counts: IntArray
     seconds: dict[str, float]
     held_out_loss: float
+    spans: tuple[Span, ...] = ()
 
     def save(self, path: Path) -> None:
-        """Write to an npz archive without pickle."""
+        """Write all but the spans to an npz archive without pickle."""
         words = {k: getattr(self, k) for k in ("name", "tokens_per_step", "seconds", "held_out_loss")}
         arrays = {k: getattr(self, k) for k in ("loss", "step_s", "rank_load", "copies", "counts")}
         np.savez(path, words=np.asarray(json.dumps(words)), **arrays)
@@ -175,10 +177,16 @@ def train(
     )
     try:
         records: list[StepRecord] = []
+        spans: tuple[Span, ...] = ()
         listeners = list(listeners)
         for step in range(config.steps):
             began = time.perf_counter()
-            loss = _step(config, corpus, model, optimizer, engine, step)
+            if step == config.steps - 1:
+                with engine.recording() as recording:
+                    loss = _step(config, corpus, model, optimizer, engine, step)
+                spans = tuple(recording.spans())
+            else:
+                loss = _step(config, corpus, model, optimizer, engine, step)
             if engine.last_step is None:
                 raise RuntimeError("the engine reported no step: the optimizer's hooks did not run")
             record = StepRecord(
@@ -206,6 +214,7 @@ def train(
         counts=np.stack([r.report.counts for r in records]),
         seconds=seconds,
         held_out_loss=held_out,
+        spans=spans,
     )
 
 

@@ -117,7 +117,7 @@ def link_seconds(link: Link, sent: Traffic, received: Traffic) -> float:
     return link.seconds(float(max(sent.max(), received.max())))
 
 
-def transfer_cost(placement: Placement, topology: Topology, n_bytes: int) -> TransferCost:
+def transfer_cost(placement: Placement, topology: Topology, n_bytes: float) -> TransferCost:
     """Seconds to bring `n_bytes` of every replicated expert to its replicas: Trans, and mirrored in time,
         Agg.
 
@@ -164,8 +164,8 @@ def step_cost(split: Split, placement: Placement, context: PlanContext) -> StepC
         )
     pairs = split.tokens.sum(axis=1).astype(np.float64) * shape.token_bytes
     forward_s = compute_seconds(split.tokens.sum(axis=0), context)
-    trans_s = transfer_cost(placement, topology, shape.expert_bytes).seconds
-    agg_s = transfer_cost(placement, topology, shape.expert_grad_bytes).seconds
+    trans_s = transfer_cost(placement, topology, context.trans_bytes).seconds
+    agg_s = transfer_cost(placement, topology, context.agg_bytes).seconds
     return StepCost(
         a2a_s=A2A_PER_STEP * exchange_seconds(pairs, topology),
         expert_s=FORWARD_AND_BACKWARD * forward_s,

@@ -54,8 +54,8 @@ class Machine:
         figures[timing.INTRA_LATENCY_S] = topology.intra.latency_s
         figures[timing.INTER_BYTES_PER_S] = topology.inter.bytes_per_s
         figures[timing.INTER_LATENCY_S] = topology.inter.latency_s
-        figures[timing.PARAM_BYTES] = shape.expert_bytes
-        figures[timing.GRAD_BYTES] = shape.expert_grad_bytes
+        figures[timing.PARAM_BYTES] = context.trans_bytes
+        figures[timing.GRAD_BYTES] = context.agg_bytes
         figures[timing.FNEC_S] = context.windows.fnec_s
         figures[timing.BNEC_S] = context.windows.bnec_s
         figures[timing.OVERHEAD_S] = topology.expert_overhead_s

@@ -162,7 +162,7 @@ def _build(
         program.price[variable] = 4.0
     direct, scatter, gather = _transfers(program, copy, context, any(forms))
     windows = ((1.0, context.windows.fnec_s), (2.0, context.windows.bnec_s))
-    sizes = (shape.expert_bytes, shape.expert_grad_bytes)
+    sizes = (context.trans_bytes, context.agg_bytes)
     most = float(max(1, len(copy))) * ranks
     for two_phase, n_bytes, (factor, window_s) in zip(forms, sizes, windows, strict=True):
         exposed = program.variable(price=1.0)
@@ -209,19 +209,27 @@ def _transfers(
     return direct, scatter, gather
 
 
-def solve_exactly(load: IntArray, context: PlanContext, *, time_limit_s: float = 60.0) -> Optimum:
+def solve_exactly(
+    load: IntArray, context: PlanContext, *, within: Placement | None = None, time_limit_s: float = 60.0
+) -> Optimum:
     """The placement and split with the smallest predicted step, for `load` [R, E]; for up to about 8 x 16.
 
-    `bound` is proven even where the time limit stops the solver before `seconds` is.
+    `within` allows only the replicas of that placement: what is left is the best split over it. `bound` is proven even
+    where the time limit stops the solver before `seconds` is.
     """
     load = check_load(load)
     if load.shape != (context.ranks, context.experts):
         raise SpecError(f"load must be [{context.ranks}, {context.experts}], got {list(load.shape)}")
-    same = context.shape.expert_bytes == context.shape.expert_grad_bytes
+    if within is not None and (within.experts, within.ranks) != (context.experts, context.ranks):
+        raise SpecError(f"`within` is for {within.experts} experts x {within.ranks} ranks, load is {list(load.shape)}")
+    same = context.trans_bytes == context.agg_bytes
     choices = [(False, False), (True, True)] if same else [(a, b) for a in (False, True) for b in (False, True)]
     best: Optimum | None = None
     for forms in choices:
         program, copy = _build(load, context, forms)
+        if within is not None:
+            for (e, r), v in copy.items():
+                program.upper[v] = float(within.holds[e, r])
         solved = program.solve(time_limit_s)
         bound = float(solved.mip_dual_bound) if solved.mip_dual_bound is not None else 0.0
         seconds, replicas = np.inf, []

@@ -16,9 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from prophet.history import similarity
+from prophet.picture import chosen_spans, height_in, middle_blocks, paint_step
 from prophet.report.page import (
     AFTER,
     BEFORE,
+    FAINT,
+    FOURTH,
     INK,
     THIRD,
     ReportError,
@@ -32,6 +35,7 @@ from prophet.report.page import (
     tiles,
     write_page,
 )
+from prophet.scheduler.timeline import Span
 from prophet.spec import FloatArray
 
 Ints = npt.NDArray[np.integer[Any]]
@@ -68,6 +72,7 @@ class Report:
     after: Run
     counts: Ints
     figures: Sequence[tuple[str, str]] = ()  # a figure and what it is of, for the head of the page
+    spans: Sequence[Span] = ()  # of one step of `after`, of all ranks
     tables: Sequence[Table] = ()
     notes: Sequence[str] = field(default_factory=tuple)
 
@@ -240,6 +245,14 @@ def _losses(report: Report) -> str:
     return draw_figure(draw, height_in=3.2, label="Losses of both runs, and their difference")
 
 
+def _two_blocks(report: Report) -> str:
+    shown = chosen_spans({report.after.name: report.spans}, blocks=middle_blocks(report.spans))
+    colours = {"experts": AFTER, "rest": FAINT, "tokens": BEFORE, "Trans": THIRD, "Agg": FOURTH}
+    return draw_figure(
+        lambda figure: paint_step(figure, shown, colours), height_in=height_in(shown), label="Two blocks of a step"
+    )
+
+
 _SECTIONS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
     (
         "How much busier is the busiest rank?",
@@ -266,6 +279,12 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
         _similarity,
     ),
     (
+        "What hides under what",
+        "The forward pass of two neighbouring blocks in the last step, on every rank: what it computes, the "
+        "all-to-all, and the transfers of experts, which run beside both.",
+        _two_blocks,
+    ),
+    (
         "The loss does not notice",
         "Both runs start from one seed and see the same tokens. The lower panel is the relative difference of the "
         "two losses; it comes from adding the same numbers in another order. Steps without a point are equal in "
@@ -280,7 +299,9 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
 def render_report(report: Report) -> str:
     """The page as one string of HTML; raises `ReportError` when matplotlib is missing."""
     known = np.isfinite(report.before.loss).any() and np.isfinite(report.after.loss).any()
-    shown = [s for s in _SECTIONS if known or s[2] is not _losses]
+    transfers = any(s.stream == "weights" for s in report.spans)
+    left_out = [draw for draw, has in ((_losses, known), (_two_blocks, transfers)) if not has]
+    shown = [s for s in _SECTIONS if s[2] not in left_out]
     sections = "".join(section(title, caption, draw(report)) for title, caption, draw in shown)
     return page(
         report.title,

@@ -34,7 +34,7 @@ class Seconds(NamedTuple):
         return exposed <= max(0.0, self.direct - cover_s)
 
 
-def _seconds(placement: Placement, context: PlanContext, n_bytes: int, *, agg: bool) -> Seconds:
+def _seconds(placement: Placement, context: PlanContext, n_bytes: float, *, agg: bool) -> Seconds:
     def slowest(cut: tuple[int, ...], two_phase: bool) -> list[float]:
         chunks = transfer_by_chunk(placement, context.topology, n_bytes, cut, two_phase=two_phase, agg=agg)
         return [float(x) for x in chunks.max(axis=1)]
@@ -57,9 +57,8 @@ class FormChooser:
         """What Trans and Agg of a layer take under `placement`, in either form."""
         known = self._known[layer]
         if known is None or known[0] is not placement:
-            shape = context.shape
-            trans = _seconds(placement, context, shape.expert_bytes, agg=False)
-            known = (placement, trans, _seconds(placement, context, shape.expert_grad_bytes, agg=True))
+            trans = _seconds(placement, context, context.trans_bytes, agg=False)
+            known = (placement, trans, _seconds(placement, context, context.agg_bytes, agg=True))
             self._known[layer] = known
         return known[1], known[2]
 

@@ -344,7 +344,7 @@ def exchange_by_rank(pairs: FloatArray, topology: Topology) -> FloatArray:
 
 
 def transfer_by_chunk(
-    placement: Placement, topology: Topology, n_bytes: int, cut: Sequence[int], *, two_phase: bool, agg: bool = False
+    placement: Placement, topology: Topology, n_bytes: float, cut: Sequence[int], *, two_phase: bool, agg: bool = False
 ) -> FloatArray:
     """Seconds of every chunk of a Trans (or Agg) of `n_bytes` per expert on every rank, [C, R], each alone."""
     ranks = placement.ranks
@@ -406,11 +406,11 @@ def predicted_durations(
         groups = np.count_nonzero(load_ED, axis=0)
         fec.append(load_ED.sum(axis=0) / rate + groups * topology.expert_overhead_s)
         trans.append(
-            transfer_by_chunk(placement, topology, shape.expert_bytes, form.trans_cut, two_phase=form.two_phase_trans)
+            transfer_by_chunk(placement, topology, context.trans_bytes, form.trans_cut, two_phase=form.two_phase_trans)
         )
         agg.append(
             transfer_by_chunk(
-                placement, topology, shape.expert_grad_bytes, form.agg_cut, two_phase=form.two_phase_agg, agg=True
+                placement, topology, context.agg_bytes, form.agg_cut, two_phase=form.two_phase_agg, agg=True
             )
         )
         # windows are given for the fastest rank; the others take longer

@@ -18,6 +18,7 @@ from prophet.demo.main import run_demo
 from prophet.demo.model import ModelConfig
 from prophet.demo.text import load_corpus
 from prophet.demo.train import RunResult, TrainConfig, train
+from prophet.scheduler.timeline import read_trace as read_step
 from prophet.spec import SpecError
 from prophet.traces import read_trace
 
@@ -57,6 +58,9 @@ def test_two_ranks_end_to_end(tmp_path: Path) -> None:
     assert trace.counts.shape == (4, 2, 2, 4)
     assert trace.counts.sum(axis=(2, 3)).tolist() == [[4 * 32 * 2] * 2] * 4
     assert trace.meta["top_k"] == 2
+    step = read_step(config.out / "step.json")
+    assert {s.rank for s in step["on"]} == {0, 1}
+    assert {"FEC(0)", "FEC(1)"} <= {s.name for s in step["on"]}
     assert "<svg" in (config.out / "report.html").read_text(encoding="utf-8")
     shown = (tmp_path / "log").read_text(encoding="utf-8")
     for word in (
@@ -67,7 +71,8 @@ def test_two_ranks_end_to_end(tmp_path: Path) -> None:
         "summary.json",
     ):
         assert word in shown or word == "cannot fall"  # said only where ranks outnumber cores
-    assert {p.name for p in config.out.iterdir()} == {"summary.json", "metrics.jsonl", "routing.npz", "report.html"}
+    names = {"summary.json", "metrics.jsonl", "routing.npz", "report.html", "step.json"}
+    assert {p.name for p in config.out.iterdir()} == names
 
 
 def test_a_killed_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:

@@ -37,6 +37,8 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 6, max_tokens: int = 200, even_sp
         flops_per_s=tuple(float(s) * draw(st.sampled_from([1e9, 1e11])) for s in speed),
         free_bytes=tuple(int(b) * shape.replica_bytes for b in rng.integers(0, 6, ranks)),
         expert_overhead_s=draw(st.sampled_from([0.0, 1e-6])),
+        trans_rate=draw(st.sampled_from([1.0, 0.5])),
+        agg_rate=draw(st.sampled_from([1.0, 0.25])),
     )
     home = rng.permutation(np.arange(experts) // (experts // ranks))
     count = draw(st.integers(0, 3 * ranks))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from prophet.calibrate import Calibration, Fit, Line, Point, Ranges, calibrate, check, fit_line, model_lines
+from prophet.calibrate import Calibration, Fit, Line, Point, Ranges, calibrate, check, fit_line, model_lines, rate_of
 from prophet.comm import ThreadCollective, ThreadWorld
+from prophet.planner.cost import step_cost
 from prophet.spec import LayerShape, Link, Placement, PlanContext, SpecError, Split, Topology
 
 SMALL = Ranges(rows=(4, 64), tokens=(8, 32), groups=(1, 2), halves=(1, 3), points=3)
@@ -165,11 +167,53 @@ def test_samples_that_were_disturbed_show_in_the_spread() -> None:
     """Each run takes one of the seconds below by a made-up clock; the lower quartile counts."""
     from prophet import calibrate as module
 
-    took = iter([9.0, 1.0, 1.0, 1.0, 3.0, 3.0])  # the first is the warm-up
+    took = iter([9.0, 9.0, 1.0, 1.0, 1.0, 3.0, 3.0])  # the first two are the warm-up and the look at its length
     probe = module._Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 5)
     (lower, median), by_rank = probe.typical([lambda: next(took)])
     assert (lower.tolist(), median.tolist()) == ([1.0], [1.0])
     assert by_rank.tolist() == [[1.0]]
-    took = iter([9.0, 1.0, 1.0, 3.0, 3.0, 3.0])
+    took = iter([9.0, 9.0, 1.0, 1.0, 3.0, 3.0, 3.0])
     (lower, median), _ = probe.typical([lambda: next(took)])
     assert (lower.tolist(), median.tolist()) == ([1.0], [3.0])
+
+
+def test_short_runs_are_sampled_more_often() -> None:
+    from prophet import calibrate as module
+
+    calls = [0, 0, 0]
+    lasts = (1.0, 3.0, 100.0)
+
+    def run(i: int) -> float:
+        calls[i] += 1
+        return lasts[i]
+
+    probe = module._Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 4)
+    (lower, _), _ = probe.typical([lambda i=i: run(i) for i in range(3)])  # type: ignore[misc]
+    assert lower.tolist() == list(lasts)
+    assert calls == [2 + 4 * 8, 2 + 4 * 8, 2 + 4]  # at most eight times as often
+
+
+def test_the_rate_of_transfers_is_that_of_most_of_them() -> None:
+    link = Link(bytes_per_s=2e9, latency_s=1e-4)
+    points = [Point(n, 1, 1e-4 + n / 0.5e9) for n in (1e5, 1e6, 1e7)]
+    assert rate_of(points, link) == pytest.approx(0.25)
+    assert rate_of([*points, Point(1e6, 1, 1.0)], link) == pytest.approx(0.25)  # one that was disturbed
+    assert rate_of([Point(1e6, 1, 5e-5)], link) > 1  # shorter than the latency alone: fast, but not for nothing
+
+
+def test_slower_transfers_count_as_more_bytes() -> None:
+    shape, link = LayerShape(dim=8, hidden=16), Link(bytes_per_s=1e6)
+    slow = dataclasses.replace(Topology.uniform(2, intra=link), trans_rate=0.5, agg_rate=0.25)
+    load = np.array([[300, 0], [300, 0]], dtype=np.int64)
+    placement = Placement.with_replicas((0, 1), 2, [(0, 1)])
+    split = Split(np.array([[[300, 0], [0, 0]], [[0, 300], [0, 0]]], dtype=np.int64))
+    even, later = (
+        step_cost(split, placement, PlanContext(topology=t, shape=shape, home=(0, 1)))
+        for t in (Topology.uniform(2, intra=link), slow)
+    )
+    split.check(load, placement)
+    assert later.trans_s == pytest.approx(2 * even.trans_s)
+    assert later.agg_s == pytest.approx(4 * even.agg_s)
+    assert later.a2a_s == even.a2a_s
+    with pytest.raises(SpecError, match="trans_rate"):
+        dataclasses.replace(slow, trans_rate=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -28,6 +29,7 @@ from prophet.report import (
     similarity_by_distance,
     write_report,
 )
+from prophet.scheduler.timeline import Span
 
 
 def report(steps: int = 12, layers: int = 3, ranks: int = 4, experts: int = 8) -> Report:
@@ -134,6 +136,32 @@ def test_the_smallest_report_is_drawn(tmp_path: Path) -> None:
 
 def test_many_layers_and_ranks_are_drawn() -> None:
     assert render_report(report(steps=3, layers=12, ranks=32, experts=64)).count("<svg") == 5
+
+
+def test_two_blocks_of_a_recorded_step_are_drawn(page: str) -> None:
+    spans = [
+        Span(10.0 + 0.1 * b + at, 10.0 + 0.1 * b + at + 0.02, rank, stream, name)
+        for rank in range(2)
+        for b in range(4)
+        for at, stream, name in (
+            (0.0, "compute", f"route({b})"),
+            (0.02, "tokens", f"dispatch of layer {b}"),
+            (0.04, "compute", f"FEC({b})"),
+            (0.05, "weights", f"Trans chunk 0 of layer {b + 1}"),
+            (0.06, "compute", f"FNEC({b})"),
+        )
+    ]
+    heading = "What hides under what"
+    assert heading not in page
+    drawn = render_report(dataclasses.replace(report(), spans=spans))
+    assert heading in drawn
+    assert drawn.count("<svg") == page.count("<svg") + 1
+    for words in ("rank 1 transfers", "all-to-all", "Trans"):
+        assert words in drawn
+    alone = [s for s in spans if s.stream != "weights"]  # nothing to hide: nothing to see
+    assert render_report(dataclasses.replace(report(), spans=alone)) == page
+    first = [s for s in spans if s.name.endswith("(0)") or s.stream == "weights"]  # one block is drawn, too
+    assert heading in render_report(dataclasses.replace(report(), spans=first))
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

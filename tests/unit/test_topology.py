@@ -27,6 +27,8 @@ def topologies(draw: st.DrawFn) -> Topology:
         free_bytes=tuple(draw(st.lists(st.integers(0, 1 << 50), min_size=ranks, max_size=ranks))),
         expert_overhead_s=draw(st.floats(0, 1)),
         call_overhead_s=draw(st.floats(0, 1)),
+        trans_rate=draw(st.floats(0.01, 10)),
+        agg_rate=draw(st.floats(0.01, 10)),
         name=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
     )
 
@@ -60,6 +62,7 @@ def test_one_number_stands_for_all_ranks(tmp_path: Path) -> None:
     assert found.flops_per_s == (1e12, 1e12)
     assert found.free_bytes == (1, 2)
     assert found.call_overhead_s == 0.0  # a file of before there was such a figure
+    assert (found.trans_rate, found.agg_rate) == (1.0, 1.0)
     assert read_fits(file) == {}
 
 

@@ -1,0 +1,105 @@
+"""The planner's benchmark: cases that follow from their number, optima that are solved once, break-even."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.planner import optimum
+from benchmarks.planner.__main__ import main
+from benchmarks.planner.break_even import break_even_rows, scaled
+from benchmarks.planner.optimum import PROVEN, SmallCase, gap_rows, optima, small_case
+from prophet.planner import get_planner
+from prophet.planner.cost import step_cost
+from prophet.spec import IntArray
+
+QUICK = 1  # a case of 4 ranks and 4 experts, solved in a fraction of a second
+
+
+def seconds_of(case: SmallCase, planner: str) -> float:
+    chosen = get_planner(planner)
+    placement = chosen.place(case.load, case.context)
+    return step_cost(chosen.split(case.load, placement, case.context), placement, case.context).total_s
+
+
+def test_a_case_follows_from_its_number() -> None:
+    first, again, other = small_case(7, None), small_case(7, None), small_case(8, None)
+    assert np.array_equal(first.load, again.load)
+    assert first.context == again.context
+    assert not np.array_equal(first.load, other.load)
+    assert first.load.shape == (first.context.ranks, first.context.experts)
+
+
+def test_optima_are_solved_once_and_only_proven_ones_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "optima.jsonl"
+    rows = [
+        {"case": n, "preset": "x", "seconds": 1.0, "bound": 1.0 if n % 2 else 0.5, "solver_s": 0.0} for n in range(12)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(optimum, "solve_exactly", None)  # what is known is not solved again
+    found = list(optima(None, 4, limit_s=1.0, path=file, processes=1))
+    assert [case.number for case, _ in found] == [1, 3, 5, 7]
+    assert len(file.read_text().splitlines()) == 12
+
+
+def test_gaps_are_measured_from_the_solved_optimum(tmp_path: Path) -> None:
+    file = tmp_path / "optima.jsonl"
+    slow = [n for n in range(4) if n != QUICK]
+    file.write_text("".join(json.dumps({"case": n, "seconds": 1.0, "bound": 0.0}) + "\n" for n in slow))
+    solved = list(optima(None, 1, limit_s=20.0, path=file, processes=1))
+    assert [case.number for case, _ in solved] == [QUICK]
+    assert json.loads(file.read_text().splitlines()[-1])["case"] == QUICK
+    for case, row in solved:
+        assert row["bound"] * (1 - 1e-9) <= row["seconds"] <= row["bound"] * (1 + PROVEN)
+        assert seconds_of(case, "static") >= row["seconds"] * (1 - 1e-3)
+    static, searched = gap_rows(solved, {"static": {}, "prophet-search, effort 1": {"effort": 1.0}})
+    gaps = [seconds_of(case, "static") / row["seconds"] - 1 for case, row in solved]
+    assert static["gap_median"] == pytest.approx(np.median(gaps))
+    assert static["gap_max"] == pytest.approx(max(gaps))
+    assert -1e-3 <= searched["gap_median"] <= static["gap_median"]
+
+
+def load_of(ranks: int, experts: int) -> IntArray:
+    rng = np.random.default_rng(3)
+    popular = rng.dirichlet(np.full(experts, 0.3))
+    return np.stack([rng.multinomial(4096, popular) for _ in range(ranks)]).astype(np.int64)
+
+
+def test_scaling_keeps_tokens_and_levels_the_skew() -> None:
+    load = load_of(8, 16)
+    assert scaled(load, 1000, 1.0).sum() == pytest.approx(8000, rel=0.01)
+    assert np.ptp(scaled(load, 1600, 0.0)) == 0
+    busy = [scaled(load, 4096, s).sum(axis=0).max() for s in (0.0, 0.5, 1.0)]
+    assert busy[0] < busy[1] < busy[2]
+
+
+def test_replicas_pay_with_many_tokens_and_not_where_routing_is_even() -> None:
+    rows = list(break_even_rows([load_of(8, 16)], ["h100-nvlink:Mixtral-8x7B"], ["prophet"], 4))
+    gain = {(r["tokens_per_rank"], r["gb_per_s"], r["skew"]): r["gain"] for r in rows}
+    assert gain[65536, 450.0, 1.0] > 1.3
+    assert gain[64, 0.1, 1.0] == 1.0
+    assert gain[16384, 25.0, 0.0] == 1.0
+    assert all(r["gain_least"] >= 1.0 - 1e-9 for r in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "give --trace FILE, --scale, --optimum N or --break-even"),
+        (["--optimum", "0"], "expected a positive integer, got 0"),
+        (["--optimum", "3", "--processes", "-1"], "expected a positive integer, got -1"),
+        (["--optimum", "3", "--limit", "0"], "expected a positive number of seconds"),
+        (["--scale", "--plot", "x.png"], "--plot goes with --break-even"),
+        (["--trace", "nowhere.npz"], "nowhere.npz"),
+        (["--break-even", "--preset", "nothing"], "nothing"),
+        (["--break-even", "--policy", "nobody"], "there is no planner 'nobody'"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert expected in capsys.readouterr().err
