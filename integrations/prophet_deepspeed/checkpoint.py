@@ -165,8 +165,8 @@ class Checkpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Read a checkpoint on every process: its folder and client state, (None, None) where there is none.
 
-        As `load_checkpoint` of DeepSpeed; collective over all processes. The number of ranks, the expert-parallel size,
-        the ZeRO stage and the precision may differ from those that wrote it. Where the number of processes and the
+        As `load_checkpoint` of DeepSpeed; collective over all processes. The number of ranks, the expert-parallel size
+        and the ZeRO stage may differ from those that wrote it. Where the number of processes and the
         expert-parallel size are the same, random generators and placements go on where they were, too. Raises
         `CheckpointError`, on every process, for a file that is missing or another's; nothing is changed then.
         """
