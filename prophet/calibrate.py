@@ -21,6 +21,7 @@ import torch
 from prophet.comm import Collective, Operation
 from prophet.experts import ExpertBank
 from prophet.kernels.grouped_ffn import grouped_ffn
+from prophet.lines import Fit, Line, Point, fit_line, rate_of
 from prophet.spec import Activation, FloatArray, LayerShape, Link, SpecError, Topology
 
 _LEAST = 1e-15  # seconds per unit: where a probe takes no measurable time
@@ -56,57 +57,6 @@ class Ranges:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One measured size: `size` bytes or tokens, `count` experts (1 where there are none), and its `seconds`.
-
-    spread: how far the samples' median lies above their lower quartile, as a fraction: what other work added.
-    """
-
-    size: float
-    count: float
-    seconds: float
-    spread: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """seconds = fixed_s + count_s · count + unit_s · size."""
-
-    fixed_s: float
-    unit_s: float
-    count_s: float = 0.0
-
-    def seconds(self, point: Point) -> float:
-        """Predicted seconds of a point's size and count."""
-        return self.fixed_s + self.count_s * point.count + self.unit_s * point.size
-
-    def errors(self, points: Sequence[Point]) -> list[float]:
-        """|predicted - measured| / measured of every point."""
-        return [abs(self.seconds(p) - p.seconds) / p.seconds for p in points]
-
-
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """One operation's line, the points it was fitted to, and those that it has not seen."""
-
-    operation: str
-    unit: str
-    line: Line
-    fitted: tuple[Point, ...]
-    held_out: tuple[Point, ...]
-
-    @property
-    def mean_error(self) -> float:
-        """Mean relative error on the held-out points; 0 where there are none."""
-        return float(np.mean(self.line.errors(self.held_out))) if self.held_out else 0.0
-
-    @property
-    def max_error(self) -> float:
-        """Largest relative error on the held-out points; 0 where there are none."""
-        return max(self.line.errors(self.held_out), default=0.0)
-
-
-@dataclass(frozen=True, slots=True)
 class Calibration:
     """The fitted topology, how well each operation's line describes it, and how well the planners' model does.
 
@@ -119,54 +69,10 @@ class Calibration:
     model: tuple[Fit, ...] = field(default=())
 
 
-def fit_line(points: Sequence[Point]) -> Line:
-    """The line with the least mean relative error; no part of it is negative.
-
-    Relative, because sizes span decades; least absolute instead of squared, because a size that was measured while
-    something else ran must not bend the line. The cost per count is left out where all points have one count.
-    """
-    design = np.array([(1.0, p.count, p.size) for p in points])
-    seconds = np.array([p.seconds for p in points])
-    wanted = [0, 2] if np.ptp(design[:, 1]) == 0 else [0, 1, 2]
-    chosen = list(wanted)
-    while True:
-        weights = _least_relative(design[:, chosen], seconds)
-        negative = [c for c, w in zip(chosen, weights, strict=True) if w < 0]
-        if not negative or len(chosen) == 1:
-            break
-        chosen.remove(negative[0])
-    found = dict(zip(chosen, np.maximum(weights, 0.0).tolist(), strict=True))
-    return Line(fixed_s=found.get(0, 0.0), unit_s=found.get(2, 0.0), count_s=found.get(1, 0.0))
-
-
-def rate_of(points: Sequence[Point], link: Link) -> float:
-    """The rate of transfers over the link's at which `link.latency_s + size / (rate * bytes_per_s)` has the least mean
-    relative error.
-    """
-    size = np.array([p.size for p in points]) / link.bytes_per_s
-    seconds = np.array([p.seconds for p in points])
-    slowness = np.maximum(seconds - link.latency_s, 1e-3 * seconds) / size
-    order = np.argsort(slowness)
-    weight = np.cumsum((size / seconds)[order])
-    return float(1.0 / slowness[order][np.searchsorted(weight, 0.5 * weight[-1])])
-
-
-def _least_relative(design: FloatArray, seconds: FloatArray, rounds: int = 50) -> FloatArray:
-    """Least mean of |design · w / seconds - 1| over w, by re-weighted least squares."""
-    relative = design / seconds[:, None]
-    weight = np.ones(len(seconds))
-    solution: FloatArray = np.zeros(design.shape[1])
-    for _ in range(rounds):
-        root = np.sqrt(weight)
-        solution = np.asarray(np.linalg.lstsq(relative * root[:, None], root, rcond=None)[0], dtype=np.float64)
-        weight = 1.0 / np.maximum(np.abs(relative @ solution - 1.0), 1e-4)
-    return solution
-
-
 # --- measuring ----------------------------------------------------------------------------------------------------
 
 
-class _Probe:
+class Probe:
     """Times operations on all ranks at once; a sample is the time of the slowest rank."""
 
     def __init__(self, collective: Collective, device: torch.device, repeats: int) -> None:
@@ -211,7 +117,7 @@ class _Probe:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class Measured:
     """Points of one operation, fitted ones first; seconds of each rank [points, R]."""
 
     operation: str
@@ -228,13 +134,13 @@ def _spaced(low: int, high: int, points: int) -> tuple[list[int], list[int]]:
 
 
 def _measure(
-    probe: _Probe,
+    probe: Probe,
     operation: str,
     unit: str,
     run: Callable[[int, int], tuple[float, Callable[[], float | None]]],
     fitted: Sequence[tuple[int, int]],
     held_out: Sequence[tuple[int, int]],
-) -> _Measured:
+) -> Measured:
     """Time `run(size, count)`, which gives the size in units and what to call, at all sizes in turn."""
     cases = [(*run(size, count), count) for size, count in (*fitted, *held_out)]
     (lower, median), by_rank = probe.typical([call for _, call, _ in cases])
@@ -242,12 +148,12 @@ def _measure(
         Point(size, count, low, mid / low - 1.0)
         for (size, _, count), low, mid in zip(cases, lower.tolist(), median.tolist(), strict=True)
     ]
-    return _Measured(operation, unit, tuple(points[: len(fitted)]), tuple(points[len(fitted) :]), by_rank)
+    return Measured(operation, unit, tuple(points[: len(fitted)]), tuple(points[len(fitted) :]), by_rank)
 
 
 def _measure_exchange(
-    probe: _Probe, operation: str, peers: np.ndarray, bank: ExpertBank, ranges: Ranges, parts: _Parts
-) -> _Measured:
+    probe: Probe, operation: str, peers: np.ndarray, bank: ExpertBank, ranges: Ranges, parts: _Parts
+) -> Measured:
     """An all-to-all in which every rank sends the same number of rows [D], in all, to its `peers` [R]."""
     op = Operation("probe of the all-to-all")
     count = max(1, int(peers.sum()))
@@ -270,8 +176,8 @@ def _discard(_: object) -> None:
 
 
 def _measure_experts(
-    probe: _Probe, banks: Mapping[int, ExpertBank], ranges: Ranges, parts: _Parts
-) -> tuple[_Measured, _Measured]:
+    probe: Probe, banks: Mapping[int, ExpertBank], ranges: Ranges, parts: _Parts
+) -> tuple[Measured, Measured]:
     """Forward and backward pass of `tokens` rows over G experts, for every G of `banks`."""
     tokens, between = _spaced(*ranges.tokens, ranges.points)
     fitted = [(n, g) for g in banks for n in tokens]
@@ -307,7 +213,7 @@ def _measure_experts(
     )
 
 
-def _measure_transfers(probe: _Probe, bank: ExpertBank, ranges: Ranges, parts: _Parts) -> tuple[_Measured, _Measured]:
+def _measure_transfers(probe: Probe, bank: ExpertBank, ranges: Ranges, parts: _Parts) -> tuple[Measured, Measured]:
     """Trans and Agg: every rank sends half experts to the ranks after it, and takes in as many, as the runtime does."""
     size, rank = probe.collective.size, probe.collective.rank
     numel = max(1, bank.expert_numel // 2)
@@ -358,16 +264,16 @@ def _measure_all(
     ranks_per_node: int,
     repeats: int,
     parts: _Parts,
-) -> dict[str, _Measured]:
+) -> dict[str, Measured]:
     """All operations by name; collective. `parts` chooses among the fitted and the held-out sizes."""
-    probe = _Probe(collective, device, repeats)
+    probe = Probe(collective, device, repeats)
     size, rank = collective.size, collective.rank
     banks = {
         g: ExpertBank(shape.dim, shape.hidden, g, activation=shape.activation, bias=shape.bias).to(device, dtype)
         for g in sorted(set(ranges.groups))
     }
     first = banks[min(banks)]
-    found: list[_Measured] = []
+    found: list[Measured] = []
     node = np.arange(size) // ranks_per_node
     for level, peers in (("intra", (node == node[rank]) & (np.arange(size) != rank)), ("inter", node != node[rank])):
         if _collective_max(collective, int(peers.sum()), device):
@@ -420,6 +326,19 @@ def calibrate(
         repeats=repeats,
         parts=(lambda fitted, between: (fitted, between)) if held_out else (lambda fitted, _: (fitted, [])),
     )
+    return calibration_of(measured, shape, collective.size, ranks_per_node=per_node, free_bytes=free_bytes, name=name)
+
+
+def calibration_of(
+    measured: Mapping[str, Measured],
+    shape: LayerShape,
+    ranks: int,
+    *,
+    ranks_per_node: int,
+    free_bytes: int,
+    name: str,
+) -> Calibration:
+    """Fit what was measured, by operation; `a2a_intra` or `a2a_inter`, `trans` and `agg` may be missing."""
     fits = {o: Fit(o, m.unit, fit_line(m.fitted), m.fitted, m.held_out) for o, m in measured.items()}
     links = {
         level: Link(bytes_per_s=1.0 / max(fit.line.unit_s, _LEAST), latency_s=fit.line.fixed_s)
@@ -435,12 +354,12 @@ def calibrate(
     slower = links.get("inter") or intra
     trans_rate, agg_rate = (rate_of(fits[o].fitted, slower) if o in fits else 1.0 for o in ("trans", "agg"))
     topology = Topology(
-        ranks=collective.size,
-        ranks_per_node=per_node,
+        ranks=ranks,
+        ranks_per_node=ranks_per_node,
         intra=intra,
         inter=links.get("inter", intra),
         flops_per_s=tuple(float(shape.forward_flops_per_token / (per_token * s / slowness.max())) for s in slowness),
-        free_bytes=(free_bytes,) * collective.size,
+        free_bytes=(free_bytes,) * ranks,
         expert_overhead_s=(forward.count_s + backward.count_s) / 3.0,
         call_overhead_s=(forward.fixed_s + backward.fixed_s) / 3.0,
         trans_rate=trans_rate,

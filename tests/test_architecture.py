@@ -44,7 +44,9 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"planner", "history", "replan", "resume", "traces", "scheduler", "layer", "config", "parallel", "step_report"},
     "convert": _RANKS | {"layer", "parallel"},
     "topology": _VALUES,
-    "calibrate": _RANKS | {"topology"},
+    "lines": _VALUES,
+    "calibrate": _RANKS | {"topology", "lines"},
+    "calibrate_files": _VALUES | {"calibrate", "lines"},
     "processes": _VALUES | {"comm"},
     "replay": _VALUES | {"planner", "traces"},
     "picture": _VALUES | {"scheduler"},
@@ -56,7 +58,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"processes", "step_report"},
     "commands": _RANKS
     | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", "processes"}
-    | {"importers", "extrapolate", "monitor"},
+    | {"importers", "extrapolate", "monitor", "calibrate_files", "lines"},
     "cli": _VALUES | {"traces", "topology", "report", "processes", "demo", "monitor", "commands", ""},
     "__main__": {"cli"},
     "": _RANKS

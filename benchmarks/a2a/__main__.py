@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-import tempfile
 from pathlib import Path
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.a2a.exchange import TIMEOUT_S, Row, measure, rank_body
-from prophet.comm import collective_for
-from prophet.processes import RankFailed, joined_group, run_ranks
+from benchmarks.a2a.exchange import measure
+from benchmarks.common import Row, ranks_there, rows_on_ranks, write_rows
+from prophet.processes import RankFailed
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,18 +27,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--json", type=Path, metavar="FILE")
     p.add_argument("--plot", type=Path, metavar="FILE")
     return p
-
-
-def _join(options: Row) -> list[Row] | None:
-    """Take part in torchrun's group; rows on rank 0."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    on_gpu = torch.cuda.device_count() > local
-    if on_gpu:
-        torch.cuda.set_device(local)
-    with joined_group("nccl" if on_gpu else "gloo", timeout_s=TIMEOUT_S):
-        ranks = collective_for(None, timeout_s=TIMEOUT_S)
-        rows = measure(ranks, device=f"cuda:{local}" if on_gpu else "cpu", **options)
-        return rows if ranks.rank == 0 else None
 
 
 def show(rows: list[Row]) -> None:
@@ -80,8 +64,7 @@ def plot(rows: list[Row], file: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     p = parser()
     a = p.parse_args(argv)
-    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    ranks = int(os.environ["WORLD_SIZE"]) if joined else a.ranks
+    ranks = ranks_there() or a.ranks
     if ranks < 2 or min(a.sizes) < 1 or a.repeats < 1 or not all(0 <= u <= 1 for u in a.uneven):
         p.error("expected at least 2 ranks, sizes and repeats of at least 1, and shares from 0 to 1")
     if a.ranks_per_node is not None and (a.ranks_per_node < 1 or ranks % a.ranks_per_node):
@@ -93,31 +76,16 @@ def main(argv: list[str] | None = None) -> int:
         "per_node": a.ranks_per_node,
         "repeats": a.repeats,
     }
-    rows: list[Row] | None
-    if joined:
-        rows = _join(options)
-    else:
-        with tempfile.TemporaryDirectory(prefix="prophet-a2a-") as scratch:
-            folder = Path(scratch)
-            try:
-                run_ranks(
-                    rank_body,
-                    (options, folder / "rows.json"),
-                    ranks=ranks,
-                    folder=folder,
-                    limit_s=a.limit_s,
-                    timeout_s=TIMEOUT_S,
-                    what="the benchmark",
-                )
-            except RankFailed as error:
-                print(f"benchmarks.a2a: {error}", file=sys.stderr)
-                return 1
-            rows = json.loads((folder / "rows.json").read_text(encoding="utf-8"))
+    try:
+        rows = rows_on_ranks(measure, options, ranks=ranks, limit_s=a.limit_s)
+    except RankFailed as error:
+        print(f"benchmarks.a2a: {error}", file=sys.stderr)
+        return 1
     if rows is None:  # another rank speaks
         return 0
     show(rows)
     if a.json:
-        a.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        write_rows(a.json, "a2a", rows, repeats=a.repeats)
     if a.plot:
         plot(rows, a.plot)
     return 0

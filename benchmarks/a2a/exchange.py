@@ -5,20 +5,14 @@ Shape legend: R ranks, S source rank, D destination rank, G ranks of a node.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from prophet.calibrate import _Probe
-from prophet.comm import Collective, Operation, collective_for
+from benchmarks.common import Row
+from prophet.calibrate import Probe
+from prophet.comm import Collective, Operation
 from prophet.spec import IntArray
-
-Row = dict[str, Any]
-TIMEOUT_S = 60.0
 
 
 def pairs_of(ranks: int, elements: int, uneven: float) -> IntArray:
@@ -88,7 +82,7 @@ def measure(
     """A row for every dtype, size, share and number of levels; collective, and equal on all ranks."""
     place, ranks = torch.device(device), collective.size
     levels = [None, per_node] if per_node and per_node < ranks else [None]
-    probe = _Probe(collective, place, repeats)
+    probe = Probe(collective, place, repeats)
     cases, runs = [], []
     for name in dtypes:
         dtype = getattr(torch, name)
@@ -122,10 +116,3 @@ def measure(
             }
         )
     return rows
-
-
-def rank_body(rank: int, options: dict[str, Any], answer: Path) -> None:
-    """What every rank does that the benchmark has started; rank 0 writes the rows."""
-    rows = measure(collective_for(None, timeout_s=TIMEOUT_S), device="cpu", **options)
-    if rank == 0:
-        answer.write_text(json.dumps(rows), encoding="utf-8")

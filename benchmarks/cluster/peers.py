@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,20 @@ def missing(system: str) -> str | None:
     return None
 
 
-class _Peer(nn.Module):
+class Sizes(Protocol):
+    """What a peer's layer is built from."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+
+
+class Peer(nn.Module):
     """What stands in for `prophet.MoE` in a block: [b, T, D] to the same shape."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -48,25 +61,27 @@ def build_peer(system: str, workload: Workload, state: Mapping[str, Tensor], *, 
     from prophet.comm import ThreadWorld
 
     model = MoEGPT(workload.model_config(), group=ThreadWorld(1).collective(0))
-    make = {"deepspeed": _deepspeed, "tutel": _tutel}[system]
-    experts = workload.experts // ranks
-    for i, block in enumerate(model.blocks):
-        parameters = {
-            k.removeprefix(f"blocks.{i}.moe."): v for k, v in state.items() if k.startswith(f"blocks.{i}.moe.")
-        }
-        block.moe = _Peer(make(workload, parameters, rank * experts, experts, ranks))
+    # before the peers' layers are in: Tutel's would set to zero whatever of theirs is not in the state
     own = {k: v for k, v in state.items() if ".moe." not in k}
     left = model.load_state_dict(own, strict=False)
     lost = [k for k in left.missing_keys if ".moe." not in k] + list(left.unexpected_keys)
     if lost:
         raise RuntimeError(f"the checkpoint does not fit the model: {lost[:4]}")
+    make = {"deepspeed": deepspeed_layer, "tutel": tutel_layer}[system]
+    experts = workload.experts // ranks
+    for i, block in enumerate(model.blocks):
+        parameters = {
+            k.removeprefix(f"blocks.{i}.moe."): v for k, v in state.items() if k.startswith(f"blocks.{i}.moe.")
+        }
+        block.moe = Peer(make(workload, parameters, rank * experts, experts, ranks))
     for p in model.parameters():
         if not getattr(p, "allreduce", True):
             p.register_hook(lambda grad: grad / ranks)
     return model
 
 
-def _deepspeed(workload: Workload, state: Mapping[str, Tensor], first: int, experts: int, ranks: int) -> nn.Module:
+def deepspeed_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, experts: int, ranks: int) -> nn.Module:
+    """DeepSpeed's layer with the gate of `state` and its experts first .. first + experts - 1; collective."""
     import deepspeed  # type: ignore[import-not-found]
     from deepspeed.moe.layer import MoE  # type: ignore[import-not-found]
 
@@ -74,15 +89,13 @@ def _deepspeed(workload: Workload, state: Mapping[str, Tensor], first: int, expe
         # Its kernel for all-reduces in shared memory is for ranks of one machine; these hosts have none in common.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    expert = nn.Sequential(
-        nn.Linear(workload.dim, workload.hidden), nn.GELU(), nn.Linear(workload.hidden, workload.dim)
-    )
+    expert = nn.Sequential(nn.Linear(sizes.dim, sizes.hidden), nn.GELU(), nn.Linear(sizes.hidden, sizes.dim))
     layer = MoE(
-        workload.dim,
+        sizes.dim,
         expert,
-        num_experts=workload.experts,
+        num_experts=sizes.experts,
         ep_size=ranks,
-        k=workload.top_k,
+        k=sizes.top_k,
         drop_tokens=False,
         use_rts=False,
         top2_2nd_expert_sampling=False,
@@ -98,18 +111,19 @@ def _deepspeed(workload: Workload, state: Mapping[str, Tensor], first: int, expe
     return layer  # type: ignore[no-any-return]
 
 
-def _tutel(workload: Workload, state: Mapping[str, Tensor], first: int, experts: int, ranks: int) -> nn.Module:
+def tutel_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, experts: int, ranks: int) -> nn.Module:
+    """Tutel's layer with the gate of `state` and its experts first .. first + experts - 1; collective."""
     from tutel import moe  # type: ignore[import-not-found]
 
     layer = moe.moe_layer(
-        gate_type={"type": "top", "k": workload.top_k, "capacity_factor": 0.0},  # 0: as large as the step needs
+        gate_type={"type": "top", "k": sizes.top_k, "capacity_factor": 0.0},  # 0: as large as the step needs
         experts={
             "type": "ffn",
             "num_experts_per_device": experts,
-            "hidden_size_per_expert": workload.hidden,
+            "hidden_size_per_expert": sizes.hidden,
             "activation_fn": nn.functional.gelu,
         },
-        model_dim=workload.dim,
+        model_dim=sizes.dim,
         scan_expert_func=lambda _, p: setattr(p, "allreduce", False),
     )
     with torch.no_grad():

@@ -59,21 +59,36 @@ def ours(shape: Shape, x: Tensor, gate: Tensor, home: ExpertWeights) -> Tensor:
     return unpermute(out, *plan, routed.weights)
 
 
-def dense_products(shape: Shape, rows: int, home: ExpertWeights) -> Callable[[], None]:
-    """The six products of one dense expert of as many rows, forward and backward, into memory that is there."""
-    w_in, w_out = home.w_in[0].detach(), home.w_out[0].detach()
-    x, d_y = torch.randn(rows, shape.dim), torch.randn(rows, shape.dim)
-    h, a = torch.randn(rows, w_in.shape[0]), torch.randn(rows, shape.hidden)
+def dense_passes(rows: int, w_in: Tensor, w_out: Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The products of one dense expert of so many rows, into memory that is there: two forward, and four backward.
+
+    w_in: [H, D] (gated: [2H, D]); w_out: [D, H].
+    """
+    dim, hidden = w_out.shape
+    x, d_y, h, a = (w_in.new_empty(rows, n).normal_() for n in (dim, dim, w_in.shape[0], hidden))
     y, d_h, d_a, d_x = torch.empty_like(x), torch.empty_like(h), torch.empty_like(a), torch.empty_like(x)
     d_in, d_out = torch.empty_like(w_in), torch.empty_like(w_out)
 
-    def run() -> None:
+    def forward() -> None:
         torch.mm(x, w_in.t(), out=d_h)
         torch.mm(a, w_out.t(), out=y)
+
+    def backward() -> None:
         torch.mm(d_y, w_out, out=d_a)
         torch.mm(h, w_in, out=d_x)
         torch.mm(h.t(), x, out=d_in)
         torch.mm(d_y.t(), a, out=d_out)
+
+    return forward, backward
+
+
+def dense_products(rows: int, home: ExpertWeights) -> Callable[[], None]:
+    """The six products of one dense expert of as many rows, forward and backward, into memory that is there."""
+    forward, backward = dense_passes(rows, home.w_in[0].detach(), home.w_out[0].detach())
+
+    def run() -> None:
+        forward()
+        backward()
 
     return run
 
@@ -172,7 +187,7 @@ def measure(shape: Shape, tokens: int, *, repeats: int, budget_s: float) -> Iter
         sizes = route(x.detach() @ gate.detach().t(), shape.top_k).counts.tolist()
         runs: dict[str, list[Callable[[], object]]] = {
             "ours": [_step(shape, x, gate, home, d_y)],
-            "dense products": [dense_products(shape, sum(sizes), home)],
+            "dense products": [dense_products(sum(sizes), home)],
             "products per expert": [expert_products(shape, sizes, home)],
         }
         peer = deepspeed_layer(shape, gate.detach(), home)

@@ -59,10 +59,19 @@ def add(commands: Any) -> None:
     add_argument("--out", type=Path, metavar="FILE", help="where the topology file goes (TOML)")
     add_argument("--check", action="store_true", help="measure sizes that the fit has not seen, and report the error")
     add_argument("--topology", type=Path, metavar="FILE", help="with --check: fit nothing, check this file instead")
+    add_argument(
+        "--from",
+        dest="files",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="measure nothing: fit to what benchmarks.a2a, .expert_compute and .trans_agg wrote with --json "
+        "(give it once for every file)",
+    )
     add_argument("--dim", type=positive, metavar="N", help="model dimension of the expert (default: 256)")
     add_argument("--hidden", type=positive, metavar="N", help="its hidden dimension (default: 512)")
     add_argument("--activation", choices=("gelu", "swiglu"), help="(default: gelu)")
-    add_argument("--dtype", choices=_DTYPES, default="float32", help="(default: %(default)s)")
+    add_argument("--dtype", choices=_DTYPES, help="(default: float32)")
     add_argument(
         "--rows",
         type=positive,
@@ -100,6 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Measure, write the file, and print what was found."""
     from prophet.processes import run_ranks
 
+    if arguments.files:
+        return _from_files(arguments)
     job, ranks = _job(arguments)
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if joined:
@@ -123,11 +134,49 @@ def run(arguments: argparse.Namespace) -> int:
             answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
     if answer is None:  # another rank speaks
         return 0
-    if arguments.json:
+    return _show(answer, job, arguments.json)
+
+
+def _show(answer: dict[str, Any], job: Job, as_json: bool) -> int:
+    if as_json:
         print(json.dumps(answer, indent=2))
     else:
         _print(answer, job)
     return 0
+
+
+def _from_files(arguments: argparse.Namespace) -> int:
+    """Fit to benchmarks' files, write the topology file, and print what was found."""
+    from prophet.calibrate_files import ExpertKind, calibrate_from
+
+    if arguments.topology:
+        raise UsageError("--from reads what was measured, --topology measures what was fitted: expected one of them")
+    job, ranks = _job(arguments)
+    kind = ExpertKind(
+        dim=arguments.dim, hidden=arguments.hidden, activation=arguments.activation, dtype=arguments.dtype
+    )
+    found = calibrate_from(
+        arguments.files,
+        kind=kind,
+        ranks=ranks,
+        ranks_per_node=job.ranks_per_node,
+        free_bytes=job.free_bytes,
+        held_out=job.held_out,
+        name=job.name,
+    )
+    own = found.kind
+    job = replace(
+        job,
+        dim=own.dim or job.dim,
+        hidden=own.hidden or job.hidden,
+        activation=own.activation or job.activation,
+        dtype=own.dtype or job.dtype,
+        repeats=found.repeats,
+    )
+    answer: dict[str, Any] = {"ranks": found.calibration.topology.ranks, "device": found.device, "file": None}
+    answer |= {k: getattr(job, k) for k in ("dim", "hidden", "activation", "repeats")}
+    answer["from"] = [str(f) for f in arguments.files]
+    return _show(_fitted(found.calibration, job, answer, write=True), job, arguments.json)
 
 
 def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
@@ -153,7 +202,7 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
         dim = arguments.dim or int(layer.get("dim", dim))
         hidden = arguments.hidden or int(layer.get("hidden", hidden))
         activation = arguments.activation or ("swiglu" if layer.get("swiglu") else "gelu")
-        found = model_lines(topology, shape_of(dim, hidden, activation, _dtype(arguments.dtype)))
+        found = model_lines(topology, shape_of(dim, hidden, activation, _dtype(arguments.dtype or "float32")))
         lines = {o: (line.fixed_s, line.unit_s, line.count_s) for o, line in found.items()}
         for operation, figures in fits.items():
             if {"fixed_s", "unit_s"} <= figures.keys():
@@ -169,7 +218,7 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
         dim=dim,
         hidden=hidden,
         activation=activation,
-        dtype=arguments.dtype,
+        dtype=arguments.dtype or "float32",
         ranks_per_node=per_node,
         free_bytes=arguments.free_bytes,
         rows=tuple(arguments.rows),
@@ -227,8 +276,8 @@ def _rank_body(rank: int, job: Job, answer: Path) -> None:
 
 def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
     """Calibrate or check; rank 0 writes the topology file. The answer is what `--json` prints."""
-    from prophet.calibrate import Fit, Line, Ranges, calibrate, check
-    from prophet.topology import write_topology
+    from prophet.calibrate import Ranges, calibrate, check
+    from prophet.lines import Line
 
     ranges = Ranges(rows=job.rows, tokens=job.tokens)
     layer: dict[str, Any] = {
@@ -247,9 +296,16 @@ def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
         lines = {o: Line(*figures) for o, figures in job.lines.items()}
         return answer | {"operations": _rows(check(collective, lines, **layer)), "model": []}
     found = calibrate(collective, **layer, free_bytes=job.free_bytes, held_out=job.held_out, name=job.name)
+    return _fitted(found, job, answer, write=collective.rank == 0)
+
+
+def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dict[str, Any]:
+    """The answer with a calibration's figures in it; writes the topology file if one is wanted."""
+    from prophet.topology import write_topology
+
     topology = found.topology
 
-    def recorded(fit: Fit) -> dict[str, float]:
+    def recorded(fit: Any) -> dict[str, float]:
         sizes = [p.size for p in fit.fitted]
         figures = {
             "fixed_s": fit.line.fixed_s,
@@ -264,7 +320,7 @@ def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
             figures |= {"mean_error": fit.mean_error, "max_error": fit.max_error}
         return figures
 
-    if job.out and collective.rank == 0:
+    if job.out and write:
         write_topology(job.out, topology, fits={f.operation: recorded(f) for f in found.fits})
         answer["file"] = str(job.out)
     answer["topology"] = {
@@ -306,6 +362,8 @@ def _print(answer: dict[str, Any], job: Job) -> None:
 
     console = Console()
     device = {"cpu": "processes of this machine's CPU", "cuda": "GPUs"}.get(answer["device"], answer["device"])
+    if "from" in answer:
+        console.print(f"Read, not measured: {', '.join(answer['from'])}", highlight=False, soft_wrap=True)
     console.print(
         f"{answer['ranks']} ranks ({device}), an expert of {answer['dim']} x {answer['hidden']} "
         f"({answer['activation']}, {job.dtype}), lower quartile of {answer['repeats']} samples per size.",

@@ -73,7 +73,20 @@ class TutelMoE(Adapter):
         return found
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
-        return {"forward": _forward}
+        return {"forward": _forward, "_load_from_state_dict": _load_from_state_dict}
+
+
+def _load_from_state_dict(block: Any, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:
+    """As of any module, and the number of experts is compared as Tutel does.
+
+    Tutel's own method also adds zeros for parameters of experts that it does not find, by the names that they have now;
+    those are no keys of a state dict.
+    """
+    key = f"{prefix}_num_global_experts"
+    found = state_dict.setdefault(key, block._num_global_experts)  # older checkpoints have none
+    if int(found) != block.num_global_experts:
+        raise ValueError(f"{key}: the checkpoint has {int(found)} experts, this layer {block.num_global_experts}")
+    nn.Module._load_from_state_dict(block, state_dict, prefix, *rest, **named)
 
 
 def _forward(

@@ -309,6 +309,21 @@ def lay_out(flow: Flow, multi: IntArray, flows: IntArray, rows: int) -> None:
 
 
 @compiled
+def send_home(flow: Flow, problem: Problem, multi: IntArray) -> float:
+    """Put all tokens back home; return the bottleneck."""
+    level = 0.0
+    flow.tokens_AR[:] = 0
+    for r in range(problem.node_R.size):
+        for j in range(multi.size):
+            flow.tokens_AR[j, r] = problem.load_RE[r, multi[j]]
+        flow.busy[0, r] = problem.home_load[r]
+        for k in range(4):
+            flow.busy[1 + k, r] = problem.home_moved[k, r]
+        level = max(level, problem.home_load[r] / problem.speed_R[r])
+    return level
+
+
+@compiled
 def best_split(
     problem: Problem, multi: IntArray, start: IntArray, arc_rank: IntArray, effort: float, exact: bool
 ) -> tuple[Flow, FloatArray, int, float, IntArray]:
@@ -337,9 +352,10 @@ def best_split(
                 groups[arc_rank[k]] += 1
             if arc_rank[k] != flow.rank_A[j]:
                 attach(flow, j, arc_rank[k], problem.figures[OVERHEAD_S])
-    count_rows(flows, rows, problem.home_E, flow.node_R, rank_load, flow.busy)
     busiest = np.zeros(6)
     copies_moved(flow, np.empty((2, 6, ranks)), busiest)
+    unused = cost_with(flow, problem.home_groups, busiest, problem.figures)
+    count_rows(flows, rows, problem.home_E, flow.node_R, rank_load, flow.busy)
     cost = cost_with(flow, groups, busiest, problem.figures)
     sweeps = 0
     if effort > 0.0 and cost[1] > WORTH_IT * cost[0]:
@@ -361,6 +377,10 @@ def best_split(
         else:
             flow.tokens_AR[:] = tokens
             flow.busy[:] = before
+    if effort > 0.0 and unused[0] < cost[0]:  # replicas planned for other routing than this can be in the way
+        cost = unused
+        rows = 0
+        level = send_home(flow, problem, multi)
     return flow, cost, sweeps, level, flows[:rows]
 
 

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prophet.planner import PLANNER_NAMES, get_planner
+from prophet.planner.cost import step_cost
+from prophet.planner.greedy import ProphetPlanner
 from prophet.planner.naive import naive_bottleneck, naive_split
 from prophet.planner.split import exact_flows, exact_split, local_split
 from prophet.spec import Placement, Split, Topology
@@ -128,3 +130,13 @@ def test_local_split_is_its_definition(case: Case) -> None:
 def test_without_replicas_everything_goes_home(case: Case) -> None:
     homes = Placement.with_replicas(case.placement.home, case.placement.ranks, ())
     assert exact_split(case.load, homes, case.context.topology) == local_split(case.load, homes)
+
+
+@settings(max_examples=120, deadline=None)
+@given(cases(), st.sampled_from([1e-6, 0.03, 10.0]))
+def test_a_timed_split_is_never_slower_than_using_no_replica(case: Case, effort: float) -> None:
+    """Whatever the placement: replicas that were planned for other routing are left alone where they only cost."""
+    planner = ProphetPlanner(split_effort=effort)
+    timed = step_cost(planner.split(case.load, case.placement, case.context), case.placement, case.context)
+    home = step_cost(Split.to_homes(case.load, case.placement), case.placement, case.context)
+    assert timed.total_s <= home.total_s * (1 + 1e-9)

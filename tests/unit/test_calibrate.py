@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from prophet.calibrate import Calibration, Fit, Line, Point, Ranges, calibrate, check, fit_line, model_lines, rate_of
+from prophet.calibrate import Calibration, Ranges, calibrate, check, model_lines
 from prophet.comm import ThreadCollective, ThreadWorld
+from prophet.lines import Fit, Line, Point, fit_line, rate_of
 from prophet.planner.cost import step_cost
 from prophet.spec import LayerShape, Link, Placement, PlanContext, SpecError, Split, Topology
 
@@ -168,7 +169,7 @@ def test_samples_that_were_disturbed_show_in_the_spread() -> None:
     from prophet import calibrate as module
 
     took = iter([9.0, 9.0, 1.0, 1.0, 1.0, 3.0, 3.0])  # the first two are the warm-up and the look at its length
-    probe = module._Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 5)
+    probe = module.Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 5)
     (lower, median), by_rank = probe.typical([lambda: next(took)])
     assert (lower.tolist(), median.tolist()) == ([1.0], [1.0])
     assert by_rank.tolist() == [[1.0]]
@@ -187,7 +188,7 @@ def test_short_runs_are_sampled_more_often() -> None:
         calls[i] += 1
         return lasts[i]
 
-    probe = module._Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 4)
+    probe = module.Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 4)
     (lower, _), _ = probe.typical([lambda i=i: run(i) for i in range(3)])  # type: ignore[misc]
     assert lower.tolist() == list(lasts)
     assert calls == [2 + 4 * 8, 2 + 4 * 8, 2 + 4]  # at most eight times as often

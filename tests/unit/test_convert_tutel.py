@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import prophet
+from prophet.convert import load_original_state_dict, original_state_dict
 from tests.moe_models import VOCAB, alone, batches, compare, together
 from tests.support import on_processes, on_threads, seeded
 
@@ -120,6 +121,30 @@ def shared_between_two() -> list[str]:
         if not all(torch.equal(twin.state_dict()[n], t) for n, t in model.state_dict().items()):
             failed.append(f"{case} reverted")
     return failed
+
+
+def state_dicts() -> list[str]:
+    """A converted model loads its own state dict, and that of the model it was."""
+    model = made("top2")
+    original = {n: 2 * t if t.is_floating_point() else t for n, t in model.state_dict().items()}
+    prophet.convert(model)
+    own = {n: 3 * t if t.is_floating_point() else t for n, t in model.state_dict().items()}
+    failed = []
+    model.load_state_dict(own)
+    failed += [n for n, t in model.state_dict().items() if not torch.equal(t, own[n])]
+    load_original_state_dict(model, original)
+    failed += [n for n, t in original_state_dict(model).items() if not torch.equal(t, original[n])]
+    try:
+        model.load_state_dict({**own, "layers.0._num_global_experts": torch.tensor(9)})
+        failed.append("another number of experts")
+    except ValueError as error:
+        if "has 9 experts, this layer 4" not in str(error):
+            failed.append(str(error))
+    return failed
+
+
+def test_state_dicts() -> None:
+    assert on_processes(1, state_dicts) == [[]]
 
 
 def test_outputs_losses_and_gradients() -> None:

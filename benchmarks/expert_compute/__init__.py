@@ -1,0 +1,1 @@
+"""The experts' grouped products on their own."""

@@ -1,0 +1,115 @@
+"""`python -m benchmarks.expert_compute`: the experts' products by tokens, shapes and types."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import Row, ranks_there, rows_on_ranks, write_rows
+from benchmarks.expert_compute.measure import PASSES, measure
+from prophet.processes import RankFailed
+
+MOST = 1 << 16  # of an expert's dimensions
+
+
+def shape(text: str) -> tuple[int, int]:
+    """An expert's (dim, hidden), from text such as 256x512."""
+    parts = text.lower().split("x")
+    if len(parts) != 2 or not all(p.isdigit() and 1 <= int(p) <= MOST for p in parts):
+        raise argparse.ArgumentTypeError(
+            f"expected DIMxHIDDEN, numbers from 1 to {MOST}, such as 256x512; got {text!r}"
+        )
+    return int(parts[0]), int(parts[1])
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.expert_compute", description=__doc__)
+    p.add_argument("--ranks", type=int, default=1, help="ranks that compute at once (default: %(default)s)")
+    p.add_argument("--tokens-per-expert", type=int, nargs="+", default=[16, 64, 256, 1024], metavar="N")
+    p.add_argument("--experts", type=int, nargs="+", default=[1, 4], metavar="N", help="of a rank (default: 1 4)")
+    p.add_argument("--shapes", type=shape, nargs="+", default=[(256, 512), (512, 2048)], metavar="DIMxHIDDEN")
+    p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16", "float16"))
+    p.add_argument("--activation", choices=("gelu", "swiglu"), default="gelu")
+    p.add_argument("--repeats", type=int, default=15, help="samples of each size (default: %(default)s)")
+    p.add_argument("--limit-s", type=float, default=600.0)
+    p.add_argument("--json", type=Path, metavar="FILE")
+    p.add_argument("--plot", type=Path, metavar="FILE")
+    return p
+
+
+def show(rows: Sequence[Row]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("pass", "dim x hidden", "dtype"):
+        table.add_column(name, no_wrap=True)
+    for name in ("experts", "tokens each", "us", "GFLOP/s", "of dense"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        about = (f"{r['dim']} x {r['hidden']}", r["dtype"], str(r["experts"]), f"{r['tokens_per_expert']:,}")
+        if "wrong" in r:
+            table.add_row("wrong", *about, r["wrong"])
+            continue
+        figures = (f"{1e6 * r['seconds']:.0f}", f"{r['flops_per_s'] / 1e9:.1f}", f"{r['fraction_of_dense']:.2f}")
+        table.add_row(r["operation"].removeprefix("expert_"), *about, *figures)
+    Console().print(table)
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Fraction of dense over tokens per expert, a line for every shape, type and number of experts."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, operation in zip(figure.subplots(1, 2, sharey=True), PASSES, strict=True):
+        chosen = [r for r in rows if r.get("operation") == operation]
+        for key in sorted({(r["dim"], r["hidden"], r["dtype"], r["experts"]) for r in chosen}):
+            line = [r for r in chosen if (r["dim"], r["hidden"], r["dtype"], r["experts"]) == key]
+            label = "{} x {}, {}, {} experts".format(*key)
+            x = [r["tokens_per_expert"] for r in line]
+            axes.plot(x, [r["fraction_of_dense"] for r in line], marker="o", label=label)
+        axes.set(xscale="log", xlabel="tokens per expert", title=operation.removeprefix("expert_"), ylim=(0, None))
+        if chosen:
+            axes.legend(fontsize=7)
+    figure.axes[0].set_ylabel("speed, as a fraction of dense products")
+    figure.savefig(file)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 1 where a rank failed or a kernel was wrong."""
+    p = parser()
+    a = p.parse_args(argv)
+    ranks = ranks_there() or a.ranks
+    if min(ranks, a.repeats, *a.tokens_per_expert, *a.experts) < 1:
+        p.error("expected ranks, repeats, tokens and experts of at least 1")
+    options = {
+        "tokens_per_expert": a.tokens_per_expert,
+        "experts": a.experts,
+        "shapes": a.shapes,
+        "dtypes": a.dtypes,
+        "activation": a.activation,
+        "repeats": a.repeats,
+    }
+    try:
+        rows = rows_on_ranks(measure, options, ranks=ranks, limit_s=a.limit_s)
+    except RankFailed as error:
+        print(f"benchmarks.expert_compute: {error}", file=sys.stderr)
+        return 1
+    if rows is None:  # another rank speaks
+        return 0
+    show(rows)
+    if a.json:
+        write_rows(a.json, "expert_compute", rows, repeats=a.repeats)
+    if a.plot:
+        plot(rows, a.plot)
+    bad = [r for r in rows if "wrong" in r]
+    if bad:
+        print(f"benchmarks.expert_compute: {len(bad)} results were wrong and were not timed", file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The whole MoE layer, on real ranks, next to its peers."""

@@ -1,0 +1,143 @@
+"""One layer, by several implementations, with the same parameters.
+
+Shape legend: N tokens of this rank, E experts, m experts of this rank, R ranks, D model dim, H hidden dim.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import prophet
+from benchmarks.cluster.peers import Peer, deepspeed_layer, tutel_layer
+from benchmarks.layer.cases import Sizes
+from prophet.comm import Collective
+from prophet.gate import GateConfig
+from prophet.spec import Topology
+
+OURS = ("prophet", "static")
+INSTALL = {
+    "deepspeed": "pip install deepspeed",
+    "tutel": "NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel",
+}
+PEERS = ("static", *INSTALL)
+NAMES = ("prophet", *PEERS)
+# where the time of one of our steps goes: column, and what the layer and the engine call it
+PARTS = {
+    "gate": ("gate",),
+    "counts": ("counts",),
+    "split": ("split",),
+    "a2a": ("a2a",),
+    "experts": ("expert",),
+    "trans": ("exposed_trans",),
+    "agg": ("exposed_agg",),
+    "plan": ("exposed_plan", "plan_wait"),
+}
+
+
+def missing(name: str) -> str | None:
+    """Why an implementation cannot be measured here, or None."""
+    if name in OURS:
+        return None
+    try:
+        importlib.import_module("tutel.moe" if name == "tutel" else "deepspeed.moe.layer")
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] == name:
+            return f"not installed: {INSTALL[name]}"
+        return f"cannot be imported: {error}"
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        return f"cannot be imported: {error}"
+    return None
+
+
+@dataclass(slots=True)
+class Implementation:
+    """A layer that can be stepped: `forward`, the caller's backward pass, `end`."""
+
+    name: str
+    layer: nn.Module
+    ranks: int
+    engine: prophet.Engine | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, D] to [N, D]; collective."""
+        # the peers want sequences
+        out: Tensor = self.layer(x) if self.name in OURS else self.layer(x.unsqueeze(0)).squeeze(0)
+        return out
+
+    def end(self) -> None:
+        """What a training loop does after the backward pass, the update left out; collective.
+
+        The plan of the next step is waited for: it must not run while another implementation is timed.
+        """
+        if self.engine is not None:
+            self.engine.runtime.finish_gradients()
+            self.engine.finish_step()
+            began = time.perf_counter()
+            wait([plan for plan in self.engine._plans if plan is not None], timeout=self.engine.collective.timeout_s)
+            waited = time.perf_counter() - began
+            report = self.engine.last_step
+            self.seconds = {**(report.seconds if report else {}), "plan_wait": waited}
+        elif isinstance(self.layer, prophet.MoE):
+            self.seconds = self.layer._port.stopwatch.take()
+
+    def parts(self, total_s: float) -> dict[str, float]:
+        """Seconds of the last step by part; "rest" is what nobody has timed: permutations, autograd, copies."""
+        found = {part: sum(self.seconds.get(n, 0.0) for n in names) for part, names in PARTS.items()}
+        return {**found, "rest": max(0.0, total_s - sum(found.values()))}
+
+    def max_mean(self) -> float | None:
+        """Largest over mean rows computed by the ranks in the last step, where we know."""
+        stats = getattr(self.layer, "stats", None)
+        return None if stats is None else float(stats.max_mean)
+
+    def replicas(self) -> int:
+        """Replicas on all ranks in the last step."""
+        report = self.engine.last_step if self.engine is not None else None
+        return 0 if report is None else int(report.copies.sum())
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of the last step: the gate's [E, D], w_in [m, H, D] and w_out [m, D, H] as means over ranks."""
+        inner: Any = self.layer
+        if self.name in OURS:
+            return {"gate": inner.gate.weight.grad, "w_in": inner.experts.w_in.grad, "w_out": inner.experts.w_out.grad}
+        inner = inner.layer
+        if self.name == "tutel":
+            gate, w_in = inner.gates[0].wg.weight.grad, inner.experts.batched_fc1_w.grad
+            w_out = inner.experts.batched_fc2_w.grad.transpose(1, 2)
+        else:
+            gate = inner.deepspeed_moe.gate.wg.weight.grad
+            own = inner.deepspeed_moe.experts.deepspeed_experts
+            w_in, w_out = (torch.stack([e[i].weight.grad for e in own]) for i in (0, 2))
+        return {"gate": gate, "w_in": w_in / self.ranks, "w_out": w_out / self.ranks}
+
+    def close(self) -> None:
+        """Let go of threads and hooks."""
+        if self.engine is not None:
+            self.engine.close()
+
+
+def build(
+    name: str, sizes: Sizes, state: Mapping[str, Tensor], collective: Collective, topology: Topology
+) -> Implementation:
+    """The named implementation with this rank's part of `state`; collective."""
+    ranks, m = collective.size, sizes.experts // collective.size
+    if name not in OURS:
+        make = {"deepspeed": deepspeed_layer, "tutel": tutel_layer}[name]
+        return Implementation(name, Peer(make(sizes, state, collective.rank * m, m, ranks)), ranks)
+    # of one choice the peers keep the probability as its weight
+    gate = GateConfig(normalize=sizes.top_k > 1)
+    layer = prophet.MoE(sizes.dim, sizes.hidden, sizes.experts, sizes.top_k, gate=gate, group=collective)
+    layer.load_state_dict(dict(state))
+    engine = None
+    if name == "prophet":
+        engine = prophet.attach(layer, config=prophet.EngineConfig(planner="prophet", topology=topology))
+    return Implementation(name, layer, ranks, engine)

@@ -1,0 +1,93 @@
+"""Rows as a table and as a picture, and what was measured."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import Row
+from benchmarks.layer.cases import Sizes
+from benchmarks.layer.implementations import INSTALL, NAMES, PARTS
+
+PART_NAMES = (*PARTS, "rest")
+WIDTH = 120  # columns: what the tables need, also where the terminal says less or the output goes to a file
+
+
+def about(sizes: Sizes) -> dict[str, Any]:
+    """The sizes, and the peers' versions."""
+    versions: dict[str, str | None] = {}
+    for package in INSTALL:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {"dtype": "float32", "versions": versions, "sizes": asdict(sizes)}
+
+
+def show(rows: Sequence[Row], console: Console | None = None) -> None:
+    """The table, and below it where our time goes."""
+    out = console or Console(width=max(WIDTH, Console().width))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("ranks", "skew", "implementation"):
+        table.add_column(name, no_wrap=True)
+    for name in ("fwd ms", "fwd+bwd ms", "ratio", "max/mean", "replicas"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        words = r.get("wrong") or r.get("note")
+        cells = [words or "", *[""] * 4]
+        if words is None:
+            ratio = r["ratio_to_prophet"]
+            cells = [f"{r['fwd_ms']:.2f}", f"{r['fwd_bwd_ms']:.2f}", "" if ratio is None else f"{ratio:.2f}"]
+            cells.append(f"{r['max_mean']:.2f}" if "max_mean" in r else "")
+            cells.append(f"{r['replicas']:g}" if "replicas" in r else "")
+        table.add_row(str(r["ranks"]), r["skew"], r.get("impl", ""), *cells)
+    out.print(table)
+    ours = [r for r in rows if "breakdown_ms" in r]
+    if ours:
+        parts = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="of which, ms (mean over ranks)", title_justify="left")
+        for name in ("ranks", "skew", "implementation"):
+            parts.add_column(name, no_wrap=True)
+        for name in PART_NAMES:
+            parts.add_column(name, justify="right", no_wrap=True)
+        for r in ours:
+            figures = (f"{r['breakdown_ms'][p]:.2f}" for p in PART_NAMES)
+            parts.add_row(str(r["ranks"]), r["skew"], r["impl"], *figures)
+        out.print(parts)
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Left the times of all implementations by case, right where the time of ours goes."""
+    from matplotlib.figure import Figure
+
+    timed = [r for r in rows if "fwd_bwd_ms" in r]
+    cases = list(dict.fromkeys((r["ranks"], r["skew"]) for r in timed))
+    names = [n for n in NAMES if any(r["impl"] == n for r in timed)]
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    width = 0.8 / max(1, len(names))
+    for j, name in enumerate(names):
+        found = [(cases.index((r["ranks"], r["skew"])), r["fwd_bwd_ms"]) for r in timed if r["impl"] == name]
+        left.bar([at + j * width for at, _ in found], [ms for _, ms in found], width, label=name)
+    labels = [f"{skew}\n{ranks} ranks" for ranks, skew in cases]
+    left.set_xticks([i + 0.4 - width / 2 for i in range(len(cases))], labels, fontsize=8)
+    left.set(ylabel="forward + backward, ms", yscale="log")
+    left.legend(fontsize=8)
+    ours = [r for r in timed if "breakdown_ms" in r]
+    base = [0.0] * len(ours)
+    for part in PART_NAMES:
+        height = [r["breakdown_ms"][part] for r in ours]
+        right.bar(range(len(ours)), height, bottom=base, label=part)
+        base = [b + h for b, h in zip(base, height, strict=True)]
+    marks = [f"{r['impl']}\n{r['skew']}\n{r['ranks']} ranks" for r in ours]
+    right.set_xticks(range(len(ours)), marks, fontsize=6)
+    right.set(ylabel="ms, mean over ranks")
+    if ours:
+        right.legend(fontsize=7)
+    figure.savefig(file)

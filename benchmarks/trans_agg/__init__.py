@@ -1,0 +1,1 @@
+"""Moving replicas' parameters and gradients on its own."""

@@ -1,0 +1,112 @@
+"""`python -m benchmarks.trans_agg`: moving replicas' parameters out and their gradients home, in both forms."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.common import Row, ranks_there, rows_on_ranks, write_rows
+from benchmarks.expert_compute.__main__ import shape
+from benchmarks.trans_agg.measure import OPERATIONS, measure
+from prophet.processes import RankFailed
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.trans_agg", description=__doc__)
+    p.add_argument("--ranks", type=int, default=4, help="ranks to start (default: %(default)s)")
+    p.add_argument(
+        "--shapes", type=shape, nargs="+", default=[(128, 256), (256, 512), (512, 1024)], metavar="DIMxHIDDEN"
+    )
+    p.add_argument("--dtypes", nargs="+", default=["float32"], choices=("float32", "bfloat16", "float16"))
+    p.add_argument("--copies", type=int, nargs="+", metavar="N", help="replicas of an expert (default: 1 to ranks - 1)")
+    p.add_argument("--repeats", type=int, default=15, help="samples of each case (default: %(default)s)")
+    p.add_argument("--limit-s", type=float, default=600.0)
+    p.add_argument("--json", type=Path, metavar="FILE")
+    p.add_argument("--plot", type=Path, metavar="FILE")
+    return p
+
+
+def show(rows: Sequence[Row]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("operation", "form", "homes", "dtype"):
+        table.add_column(name, no_wrap=True)
+    for name in ("copies", "expert KiB", "alone us", "GB/s", "exposed us", "hidden"):
+        table.add_column(name, justify="right")
+    for r in rows:
+        about = (
+            r["operation"],
+            r["form"],
+            r["homes"],
+            r["dtype"],
+            str(r["copies"]),
+            f"{r['expert_bytes'] / 1024:,.0f}",
+        )
+        if "wrong" in r:
+            table.add_row(*about, r["wrong"])
+            continue
+        table.add_row(
+            *about,
+            f"{1e6 * r['seconds']:.0f}",
+            f"{r['busiest_bytes'] / r['seconds'] / 1e9:.3f}",
+            f"{1e6 * r['exposed_s']:.0f}",
+            f"{100 * r['hidden']:.0f} %",
+        )
+    Console(width=max(100, Console().width)).print(table)
+
+
+def plot(rows: Sequence[Row], file: Path) -> None:
+    """Seconds alone over copies: left Trans, right Agg; a line for every size, form and whose experts are moved."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axes, operation in zip(figure.subplots(1, 2, sharey=True), OPERATIONS, strict=True):
+        chosen = [r for r in rows if r["operation"] == operation and "seconds" in r]
+        for key in sorted({(r["expert_bytes"], r["dtype"], r["form"], r["homes"]) for r in chosen}):
+            line = [r for r in chosen if (r["expert_bytes"], r["dtype"], r["form"], r["homes"]) == key]
+            label = f"{key[0] / 1024:,.0f} KiB, {key[1]}, {key[2]}, of {key[3]}"
+            style = "--" if key[2] == "two-phase" else "-"
+            axes.plot([r["copies"] for r in line], [1e3 * r["seconds"] for r in line], style, marker="o", label=label)
+        axes.set(xlabel="copies of an expert", title=operation.capitalize(), yscale="log")
+        if chosen:
+            axes.legend(fontsize=6)
+    figure.axes[0].set_ylabel("alone, ms")
+    figure.savefig(file)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 1 where a rank failed or something else arrived than was sent."""
+    p = parser()
+    a = p.parse_args(argv)
+    ranks = ranks_there() or a.ranks
+    copies = a.copies or list(range(1, ranks))
+    if ranks < 2 or a.repeats < 1:
+        p.error("expected at least 2 ranks and 1 repeat")
+    if not all(1 <= n < ranks for n in copies):
+        p.error(f"--copies: expected numbers from 1 to {ranks - 1}, one less than the ranks; got {copies}")
+    options = {"shapes": a.shapes, "dtypes": a.dtypes, "copies": copies, "repeats": a.repeats}
+    try:
+        rows = rows_on_ranks(measure, options, ranks=ranks, limit_s=a.limit_s)
+    except RankFailed as error:
+        print(f"benchmarks.trans_agg: {error}", file=sys.stderr)
+        return 1
+    if rows is None:  # another rank speaks
+        return 0
+    show(rows)
+    if a.json:
+        write_rows(a.json, "trans_agg", rows, repeats=a.repeats)
+    if a.plot:
+        plot(rows, a.plot)
+    bad = [r for r in rows if "wrong" in r]
+    if bad:
+        print(f"benchmarks.trans_agg: {len(bad)} transfers were wrong and were not timed", file=sys.stderr)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
