@@ -1,8 +1,11 @@
 """A DeepSpeed script with its own MoE layer, balanced by a section of its config. Run it on four processes:
 
-torchrun --nproc-per-node 4 examples/deepspeed_config.py --out out/deepspeed
+torchrun --nproc-per-node 4 examples/deepspeed_config.py --out out/deepspeed --steps 6 --save-at 3
 
-Two things differ from a plain script, and `--plain` takes both away: the import, and the "prophet" section.
+Two things differ from a plain script, and `--plain` takes both away: the import, and the "prophet" section. With
+`--resume` it goes on from the newest checkpoint in `--out`, on as many processes or on another number:
+
+torchrun --nproc-per-node 2 examples/deepspeed_config.py --out out/deepspeed --steps 9 --save-at 9 --resume
 """
 
 from __future__ import annotations
@@ -25,16 +28,16 @@ ROWS = 8  # sequences of one microbatch, on all ranks
 class Model(nn.Module):
     """Embedding, two MoE layers with residuals, read-out."""
 
-    def __init__(self, ep_size: int = 1, aux: float = 0.01) -> None:
+    def __init__(self, ep_size: int = 1, aux: float = 0.01, sampling: bool = True) -> None:
         super().__init__()
-        self.aux = aux
+        self.aux, self.sampling = aux, sampling
         self.embed = nn.Embedding(VOCAB, DIM)
         self.moes = nn.ModuleList(self.layer(ep_size) for _ in range(2))
         self.head = nn.Linear(DIM, VOCAB)
 
     def layer(self, ep_size: int) -> nn.Module:
         expert = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, DIM))
-        layer = MoE(DIM, expert, num_experts=EXPERTS, k=2, ep_size=ep_size, drop_tokens=False)
+        layer = MoE(DIM, expert, EXPERTS, ep_size, k=2, drop_tokens=False, top2_2nd_expert_sampling=self.sampling)
         for n, p in layer.named_parameters():
             # experts that differ from one another, the same at any number of ranks
             if "deepspeed_experts" not in n:
@@ -75,6 +78,8 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=2)
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"], default="fp32")
     parser.add_argument("--aux", type=float, default=0.01, help="weight of the balance loss, a mean over each rank")
+    parser.add_argument("--no-sampling", action="store_true", help="the gate draws no noise for the second expert")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
     parser.add_argument("--sgd", action="store_true", help="an optimizer that shows the size of gradients")
     parser.add_argument("--planner", default="prophet")
     parser.add_argument("--plain", action="store_true", help="DeepSpeed's own expert parallelism, to compare")
@@ -101,9 +106,15 @@ def main() -> None:
         config["prophet"] = {"ep_size": options.ep_size, "planner": options.planner}
 
     torch.manual_seed(0)  # the same model on every rank
-    model = Model(ep_size=(options.ep_size or ranks) if options.plain else 1, aux=options.aux)
+    built_for = (options.ep_size or ranks) if options.plain else 1
+    model = Model(built_for, aux=options.aux, sampling=not options.no_sampling)
     initialize = deepspeed.initialize if options.plain else prophet_deepspeed.initialize
     engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    if options.resume:
+        folder, _ = engine.load_checkpoint(options.out)
+        if folder is None:
+            raise SystemExit(f"no checkpoint in {options.out}")
 
     losses = []
     for step in range(engine.global_steps, options.steps):

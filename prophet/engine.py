@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,6 +33,7 @@ from prophet.parallel import DriftWatch, leave_out_of_ddp, update_biases
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.replan import KeptPlan, next_plan
+from prophet.resume import array, plan_from, plan_state
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import cover_of, cut_of, depth_within, schedule_named
 from prophet.scheduler.forms import FormChooser
@@ -519,14 +520,73 @@ class Engine:
         """
         if topology.ranks != self.collective.size:
             raise ValueError(f"expected a topology of {self.collective.size} ranks, got {topology.ranks}")
+        self._between_steps("set_topology()")
+        self._drop_plans()
+        self._contexts = [replace(c, topology=topology) for c in self._contexts]
+        self._forms = FormChooser(len(self.layers), self.config.transfers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What balancing remembers between two steps, as numbers and tensors: the histories, and the next plans.
+
+        A run that loads it on as many ranks uses the placements that this one is going to use, and so goes on bit by
+        bit; without it the first step has no replicas, and its sums another order. Not collective, and the same on
+        every rank. RuntimeError within a step.
+        """
+        self._between_steps("state_dict()")
+        plans: list[Any] = []
+        for i, future in enumerate(self._plans):
+            plan = self._kept[i] if future is None else self._result(i, future)[0]
+            plans.append(None if plan is None else plan_state(plan))
+        histories = [{k: torch.from_numpy(v) for k, v in h.arrays().items()} for h in self.histories]
+        return {"step": self.step, "ranks": self.collective.size, "plans": plans, "histories": histories}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `state_dict`; collective in effect: call it with the same state on all ranks.
+
+        Raises `SpecError`, nothing changed, for the state of another number of ranks or of other layers; RuntimeError
+        within a step.
+        """
+        self._between_steps("load_state_dict()")
+        if set(state) != {"step", "ranks", "plans", "histories"}:
+            raise SpecError(f"expected the state of an engine, got {', '.join(sorted(map(str, state))) or 'nothing'}")
+        if not isinstance(state["step"], int) or state["step"] < 0:
+            raise SpecError(f"step: expected an integer from 0 on, got {state['step']!r}")
+        if state["ranks"] != self.collective.size:
+            raise SpecError(f"the state is of {state['ranks']!r} ranks; expected {self.collective.size}")
+        count = {len(state["plans"]), len(state["histories"]), len(self.layers)}
+        if len(count) > 1:
+            raise SpecError(f"the state is of {len(state['plans'])} MoE layers, expected {len(self.layers)}")
+        plans: list[KeptPlan | None] = []
+        histories = []
+        for i, (plan, saved) in enumerate(zip(state["plans"], state["histories"], strict=True)):
+            plans.append(None if plan is None else plan_from(plan, self._static[i], f"plan of MoE layer {i}"))
+            mine = self.histories[i].arrays()
+            where = f"history of MoE layer {i}"
+            histories.append({k: array(saved.get(k), f"{where}, {k}", v.shape, v.dtype) for k, v in mine.items()})
+        for i, plan in enumerate(plans):
+            if plan is not None:
+                self._check_placement(i, plan.placement)
+        self._drop_plans()
+        for i, (plan, arrays) in enumerate(zip(plans, histories, strict=True)):
+            self.histories[i].restore(arrays)
+            self._kept[i] = None
+            self._placements[i] = self._static[i]
+            if plan is not None:
+                done: Future[tuple[KeptPlan, float]] = Future()
+                done.set_result((plan, 0.0))
+                self._plans[i] = done
+        self.step = int(state["step"])
+
+    def _between_steps(self, what: str) -> None:
         if self.runtime.running:
-            raise RuntimeError("set_topology() belongs between two steps, and one is under way")
+            raise RuntimeError(f"{what} belongs between two steps, and one is under way")
+
+    def _drop_plans(self) -> None:
+        """Throw away the plans that are under way."""
         for i, future in enumerate(self._plans):
             if future is not None and not future.cancel():
                 future.exception(timeout=self.collective.timeout_s)
             self._plans[i] = None
-        self._contexts = [replace(c, topology=topology) for c in self._contexts]
-        self._forms = FormChooser(len(self.layers), self.config.transfers)
         self._notes.confirmed = False
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ arithmetic only, so that all ranks plan from equal loads and reach equal plans w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -178,6 +179,28 @@ class History:
         steps = self.recent(layer)
         return 1.0 - similarity(steps[0], steps[-1]) if len(steps) > 1 else 0.0
 
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """All that is remembered, as copies by name, for a checkpoint."""
+        return {name: getattr(self, f"_{name}").copy() for name in _REMEMBERED}
+
+    def restore(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Remember what another history of the same layers, ranks, experts, window and kind told with `arrays`.
+
+        Raises SpecError, nothing changed, for any other.
+        """
+        if set(arrays) != set(_REMEMBERED):
+            raise SpecError(f"a history holds {', '.join(_REMEMBERED)}; got {', '.join(sorted(arrays))}")
+        for name in _REMEMBERED:
+            mine, found = getattr(self, f"_{name}"), arrays[name]
+            if found.shape != mine.shape or found.dtype != mine.dtype:
+                raise SpecError(
+                    f"History.{name}: expected {mine.dtype} {list(mine.shape)}, got {found.dtype} {list(found.shape)}"
+                )
+            if found.size and found.min() < 0:
+                raise SpecError(f"History.{name}: must not be negative")
+        for name in _REMEMBERED:
+            getattr(self, f"_{name}")[...] = arrays[name]
+
     @property
     def nbytes(self) -> int:
         """Bytes held; constant from the start."""
@@ -188,6 +211,7 @@ class History:
             raise SpecError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
 
 
+_REMEMBERED = ("ring", "ema", "errors", "observed")
 _CHOICE = {"last": 0, "mean": 1, "ema": 2}  # place of a forecaster among a layer's errors
 
 

@@ -27,6 +27,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "planner": _VALUES,
     "history": _VALUES,
     "replan": _VALUES | {"planner", "history"},
+    "resume": _VALUES | {"replan"},
     "traces": _VALUES,
     "importers": _VALUES | {"traces"},
     "kernels": set(),
@@ -41,7 +42,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": _RANKS | {"layer"},
     "step_report": _VALUES | {"scheduler"},
     "engine": _RANKS
-    | {"planner", "history", "replan", "traces", "scheduler", "layer", "config", "parallel", "step_report"},
+    | {"planner", "history", "replan", "resume", "traces", "scheduler", "layer", "config", "parallel", "step_report"},
     "convert": _RANKS | {"layer", "parallel"},
     "topology": _VALUES,
     "lines": _VALUES,

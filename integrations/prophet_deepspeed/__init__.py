@@ -5,7 +5,7 @@
 >>> engine, *_ = prophet_deepspeed.initialize(model=model, config=config)  # doctest: +SKIP
 """
 
-from prophet_deepspeed.checkpoint import CheckpointError
+from prophet_deepspeed.layout import CheckpointError
 from prophet_deepspeed.section import ConfigError, ProphetSection
 from prophet_deepspeed.start import initialize
 

@@ -1,13 +1,15 @@
-"""Checkpoints that do not depend on the number of ranks, nor on which of them are home to an expert.
+"""`save_checkpoint` and `load_checkpoint` of a DeepSpeed engine with balanced experts.
 
-`dense.pt` holds what all ranks share, and `experts_<rank>_of_<ranks>.pt` the experts of one rank, every expert by
-itself: value, 32-bit value and optimizer states. Any number of ranks reads them. Files are read without running code.
+The layout is that of `prophet_deepspeed.layout`: it depends neither on the number of ranks, nor on which of them are
+home to an expert, nor on the ZeRO stage. On as many ranks as wrote it, training goes on bit by bit: the states of the
+random generators are part of it (DeepSpeed's top-2 gate draws noise for every token), and so are the placements that
+come next, which decide the order of sums.
 """
 
 from __future__ import annotations
 
-import os
-import re
+import importlib
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import prophet
-from prophet.comm import Operation, collective_for, process_rank
+from prophet.comm import Operation, collective_for, process_rank, processes
+from prophet.convert import original_state_dict
+from prophet.spec import SpecError
+from prophet_deepspeed import layout
+from prophet_deepspeed.layout import CheckpointError, Values
 from prophet_deepspeed.states import States
-
-FORMAT = 1
-DENSE, EXPERTS, LATEST = "dense.pt", "experts_{rank}_of_{ranks}.pt", "latest"
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-
-
-class CheckpointError(ValueError):
-    """A folder does not hold what was expected; the message names the file."""
 
 
 class Checkpoints:
@@ -47,54 +45,72 @@ class Checkpoints:
 
         client_state: numbers, strings, tensors, and lists and dictionaries of them.
         """
-        ds, model = self._ds, self._ds.module
+        ds, model, ep = self._ds, self._ds.module, self._engine.collective
         if exclude_frozen_parameters:
             raise CheckpointError("exclude_frozen_parameters: only False is supported")
         folder = Path(save_dir) / (f"global_step{ds.global_steps}" if tag is None else str(tag))
-        states, ep = self._states(), self._engine.collective
+        states = self._states()
         dense_writer, expert_writer = process_rank() == 0, process_rank() < ep.size
         dense: dict[str, Any] = {"values": {}, "settings": {}}
-        experts: dict[str, Any] = {"values": {}, "settings": {}, "module": {}}
+        experts: dict[str, Any] = {"values": {}, "settings": {}}
         for name, p in model.named_parameters():
             if states is None or not states.holds(p):
                 continue
             found = {k: v.cpu() for k, v in states.read(p).items()}  # with ZeRO on all ranks
-            if not _is_expert(p):
-                if dense_writer:
-                    dense["values"][name] = found
-                    dense["settings"][name] = states.settings(p)
-            elif expert_writer:
-                first = self._first(name)
-                for local in range(p.shape[0]):
-                    experts["values"][f"{name}.{first + local}"] = {k: v[local].clone() for k, v in found.items()}
+            if _is_expert(p) and expert_writer:
+                experts["values"] |= layout.unstack(name, self._first(name), found)
                 experts["settings"][name] = states.settings(p)
-        keys = {
-            f"{n}.{self._first(n) + i}" for n, p in model.named_parameters() if _is_expert(p) for i in range(len(p))
-        }
+            elif not _is_expert(p) and dense_writer:
+                dense["values"][name] = found
+                dense["settings"][name] = states.settings(p)
+        keys = self._expert_keys()
         module = {k: v.detach().cpu() for k, v in model.state_dict().items()}
         experts["module"] = {k: v.clone() for k, v in module.items() if k in keys}
         if process_rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            for old in (DENSE, *(p.name for p in folder.glob(EXPERTS.format(rank="*", ranks="*")))):
-                (folder / old).unlink(missing_ok=True)
+            layout.clear(folder)
         self._meet("start of save_checkpoint")
         if expert_writer:
-            _write(experts, folder / EXPERTS.format(rank=ep.rank, ranks=ep.size))
+            layout.write(experts, folder / layout.EXPERTS.format(ep.rank, ep.size))
+        if ep.rank == 0:
+            layout.write(self._engine.state_dict(), folder / self._balancing())
+        layout.write(self._random_state(), folder / self._random())
         if dense_writer:
             dense |= {
-                "format": FORMAT,
+                "format": layout.FORMAT,
                 "ranks": ep.size,
+                "processes": processes(),
                 "module": {k: v for k, v in module.items() if k not in keys},
-                "counters": {k: int(getattr(ds, k)) for k in COUNTERS},
+                "counters": {k: int(getattr(ds, k)) for k in layout.COUNTERS},
                 "scaler": {} if states is None else states.scaler(),
                 "scheduler": None if ds.lr_scheduler is None else ds.lr_scheduler.state_dict(),
                 "client_state": client_state or {},
             }
-            _write(dense, folder / DENSE)
+            layout.write(dense, folder / layout.DENSE)
         self._meet("end of save_checkpoint")
         if save_latest and process_rank() == 0:
-            (Path(save_dir) / LATEST).write_text(folder.name, encoding="utf-8")
+            (Path(save_dir) / layout.LATEST).write_text(folder.name, encoding="utf-8")
         self._meet("end of save_checkpoint")
+        return True
+
+    def save_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the model's parameters alone, named as before the conversion; collective over all processes.
+
+        As `save_16bit_model` of DeepSpeed; the original model loads the file.
+        """
+        if exclude_frozen_parameters:
+            raise CheckpointError("exclude_frozen_parameters: only False is supported")
+        writer = process_rank() == 0
+        state = original_state_dict(self._ds.module, keep=writer)
+        if writer:
+            Path(save_dir).mkdir(parents=True, exist_ok=True)
+            layout.write({k: v.detach().cpu() for k, v in state.items()}, Path(save_dir) / save_filename)
+        self._meet("end of save_16bit_model")
         return True
 
     def _states(self) -> States | None:
@@ -106,9 +122,34 @@ class Checkpoints:
         bank: Any = self._ds.module.get_submodule(name.rpartition(".")[0])
         return int(bank.first_expert)
 
-    def _meet(self, what: str) -> None:
+    def _held(self, name: str, p: nn.Parameter) -> range:
+        """The experts of a stacked parameter."""
+        first = self._first(name)
+        return range(first, first + len(p))
+
+    def _expert_keys(self) -> set[str]:
+        """Names of this rank's experts, in a state dict and in a checkpoint."""
+        named = [(n, p) for n, p in self._ds.module.named_parameters() if _is_expert(p)]
+        return {layout.expert_key(n, e) for n, p in named for e in self._held(n, p)}
+
+    def _balancing(self) -> str:
+        size = self._engine.collective.size
+        return layout.BALANCING.format(process_rank() // size, processes() // size)
+
+    @staticmethod
+    def _random() -> str:
+        return layout.RANDOM.format(process_rank(), processes())
+
+    @staticmethod
+    def _random_state() -> dict[str, Any]:
+        return layout.random_state() | {"device": _accelerator().get_rng_state()}
+
+    def _meet(self, what: str, failed: bool = False) -> list[int]:
+        """Wait for all processes; those on which something failed."""
         like = next(self._ds.module.parameters())
-        collective_for(None).all_gather(torch.zeros(1, device=like.device), op=Operation(what))
+        flag = torch.full((1,), float(failed), device=like.device)
+        found = collective_for(None).all_gather(flag, op=Operation(what))
+        return [int(r) for r in found.flatten().nonzero().flatten()]
 
     # --- load ---
 
@@ -124,81 +165,89 @@ class Checkpoints:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Read a checkpoint on every process: its folder and client state, (None, None) where there is none.
 
-        As `load_checkpoint` of DeepSpeed; the number of ranks, the expert-parallel size and the ZeRO stage may differ
-        from those that wrote it. Raises `CheckpointError` for a file that is missing or another's.
+        As `load_checkpoint` of DeepSpeed; collective over all processes. The number of ranks, the expert-parallel size
+        and the ZeRO stage may differ from those that wrote it. Where the number of processes and the
+        expert-parallel size are the same, random generators and placements go on where they were, too. Raises
+        `CheckpointError`, on every process, for a file that is missing or another's; nothing is changed then.
         """
         if custom_load_fn is not None:
             raise CheckpointError("custom_load_fn is not supported")
-        ds, model = self._ds, self._ds.module
-        latest = Path(load_dir) / LATEST
+        ds = self._ds
+        latest = Path(load_dir) / layout.LATEST
         if tag is None:
             if not latest.exists():
                 return None, None
             tag = latest.read_text(encoding="utf-8").strip()
         folder = Path(load_dir) / str(tag)
-        dense = _read(folder / DENSE)
-        if dense.get("format") != FORMAT:
-            raise CheckpointError(f"{folder / DENSE}: expected format {FORMAT}, got {dense.get('format')!r}")
-        parts = [_read(folder / EXPERTS.format(rank=r, ranks=dense["ranks"])) for r in range(dense["ranks"])]
-        module = dict(dense["module"])
-        for part in parts:
-            module |= part["module"]
         states = self._states()
-        model.load_state_dict(module, strict=load_module_strict)
+        error: CheckpointError | None = None
+        try:
+            dense = layout.read_dense(folder)
+            found = self._read(folder, dense, states if load_optimizer_states and not load_module_only else None)
+            same = (dense["processes"], dense["ranks"]) == (processes(), self._engine.collective.size)
+            goes_on = None
+            if same and not load_module_only:
+                goes_on = layout.read(folder / self._random(), "device"), layout.read(folder / self._balancing())
+        except CheckpointError as caught:
+            error = caught
+        failed = self._meet("reading of a checkpoint", error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            raise CheckpointError(f"{folder}: rank(s) {failed} could not read it")
+        module, values, settings = found
+        ds.module.load_state_dict(module, strict=load_module_strict)
         if hasattr(ds.optimizer, "refresh_fp32_params"):
             ds.optimizer.refresh_fp32_params()
         if load_module_only:
             return str(folder), dense["client_state"]
-        if load_optimizer_states and states is not None:
-            self._write_states(states, folder, dense, parts)
+        if values and states is not None:
+            states.write(values, settings)
             states.set_scaler(dense["scaler"])
         if load_lr_scheduler_states and ds.lr_scheduler is not None and dense["scheduler"] is not None:
             ds.lr_scheduler.load_state_dict(dense["scheduler"])
         for name, value in dense["counters"].items():
             setattr(ds, name, value)
+        ds.micro_steps = layout.micro_steps(dense["counters"], ds.gradient_accumulation_steps())
+        if goes_on is not None:
+            self._go_on(folder, *goes_on)
         return str(folder), dense["client_state"]
 
-    def _write_states(self, states: States, folder: Path, dense: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    def _read(
+        self, folder: Path, dense: dict[str, Any], states: States | None
+    ) -> tuple[dict[str, Tensor], dict[int, Values], dict[int, Any]]:
+        """The module's state, and by parameters' ids their optimizer states and their groups' settings."""
+        saved, expert_settings, experts = layout.read_experts(folder, dense["ranks"], self._expert_keys())
         values, settings = {}, {}
-        saved: dict[str, dict[str, Tensor]] = {k: v for part in parts for k, v in part["values"].items()}
         for name, p in self._ds.module.named_parameters():
-            if not states.holds(p):
+            if states is None or not states.holds(p):
                 continue
             if _is_expert(p):
-                keys = [f"{name}.{self._first(name) + i}" for i in range(len(p))]
-                from_, own = saved, parts[0]["settings"].get(name)
+                one, own = layout.stack(name, self._held(name, p), saved, folder), expert_settings.get(name)
             else:
-                keys, from_, own = [name], dense["values"], dense["settings"].get(name)
-            missing = [k for k in keys if k not in from_]
-            if missing or own is None:
-                raise CheckpointError(f"{folder}: optimizer states of {(missing or [name])[0]} are missing")
-            if _is_expert(p):
-                values[id(p)] = {s: torch.stack([from_[k][s] for k in keys]) for s in from_[keys[0]]}
-            else:
-                values[id(p)] = from_[name]
+                one, own = dense["values"].get(name), dense["settings"].get(name)
+            values[id(p)] = layout.check_values(name, one, p.shape, folder)
+            if not isinstance(own, dict) or not {"group", "state"} <= set(own):
+                raise CheckpointError(f"{folder}: optimizer settings of {name} are missing")
             settings[id(p)] = own
-        states.write(values, settings)
+        return {**dense["module"], **experts}, values, settings
+
+    def _go_on(self, folder: Path, random: dict[str, Any], balancing: dict[str, Any]) -> None:
+        """As many ranks as wrote the checkpoint: random numbers and placements continue."""
+        layout.set_random_state(random, folder / self._random())
+        _accelerator().set_rng_state(random["device"])
+        try:
+            self._engine.load_state_dict(balancing)
+        except SpecError as error:  # configured differently now, as with fewer slots: plans are made anew
+            warnings.warn(
+                f"{folder / self._balancing()}: {error}; the first step starts without replicas", stacklevel=3
+            )
 
 
 def _is_expert(p: nn.Parameter) -> bool:
     return bool(getattr(p, "prophet_expert", False))
 
 
-def _write(content: dict[str, Any], path: Path) -> None:
-    """To a file of another name first: what is there under the right one is whole."""
-    partial = path.with_suffix(".partial")
-    torch.save(content, partial)
-    os.replace(partial, path)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        found = sorted(p.name for p in path.parent.glob("*")) if path.parent.exists() else []
-        raise CheckpointError(f"{path} is missing; expected a checkpoint of prophet_deepspeed, found {found[:6]}")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, OSError, EOFError, ValueError, ImportError) as error:
-        raise CheckpointError(f"{path}: {re.split(r'[.!]', str(error))[0]}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: expected a dictionary, got {type(content).__name__}")
-    return content
+def _accelerator() -> Any:
+    module: Any = importlib.import_module("deepspeed.accelerator")
+    return module.get_accelerator()

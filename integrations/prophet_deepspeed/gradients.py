@@ -6,10 +6,15 @@ ended, in one order on all ranks, with the replicas' part in them.
 
 DeepSpeed divides every gradient by the number of all processes and sums an expert's over the processes that hold it, so
 experts give the plain sum over their expert-parallel group here, not the mean.
+
+Without ZeRO, DeepSpeed clips by a norm that leaves experts out (16 bit) or averages the ranks' norms (32 bit), and with
+fp16 divides gradients by a loss scale that its `backward` has not multiplied by. Here the norm is that over all
+experts, each counted once, and the loss is scaled.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor, nn
@@ -35,6 +40,11 @@ class _Binding:
         self._epilogue, ds._backward_epilogue = ds._backward_epilogue, self._after_backward
         self._update, ds._take_model_step = ds._take_model_step, self._take_step
         ds.clip_fp32_gradients = self._clip
+        self._plain_16_bit = self._zero is None and hasattr(ds.optimizer, "fp16_groups")
+        if self._plain_16_bit:
+            self._backward, ds.backward = ds.backward, self._scaled_backward
+            self._unscale, ds.optimizer.unscale_and_clip_grads = ds.optimizer.unscale_and_clip_grads, self._clip_16_bit
+        self._scaled_norm = math.nan
         if self._zero is not None:
             self._process, self._zero.process_gradients = self._zero.process_gradients, self._not_yet
 
@@ -60,6 +70,8 @@ class _Binding:
         self._epilogue()
 
     def _take_step(self, *args: Any, **kwargs: Any) -> None:
+        if self._plain_16_bit:  # measured, not clipped: the bound is infinite
+            self._scaled_norm = float(self._engine.clip_grad_norm_(list(self._ds.module.parameters()), math.inf))
         self._update(*args, **kwargs)
         self._engine.finish_step()
 
@@ -67,3 +79,28 @@ class _Binding:
         """Clip by the norm over all experts: DeepSpeed averages the ranks' norms where there is no ZeRO."""
         norm: Tensor = self._engine.clip_grad_norm_(list(self._ds.module.parameters()), self._ds.gradient_clipping())
         self._ds._global_grad_norm = float(norm)
+
+    def _clip_16_bit(self, *args: Any, **kwargs: Any) -> Any:
+        """The same where the optimizer keeps 32-bit copies; its own norm is the last of the positional arguments."""
+        self._ds.optimizer._global_grad_norm = self._scaled_norm / self._loss_scale()
+        return self._unscale(*args[:-1], self._scaled_norm, **kwargs)
+
+    def _loss_scale(self) -> float:
+        """None stands for no scaling in some of DeepSpeed's optimizers."""
+        scale = self._ds.optimizer.loss_scale
+        return 1.0 if scale is None else float(scale)
+
+    def _scaled_backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Any:
+        """Multiply by the loss scale, unless DeepSpeed's `backward` does: what arrives at the loss tells."""
+        unscaled = 1.0 / self._ds.gradient_accumulation_steps() if scale_wrt_gas else 1.0
+        scale = self._loss_scale()
+        loss_32 = loss.float()  # in 16 bit the product would overflow before the gradients do
+
+        def once(grad: Tensor) -> Tensor:
+            return grad * scale if math.isclose(float(grad), unscaled, rel_tol=1e-6) else grad
+
+        handle = loss_32.register_hook(once)
+        try:
+            return self._backward(loss_32, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
+        finally:
+            handle.remove()

@@ -165,14 +165,19 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
         raise ConfigError("zero_optimization.zenflow: not supported: it updates parameters while a step is under way")
     if stage > 0 and zero.get("contiguous_gradients") is False:
         raise ConfigError("zero_optimization.contiguous_gradients: DeepSpeed needs true with experts")
-    for name in ("bf16", "fp16"):
-        if part(name).get("enabled"):
-            raise ConfigError(f"{name}.enabled: not supported yet: only fp32 has been compared with plain DeepSpeed")
+    model_dtype = next((name for name in ("bf16", "fp16") if part(name).get("enabled")), "fp32")
+    adds_in = part("data_types").get("grad_accum_dtype") or model_dtype
+    if adds_in not in (model_dtype, "fp32"):
+        known = " or ".join(repr(name) for name in dict.fromkeys((model_dtype, "fp32")))
+        raise ConfigError(f"data_types.grad_accum_dtype: expected {known} for a {model_dtype} model, got {adds_in!r}")
+    if part("bf16").get("immediate_grad_update"):
+        raise ConfigError("bf16.immediate_grad_update: not supported: it reads experts' gradients too early")
     for name, why in (
         ("amp", "apex changes the optimizer"),
         ("torch_autocast", "its gradient scaler does not know of experts"),
         ("expert_parallel", "DeepSpeed would replace the MoE blocks itself"),
         ("hybrid_engine", "its engine replaces layers between steps"),
+        ("data_efficiency", "what its samplers have drawn is not in a checkpoint here"),
         ("compile", "compiled hooks would not be this integration's"),
     ):
         if any(part(name).get(k) for k in ("enabled", "deepcompile")):

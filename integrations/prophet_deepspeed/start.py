@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ import prophet
 from prophet.comm import collective_for, processes
 from prophet.convert import standard_adapters
 from prophet.engine import moe_layers
-from prophet_deepspeed.checkpoint import CheckpointError, Checkpoints
+from prophet_deepspeed.checkpoint import Checkpoints
 from prophet_deepspeed.gradients import bind
 from prophet_deepspeed.groups import Group, ParameterGroups
 from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection, read_config
@@ -44,8 +45,8 @@ def initialize(
     The arguments and the result, (engine, optimizer, dataloader, scheduler), are those of `deepspeed.initialize`. The
     config may have a `"prophet"` section, see `ProphetSection`. MoE blocks are converted, so an `optimizer` that is an
     object must not hold their experts; a callable, or the config's optimizer, sees the converted model. On the engine,
-    `prophet` is the `prophet.Engine`, `prophet_report` says what was converted, and `save_checkpoint` writes a layout
-    that does not depend on the number of ranks. `load_checkpoint` is refused: training did not go on exactly after it.
+    `prophet` is the `prophet.Engine`, `prophet_report` says what was converted, and `save_checkpoint` and
+    `load_checkpoint` use a layout that does not depend on the number of ranks.
 
     Raises `ConfigError` for a wrong section and for what does not work with balanced experts, and what
     `prophet.convert` and `prophet.attach` raise.
@@ -66,11 +67,6 @@ def initialize(
     ep_size = _ep_size(model, section)
     if processes() % ep_size:
         raise ConfigError(f"{SECTION}.ep_size: {processes()} processes cannot be divided into groups of {ep_size}")
-    if ep_size != processes():
-        raise ConfigError(
-            f"{SECTION}.ep_size: {ep_size} with {processes()} processes is not supported yet, expected all of them: "
-            f"averaging over several expert groups has not been compared with plain DeepSpeed"
-        )
     name = f"ep_size_{ep_size}"
     if name not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(ep_size)
@@ -82,6 +78,7 @@ def initialize(
     layers = moe_layers(model)
     if not layers:
         raise ConfigError(f"{SECTION}: the model has no MoE layer that is known; see docs/convert.md")
+    check_biases(layers, processes())
     for layer in layers:
         if (layer.collective.size, layer.collective.rank) != (ep.size, ep.rank):
             raise ConfigError(
@@ -106,20 +103,27 @@ def initialize(
             collate_fn=collate_fn,
             config=plain,
         )
-    balancer = prophet.attach(model, config=section.engine_config())
+    with warnings.catch_warnings():
+        if ep_size == 1:  # asked for: every process holds all experts, and DeepSpeed averages them
+            warnings.filterwarnings("ignore", message="the MoE layers hold all experts on every rank")
+        balancer = prophet.attach(model, config=section.engine_config())
     if wrapped is not None:
         bind(engine, balancer)
     engine.prophet, engine.prophet_report = balancer, report
     checkpoints = Checkpoints(engine, balancer)
-    engine.save_checkpoint, engine.load_checkpoint = checkpoints.save, _refuse_to_load
+    engine.save_checkpoint, engine.load_checkpoint = checkpoints.save, checkpoints.load
+    engine.save_16bit_model = engine.save_fp16_model = checkpoints.save_model
     return engine, wrapped, data, scheduler
 
 
-def _refuse_to_load(*_: Any, **__: Any) -> None:
-    raise CheckpointError(
-        "load_checkpoint is not supported yet: losses after it were not those of the run that went on; keep the "
-        "model's own state_dict for now (prophet.convert.original_state_dict)"
-    )
+def check_biases(layers: list[prophet.MoE], ranks: int) -> None:
+    """Raise `ConfigError` where copies of a gate would become different ones."""
+    for layer in layers:
+        if layer.gate.bias is not None and layer.collective.size < ranks:
+            raise ConfigError(
+                f"{SECTION}.ep_size: {layer.collective.size} with {ranks} processes is not supported for gates with a "
+                f"balancing bias (bias_update_rate): each group would count its own choices only"
+            )
 
 
 def _config_of(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:

@@ -22,7 +22,12 @@ class States:
 
     def __init__(self, ds: Any) -> None:
         self._optimizer, self._base = ds.optimizer, ds.basic_optimizer
-        self._zero = hasattr(self._optimizer, "bit16_groups")
+        # this process's part of every group's 32-bit values, where they are dealt out: by ZeRO, or with bf16 and
+        # gradients added up in fp32
+        self._parts: list[Tensor] | None = None
+        for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+            self._parts = getattr(self._optimizer, name, self._parts)
+        self._zero = self._parts is not None
         self._tools: Any = importlib.import_module("deepspeed.utils")
         # parameter -> its group, the tensor that the base optimizer updates for it, and its place in there
         self._where: dict[int, tuple[int, Tensor, int]] = {}
@@ -37,15 +42,15 @@ class States:
                 offset += p.numel()
 
     def _params(self, at: int, group: Mapping[str, Any]) -> list[nn.Parameter]:
-        for name in ("bit16_groups", "fp16_groups"):
+        for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
             if hasattr(self._optimizer, name):
                 return list(getattr(self._optimizer, name)[at])
         return list(group["params"])
 
     def _updated(self, at: int, i: int, p: nn.Parameter) -> Tensor:
         found: Tensor
-        if self._zero:
-            found = self._optimizer.single_partition_of_fp32_groups[at]
+        if self._parts is not None:
+            found = self._parts[at]
         elif hasattr(self._optimizer, "fp32_groups_flat"):
             found = self._optimizer.fp32_groups_flat[at]
         elif hasattr(self._optimizer, "fp32_groups"):
@@ -131,7 +136,10 @@ class States:
                 setattr(self._scaler(), k, v)
 
     def _scaler(self) -> Any:
-        return getattr(self._optimizer, "loss_scaler", self._optimizer)
+        for name in ("loss_scaler", "loss_scale_config"):
+            if hasattr(self._optimizer, name):
+                return getattr(self._optimizer, name)
+        return self._optimizer
 
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

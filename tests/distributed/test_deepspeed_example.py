@@ -1,4 +1,4 @@
-"""The example script on real processes: DeepSpeed's own losses."""
+"""The example script on real processes: DeepSpeed's own losses, and those of a run that was not interrupted."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def run(out: Path, *options: str, ranks: int = 4) -> list[float]:
         f"runpy.run_path({str(ROOT / 'examples' / 'deepspeed_config.py')!r}, run_name='__main__')\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(starter), "--out", str(out), "--aux", "0", *options]
+    command += [str(starter), "--out", str(out), *options]
     settings = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False, env=settings)
+    starter.unlink()
     if done.returncode:
         raise AssertionError(done.stdout[-2000:] + done.stderr[-6000:])
     found: list[float] = json.loads((out / "losses.json").read_text())
@@ -36,7 +37,16 @@ def run(out: Path, *options: str, ranks: int = 4) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_losses_are_deepspeeds(tmp_path: Path) -> None:
-    plain = run(tmp_path / "plain", "--plain", "--save-at", "0")
-    balanced = run(tmp_path / "balanced", "--planner", "pro-prophet")
+def test_losses_are_deepspeeds_and_go_on_after_a_resume(tmp_path: Path) -> None:
+    # the balance loss is a mean over each rank's tokens, and the gate's noise is each rank's own: without both, losses
+    # do not depend on the number of ranks
+    common = ("--aux", "0", "--no-sampling", "--planner", "pro-prophet")
+    plain = run(tmp_path / "plain", "--plain", "--save-at", "0", "--steps", "6", *common)
+    balanced = run(tmp_path / "out", "--save-at", "2", "--steps", "6", *common)
     assert balanced == pytest.approx(plain, rel=1e-5)
+    again = run(tmp_path / "out", "--resume", "--save-at", "0", "--steps", "4", *common)
+    assert again == balanced[2:4]  # as many ranks: bit by bit
+    two = run(tmp_path / "out", "--resume", "--save-at", "4", "--steps", "4", *common, ranks=2)
+    four = run(tmp_path / "out", "--resume", "--save-at", "0", "--steps", "6", *common)
+    assert (len(two), len(four)) == (2, 2)
+    assert two + four == pytest.approx(balanced[2:], rel=1e-5)

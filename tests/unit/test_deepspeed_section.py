@@ -8,6 +8,11 @@ from typing import Any
 
 import pytest
 from prophet_deepspeed.section import ConfigError, read_config
+from prophet_deepspeed.start import check_biases
+
+import prophet
+from prophet.comm import ThreadCollective
+from tests.support import on_threads
 
 
 def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> None:
@@ -35,7 +40,11 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
         ({"prophet": {"schedule": "fast"}}, r"prophet\.schedule must be one of"),
         ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: 3 is not supported.*no whole expert"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "'fp16' or 'fp32' for a fp16 model"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, r"data_types\.grad_accum_dtype: expected 'fp32'"),
+        ({"bf16": {"enabled": True, "immediate_grad_update": True}}, r"bf16\.immediate_grad_update: not supported"),
         ({"optimizer": {"type": "Muon"}}, r"optimizer\.type: 'Muon' is not supported"),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency: not supported: what its samplers have drawn"),
         ({"amp": {"enabled": True}}, "amp: not supported"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: only true"),
         ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel\.autotp_size"),
@@ -44,3 +53,32 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
 def test_refused_by_name(config: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         read_config(config)
+
+
+def test_groups_whose_balancing_biases_would_differ_are_refused() -> None:
+    def body(group: ThreadCollective) -> None:
+        biased, plain = (
+            prophet.MoE(4, 6, 4, 2, group=group, gate=prophet.GateConfig(bias_update_rate=rate)) for rate in (0.1, 0.0)
+        )
+        check_biases([plain], 4)
+        check_biases([plain, biased], 2)
+        with pytest.raises(
+            ConfigError, match=r"ep_size: 2 with 4 processes is not supported for gates with a balancing"
+        ):
+            check_biases([plain, biased], 4)
+
+    on_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+        {"fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 1.0},
+        {"data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 4},
+        {"zero_optimization": {"stage": 2, "overlap_comm": True, "round_robin_gradients": True}},
+        {"prophet": {"ep_size": 2}, "activation_checkpointing": {"partition_activations": False}},
+    ],
+)
+def test_accepted(config: dict[str, Any]) -> None:
+    assert read_config(config)[0] == {k: v for k, v in config.items() if k != "prophet"}

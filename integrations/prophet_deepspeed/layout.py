@@ -1,0 +1,179 @@
+"""What a checkpoint's files are called and hold, and how experts are found in them at any number of ranks.
+
+`dense.pt` holds what all ranks share, `experts_<rank>_of_<ranks>.pt` the experts of one rank of the expert-parallel
+(EP) group, every expert by itself under `<parameter>.<expert>`, `balancing_<group>_of_<groups>.pt` what one EP group
+remembers of its routing, and `random_<process>_of_<processes>.pt` the states of one process's random generators. Any
+number of ranks reads the first two; the others belong to as many ranks as wrote them. Files are read without running
+code.
+
+Nothing here imports deepspeed. Shape legend: m experts of one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FORMAT = 2
+DENSE, LATEST = "dense.pt", "latest"
+EXPERTS, BALANCING, RANDOM = "experts_{}_of_{}.pt", "balancing_{}_of_{}.pt", "random_{}_of_{}.pt"
+COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+Values = dict[str, Tensor]
+
+
+class CheckpointError(ValueError):
+    """A folder does not hold what was expected; the message names the file."""
+
+
+# --- files ---
+
+
+def write(content: Mapping[str, Any], path: Path) -> None:
+    """To a file of another name first: what is there under the right one is whole."""
+    partial = path.with_suffix(".partial")
+    torch.save(dict(content), partial)
+    os.replace(partial, path)
+
+
+def read(path: Path, *keys: str) -> dict[str, Any]:
+    """A file's dictionary, its tensors on the CPU; raises `CheckpointError` where it is not one with these `keys`."""
+    if not path.exists():
+        found = sorted(p.name for p in path.parent.glob("*")) if path.parent.exists() else []
+        raise CheckpointError(f"{path} is missing; expected a checkpoint of prophet_deepspeed, found {found[:6]}")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch raises what the unpickler and the archive's reader do: there is no one class
+        raise CheckpointError(f"{path}: {re.split(r'[.!]', str(error))[0] or type(error).__name__}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: expected a dictionary, got {type(content).__name__}")
+    missing = [k for k in keys if k not in content]
+    if missing:
+        raise CheckpointError(f"{path}: {missing[0]} is missing")
+    return content
+
+
+def read_dense(folder: Path) -> dict[str, Any]:
+    """`dense.pt` of a checkpoint, its fields checked."""
+    path = folder / DENSE
+    found = read(path)
+    if found.get("format") != FORMAT:
+        raise CheckpointError(f"{path}: expected format {FORMAT}, got {found.get('format')!r}")
+    found = read(path, "ranks", "processes", "module", "values", "settings", "counters", "scaler", "scheduler")
+    for key in ("ranks", "processes"):
+        if not isinstance(found[key], int) or not 1 <= found[key] <= 1 << 20:
+            raise CheckpointError(f"{path}: {key}: expected a number of processes, got {found[key]!r}")
+    for key in ("module", "values", "settings", "counters", "scaler"):
+        if not isinstance(found[key], dict):
+            raise CheckpointError(f"{path}: {key}: expected a dictionary, got {type(found[key]).__name__}")
+    counters = found["counters"]
+    if set(counters) != set(COUNTERS) or not all(isinstance(v, int) and v >= 0 for v in counters.values()):
+        raise CheckpointError(f"{path}: counters: expected {', '.join(COUNTERS)}, got {counters!r}")
+    return found
+
+
+def clear(folder: Path) -> None:
+    """Remove an older checkpoint of the same name, which may be of more ranks."""
+    for name in (DENSE, *(p.name for kind in (EXPERTS, BALANCING, RANDOM) for p in folder.glob(kind.format("*", "*")))):
+        (folder / name).unlink(missing_ok=True)
+
+
+# --- experts ---
+
+
+def expert_key(parameter: str, expert: int) -> str:
+    """The name of one expert's share of a stacked parameter."""
+    return f"{parameter}.{expert}"
+
+
+def unstack(parameter: str, first: int, stacked: Mapping[str, Tensor]) -> dict[str, Values]:
+    """Values of a stacked parameter [m, ...] (its value, its moments) expert by expert; the first is expert `first`."""
+    m = len(next(iter(stacked.values())))
+    return {
+        expert_key(parameter, first + local): {k: v[local].clone() for k, v in stacked.items()} for local in range(m)
+    }
+
+
+def stack(parameter: str, experts: Iterable[int], values: Mapping[str, Values], folder: Path) -> Values:
+    """The inverse, for any experts in any order; all must have the same entries."""
+    found: list[Values] = []
+    for expert in experts:
+        entry = values.get(expert_key(parameter, expert))
+        if entry is None or (found and set(entry) != set(found[0])):
+            raise CheckpointError(f"{folder}: optimizer states of {expert_key(parameter, expert)} are missing")
+        found.append(entry)
+    return {k: torch.stack([entry[k] for entry in found]) for k in found[0]}
+
+
+def read_experts(
+    folder: Path, ranks: int, wanted: Iterable[str]
+) -> tuple[dict[str, Values], dict[str, Any], dict[str, Tensor]]:
+    """(values, settings, module) of the experts named in `wanted`, from the files of all `ranks`.
+
+    Files are mapped, so that only what is wanted is read.
+    """
+    names = set(wanted)
+    values: dict[str, Values] = {}
+    settings: dict[str, Any] = {}
+    module: dict[str, Tensor] = {}
+    for rank in range(ranks):
+        path = folder / EXPERTS.format(rank, ranks)
+        part = read(path, "values", "settings", "module")
+        for key in ("values", "settings", "module"):
+            if not isinstance(part[key], dict):
+                raise CheckpointError(f"{path}: {key}: expected a dictionary, got {type(part[key]).__name__}")
+        values |= {k: v for k, v in part["values"].items() if k in names}
+        module |= {k: v for k, v in part["module"].items() if k in names}
+        settings = settings or part["settings"]
+    return values, settings, module
+
+
+def check_values(name: str, found: Any, shape: Sequence[int], folder: Path) -> Values:
+    """Values of a parameter of this shape; raises `CheckpointError` for anything else."""
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"{folder}: optimizer states of {name} are missing")
+    for key, value in found.items():
+        if not isinstance(value, Tensor) or tuple(value.shape) != tuple(shape):
+            got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise CheckpointError(f"{folder}: {key} of {name}: expected a tensor {list(shape)}, got {got}")
+    return found
+
+
+def micro_steps(counters: Mapping[str, int], per_step: int) -> int:
+    """Microbatches so far, where a step has `per_step` of them now: between two steps a multiple of that."""
+    micro = counters["micro_steps"]
+    return micro if micro % per_step == 0 else counters["global_steps"] * per_step
+
+
+# --- random generators ---
+
+
+def random_state() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's generators on the host."""
+    name, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  (what users' data pipelines draw from)
+    words = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    return {
+        "python": random.getstate(),
+        "numpy": [str(name), words, int(position), int(has_gauss), float(gauss)],
+        "torch": torch.get_rng_state(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any], path: Path) -> None:
+    """The inverse; raises `CheckpointError`, naming the file, for anything else."""
+    try:
+        name, words, *rest = state["numpy"]
+        version, inner, gauss = state["python"]
+        random.setstate((version, tuple(inner), gauss))
+        np.random.set_state((name, words.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+        torch.set_rng_state(state["torch"])
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: expected states of random generators: {error}") from error
