@@ -85,11 +85,11 @@ def placement_cost(
 @compiled
 def exact_cost(
     problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: int, split_effort: float
-) -> tuple[FloatArray, bool]:
-    """Cost [5] under the exact split, a bound for the split it will get, and whether that one is the same."""
+) -> tuple[FloatArray, float]:
+    """Cost [5] under the exact split, and how much less it can be, at most, under the split it will get."""
     multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
-    _, cost, sweeps, _, _ = best_split(problem, multi, start, arc_rank, split_effort, True)
-    return cost, sweeps == 0
+    _, cost, above_s, _, _ = best_split(problem, multi, start, arc_rank, split_effort, True)
+    return cost, above_s
 
 
 @compiled
@@ -222,29 +222,29 @@ def try_exports(
     best: FloatArray,
     split_effort: float,
     frugal: bool,
-) -> tuple[int, bool, bool]:
+) -> tuple[int, bool, float]:
     """Exports down to a ladder of levels: all the way where transfers are free, less far where they are not.
 
-    Writes the placement that costs less than `best` [5]; returns (its replicas or 0, slots were short, its split will
-    be the exact one). A `frugal` search estimates costs instead of splitting.
+    Writes the placement that costs less than `best` [5]; returns (its replicas or 0, slots were short, what the
+    split it will get can save at most). A `frugal` search estimates costs instead of splitting.
     """
     best_used = 0
     slack = 0.0
     misses = 0
-    same = True
-    best_same = True
+    above_s = 0.0
+    best_above_s = 0.0
     used, short = export_excess(problem, slack, False, limit_R, rep_expert, rep_rank, rep_tokens)
     while used > 0:
         if frugal:
             cost = export_cost(problem, rep_expert, rep_rank, rep_tokens, used)
         else:
-            cost, same = exact_cost(problem, rep_expert, rep_rank, used, split_effort)
+            cost, above_s = exact_cost(problem, rep_expert, rep_rank, used, split_effort)
         misses += 1
         if cost[0] < best[0]:
             misses = 0
             best[:] = cost
             best_used = used
-            best_same = same
+            best_above_s = above_s
             best_expert[:used] = rep_expert[:used]
             best_rank[:used] = rep_rank[:used]
             best_tokens[:used] = rep_tokens[:used]
@@ -253,7 +253,7 @@ def try_exports(
         slack = 0.05 if slack == 0.0 else slack * 2.0
         used, lacking = export_excess(problem, slack, False, limit_R, rep_expert, rep_rank, rep_tokens)
         short = short or lacking
-    return best_used, short, best_same
+    return best_used, short, best_above_s
 
 
 @compiled

@@ -350,7 +350,8 @@ def expand(
     """
     ranks = load_RE.shape[0]
     many = multi.size
-    flows = np.empty((2 * many * ranks + 3 * arc_rank.size + many, 4), np.int64)
+    # a row uses up a source or a holder, but for the local ones
+    flows = np.empty((many * ranks + 2 * arc_rank.size, 4), np.int64)
     used = 0
     left = np.empty(ranks, np.int64)
     want = np.empty(ranks, np.int64)

@@ -137,7 +137,7 @@ class ProphetPlanner:
         machine = self._machine(context)
         load = _checked(load, context)
         previous = context.previous
-        holds, _, _ = search.search(
+        holds, _, base_s = search.search(
             load,
             machine.home,
             machine.node,
@@ -155,6 +155,8 @@ class ProphetPlanner:
             self.split_effort,
             MOST_TRIES,
         )
+        if base_s < 0:
+            raise SpecError("load must not be negative")
         return Placement.trusted(machine.home, holds)
 
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
@@ -173,6 +175,7 @@ class ProphetPlanner:
                 f"the context for {context.experts} x {context.ranks}"
             )
         if self.split_effort == 0.0:
+            check_load(load)
             return exact_flows(load, placement, node=machine.node, speed=machine.speed, check=False)
         shared, rows, rank_load, level, _ = shortest.timed_flows(
             load,
@@ -184,6 +187,8 @@ class ProphetPlanner:
             machine.figures,
             self.split_effort,
         )
+        if level < 0:
+            raise SpecError("load must not be negative")
         return Flows(load, placement.home, shared, rows, rank_load, level)
 
 
@@ -199,7 +204,9 @@ def machine_previous(previous: Placement | None, load: IntArray) -> BoolArray:
 
 
 def _checked(load: IntArray, context: PlanContext) -> IntArray:
-    load = check_load(load)
+    # The kernels look at the signs: half of the time that a check takes here goes there.
+    if type(load) is not np.ndarray or load.dtype != np.int64 or not load.flags.c_contiguous:
+        load = check_load(load)
     if load.shape != (context.ranks, context.experts):
         raise SpecError(f"load must be [{context.ranks} ranks, {context.experts} experts], got {list(load.shape)}")
     return load

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from prophet.planner.candidates import (
+    exact_cost,
     holders_of,
     index_replicas,
     keep_better,
@@ -22,7 +23,7 @@ from prophet.planner.export import export_excess
 from prophet.planner.moves import grow, make_search, polish, shrink, swap
 from prophet.planner.outlets import add_outlets
 from prophet.planner.shortest import MOST_SWEEPS, best_split, copies_moved, cost_of, make_flow, shorten
-from prophet.planner.timing import OVERHEAD_S, Problem, make_problem
+from prophet.planner.timing import OVERHEAD_S, Problem, make_problem, negative
 from prophet.spec import BoolArray, FloatArray, IntArray
 
 EVEN = 1.005  # products this close to the even level count as level
@@ -202,11 +203,15 @@ def search(
 ) -> tuple[BoolArray, float, float]:
     """Search replicas for the predicted `load_RE`; return (holds [E, R], their cost, the cost of homes only).
 
+    Both costs are -1 for a negative load.
+
     Slot limits grow step by step up to `limit_R`; the best placement so far goes along, so that a further slot does
     not make the prediction worse. `effort` is the share of the step that planning may take, turned into a number of
     trial moves by the sizes alone (at most `most_tries`), so that all ranks and machines make the same.
     """
     ranks, experts = load_RE.shape
+    if negative(load_RE):
+        return np.empty((0, 0), np.bool_), -1.0, -1.0
     problem = make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures)
     most = 0
     slots = 0
@@ -240,7 +245,7 @@ def search(
     frugal = tries == 0 and ranks * experts > SPLIT_GLADLY
     # The fast plan goes by exact splits, and looks at the splits it will get only where a further slot seems to pay.
     costing = split_effort if tries > 0 else 0.0
-    best_same = True
+    best_above_s = 0.0
     best_timed_s = -1.0
     limit = limit_R.copy()
     slot = 1
@@ -249,13 +254,13 @@ def search(
             limit[r] = min(limit_R[r], slot)
         slot += max(1, slot // 2)
         cost = base.copy()
-        used, short, same = try_exports(
+        used, short, above_s = try_exports(
             problem, limit, rep_expert, rep_rank, rep_tokens, now_expert, now_rank, now_tokens, cost, split_effort,
             frugal,
         )  # fmt: skip
         if used > 0 and tries > 0:
             cost = placement_cost(problem, now_expert, now_rank, used, costing)
-        elif used > 0 and best_used > 0 and cost[0] < best[0] and not (same and best_same):
+        elif used > 0 and best_used > 0 and best[0] - best_above_s < cost[0] < best[0]:
             if best_timed_s < 0.0:
                 best_timed_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0]
             timed_s = placement_cost(problem, now_expert, now_rank, used, split_effort)[0]
@@ -263,10 +268,12 @@ def search(
                 best_timed_s = timed_s
             else:
                 used = 0
+        else:
+            best_timed_s = -1.0
         if used > 0:
             if cost[0] < best[0]:
                 known = True
-                best_same = same
+                best_above_s = above_s
                 best_tokens[:used] = now_tokens[:used]
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
         if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
@@ -302,11 +309,21 @@ def search(
         floor = max(1, int(spare * tokens / ranks))
         used = with_spares(problem, limit, floor, now_expert, now_rank, best_tokens, best_used, known)
         if used > best_used:
+            least_s = best[0]
             if frugal:
                 cost = transfers_added(problem, now_expert, now_rank, used, best)
-            else:
+            elif tries > 0:
                 cost = placement_cost(problem, now_expert, now_rank, used, costing)
-            if cost[0] <= best[0] * (1.0 + spare_margin):
+            else:
+                cost, above_s = exact_cost(problem, now_expert, now_rank, used, split_effort)
+                least_s -= best_above_s
+            cheap = cost[0] <= least_s * (1.0 + spare_margin)
+            if not cheap and least_s < best[0]:  # by the splits they will get
+                if best_timed_s < 0.0:
+                    best_timed_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0]
+                timed_s = placement_cost(problem, now_expert, now_rank, used, split_effort)[0]
+                cheap = timed_s <= best_timed_s * (1.0 + spare_margin)
+            if cheap:
                 kept = cost
                 kept_used = used
     if kept[0] > base[0] * (1.0 - gain_margin):

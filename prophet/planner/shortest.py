@@ -26,6 +26,7 @@ from prophet.planner.timing import (
     exchange_seconds,
     exposed_seconds,
     make_problem,
+    negative,
 )
 from prophet.spec import BoolArray, FloatArray, IntArray
 
@@ -326,10 +327,10 @@ def send_home(flow: Flow, problem: Problem, multi: IntArray) -> float:
 @compiled
 def best_split(
     problem: Problem, multi: IntArray, start: IntArray, arc_rank: IntArray, effort: float, exact: bool
-) -> tuple[Flow, FloatArray, int, float, IntArray]:
-    """The split over given holders (`flow.index_holders`): what is busy, its cost [5], the sweeps that `effort` buys
-    (none are made for an `exact` one), the bottleneck T, and its rows as of `flow.expand`, or none where descent has
-    changed it: then the flow has the tokens.
+) -> tuple[Flow, FloatArray, float, float, IntArray]:
+    """The split over given holders (`flow.index_holders`): what is busy, its cost [5], the seconds that the descent
+    which `effort` buys could save at most (none is made for an `exact` split), the bottleneck T, and its rows as of
+    `flow.expand`, or none where descent has changed it: then the flow has the tokens.
     """
     ranks = problem.node_R.size
     fixed = problem.home_load.copy()
@@ -358,6 +359,7 @@ def best_split(
     count_rows(flows, rows, problem.home_E, flow.node_R, rank_load, flow.busy)
     cost = cost_with(flow, groups, busiest, problem.figures)
     sweeps = 0
+    above_s = 0.0
     if effort > 0.0 and cost[1] > WORTH_IT * cost[0]:
         above_s = cost[1] - 4.0 * exchange_floor(flow, problem, multi)
         if above_s > WORTH_IT * cost[0]:
@@ -381,7 +383,7 @@ def best_split(
         cost = unused
         rows = 0
         level = send_home(flow, problem, multi)
-    return flow, cost, sweeps, level, flows[:rows]
+    return flow, cost, above_s if sweeps > 0 else 0.0, level, flows[:rows]
 
 
 @entry(INTS_2D, BOOLS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, FLOAT)
@@ -395,9 +397,12 @@ def timed_flows(
     figures: FloatArray,
     effort: float,
 ) -> tuple[IntArray, IntArray, IntArray, float, FloatArray]:
-    """Like `flow.split_flows`, for the shortest step; the last is its cost [5]. `effort` is the share of what
-    could be saved on exchanges that may be spent on saving it.
+    """Like `flow.split_flows`, for the shortest step; the last is its cost [5]. T is -1 for a negative load.
+
+    `effort` is the share of what could be saved on exchanges that may be spent on saving it.
     """
+    if negative(load_RE):
+        return np.empty(0, np.int64), np.empty((0, 4), np.int64), np.empty(0, np.int64), -1.0, np.empty(5)
     problem = make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures)
     multi, start, arc_rank = index_holders(holds_ER, home_E)
     flow, cost, _, level, unchanged = best_split(problem, multi, start, arc_rank, effort, False)

@@ -78,6 +78,16 @@ def home_traffic(
 
 
 @compiled
+def negative(load_RE: IntArray) -> bool:
+    """Whether any count is negative."""
+    low = np.int64(0)
+    for r in range(load_RE.shape[0]):
+        for e in range(load_RE.shape[1]):
+            low = min(low, load_RE[r, e])
+    return bool(low < 0)
+
+
+@compiled
 def level_seconds(units: float, n_bytes: float, bytes_per_s: float, latency_s: float) -> float:
     """Seconds to move `units` pieces of `n_bytes` over a link; nothing to move takes no time."""
     if units <= 0:

@@ -105,6 +105,8 @@ def test_wrong_sizes_and_types_are_refused() -> None:
         planner.place(HOT.astype(float), ROOMY)
     with pytest.raises(SpecError, match="negative"):
         planner.place(-HOT, ROOMY)
+    with pytest.raises(SpecError, match="negative"):
+        planner.split(-HOT, ROOMY.homes_only(), ROOMY)
     with pytest.raises(SpecError, match="placement is for"):
         planner.split(HOT, Placement.homes_only(2, 2), ROOMY)
 
