@@ -85,8 +85,8 @@ def plot(rows: Sequence[Row], file: Path) -> None:
         height = [r["breakdown_ms"][part] for r in ours]
         right.bar(range(len(ours)), height, bottom=base, label=part)
         base = [b + h for b, h in zip(base, height, strict=True)]
-    marks = [f"{r['impl']}\n{r['skew']}\n{r['ranks']} ranks" for r in ours]
-    right.set_xticks(range(len(ours)), marks, fontsize=6)
+    marks = [f"{r['impl']}, {r['skew']}, {r['ranks']} ranks" for r in ours]
+    right.set_xticks(range(len(ours)), marks, fontsize=7, rotation=60, ha="right")
     right.set(ylabel="ms, mean over ranks")
     if ours:
         right.legend(fontsize=7)
