@@ -323,7 +323,7 @@ def search(
                     best_timed_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0]
                 timed_s = placement_cost(problem, now_expert, now_rank, used, split_effort)[0]
                 cheap = timed_s <= best_timed_s * (1.0 + spare_margin)
-            if cheap:
+            if cheap and cost[0] <= base[0] * (1.0 - gain_margin):
                 kept = cost
                 kept_used = used
     if kept[0] > base[0] * (1.0 - gain_margin):
