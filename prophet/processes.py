@@ -93,13 +93,15 @@ def _watch(processes: Sequence[BaseProcess], folder: Path, limit_s: float, what:
             names = ", ".join(p.name for p in running)
             raise RankFailed(f"{what} took more than {limit_s:g} s and was ended; still running: {names}")
         multiprocessing.connection.wait([p.sentinel for p in running], timeout=left)
-        failed = [p for p in running if p.exitcode not in (None, 0)]
+        # Read once: a process may end between two readings, and one that failed must not count as one that ended.
+        codes = [p.exitcode for p in running]
+        failed = [p for p, code in zip(running, codes, strict=True) if code not in (None, 0)]
         if failed:
             limit = time.monotonic() + _GRACE_S
             for p in running:
                 p.join(max(0.0, limit - time.monotonic()))
             raise RankFailed(_explain(failed[0], processes, folder))
-        running = [p for p in running if p.exitcode is None]
+        running = [p for p, code in zip(running, codes, strict=True) if code is None]
 
 
 def _explain(first: BaseProcess, processes: Sequence[BaseProcess], folder: Path) -> str:
