@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.spec import LayerCost
 from prophet.comm import Collective, Operation
+from prophet.spec import SpecError
 
 _COLUMNS = 7
 MAX_SAMPLES = 256
@@ -203,6 +204,8 @@ class PipelineLayer(nn.Module):
         else:
             # the counted microbatch is slower and gives no sample
             meter.add(meter.forward[index], meter.work_s() - began)
+        if not isinstance(out, Tensor):
+            raise SpecError(f"layer {index} returns a {type(out).__name__}, expected one tensor")
         if out.requires_grad and torch.is_grad_enabled():
             out.register_hook(lambda _: meter.gradient_arrived(index))
         return out

@@ -6,7 +6,16 @@
 """
 
 from prophet_deepspeed.layout import CheckpointError
+from prophet_deepspeed.pipeline import decide_stages, measure_layers, pipeline_module
 from prophet_deepspeed.section import ConfigError, ProphetSection
 from prophet_deepspeed.start import initialize
 
-__all__ = ["CheckpointError", "ConfigError", "ProphetSection", "initialize"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "ProphetSection",
+    "decide_stages",
+    "initialize",
+    "measure_layers",
+    "pipeline_module",
+]
