@@ -1,10 +1,12 @@
 """Measuring layers and stages while training runs: seconds per layer, waits for neighbours, bytes.
 
 Shape legend: L layers, M microbatches. Times come from clock readings around forward and from gradient hooks in
-backward, one of each per layer and microbatch; nothing is run twice. A layer's time is the median over microbatches and
-steps, so that one disturbed microbatch does not move layers. Activations are counted on the first microbatch of a
-measured step. What comes before a stage's first gradient, the loss's own backward on the last stage, counts for the
-stage's last layer, and so does the loss.
+backward, one of each per layer and microbatch; nothing is run twice. A layer's time is the mean over microbatches and
+steps, as a pipeline's step is a sum over microbatches, but without those that took more than twice the median, so that
+one disturbed microbatch does not move layers. Activations are counted on the second microbatch of a measuring period
+(the first one is slower than the others, and belongs to the mean), or on the first that a layer sees at all. What comes
+before a stage's first gradient, the loss's own backward on the last stage, counts for the stage's last layer, and so
+does the loss.
 
 A full backward interleaves input and weight gradients, so the two are told apart by what needs computing: a layer
 without trainable parameters has no weight part, one without an input gradient has nothing else, any other is split in
@@ -40,6 +42,8 @@ class RankTimes:
 
     `wait_forward_s` is spent waiting for an activation from the stage before, `wait_backward_s` for a gradient from the
     stage after: a slow link or a slow neighbour shows here. `other_s` is the rest of the step outside computation.
+    `between_s` is the median from one action to the next: on a rank that seldom waits, what the runtime itself takes
+    for every action.
     """
 
     steps: int
@@ -47,6 +51,7 @@ class RankTimes:
     compute_s: float
     wait_forward_s: float
     wait_backward_s: float
+    between_s: float = 0.0
 
     @property
     def other_s(self) -> float:
@@ -73,6 +78,8 @@ class Meter:
     activation_bytes: dict[int, int] = field(default_factory=dict)
     input_grad: dict[int, bool] = field(default_factory=dict)
     loss: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    counted: set[int] = field(default_factory=set)
     _arrived: list[tuple[int, float]] = field(default_factory=list)
     _steps: int = 0
     _step_s: float = 0.0
@@ -82,10 +89,12 @@ class Meter:
     _last_end: float = 0.0
 
     def reset(self) -> None:
-        """Forget all samples, for a new measuring period or a new stage map."""
-        for samples in (self.forward, self.backward, self.stage_weight, self.activation_bytes, self.input_grad):
+        """Forget all samples, for a new measuring period or a new stage map. Bytes stay known until counted anew."""
+        for by_layer in (self.forward, self.backward, self.stage_weight):
+            by_layer.clear()
+        for samples in (self.loss, self.between):
             samples.clear()
-        self.loss.clear()
+        self.counted.clear()
         self._steps, self._step_s, self._compute_s = 0, 0.0, 0.0
         self._wait_s = {"F": 0.0, "B": 0.0}
 
@@ -106,6 +115,8 @@ class Meter:
             return call()
         began, work_began = self.clock(), self.work_s()
         self._wait_s["F" if kind == "F" else "B"] += began - self._last_end if kind != "W" else 0.0
+        if self._last_end > self._step_began:
+            self.add(self.between, began - self._last_end)
         self._arrived.clear()
         result = call()
         ended, work_ended = self.clock(), self.work_s()
@@ -156,6 +167,7 @@ class Meter:
             compute_s=self._compute_s / n,
             wait_forward_s=self._wait_s["F"] / n,
             wait_backward_s=self._wait_s["B"] / n,
+            between_s=_median(self.between),
         )
 
 
@@ -179,28 +191,19 @@ class PipelineLayer(nn.Module):
         object.__setattr__(self, "rng_state", state)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.has_stream:
-            return self._metered(x)
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self.rng_state)
-        try:
-            return self._metered(x)
-        finally:
-            object.__setattr__(self, "rng_state", torch.get_rng_state())
-            torch.set_rng_state(outer)
-
-    def _metered(self, x: Tensor) -> Tensor:
         meter, index = self.meter, self.index
         if not meter.enabled:
-            out: Tensor = self.module(x)
-            return out
-        saved = _SavedBytes(self.module) if index not in meter.activation_bytes else None
+            return self._run(x)
+        known = index in meter.activation_bytes
+        count = index not in meter.counted and (not known or bool(meter.forward[index]))
+        saved = _SavedBytes(self.module) if count else None
         began = meter.work_s()
         with saved.counting() if saved else nullcontext():
-            out = self.module(x)
+            out = self._run(x)
+        meter.input_grad[index] = bool(x.requires_grad)
         if saved:
             meter.activation_bytes[index] = saved.total
-            meter.input_grad[index] = bool(x.requires_grad)
+            meter.counted.add(index)
         else:
             # the counted microbatch is slower and gives no sample
             meter.add(meter.forward[index], meter.work_s() - began)
@@ -209,6 +212,20 @@ class PipelineLayer(nn.Module):
         if out.requires_grad and torch.is_grad_enabled():
             out.register_hook(lambda _: meter.gradient_arrived(index))
         return out
+
+    def _run(self, x: Tensor) -> Tensor:
+        """The module, on the layer's own random stream where it has one."""
+        if not self.has_stream:
+            out: Tensor = self.module(x)
+            return out
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.rng_state)
+        try:
+            out = self.module(x)
+            return out
+        finally:
+            object.__setattr__(self, "rng_state", torch.get_rng_state())
+            torch.set_rng_state(outer)
 
 
 class _SavedBytes:
@@ -244,7 +261,7 @@ def local_costs(
     last = max(layers, default=-1)
     for index, layer in layers.items():
         trainable = [p for p in layer.parameters() if p.requires_grad]
-        backward = _median(meter.backward.get(index, ()))
+        backward = _typical(meter.backward.get(index, ()))
         if index in weights:
             input_s, weight_s = backward, weights[index]
         elif not trainable:
@@ -255,7 +272,7 @@ def local_costs(
             input_s = weight_s = backward / 2
         state = optimizer.state if optimizer is not None else {}
         found[index] = LayerCost(
-            forward_s=_median(meter.forward.get(index, ())) + (_median(meter.loss) if index == last else 0.0),
+            forward_s=_typical(meter.forward.get(index, ())) + (_typical(meter.loss) if index == last else 0.0),
             backward_input_s=input_s,
             backward_weight_s=weight_s,
             activation_bytes=meter.activation_bytes.get(index, 0),
@@ -280,8 +297,15 @@ def _weight_seconds(
         sizes = {i: sum(p.numel() for p in layers[i].parameters() if p.requires_grad) for i in members}
         total = sum(sizes.values())
         for i in members:
-            shared[i] = _median(samples) * sizes[i] / total if total else 0.0
+            shared[i] = _typical(samples) * sizes[i] / total if total else 0.0
     return shared
+
+
+def _typical(samples: Sequence[float]) -> float:
+    """The mean, without samples above twice the median."""
+    limit = 2 * _median(samples)
+    kept = [x for x in samples if x <= limit]
+    return statistics.fmean(kept) if kept else 0.0
 
 
 def _median(samples: Sequence[float]) -> float:

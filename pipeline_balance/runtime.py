@@ -143,6 +143,7 @@ class ElasticPipeline:
         self.allocate: Allocate = empty
         self.meter = meter if meter is not None else Meter()
         self.durations: Durations | None = None
+        self.refreshed = 0
         self._boundaries = [b.detach().to("meta") for b in boundaries]
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._side: Collective | None = None
@@ -404,6 +405,7 @@ class ElasticPipeline:
         """Build the same stages anew, after layers were frozen or thawed (`requires_grad_`); collective,
         between steps.
         """
+        self.refreshed += 1
         return self.rebuild(self.stage_map)
 
     @staticmethod

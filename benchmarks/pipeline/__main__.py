@@ -76,10 +76,11 @@ def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.N
         ranks=args.hosts,
         transfer_s=first["transfer_s"],
         optimizer_s=first["optimizer_s"],
+        between_s=first["between_s"],
         metering_s=max(r["metering_s"] for r in results),
     )
     for row in rows:
-        row["transfer_s"] = first["transfer_s"]
+        row["transfer_s"], row["between_s"] = first["transfer_s"], first["between_s"]
         row["reasons"] = first["policies"][row["policy"]]["reasons"]
     return rows
 

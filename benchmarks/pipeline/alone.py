@@ -22,8 +22,8 @@ from benchmarks.pipeline.policies import (
     smoothed,
     start_map,
 )
-from pipeline_balance.controller import decide
 from pipeline_balance.dynamics.gpt import loss as loss_fn
+from pipeline_balance.judge import Judge
 from pipeline_balance.measure import Meter, PipelineLayer, local_costs
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap, moved_bytes
 from prophet.comm import ThreadWorld
@@ -95,6 +95,8 @@ def simulate_policy(
     limits = RankLimits.uniform(ranks)
     current = start_map(policy, smoothed(recording.costs[:warm_up]), ranks, case.microbatches, transfer_s)
     config = controller_config(policy, case.every_steps, transfer_s=transfer_s, bytes_per_s=bytes_per_s, fixed_s=0.05)
+    judge = Judge(limits, case.microbatches, config)
+    frozen = 0
     step_s: list[float] = []
     maps: list[StageMap] = []
     decide_s = move_s = 0.0
@@ -108,16 +110,15 @@ def simulate_policy(
         seconds = simulated_step_s(
             costs, current, microbatches=case.microbatches, transfer_s=transfer_s, optimizer_s=recording.optimizer_s
         )
-        if policy in DYNAMIC and (step + 1 - warm_up) % case.every_steps == 0:
+        if recording.frozen[step] != frozen:
+            frozen = recording.frozen[step]
+            judge.lookout.disturbed()
+        due = judge.lookout.due
+        judge.lookout.step += 1
+        if policy in DYNAMIC and due:
             began = time.perf_counter()
-            made = decide(
-                smoothed(recording.costs[: step + 1], config.measure_steps),
-                limits,
-                current,
-                microbatches=case.microbatches,
-                horizon_steps=case.every_steps,
-                config=config,
-            )
+            made = judge.look(smoothed(recording.costs[: step + 1], config.measure_steps), current)
+            judge.settle(made)
             took = time.perf_counter() - began
             decide_s += took
             seconds += took

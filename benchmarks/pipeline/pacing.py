@@ -21,6 +21,8 @@ from torch import Tensor
 from pipeline_balance.measure import Meter
 
 SHORT_SLICE_NS = 100_000
+KEPT_BYTES = 1 << 30
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
 
@@ -37,6 +39,20 @@ def wake_promptly() -> bool:
     attributes = struct.pack("=IIQiIQQQII", 56, 0, 0, 0, 0, SHORT_SLICE_NS, 0, 0, 0, 0)
     libc = ctypes.CDLL(None, use_errno=True)
     return bool(libc.syscall(number, 0, ctypes.create_string_buffer(attributes, 56), 0) == 0)
+
+
+def keep_memory() -> bool:
+    """Let the C library keep freed memory, as a device's allocator does; whether it agreed.
+
+    Else every large tensor's pages come from the kernel anew, and how long a layer takes depends on what the process
+    has just given back.
+    """
+    if platform.system() != "Linux":
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return all(mallopt(option, KEPT_BYTES) == 1 for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +94,8 @@ class PacedMeter(Meter):
         self.pace = pace
 
     def run_action(self, kind: str, stage: int, call: Callable[[], Any]) -> Any:
-        inner = super().run_action
-        return self.pace.work(lambda: inner(kind, stage, call))
+        # within what is measured, so that the pause is the action's and no waiting
+        return super().run_action(kind, stage, lambda: self.pace.work(call))
 
 
 class PacedAdam(torch.optim.Adam):

@@ -45,7 +45,9 @@ def controller_config(
         repack_slowdown=0.1 if policy == "partition-repack" else None,
         transfer_s=transfer_s,
         move_cost=MoveCost(fixed_s=fixed_s, bytes_per_s=bytes_per_s),
-        horizon_steps=max(10, every_steps),
+        # where every step is looked at, loads last longer than one
+        horizon_steps=10 if every_steps == 1 else None,
+        max_every_steps=None if every_steps == 1 else 2 * every_steps,
         # where every step is looked at, that goes on beside the backward pass
         prepare_in_backward=every_steps == 1,
     )
@@ -102,36 +104,16 @@ def simulated_step_s(
     microbatches: int,
     transfer_s: float,
     optimizer_s: Sequence[float],
+    between_s: float = 0.0,
 ) -> float:
-    """Seconds of one step: the pipeline, then every rank's optimizer. `optimizer_s` is [L]."""
+    """Seconds of one step: the pipeline, then every rank's optimizer. `optimizer_s` is [L]; `between_s` is what the
+    runtime takes from one action to the next.
+    """
     dense = dense_ranks(stage_map)
-    durations = Durations.of_stages(costs, dense, transfer_s=transfer_s)
+    durations = Durations.of_stages(costs, dense, transfer_s=transfer_s, between_s=between_s)
     schedule = flexible(dense.ranks, microbatches, durations=durations)
     done = simulate(schedule, durations)
     return max(
         max(done.end_s[a] for a in row) + sum(optimizer_s[i] for i in dense.layers_on(rank))
         for rank, row in enumerate(schedule.actions)
     )
-
-
-def fit_transfer_s(
-    costs: Sequence[LayerCost],
-    stage_map: StageMap,
-    *,
-    microbatches: int,
-    optimizer_s: Sequence[float],
-    measured_s: float,
-    least_s: float,
-) -> float:
-    """Seconds between two stages, waking up included, with which the simulated step lasts as long as a measured one."""
-    low, high = least_s, max(measured_s, least_s)
-    for _ in range(16):
-        middle = (low + high) / 2
-        simulated_s = simulated_step_s(
-            costs, stage_map, microbatches=microbatches, transfer_s=middle, optimizer_s=optimizer_s
-        )
-        if simulated_s < measured_s:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2

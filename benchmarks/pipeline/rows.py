@@ -6,7 +6,8 @@ Shape legend: L layers, P ranks, M microbatches.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,12 +60,20 @@ def summarise(
     ranks: int,
     transfer_s: float,
     optimizer_s: Sequence[float],
+    between_s: float = 0.0,
     metering_s: float = 0.0,
     measured: bool = True,
 ) -> list[dict[str, Any]]:
     """Rows in the order of policies. `by_rank` holds every rank's {policy: figures}; a simulated run has one entry."""
+    step = partial(
+        simulated_step_s,
+        microbatches=case.microbatches,
+        transfer_s=transfer_s,
+        optimizer_s=optimizer_s,
+        between_s=between_s,
+    )
     rows = [
-        _row(case, policy, [r[policy] for r in by_rank], costs, ranks, transfer_s, optimizer_s, metering_s, measured)
+        _row(case, policy, [r[policy] for r in by_rank], costs, ranks, step, metering_s, measured)
         for policy in by_rank[0]
     ]
     speed = {r["policy"]: r["tokens_per_s"] for r in rows}
@@ -84,8 +93,7 @@ def _row(
     figures: Sequence[Mapping[str, Any]],
     costs: Sequence[Sequence[LayerCost]],
     ranks: int,
-    transfer_s: float,
-    optimizer_s: Sequence[float],
+    simulated_s: Callable[[Sequence[LayerCost], StageMap], float],
     metering_s: float,
     measured: bool,
 ) -> dict[str, Any]:
@@ -102,11 +110,7 @@ def _row(
         loads = rank_loads_s(now, stage_map, limits)
         work_s.append(sum(loads) * case.microbatches)
         imbalances.append(Imbalance.of([loads[r] for r in stage_map.used_ranks]))
-        simulated.append(
-            simulated_step_s(
-                now, stage_map, microbatches=case.microbatches, transfer_s=transfer_s, optimizer_s=optimizer_s
-            )
-        )
+        simulated.append(simulated_s(now, stage_map))
     losses = [next((x for x in at if x is not None), None) for at in zip(*(f["losses"] for f in figures), strict=True)]
     total_s = float(step_s.sum())
     # Ranks meet to measure: those that are done early wait there for the slowest one, which alone tells the cost.

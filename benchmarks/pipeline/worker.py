@@ -22,13 +22,12 @@ import torch.distributed as dist
 from benchmarks.cluster.host import Host
 from benchmarks.pipeline.alone import optimizer_by_layer
 from benchmarks.pipeline.cases import Case, Dynamism, cases
-from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss, wake_promptly
+from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, keep_memory, paced_loss, wake_promptly
 from benchmarks.pipeline.policies import (
     DYNAMIC,
     ORACLE,
     best_map,
     controller_config,
-    fit_transfer_s,
     smoothed,
     start_map,
 )
@@ -47,6 +46,7 @@ CORPUS_BYTES = 1 << 20
 def run_case(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     """Run one case; returns this rank's figures (see `rows.summarise`)."""
     wake_promptly()
+    keep_memory()
     with host.process_group(timeout_s=args["timeout_s"]):
         case = cases(int(args["steps"]))[args["case"]]
         bench = Bench(case, host, pace=Pace(float(args["slowdown"])), budget_bytes=int(args["budget_bytes"]))
@@ -104,6 +104,7 @@ class Bench:
         self.corpus: Corpus = load_corpus(max_bytes=CORPUS_BYTES)
         self.ranks = host.hosts
         self.transfer_s, self.bytes_per_s = self._probe()
+        self.between_s = 0.0
 
     def _pipeline(self) -> ElasticPipeline:
         layers = self.case.layers
@@ -126,14 +127,18 @@ class Bench:
         return optimizer
 
     def _probe(self) -> tuple[float, float]:
-        """(seconds of one activation between neighbours, bytes per second of a long message); equal on all ranks."""
+        """(seconds of one activation between neighbours, bytes per second of a long message); equal on all ranks.
+
+        The receiver sleeps when the message is sent, as a stage does that waits.
+        """
         activation = max(b.numel() for b in self.case.boundaries()[1:-1]) * 4
         found = []
-        for size, times in ((activation, 6), (8 << 20, 2)):
+        for size, times in ((activation, 9), (8 << 20, 3)):
             message = torch.zeros(size, dtype=torch.uint8)
             taken = []
             for _ in range(times):
                 dist.barrier()
+                time.sleep(0.01 * (1 - min(self.host.rank, 1)))
                 began = time.perf_counter()
                 if self.host.rank == 0:
                     dist.send(message, 1)
@@ -142,7 +147,7 @@ class Bench:
                     dist.recv(message, 0)
                     dist.send(message, 0)
                 taken.append((time.perf_counter() - began) / 2)
-            shared = torch.tensor([min(taken)], dtype=torch.float64)
+            shared = torch.tensor([statistics.median(taken)], dtype=torch.float64)
             dist.broadcast(shared, 0)
             found.append(float(shared))
         return found[0], (8 << 20) / found[1]
@@ -155,15 +160,17 @@ class Bench:
         history: list[list[LayerCost]] = []
         losses: list[float] = []
         optimizer_s: list[float] = []
+        between_s: list[float] = []
         frozen = 0
         for step in range(warm_up + steps):
             if step == warm_up:
-                self._calibrate(recorder, smoothed(history[1:] or history, warm_up), optimizer_s)
+                self._calibrate(between_s[1:] or between_s)
                 self._start(runners, smoothed(history[1:] or history, warm_up))
             inputs, target = case.batch(self.corpus, step)
             self._change(recorder, step, frozen)
             costs, loss = self._record(recorder, inputs, target, optimizer_s)
             history.append(costs)
+            between_s.append(recorder.pipeline.times().between_s)
             losses.append(loss)
             counted = step >= warm_up
             turn = step % len(runners)
@@ -185,23 +192,16 @@ class Bench:
             "optimizer_s": optimizer_by_layer(history[-1], float(rates)),
             "transfer_s": self.transfer_s,
             "bytes_per_s": self.bytes_per_s,
+            "between_s": self.between_s,
             "metering_s": self._metering_s(),
         }
 
-    def _calibrate(self, recorder: Runner, costs: list[LayerCost], optimizer_s: list[float]) -> None:
-        """What lies between two stages is more than a message: fit it to the recorder's steps of the warm-up."""
-        figures = torch.tensor([statistics.median(recorder.step_s[1:] or recorder.step_s)], dtype=torch.float64)
-        dist.all_reduce(figures, dist.ReduceOp.MAX)
-        taken = torch.tensor([sum(optimizer_s) / len(optimizer_s)], dtype=torch.float64)
-        dist.all_reduce(taken)
-        self.transfer_s = fit_transfer_s(
-            costs,
-            recorder.pipeline.stage_map,
-            microbatches=self.case.microbatches,
-            optimizer_s=optimizer_by_layer(costs, float(taken)),
-            measured_s=float(figures),
-            least_s=self.transfer_s,
-        )
+    def _calibrate(self, between_s: Sequence[float]) -> None:
+        """What the runtime takes for an action, by the rank that waits least; a message passes it on both sides."""
+        shared = torch.tensor([statistics.median(between_s)], dtype=torch.float64)
+        dist.all_reduce(shared, dist.ReduceOp.MIN)
+        self.between_s = float(shared)
+        self.transfer_s += self.between_s
 
     def _start(self, runners: Sequence[Runner], costs: list[LayerCost]) -> None:
         """Every policy goes to its own map, by what the warm-up has shown; not counted."""

@@ -1,8 +1,9 @@
 """What a schedule takes when operations are uneven: start and end of every action, bubble, activations by
 rank.
 
-Shape legend: S stages, P ranks, M microbatches. Model: start(op) = max(its rank is free, its dependency's end
-+ transfer); transfers take time on the wire only and overlap with computation on both sides.
+Shape legend: S stages, P ranks, M microbatches. Model: start(op) = max(its rank is free + what the runtime takes
+between two actions, its dependency's end + transfer); transfers take time on the wire only and overlap with computation
+on both sides, and so does what the runtime takes where a rank waits for its input anyway.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Durations:
 
     `forward_transfer_s[s]` is the activation's way from stage s to s + 1 and `backward_transfer_s[s]` the
     gradient's way back; stages on one rank transfer in no time. `activation_bytes[s]` is what one microbatch
-    keeps in stage s from its forward until its last backward part.
+    keeps in stage s from its forward until its last backward part. `between_s` is what the runtime takes on a rank
+    from the end of one action to the next one's start.
     """
 
     forward_s: FloatArray
@@ -33,6 +35,7 @@ class Durations:
     forward_transfer_s: FloatArray = field(default_factory=lambda: np.zeros(0))
     backward_transfer_s: FloatArray = field(default_factory=lambda: np.zeros(0))
     activation_bytes: tuple[int, ...] = ()
+    between_s: float = 0.0
 
     @classmethod
     def uniform(
@@ -63,6 +66,7 @@ class Durations:
         *,
         speeds: Sequence[float] | None = None,
         transfer_s: float = 0.0,
+        between_s: float = 0.0,
     ) -> Durations:
         """Sums of the layers' costs by stage, divided by the speed of the stage's rank."""
         stage_map.check_layers(len(costs))
@@ -86,6 +90,7 @@ class Durations:
             activation_bytes=tuple(
                 sum(costs[i].activation_bytes for i in stage_map.layers_of(s)) for s in range(stage_map.stages)
             ),
+            between_s=between_s,
         )
 
 
@@ -144,6 +149,8 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
     weight = _table("weight_s", durations.weight_s, schedule)
     down = _links("forward_transfer_s", durations.forward_transfer_s, schedule)
     up = _links("backward_transfer_s", durations.backward_transfer_s, schedule)
+    if not (np.isfinite(durations.between_s) and durations.between_s >= 0):
+        raise SpecError(f"between_s must be finite and not negative, got {durations.between_s!r}")
     home = schedule.stage_ranks
     last = schedule.stages - 1
     start: dict[Action, float] = {}
@@ -181,7 +188,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
                 ready = ready_s(action)
                 if ready is None:
                     break
-                began = max(free[rank], ready)
+                began = max(free[rank] + (durations.between_s if position[rank] else 0.0), ready)
                 taken = seconds[action.kind](action.stage, action.microbatch)
                 start[action], end[action] = began, began + taken
                 free[rank] = began + taken

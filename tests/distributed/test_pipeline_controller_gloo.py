@@ -69,7 +69,7 @@ def _run(rank: int, size: int, balance: bool) -> dict[str, Any]:
         maps.append(run.stage_map.boundaries)
     overhead = balanced.overhead()
     assert 0 < overhead.fraction < 1
-    return {"losses": losses, "maps": maps, "overhead": overhead, "trust": balanced.trust}
+    return {"losses": losses, "maps": maps, "overhead": overhead, "trust": balanced.judge.trust}
 
 
 def test_layers_follow_the_load() -> None:
@@ -84,7 +84,8 @@ def test_layers_follow_the_load() -> None:
     assert moved[0]["overhead"].rebalances >= 2
     # loads stay for two decisions, so most of a gain is still there at the next one
     assert moved[0]["trust"] == moved[1]["trust"] > 0.4
-    assert still[0]["trust"] == 1.0
+    # what was not taken shows as well how long gains last
+    assert still[0]["trust"] > 0.4
     # two and one slow layers in a stage, not three
     assert maps[7][1] <= 2
 
@@ -132,7 +133,7 @@ def _disagree(rank: int, size: int) -> str:
     _set_times(run, {0, 1, 2})
     balanced = pipeline_balance.attach(run, config=ControllerConfig(every_steps=1, measure_steps=1))
     # what must be equal on all ranks is not: to this one the move costs nothing, to the other everything
-    balanced.move_cost = MoveCost(fixed_s=0.0 if rank == 1 else 1e9)
+    balanced.judge.move_cost = MoveCost(fixed_s=0.0 if rank == 1 else 1e9)
     x = torch.zeros(2 * MICROBATCHES, DIM)
     try:
         balanced.step(x, x)
@@ -153,7 +154,7 @@ def _to_and_fro(rank: int, size: int) -> tuple[list[float], int]:
         # what is slow changes with every decision
         _set_times(run, {0, 1, 2} if step // 2 % 2 else {5, 6, 7})
         balanced.step(x, x)
-        trust.append(balanced.trust)
+        trust.append(balanced.judge.trust)
     return trust, balanced.overhead().rebalances
 
 

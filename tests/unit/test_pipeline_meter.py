@@ -61,3 +61,35 @@ def test_the_first_backward_is_announced_once(enabled: bool) -> None:
     _train(meter, 2)
     assert called == [0]
     assert meter.on_backward is None
+
+
+def test_one_disturbed_microbatch_does_not_count_and_uneven_ones_do() -> None:
+    meter = Meter()
+    layer = PipelineLayer(nn.Linear(2, 2), 0, meter, seed=None)
+    meter.forward[0] = [1.0, 1.0, 1.0, 1.8, 90.0]
+    assert local_costs({0: layer}, {0: [0]}, meter, None)[0].forward_s == pytest.approx(1.2)
+
+
+def test_bytes_are_counted_once_in_a_period_and_stay_known() -> None:
+    meter = Meter()
+    layer = PipelineLayer(nn.Sequential(nn.Linear(2, 4), nn.Tanh()), 0, meter, seed=0)
+    counted = []
+    for rows in (1, 2, 3, 4):
+        layer(torch.ones(rows, 2, requires_grad=True))
+        counted.append(meter.activation_bytes[0])
+        if rows == 2:
+            meter.reset()
+    # the first microbatch ever, then the second one of the next period
+    assert counted == [counted[0], counted[0], counted[0], 4 * counted[0]]
+    assert len(meter.forward[0]) == 1
+
+
+def test_pauses_between_actions_are_told() -> None:
+    clock = _Clock()
+    meter = Meter(clock=clock)
+    meter.begin_step()
+    for pause in (40.0, 3.0, 3.0, 50.0):
+        clock.now += pause
+        meter.run_action("F", 0, lambda: None)
+    # what comes before the first action of a step is no pause between two; both readings take one each
+    assert meter.times().between_s == 5.0

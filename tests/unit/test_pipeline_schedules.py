@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -165,3 +167,15 @@ def test_flexible_matches_1f1b_or_better(split: bool) -> None:
             assert schedule == one_f_one_b(ranks, microbatches)
         peaks = peak_activation_bytes(schedule, (1,) * ranks)
         assert all(p <= in_flight(s, ranks, microbatches) for s, p in enumerate(peaks))
+
+
+def test_what_the_runtime_takes_hides_where_a_rank_waits() -> None:
+    plain = Durations.uniform(1)
+    slow = replace(plain, between_s=0.5)
+    # one rank: three forwards, three backwards of two seconds, five pauses
+    assert simulate(one_f_one_b(1, 3), plain).makespan_s == 9.0
+    assert simulate(one_f_one_b(1, 3), slow).makespan_s == 9.0 + 5 * 0.5
+    # two ranks, one microbatch: the first rank waits for the second anyway
+    assert simulate(one_f_one_b(2, 1), replace(Durations.uniform(2), between_s=0.5)).makespan_s == 6.5
+    with pytest.raises(SpecError, match="between_s"):
+        simulate(one_f_one_b(1, 1), replace(plain, between_s=-1.0))
