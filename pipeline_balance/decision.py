@@ -195,10 +195,10 @@ def decide(
         if packed is not None:
             ranks = len(packed.stage_map.used_ranks)
             return decision(True, packed.makespan_s, packed.stage_map, f"{ranks} ranks suffice")
-        # Ranks that were given up are taken back only when those in use no longer keep up, else the two rules would
-        # undo each other.
+        # Ranks that were given up are taken back only when those in use no longer keep up, and by more than noise, else
+        # the two rules would undo each other.
         on_used = proposed(_in_stage_order(current))
-        if on_used and min(s for s, _ in on_used) <= allowed_s:
+        if on_used and min(s for s, _ in on_used) <= allowed_s * (1.0 + config.min_gain):
             options = on_used
     elif current.used_ranks != everyone:
         options += proposed(_in_stage_order(current))

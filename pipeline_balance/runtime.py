@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from pipeline_balance.state.layout import by_layer
 from pipeline_balance.state.route import Route, route
 from pipeline_balance.state.space import TensorSpec
 from pipeline_balance.state.training import Held, apply, collect, gather_json, share
-from pipeline_balance.state.transition import Allocate, State, empty, transition
+from pipeline_balance.state.transition import Allocate, State, TransitionError, empty, transition
 from prophet.comm import Collective, Operation, ProcessGroupCollective
 from prophet.spec import SpecError
 
@@ -139,6 +140,7 @@ class ElasticPipeline:
         self.split_backward = split_backward
         self.budget_bytes = budget_bytes
         self.timeout_s = timeout_s
+        self._limit = timedelta(seconds=timeout_s)
         self.seed = seed
         self.allocate: Allocate = empty
         self.meter = meter if meter is not None else Meter()
@@ -194,7 +196,7 @@ class ElasticPipeline:
         """
         if used not in self._groups:
             members = [self._world[r] for r in used] if self.rank in used else [self._world[self.rank]]
-            self._groups[used] = dist.new_group(members, use_local_synchronization=True)
+            self._groups[used] = dist.new_group(members, timeout=self._limit, use_local_synchronization=True)
         return self._groups[used]
 
     # --- building ---------------------------------------------------------------------------------------------
@@ -321,7 +323,7 @@ class ElasticPipeline:
     def side_collective(self) -> Collective:
         """A communicator of its own over all ranks, for use beside a step; made at the first call, by all ranks."""
         if self._side is None:
-            group = dist.new_group(self._world, use_local_synchronization=True)
+            group = dist.new_group(self._world, timeout=self._limit, use_local_synchronization=True)
             self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
         return self._side
 
@@ -350,7 +352,7 @@ class ElasticPipeline:
         layers = {
             i: self.layers.get(i) or arrivals.get(i) or self._new_layer(i) for i in stage_map.layers_on(self.rank)
         }
-        self.adopt(stage_map, layers, moved.state, scalars, frozen, durations)
+        self._adopt_or_stay(stage_map, layers, moved.state, scalars, frozen, durations)
         return Rebuilt(
             stage_map=stage_map,
             sent_bytes=moved.sent_bytes,
@@ -376,6 +378,21 @@ class ElasticPipeline:
         space, scalars, frozen = share(held, self.collective, self.device)
         way = route(by_layer(space, self.stage_map, self.ranks), by_layer(space, stage_map, self.ranks))
         return way, scalars, frozen
+
+    def _adopt_or_stay(self, stage_map: StageMap, layers: dict[int, PipelineLayer], *rest: Any) -> None:
+        """`adopt`, or what was in force before: a layer that stays has kept its memory, one that leaves its state."""
+        names = ("stage_map", "layers", "optimizer", "durations", "_runtime", "_trains_below")
+        before = {name: getattr(self, name) for name in names}
+        try:
+            self.adopt(stage_map, layers, *rest)
+        except RuntimeError as error:
+            for name, value in before.items():
+                setattr(self, name, value)
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TransitionError(
+                f"rank {self.rank}: the new stages could not be built ({reason}); "
+                f"the state from before the move is whole"
+            ) from error
 
     def adopt(
         self,

@@ -16,9 +16,10 @@ from typing import Any
 from benchmarks.cluster.kernel_objects import Quotas
 from benchmarks.cluster.profiles import ProfileError, uniform
 from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable
-from benchmarks.pipeline import partitions
+from benchmarks.pipeline import moves, partitions
 from benchmarks.pipeline.alone import record, simulate_policy
 from benchmarks.pipeline.cases import Case, cases
+from benchmarks.pipeline.picture import REPACKING, draw
 from benchmarks.pipeline.policies import DEFAULT_POLICIES, POLICIES, PolicyError, check_policies
 from benchmarks.pipeline.rows import costs_from, summarise, table
 from benchmarks.pipeline.worker import CORPUS_BYTES
@@ -42,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--partition", action="store_true", help="only time the partitioner, beside DeepSpeed's if it is there"
     )
+    p.add_argument("--picture", type=Path, help="file for the picture of policy partition-repack's stages and ranks")
+    p.add_argument("--moves", action="store_true", help="only move state between the hosts; needs root")
     return p
 
 
@@ -162,6 +165,15 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def only_moves(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of state on its way against its bytes over the bandwidth."""
+    profile = uniform("moves", hosts=moves.RANKS, link_mbit_per_s=args.link_mbit_per_s, share=1.0)
+    with Testbed(profile) as bed:
+        prefer(bed)
+        found = moves.compare(bed, timeout_s=args.timeout_s, limit_s=args.limit_s)
+    return {"link_mbit_per_s": args.link_mbit_per_s, "environment": environment(), **found}
+
+
 def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     print(table(rows), flush=True)
     return rows
@@ -190,12 +202,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("hosts", "steps", "warm_up"):
             if getattr(args, name) < 1:
                 raise PolicyError(f"--{name.replace('_', '-')} must be at least 1")
-        document = partitions.compare() if args.partition else benchmark(args)
+        if args.picture and REPACKING not in args.policies.split(","):
+            raise PolicyError(f"--picture shows the policy {REPACKING}: name it in --policies")
+        run = only_moves if args.moves else benchmark
+        document = partitions.compare() if args.partition else run(args)
     except (ProfileError, PolicyError, TestbedUnavailable, TestbedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     finally:
         signal.signal(signal.SIGTERM, previous)
+    if args.picture and draw(document.get("rows", []), args.picture):
+        print(f"wrote {args.picture}")
     if args.json:
         args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -100,7 +100,7 @@ def simulate_policy(
     step_s: list[float] = []
     maps: list[StageMap] = []
     decide_s = move_s = 0.0
-    rebalances = sent = 0
+    rebalances = sent = looks = 0
     for step in range(warm_up, len(recording.costs)):
         costs = recording.costs[step]
         if policy == ORACLE:
@@ -119,6 +119,7 @@ def simulate_policy(
             began = time.perf_counter()
             made = judge.look(smoothed(recording.costs[: step + 1], config.measure_steps), current)
             judge.settle(made)
+            looks += 1
             took = time.perf_counter() - began
             decide_s += took
             seconds += took
@@ -136,4 +137,6 @@ def simulate_policy(
         "overhead": {"measure": 0.0, "decide": decide_s, "move": move_s, "total": sum(step_s)},
         "rebalances": rebalances,
         "moved_bytes": sent,
+        "looks": looks,
+        "measured_steps": 0,
     }

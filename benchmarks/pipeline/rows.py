@@ -118,7 +118,7 @@ def _row(
     overhead |= {k: max(f["overhead"][k] for f in figures) / total_s for k in ("decide", "move")}
     if policy_measures := any(f["overhead"]["measure"] for f in figures):
         # hooks on every layer and microbatch of the steps that are measured, on the rank that has most layers
-        share = min(2, case.every_steps) / case.every_steps
+        share = max(f["measured_steps"] for f in figures) / len(maps)
         layers = statistics.mean(max(len(m.layers_on(r)) for r in range(ranks)) for m in maps)
         overhead["measure"] += metering_s * layers * case.microbatches * share * len(maps) / total_s
     row: dict[str, Any] = {
@@ -136,9 +136,15 @@ def _row(
         "moved_bytes": sum(f["moved_bytes"] for f in figures),
         "overhead_fraction": overhead,
         "measures": policy_measures,
+        "looks": figures[0]["looks"],
         "ranks_used_mean": statistics.mean(used),
         "loss_final": statistics.mean(x for x in losses[-5:] if x is not None),
         "last_map": list(maps[-1].boundaries),
+        # every change as [step, boundaries, ranks], the first map included
+        "map_changes": [
+            [step, list(m.boundaries), list(m.ranks)] for step, m in enumerate(maps) if step == 0 or m != maps[step - 1]
+        ],
+        "measured": measured,
     }
     row["step_s"] = [round(float(x), 5) for x in step_s]
     row["simulated_s"] = [round(float(x), 5) for x in simulated]

@@ -67,6 +67,7 @@ class Runner:
     balance_s: list[float] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     maps: list[StageMap] = field(default_factory=list)
+    measured_steps: int = 0
 
 
 class PacedController(Controller):
@@ -265,6 +266,7 @@ class Bench:
         ended = time.perf_counter()
         if not counted:
             return
+        runner.measured_steps += int(runner.pipeline.meter.enabled)
         spent = 0.0
         if runner.controller is not None and before is not None:
             after = runner.controller.overhead()
@@ -291,6 +293,8 @@ class Bench:
             },
             "rebalances": overhead.rebalances if overhead else 0,
             "moved_bytes": overhead.moved_bytes if overhead else 0,
+            "measured_steps": runner.measured_steps,
+            "looks": len(runner.controller.decisions) if runner.controller else 0,
         }
 
     def _metering_s(self) -> float:

@@ -102,6 +102,32 @@ def test_an_allocation_that_fails_moves_nothing() -> None:
     assert answers[2]["losses"] == pytest.approx(plain_losses(3)[0], rel=TOLERANCE)
 
 
+def _no_group(*_: object) -> object:
+    raise RuntimeError("no group today")
+
+
+def _building_fails(rank: int, size: int) -> dict[str, Any]:
+    run = pipeline(THREE)
+    losses = [run.step(*batch(0))]
+    before, layers, plain = _state(run), dict(run.layers), run._pipeline_group
+    # state has arrived; the new stages' group cannot be made
+    run._pipeline_group = _no_group  # type: ignore[assignment, method-assign]
+    with pytest.raises(TransitionError, match=rf"rank {rank}: .*no group today.*from before the move is whole"):
+        run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
+    whole = _same(run, before) and run.stage_map == THREE and run.layers == layers
+    run._pipeline_group = plain  # type: ignore[method-assign]
+    losses.append(run.step(*batch(1)))
+    run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
+    return {"losses": [*losses, run.step(*batch(2))], "whole": whole}
+
+
+def test_stages_that_cannot_be_built_leave_the_old_ones_in_force() -> None:
+    answers = run_gloo(_building_fails, 3)
+    assert all(a["whole"] for a in answers)
+    losses = [next(x for x in at if x is not None) for at in zip(*(a["losses"] for a in answers), strict=True)]
+    assert losses == pytest.approx(plain_losses(3)[0], rel=TOLERANCE)
+
+
 def _too_large(rank: int, size: int, ahead: bool) -> dict[str, Any]:
     run = pipeline(THREE)
     small = RankLimits.uniform(size, memory_bytes=4_000)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from benchmarks.pipeline.alone import Recording, record, simulate_policy
 from benchmarks.pipeline.cases import Case, cases
 from benchmarks.pipeline.pacing import Pace, PacedMeter
 from benchmarks.pipeline.partitions import compare
+from benchmarks.pipeline.picture import draw, maps_of
 from benchmarks.pipeline.policies import (
     POLICIES,
     PolicyError,
@@ -82,7 +84,7 @@ def test_a_recording_holds_every_step() -> None:
     assert found.losses[-1] < found.losses[0]
 
 
-def test_rows_of_a_simulated_run() -> None:
+def test_rows_of_a_simulated_run(tmp_path: Path) -> None:
     case = replace(small(), shape=replace(small().shape, blocks=10))
     recording = changing(30, 12)
     figures = {
@@ -105,6 +107,11 @@ def test_rows_of_a_simulated_run() -> None:
     assert by_policy["oracle"]["tokens_per_s"] >= 0.999 * max(r["tokens_per_s"] for r in rows)
     assert by_policy["partition"]["of_oracle"] > 0.8
     assert by_policy["optimal-at-start"]["tokens_per_s"] == pytest.approx(by_policy["uniform"]["tokens_per_s"])
+    for name, row in by_policy.items():
+        assert [[list(m.boundaries), list(m.ranks)] for m in maps_of(row)] == figures[name]["maps"]
+    assert draw(rows, tmp_path / "a" / "ranks.png") == 1
+    assert (tmp_path / "a" / "ranks.png").stat().st_size > 5_000
+    assert draw([by_policy["uniform"]], tmp_path / "none.png") == 0
     assert len(table(rows).splitlines()) == len(POLICIES) + 1
     assert set(COLUMNS) <= set(rows[0])
 
@@ -149,6 +156,8 @@ def test_what_is_asked_for_is_checked(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["--cases", "weather"]) == 2
     assert "cases must be of" in capsys.readouterr().err
     assert main(["--steps", "0"]) == 2
+    assert main(["--picture", "x.png"]) == 2
+    assert "name it in --policies" in capsys.readouterr().err
 
 
 def test_the_partitioner_is_timed() -> None:
