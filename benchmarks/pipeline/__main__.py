@@ -78,7 +78,7 @@ def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.N
         costs_from(first["costs"]),
         ranks=args.hosts,
         transfer_s=first["transfer_s"],
-        optimizer_s=first["optimizer_s"],
+        optimizer_s_per_byte=first["optimizer_s_per_byte"],
         between_s=first["between_s"],
         metering_s=max(r["metering_s"] for r in results),
     )
@@ -124,7 +124,7 @@ def by_simulator(case: Case, policies: Sequence[str], args: argparse.Namespace) 
         recording.costs[args.warm_up :],
         ranks=args.hosts,
         transfer_s=transfer_s,
-        optimizer_s=recording.optimizer_s,
+        optimizer_s_per_byte=recording.optimizer_s_per_byte,
         measured=False,
     )
 
@@ -167,7 +167,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
 
 def only_moves(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of state on its way against its bytes over the bandwidth."""
-    profile = uniform("moves", hosts=moves.RANKS, link_mbit_per_s=args.link_mbit_per_s, share=1.0)
+    share = (os.cpu_count() or 1) / moves.RANKS
+    profile = uniform("moves", hosts=moves.RANKS, link_mbit_per_s=args.link_mbit_per_s, share=share)
     with Testbed(profile) as bed:
         prefer(bed)
         found = moves.compare(bed, timeout_s=args.timeout_s, limit_s=args.limit_s)

@@ -5,6 +5,7 @@ Shape legend: L layers, P ranks, M microbatches.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,11 +33,11 @@ from prophet.demo.text import Corpus
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """costs: [steps][L]. losses: [steps]. optimizer_s: [L] seconds of the optimizer. frozen: prefix by step."""
+    """costs: [steps][L]. losses: [steps]. optimizer_s_per_byte: of trainable parameters. frozen: prefix by step."""
 
     costs: list[list[LayerCost]]
     losses: list[float]
-    optimizer_s: list[float]
+    optimizer_s_per_byte: float
     frozen: list[int]
 
 
@@ -48,7 +49,7 @@ def record(case: Case, corpus: Corpus, steps: int, *, slowdown: float = 1.0) -> 
     parameters = [p for layer in layers.values() for p in layer.parameters()]
     optimizer = case.optimizer(parameters)
     dynamism, alone, device = Dynamism(case), ThreadWorld(1).collective(0), torch.device("cpu")
-    costs, losses, prefixes, optimizer_s = [], [], [], 0.0
+    costs, losses, prefixes, optimizer_s = [], [], [], []
     frozen = 0
     timed = meter.timed_loss(loss_fn)
     for step in range(steps):
@@ -69,7 +70,7 @@ def record(case: Case, corpus: Corpus, steps: int, *, slowdown: float = 1.0) -> 
                 p.grad /= case.microbatches
         began = meter.work_s()
         optimizer.step()
-        optimizer_s += meter.work_s() - began
+        optimizer_s.append(meter.work_s() - began)
         costs.append(list(local_costs(layers, {0: range(case.layers)}, meter, optimizer).values()))
         losses.append(sum(parts) / len(parts))
         prefixes.append(frozen)
@@ -77,15 +78,17 @@ def record(case: Case, corpus: Corpus, steps: int, *, slowdown: float = 1.0) -> 
     return Recording(
         costs=costs,
         losses=losses,
-        optimizer_s=optimizer_by_layer(costs[-1], optimizer_s / steps),
+        optimizer_s_per_byte=optimizer_rate(costs, optimizer_s),
         frozen=prefixes,
     )
 
 
-def optimizer_by_layer(costs: Sequence[LayerCost], seconds: float) -> list[float]:
-    """`seconds` of the whole optimizer, shared among layers by parameters."""
-    total = sum(c.parameter_bytes for c in costs)
-    return [seconds * c.parameter_bytes / total for c in costs]
+def optimizer_rate(costs: Sequence[Sequence[LayerCost]], seconds: Sequence[float]) -> float:
+    """Seconds per byte of trainable parameters, by the median step; `costs` [steps][L], `seconds` [steps] of the whole
+    optimizer.
+    """
+    rates = [s / size for s, now in zip(seconds, costs, strict=True) if (size := sum(c.gradient_bytes for c in now))]
+    return statistics.median(rates) if rates else 0.0
 
 
 def simulate_policy(
@@ -108,7 +111,11 @@ def simulate_policy(
             current = best_map(seen, ranks, case.microbatches, current, transfer_s)
         maps.append(current)
         seconds = simulated_step_s(
-            costs, current, microbatches=case.microbatches, transfer_s=transfer_s, optimizer_s=recording.optimizer_s
+            costs,
+            current,
+            microbatches=case.microbatches,
+            transfer_s=transfer_s,
+            optimizer_s_per_byte=recording.optimizer_s_per_byte,
         )
         if recording.frozen[step] != frozen:
             frozen = recording.frozen[step]

@@ -104,17 +104,18 @@ def simulated_step_s(
     *,
     microbatches: int,
     transfer_s: float,
-    optimizer_s: Sequence[float],
+    optimizer_s_per_byte: float,
     between_s: float = 0.0,
 ) -> float:
-    """Seconds of one step: the pipeline, then every rank's optimizer. `optimizer_s` is [L]; `between_s` is what the
-    runtime takes from one action to the next.
+    """Seconds of one step: the pipeline, then every rank's optimizer. `optimizer_s_per_byte` is of a rank's
+    trainable parameters; `between_s` is what the runtime takes from one action to the next.
     """
     dense = dense_ranks(stage_map)
     durations = Durations.of_stages(costs, dense, transfer_s=transfer_s, between_s=between_s)
     schedule = flexible(dense.ranks, microbatches, durations=durations)
     done = simulate(schedule, durations)
     return max(
-        max(done.end_s[a] for a in row) + sum(optimizer_s[i] for i in dense.layers_on(rank))
+        max(done.end_s[a] for a in row)
+        + optimizer_s_per_byte * sum(costs[i].gradient_bytes for i in dense.layers_on(rank))
         for rank, row in enumerate(schedule.actions)
     )

@@ -59,7 +59,7 @@ def summarise(
     *,
     ranks: int,
     transfer_s: float,
-    optimizer_s: Sequence[float],
+    optimizer_s_per_byte: float,
     between_s: float = 0.0,
     metering_s: float = 0.0,
     measured: bool = True,
@@ -69,7 +69,7 @@ def summarise(
         simulated_step_s,
         microbatches=case.microbatches,
         transfer_s=transfer_s,
-        optimizer_s=optimizer_s,
+        optimizer_s_per_byte=optimizer_s_per_byte,
         between_s=between_s,
     )
     rows = [

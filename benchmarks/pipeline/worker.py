@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.host import Host
-from benchmarks.pipeline.alone import optimizer_by_layer
+from benchmarks.pipeline.alone import optimizer_rate
 from benchmarks.pipeline.cases import Case, Dynamism, cases
 from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, keep_memory, paced_loss, wake_promptly
 from benchmarks.pipeline.policies import (
@@ -185,12 +185,12 @@ class Bench:
             )
             if self.host.rank == 0 and step % 8 == 0:
                 self.host.say(f"step {step}: loss {loss:.3f}, frozen {frozen}")
-        rates = torch.tensor([sum(optimizer_s) / len(optimizer_s)], dtype=torch.float64)
-        dist.all_reduce(rates)
+        every = torch.tensor(optimizer_s, dtype=torch.float64)
+        dist.all_reduce(every)
         return {
             "policies": {r.policy: self._result(r) for r in runners},
             "costs": [[list(dataclasses.astuple(c))[:7] for c in costs] for costs in history[warm_up:]],
-            "optimizer_s": optimizer_by_layer(history[-1], float(rates)),
+            "optimizer_s_per_byte": optimizer_rate(history, every.tolist()),
             "transfer_s": self.transfer_s,
             "bytes_per_s": self.bytes_per_s,
             "between_s": self.between_s,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.pipeline.__main__ import main
-from benchmarks.pipeline.alone import Recording, record, simulate_policy
+from benchmarks.pipeline.alone import Recording, optimizer_rate, record, simulate_policy
 from benchmarks.pipeline.cases import Case, cases
 from benchmarks.pipeline.pacing import Pace, PacedMeter
 from benchmarks.pipeline.partitions import compare
@@ -62,7 +62,7 @@ def changing(steps: int, layers: int) -> Recording:
     return Recording(
         costs=[early[s * layers : (s + 1) * layers] for s in range(steps)],
         losses=[3.0 - s / steps for s in range(steps)],
-        optimizer_s=[0.01] * layers,
+        optimizer_s_per_byte=1e-5,
         frozen=[0] * steps,
     )
 
@@ -96,7 +96,7 @@ def test_rows_of_a_simulated_run(tmp_path: Path) -> None:
         recording.costs[2:],
         ranks=4,
         transfer_s=0.0,
-        optimizer_s=recording.optimizer_s,
+        optimizer_s_per_byte=recording.optimizer_s_per_byte,
         measured=False,
     )
     assert [r["policy"] for r in rows] == list(POLICIES)
@@ -117,7 +117,7 @@ def test_rows_of_a_simulated_run(tmp_path: Path) -> None:
 
 
 def test_what_the_runtime_takes_lengthens_a_step() -> None:
-    costs, optimizer_s = [cost(1.0)] * 8, [0.0] * 8
+    costs = [cost(1.0)] * 8
     for bounds in ((0, 8), (0, 2, 4, 6, 8)):
         step = partial(
             simulated_step_s,
@@ -125,12 +125,25 @@ def test_what_the_runtime_takes_lengthens_a_step() -> None:
             StageMap.contiguous(bounds),
             microbatches=4,
             transfer_s=0.2,
-            optimizer_s=optimizer_s,
+            optimizer_s_per_byte=0.0,
         )
         # one rank alone never waits: a pause after each of its eight actions but the last
         least = 7 * 0.01 if len(bounds) == 2 else 0.0
         assert least <= step(between_s=0.01) - step() + 1e-12
         assert 0 < step(between_s=0.01) - step() < 20 * 0.01
+
+
+def test_the_optimizer_passes_over_frozen_layers() -> None:
+    trained, frozen = replace(cost(1.0), gradient_bytes=100), cost(1.0)
+    assert optimizer_rate([[trained, frozen], [trained, trained], [frozen, frozen]], [1.0, 2.0, 0.1]) == 0.01
+    step = partial(
+        simulated_step_s,
+        stage_map=StageMap.contiguous((0, 2)),
+        microbatches=1,
+        transfer_s=0.0,
+        optimizer_s_per_byte=0.01,
+    )
+    assert step([trained, frozen]) == pytest.approx(step([frozen, frozen]) + 1.0)
 
 
 def test_smoothing_forgets_one_disturbed_step() -> None:

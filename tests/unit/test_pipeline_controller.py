@@ -99,6 +99,16 @@ def test_packs_when_the_slowdown_is_small_and_grows_back_when_it_is_not() -> Non
     assert len(grown.best.used_ranks) == 4
 
 
+def test_ranks_are_not_taken_back_for_noise() -> None:
+    limits = RankLimits.uniform(3)
+    config = replace(FREE, repack_slowdown=0.05)
+    # two ranks take 4.8, 5.7 and 15 % longer than three
+    packed = run(layers(10, 5.8, 5.8), StageMap.contiguous((0, 1, 2, 3)), config, limits=limits)
+    assert len(packed.best.used_ranks) == 2
+    assert not run(layers(10, 5.9, 5.9), packed.best, config, limits=limits).move
+    assert run(layers(10, 7, 7), packed.best, config, limits=limits).move
+
+
 def test_a_map_that_no_longer_fits_is_left_at_any_price() -> None:
     costs = layers(1, 1, 1, 1, size=10)
     limits = RankLimits.uniform(2, memory_bytes=20)
