@@ -82,6 +82,11 @@ class Controller:
 
     def step(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
         """One training step, and a decision where one is due. Returns what the pipeline's step returns."""
+        if len(self.limits) != self.pipeline.ranks:
+            raise SpecError(
+                f"the group has {self.pipeline.ranks} ranks now, the controller was made for {len(self.limits)}: "
+                f"attach again after the group has changed"
+            )
         began = time.perf_counter()
         lookout = self.judge.lookout
         if self.pipeline.refreshed != self._refreshed:

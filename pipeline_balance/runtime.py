@@ -349,10 +349,7 @@ class ElasticPipeline:
             allocate=self.allocate,
         )
         arrivals = prepared.arrivals if prepared is not None else {}
-        layers = {
-            i: self.layers.get(i) or arrivals.get(i) or self._new_layer(i) for i in stage_map.layers_on(self.rank)
-        }
-        self._adopt_or_stay(stage_map, layers, moved.state, scalars, frozen, durations)
+        self._adopt_or_stay(stage_map, arrivals, moved.state, scalars, frozen, durations)
         return Rebuilt(
             stage_map=stage_map,
             sent_bytes=moved.sent_bytes,
@@ -379,13 +376,15 @@ class ElasticPipeline:
         way = route(by_layer(space, self.stage_map, self.ranks), by_layer(space, stage_map, self.ranks))
         return way, scalars, frozen
 
-    def _adopt_or_stay(self, stage_map: StageMap, layers: dict[int, PipelineLayer], *rest: Any) -> None:
+    def _adopt_or_stay(self, stage_map: StageMap, arrivals: Mapping[int, PipelineLayer], *rest: Any) -> None:
         """`adopt`, or what was in force before: a layer that stays has kept its memory, one that leaves its state."""
         names = ("stage_map", "layers", "optimizer", "durations", "_runtime", "_trains_below")
         before = {name: getattr(self, name) for name in names}
         try:
+            mine = stage_map.layers_on(self.rank)
+            layers = {i: self.layers.get(i) or arrivals.get(i) or self._new_layer(i) for i in mine}
             self.adopt(stage_map, layers, *rest)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             for name, value in before.items():
                 setattr(self, name, value)
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import pipeline_balance
 from pipeline_balance.release import Membership, MembershipError, released
 from pipeline_balance.spec import StageMap
 from prophet.spec import SpecError
@@ -77,7 +78,8 @@ def _down_to_one(rank: int, size: int, path: str) -> str:
     membership = Membership(dist.FileStore(path, -1), rank, timeout_s=40.0)
     membership.start(range(size))
     run = pipeline(_spread(size))
-    losses = [run.step(*batch(0))]
+    balanced = pipeline_balance.attach(run)
+    losses = [balanced.step(*batch(0))]
     with pytest.raises(SpecError, match="still run stages"):
         membership.switch(run, [0])
     run.rebuild(StageMap((0, LAYERS), (1,)))
@@ -85,7 +87,10 @@ def _down_to_one(rank: int, size: int, path: str) -> str:
         with pytest.raises(MembershipError, match=r"not called within 0\.2 s"):
             membership.wait_for_call(timeout_s=0.2)
         return "ended" if not membership.wait_for_call() else "called"
-    losses += [run.step(*batch(step)) for step in range(1, 4)]
+    with pytest.raises(SpecError, match=r"the group has 1 ranks now.*attach again"):
+        balanced.step(*batch(1))
+    balanced = pipeline_balance.attach(run)
+    losses += [balanced.step(*batch(step)) for step in range(1, 4)]
     time.sleep(1.0)  # so that the other one's short wait runs out first
     membership.end()
     assert losses == pytest.approx(plain_losses(4)[0], rel=TOLERANCE)
