@@ -51,6 +51,7 @@ def run_case(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
         case = cases(int(args["steps"]))[args["case"]]
         bench = Bench(case, host, pace=Pace(float(args["slowdown"])), budget_bytes=int(args["budget_bytes"]))
         result = bench.run(list(args["policies"]), steps=int(args["steps"]), warm_up=int(args["warm_up"]))
+        gc.unfreeze()
         gc.collect()
         return result
 
@@ -167,6 +168,9 @@ class Bench:
             if step == warm_up:
                 self._calibrate(between_s[1:] or between_s)
                 self._start(runners, smoothed(history[1:] or history, warm_up))
+                # what lives until the end need not be looked through by a collection in the middle of some step
+                gc.collect()
+                gc.freeze()
             inputs, target = case.batch(self.corpus, step)
             self._change(recorder, step, frozen)
             costs, loss = self._record(recorder, inputs, target, optimizer_s)

@@ -3,7 +3,9 @@
 Shape legend: S stages, P ranks, M microbatches. The maps that layers moved one by one leave behind (stages 0,
 0, 1, 0, 1 on two ranks) fit none of the named schedules. Rule of a free rank: a backward that is ready; else
 a forward, as long as its stage holds fewer than min(M, S - stage) microbatches; else, with a split backward,
-a weight gradient. On stage k on rank k with even durations this is 1F1B.
+a weight gradient. On stage k on rank k with even durations this is 1F1B. With uneven ones it may be better or worse
+than 1F1B, and an order that suits exact durations suffers when they change, so 1F1B is kept unless it is clearly
+longer.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ import itertools
 from collections.abc import Sequence
 
 from pipeline_balance.schedules.actions import Action, Kind, Schedule, ScheduleError, build, check_shape
+from pipeline_balance.schedules.classic import one_f_one_b
 from pipeline_balance.schedules.simulate import Durations, simulate
 from pipeline_balance.spec import in_flight
 from prophet.spec import FloatArray
+
+CLEARLY = 0.05
+"""By how much 1F1B must be longer, relative to the order made for the durations at hand."""
 
 
 def flexible(
@@ -44,6 +50,9 @@ def flexible(
     # stage first suits interleaved ones. A map may hold both: every order is run, the shortest is taken.
     # With one stage per rank there is nothing to order.
     one_each = len(set(stage_ranks)) == stages
+    if tuple(stage_ranks) == tuple(range(stages)) and not split_backward:
+        schedule = one_f_one_b(stages, microbatches)
+        made.append((simulate(schedule, durations).makespan_s / (1.0 + CLEARLY), 0, schedule))
     for forward_sign, backward_sign in [(1, -1)] if one_each else itertools.product((-1, 1), (1, -1)):
         run = _Run(tuple(stage_ranks), microbatches, durations, split_backward)
         run.forward_sign, run.backward_sign = forward_sign, backward_sign
