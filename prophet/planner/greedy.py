@@ -110,7 +110,7 @@ class ProphetPlanner:
     keep_margin: float = 0.005
     gain_margin: float = 0.01
     spare: float = 0.2
-    spare_margin: float = 0.01
+    spare_margin: float = 0.02
     effort: float = 0.0
     split_effort: float = 0.03
     name: str = "prophet"

@@ -268,10 +268,9 @@ def search(
     spent_s = 0.0
     # Where splitting takes long, the slot limits are compared by the exports' own tokens, and only the best is split.
     frugal = not searching and ranks * experts > SPLIT_GLADLY
-    # The fast plan goes by exact splits, and looks at the splits it will get only where a further slot seems to pay.
+    # The fast plan goes by exact splits; a further slot must gain more than the split one will get could save without.
     costing = split_effort if searching else 0.0
     best_above_s = 0.0
-    best_timed_s = -1.0
     limit = limit_R.copy()
     slot = 1
     while slot <= most and base[0] > even_s * (1.0 + gain_margin):
@@ -289,15 +288,7 @@ def search(
             cost, split_s = placement_cost(problem, now_expert, now_rank, used, costing)
             spent_s += split_s
         elif used > 0 and best_used > 0 and best[0] - best_above_s < cost[0] < best[0]:
-            if best_timed_s < 0.0:
-                best_timed_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0][0]
-            timed_s = placement_cost(problem, now_expert, now_rank, used, split_effort)[0][0]
-            if timed_s < best_timed_s:
-                best_timed_s = timed_s
-            else:
-                used = 0
-        else:
-            best_timed_s = -1.0
+            used = 0
         if used > 0:
             if cost[0] < best[0]:
                 known = True
@@ -353,10 +344,9 @@ def search(
                 least_s -= best_above_s
             cheap = cost[0] <= least_s * (1.0 + spare_margin)
             if not cheap and least_s < best[0]:  # by the splits they will get
-                if best_timed_s < 0.0:
-                    best_timed_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0][0]
+                least_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0][0]
                 timed_s = placement_cost(problem, now_expert, now_rank, used, split_effort)[0][0]
-                cheap = timed_s <= best_timed_s * (1.0 + spare_margin)
+                cheap = timed_s <= least_s * (1.0 + spare_margin)
             if cheap and cost[0] <= base[0] * (1.0 - gain_margin):
                 kept = cost
                 kept_used = used
