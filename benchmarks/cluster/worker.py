@@ -33,6 +33,7 @@ from benchmarks.cluster.workload import (
     train_step,
     warm_up,
 )
+from prophet.calibrate import Probe, measure_overlap
 from prophet.comm import Collective, Operation
 from prophet.demo.model import MoEGPT
 from prophet.demo.text import load_corpus
@@ -154,7 +155,11 @@ class Bench:
         table = self.collective.all_gather(torch.tensor(figures, dtype=torch.float64), op=op).numpy()
         rows = np.concatenate([r.rank_load for r in reports])  # [T * L, R]
         m = self.workload.experts // self.host.hosts
-        shape = moe_layers(self.model)[0].experts.shape()
+        bank = moe_layers(self.model)[0].experts
+        shape = bank.shape()
+        overlap_cost = measure_overlap(
+            Probe(self.collective, torch.device("cpu"), 3), bank, rows=int(rows.mean()), n_bytes=shape.expert_bytes
+        )
         rates, overhead = calibrate.fit_experts(table[:, 6:].T, rows, np.full_like(rows, m), shape)
         ranks = self.host.hosts
         topology = Topology(
@@ -165,6 +170,7 @@ class Bench:
             flops_per_s=rates,
             free_bytes=(1 << 40,) * ranks,
             expert_overhead_s=overhead,
+            overlap_cost=overlap_cost,
             name="measured",
         )
         self.calibration = Calibration(

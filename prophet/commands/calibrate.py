@@ -331,6 +331,7 @@ def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dic
         "call_overhead_s": topology.call_overhead_s,
         "trans_rate": topology.trans_rate,
         "agg_rate": topology.agg_rate,
+        "overlap_cost": topology.overlap_cost,
     }
     return answer | {"operations": _rows(found.fits), "model": _rows(found.model)}
 

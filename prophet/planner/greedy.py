@@ -59,6 +59,7 @@ class Machine:
         figures[timing.FNEC_S] = context.windows.fnec_s
         figures[timing.BNEC_S] = context.windows.bnec_s
         figures[timing.OVERHEAD_S] = topology.expert_overhead_s
+        figures[timing.OVERLAP_COST] = topology.overlap_cost
         limit = np.minimum(context.slot_limits(), context.experts)
         return cls(
             topology=topology,
