@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import common
 from benchmarks.common import Row
 from benchmarks.expert_compute import __main__ as command
 from benchmarks.expert_compute import measure as measuring
@@ -109,6 +110,6 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
             command.main(wrong)
         assert word in capsys.readouterr().err
     bad = {"dim": 1, "hidden": 1, "dtype": "float32", "experts": 1, "tokens_per_expert": 1, "wrong": "x"}
-    monkeypatch.setattr(command, "rows_on_ranks", lambda *_, **__: [bad])
+    monkeypatch.setattr(common, "rows_on_ranks", lambda *_, **__: [bad])
     assert command.main([]) == 1
     assert "were wrong" in capsys.readouterr().err
