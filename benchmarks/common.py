@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from prophet.comm import collective_for
-from prophet.processes import RankFailed, joined_group, run_ranks
+from prophet.processes import RankFailed, joined_group, launched, run_ranks
 
 Row = dict[str, Any]
 Measure = Callable[..., list[Row]]
@@ -55,7 +55,8 @@ def add_sampling(parser: argparse.ArgumentParser, *, ranks: int, dtypes: Sequenc
 
 def ranks_there() -> int | None:
     """How many ranks torchrun has started, this process among them; None where it has not."""
-    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+    launch = launched()
+    return None if launch is None else launch.ranks
 
 
 def rows_on_ranks(measure: Measure, options: Mapping[str, Any], *, ranks: int, limit_s: float) -> list[Row] | None:
@@ -64,14 +65,10 @@ def rows_on_ranks(measure: Measure, options: Mapping[str, Any], *, ranks: int, l
     measure: importable, collective, the same rows on all ranks. Under torchrun every rank that has a GPU uses it, by
     NCCL. None means that another rank speaks. Raises `RankFailed` where a started rank fails or takes too long.
     """
-    if ranks_there() is not None:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        on_gpu = torch.cuda.device_count() > local
-        if on_gpu:
-            torch.cuda.set_device(local)
-        with joined_group("nccl" if on_gpu else "gloo", timeout_s=TIMEOUT_S):
-            collective = collective_for(None, timeout_s=TIMEOUT_S)
-            rows = measure(collective, device=f"cuda:{local}" if on_gpu else "cpu", **options)
+    launch = launched()
+    if launch is not None:
+        with joined_group(launch, timeout_s=TIMEOUT_S) as collective:
+            rows = measure(collective, device=launch.device, **options)
             return rows if collective.rank == 0 else None
     with tempfile.TemporaryDirectory(prefix="prophet-benchmark-") as scratch:
         folder = Path(scratch)

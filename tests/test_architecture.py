@@ -118,8 +118,8 @@ _MAY_COMMUNICATE = {
 # Commands that start ranks play the user's program: one file starts and ends their process group, and everything in
 # between talks through a Collective.
 _MAY_START_A_GROUP = {"prophet/processes.py"}
-# Under torchrun a command joins the ranks that are there already, and the environment is how it is told.
-_MAY_READ_THE_ENVIRONMENT = {"prophet/commands/calibrate.py"}
+# Under torchrun ranks are there already: the same file finds that out, and the environment is how it is told.
+_MAY_READ_THE_ENVIRONMENT = {"prophet/processes.py"}
 _STARTING = {"init_process_group", "destroy_process_group", "is_initialized"}
 
 _SHIPPED = ("prophet", "pipeline_balance", "integrations")
