@@ -27,7 +27,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "planner": _VALUES,
     "history": _VALUES,
     "replan": _VALUES | {"planner", "history"},
-    "resume": _VALUES | {"replan"},
+    "resume": _VALUES | {"history", "replan"},
     "traces": _VALUES,
     "importers": _VALUES | {"traces"},
     "kernels": set(),
@@ -41,8 +41,11 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "parallel": _RANKS | {"layer"},
     "checkpoint": _RANKS | {"layer"},
     "step_report": _VALUES | {"scheduler"},
+    "agreement": _RANKS | {"layer"},
     "engine": _RANKS
-    | {"planner", "history", "replan", "resume", "traces", "scheduler", "layer", "config", "parallel", "step_report"},
+    | {"planner", "history", "replan", "resume", "scheduler", "layer", "config", "parallel", "agreement"}
+    | {"step_report"},
+    "start": _RANKS | {"layer", "config", "parallel", "engine"},
     "convert": _RANKS | {"layer", "parallel"},
     "topology": _VALUES,
     "lines": _VALUES,
@@ -55,8 +58,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay", "picture"},
     "monitor": _RANKS | {"planner", "engine", "step_report", "report"},
     "demo": _RANKS
-    | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert", "replay", "report", ""}
-    | {"processes", "step_report"},
+    | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "start", "convert", "replay", "report"}
+    | {"processes", "step_report", ""},
     "commands": _RANKS
     | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", "processes"}
     | {"importers", "extrapolate", "monitor", "calibrate_files", "lines"},
@@ -72,6 +75,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
         "layer",
         "config",
         "engine",
+        "start",
         "convert",
         "monitor",
         "step_report",

@@ -20,9 +20,10 @@ from benchmarks.cluster.profiles import uniform
 from benchmarks.cluster.rows import summarise, table
 from benchmarks.cluster.testbed import TestbedUnavailable
 from benchmarks.cluster.workload import Workload, build, even_ids, forced_balance
+from prophet import EngineConfig, attach
 from prophet.comm import Operation, ThreadCollective
 from prophet.demo.model import ModelConfig, MoEGPT
-from prophet.engine import EngineConfig, attach, moe_layers
+from prophet.layer import moe_layers
 from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from prophet.scheduler.timeline import Recorder, Span, hidden_s, read_trace
 from prophet.spec import LayerShape
