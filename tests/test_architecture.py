@@ -116,7 +116,6 @@ _MAY_COMMUNICATE = {
     "prophet/comm.py",
     "prophet/checkpoint.py",  # torch's distributed checkpoint format
     "pipeline_balance/runtime.py",
-    "pipeline_balance/devices.py",
     "pipeline_balance/release.py",
 }
 # Commands that start ranks play the user's program: one file starts and ends their process group, and everything in
@@ -267,6 +266,15 @@ def test_there_is_something_to_check() -> None:
 def test_every_room_has_a_place() -> None:
     homeless = {p.as_posix() for p in sources("prophet") if room_of(module_name(p)) not in _MAY_IMPORT}
     assert not homeless, "say in test_architecture.py what these may import"
+
+
+def test_the_tables_name_nothing_that_is_gone() -> None:
+    there = {p.as_posix() for p in sources("prophet", "pipeline_balance")}
+    rooms = {room_of(module_name(Path(p))) for p in there if p.startswith("prophet/")}
+    modules = {module_name(Path(p)) for p in there}
+    assert rooms >= _MAY_IMPORT.keys() | _PACKAGES.keys()
+    assert modules >= _PURE_MODULES
+    assert there >= _MAY_COMMUNICATE | _MAY_START_A_GROUP | _MAY_READ_THE_ENVIRONMENT
 
 
 def test_the_table_itself_points_one_way() -> None:
