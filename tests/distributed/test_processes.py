@@ -5,16 +5,14 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import subprocess
-import sys
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 
 from prophet.processes import Launch, RankFailed, _watch, launched, run_ranks
+from tests.launching import torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
 JOINS = """
 import dataclasses, json, pathlib, sys, torch
 from prophet.comm import Operation
@@ -32,17 +30,7 @@ with joined_group(launch, timeout_s=30) as ranks:
 def test_ranks_that_torchrun_has_started_find_out_and_join(tmp_path: Path) -> None:
     program = tmp_path / "joins.py"
     program.write_text(JOINS, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, str(program), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=settings,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    torchrun(program, str(tmp_path), ranks=2, timeout_s=120)
     for rank in range(2):
         found = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
         assert found == {"ranks": 2, "local_rank": rank, "local_ranks": 2, "device": "cpu", "there": [0, 1]}
