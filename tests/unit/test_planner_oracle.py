@@ -47,7 +47,7 @@ def test_the_timed_split_comes_close_to_the_best_one() -> None:
         if seed % 4 < 2:
             topology = dataclasses.replace(context.topology, ranks_per_node=ranks // 2)
             context = dataclasses.replace(context, topology=topology)
-        placement = get_planner("prophet-search", effort=0.1, gain_margin=0.0, spare=0.0).place(load, context)
+        placement = get_planner("prophet-search", effort=10.0, gain_margin=0.0, spare=0.0).place(load, context)
         best = solve_exactly(load, context, within=placement, time_limit_s=20)
         for gaps, effort in ((timed, 10.0), (exact, 0.0)):
             split = get_planner("prophet", split_effort=effort).split(load, placement, context)
