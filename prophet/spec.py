@@ -186,6 +186,7 @@ class LayerShape:
 
     @property
     def expert_params(self) -> int:
+        """Parameters of one expert, biases included."""
         biases = (self.matrices - 1) * self.hidden + self.dim if self.bias else 0
         return self.matrices * self.dim * self.hidden + biases
 
@@ -329,6 +330,7 @@ class Placement:
         return counts
 
     def digest(self) -> int:
+        """An integer that stands for the placement in comparisons over ranks."""
         return digest(self.home, self.holds)
 
     def __eq__(self, other: object) -> bool:
@@ -420,6 +422,7 @@ class Split:
         return float(load.max()) * self.ranks / total if total else 1.0
 
     def digest(self) -> int:
+        """An integer that stands for the split in comparisons over ranks."""
         return digest(self.tokens)
 
     def __eq__(self, other: object) -> bool:
@@ -512,4 +515,5 @@ class PlanContext:
         return limits
 
     def homes_only(self) -> Placement:
+        """The placement without replicas."""
         return Placement.with_replicas(self.home, self.ranks, ())

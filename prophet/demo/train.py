@@ -104,6 +104,7 @@ class StepRecord:
     report: StepReport
 
     def as_json(self) -> dict[str, Any]:
+        """The step as one line of the run's file."""
         return {
             "run": self.run,
             "step": self.step,
