@@ -41,7 +41,7 @@ class Ranges:
     moves replicas in two chunks.
     """
 
-    rows: tuple[int, int] = (256, 16384)
+    rows: tuple[int, int] = (512, 8192)
     tokens: tuple[int, int] = (256, 2048)
     groups: tuple[int, ...] = (1, 2, 4)
     halves: tuple[int, int] = (1, 8)

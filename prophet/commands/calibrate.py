@@ -79,9 +79,9 @@ def add(commands: Any) -> None:
         "--rows",
         type=positive,
         nargs=2,
-        default=(256, 16384),
+        default=(512, 8192),
         metavar=("MIN", "MAX"),
-        help="token rows that a rank sends in one all-to-all (default: 256 16384)",
+        help="token rows that a rank sends in one all-to-all: about those of your layer (default: 512 8192)",
     )
     add_argument(
         "--tokens",
