@@ -190,6 +190,7 @@ class LayerShape:
 
     @property
     def expert_params(self) -> int:
+        """Parameters of one expert, biases included."""
         biases = (self.matrices - 1) * self.hidden + self.dim if self.bias else 0
         return self.matrices * self.dim * self.hidden + biases
 
@@ -333,6 +334,7 @@ class Placement:
         return counts
 
     def digest(self) -> int:
+        """An integer that stands for the placement in comparisons over ranks."""
         return digest(self.home, self.holds)
 
     def __eq__(self, other: object) -> bool:
@@ -424,6 +426,7 @@ class Split:
         return float(load.max()) * self.ranks / total if total else 1.0
 
     def digest(self) -> int:
+        """An integer that stands for the split in comparisons over ranks."""
         return digest(self.tokens)
 
     def __eq__(self, other: object) -> bool:
@@ -516,4 +519,5 @@ class PlanContext:
         return limits
 
     def homes_only(self) -> Placement:
+        """The placement without replicas."""
         return Placement.with_replicas(self.home, self.ranks, ())

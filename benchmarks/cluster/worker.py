@@ -33,11 +33,12 @@ from benchmarks.cluster.workload import (
     train_step,
     warm_up,
 )
+from prophet import Engine, EngineConfig, attach
 from prophet.calibrate import Probe, measure_overlap
 from prophet.comm import Collective, Operation
 from prophet.demo.model import MoEGPT
 from prophet.demo.text import load_corpus
-from prophet.engine import Engine, EngineConfig, attach, moe_layers
+from prophet.layer import moe_layers
 from prophet.planner import get_planner, warm
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window

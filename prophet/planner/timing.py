@@ -171,4 +171,4 @@ def hiding(units: FloatArray, forward_s: float, figures: FloatArray) -> float:
         seconds += 1.0
     if agg_s > agg_window_s:
         seconds += 2.0
-    return seconds * (1.0 - figures[OVERLAP_COST])
+    return float(seconds * (1.0 - figures[OVERLAP_COST]))
