@@ -155,14 +155,15 @@ class StepDurations:
 class SimulatedStep:
     """One simulated step; all arrays are [R] seconds.
 
-    For every rank: compute + a2a + shared + exposed Trans + exposed Agg + exposed Plan + idle = makespan. shared_s is
-    what all-to-alls lost to transfers on the same link and compute to those beside it; idle_s is waiting for slower
-    ranks. spans is empty unless asked for.
+    For every rank: compute + slowed + a2a + shared + exposed Trans + exposed Agg + exposed Plan + idle = makespan.
+    slowed_s is what compute lost to transfers beside it, shared_s what all-to-alls lost to those on the same link;
+    idle_s is waiting for slower ranks. spans is empty unless asked for.
     """
 
     makespan_s: float
     compute_s: FloatArray
     a2a_s: FloatArray
+    slowed_s: FloatArray
     shared_s: FloatArray
     exposed_trans_s: FloatArray
     exposed_agg_s: FloatArray
@@ -210,7 +211,7 @@ class _Clock:
         lost = self.lost(seconds)
         self.now = before + seconds + lost
         self.sums["compute"] += seconds
-        self.sums["shared"] += lost
+        self.sums["slowed"] += lost
         self.span(name, "compute", before, self.now)
 
     def lost(self, seconds: FloatArray) -> FloatArray:
@@ -302,7 +303,7 @@ def simulate(
     """
     d, ranks = durations, durations.ranks
     check_schedule(schedule, d.blocks, d.chunks)
-    names = ("compute", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
+    names = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
     clock = _Clock(d, shared_link, record, np.zeros(ranks), np.zeros(ranks), {n: np.zeros(ranks) for n in names})
     planned = np.zeros(ranks)
     for action in program(schedule, d.blocks):
