@@ -29,6 +29,9 @@ MakeBlock = Callable[[int], nn.Module]
 class Case:
     """One dynamic model. `every_steps` is how often its stages are looked at: 1 where loads change with every batch.
 
+    Tokens are chosen so that no message between stages has exactly 128 KiB: on emulated hosts such messages are now and
+    then held up for a tenth of a second.
+
     `pruning` and `freezing` say what is done between steps; the other mechanisms live in the blocks. A step trains
     `microbatches` x `sequences` sequences of `tokens` tokens.
     """
@@ -118,12 +121,13 @@ def cases(steps: int) -> dict[str, Case]:
                 shape=_dense(256, 8, 128),
                 make_block=lambda i: _pruned_block(256, i),
                 every_steps=slow,
-                tokens=128,
+                tokens=124,
                 pruning=PruningSchedule(final=0.98, first_step=2, prunings=5, every_steps=prune_every),
             ),
             Case(
                 name="freezing",
                 shape=small,
+                tokens=248,
                 make_block=lambda _: Block(128, 4),
                 every_steps=slow,
                 freezing=FreezingRule(share=0.5, loss_rate=0.1, patience=2, most=8),
@@ -144,6 +148,7 @@ def cases(steps: int) -> dict[str, Case]:
             Case(
                 name="mixture-of-depths",
                 shape=small,
+                tokens=248,
                 # every other block routes an eighth of the tokens (Raposo et al., 2024)
                 make_block=lambda i: MixtureOfDepths(Block(128, 4), 128, 0.125) if i % 2 else Block(128, 4),
                 every_steps=1,
