@@ -209,7 +209,7 @@ class MoE(nn.Module):
         collective = collective_for(group, timeout_s=timeout_s)
         ranks = collective.size
         m = check_experts_per_rank(num_experts, ranks)
-        router = Gate(dim, num_experts, top_k, gate)
+        router = Gate(dim, num_experts, top_k, gate, impl=impl)
         experts = ExpertBank(
             dim,
             hidden,
@@ -323,7 +323,7 @@ class MoE(nn.Module):
         if config.aux_loss == "gshard":
             extra = routing.first_choice_counts()
         elif routing.kept is not None and (config.aux_loss != "none" or config.bias_update_rate > 0):
-            extra = torch.bincount(routing.ids.reshape(-1), minlength=self.num_experts)
+            extra = routing.choice_counts()
         header = [0, 0, tokens, 0, 0, 0, int(self._port.stale(training))]
         header[1], header[4], header[5] = self._port.header(training)
         notes = self._port.notes(training)
@@ -390,7 +390,7 @@ class MoE(nn.Module):
                 f"`with prophet.collect_losses(model) as losses:` and add `losses.total()` to the loss"
             )
         counts = known.load if known.extra is None else known.extra
-        total = torch.from_numpy(counts.sum(axis=0)).to(routing.probs.device)
+        total = torch.from_numpy(counts.sum(axis=0)).to(routing.logits.device)
         losses = self.gate.losses(routing, total, known.tokens, self.collective.size)
         if self._book is not None and not again:
             self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]

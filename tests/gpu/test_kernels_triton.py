@@ -217,6 +217,16 @@ def test_route(
     assert_near(got, torch.autograd.grad(exact.weights, wide, d_weights.double())[0], torch.float32)
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_scores_that_are_nan_choose_experts_that_exist(score: Literal["softmax", "sigmoid"]) -> None:
+    """Whoever finds the NaN reports it; until then ids are used as indices."""
+    logits = torch.full((5, 3), float("nan"), device=DEVICE)
+    logits[1:, 0] = 1.0
+    found = route(logits, 2, score=score, impl="triton")
+    assert int(found.ids.min()) >= 0
+    assert int(found.ids.max()) < 3
+
+
 def test_triton_refuses_float64() -> None:
     with pytest.raises(ValueError, match="float32, float16 and bfloat16"):
         route(torch.zeros(2, 3, dtype=torch.float64, device=DEVICE), 1, impl="triton")
