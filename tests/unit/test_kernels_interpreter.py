@@ -36,16 +36,28 @@ def run(arguments: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu runs on it")
-@pytest.mark.skipif(
+INTERPRETER = pytest.mark.skipif(
     version(triton.__version__) < (3, 8) and version(np.__version__) >= (2, 4),
     reason="this Triton's interpreter fails with numpy 2.4",
 )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu runs on it")
+@INTERPRETER
 def test_kernels_agree_with_their_definitions_in_the_interpreter() -> None:
     done = run(["-m", "pytest", "-q", "-x", "tests/gpu/test_kernels_triton.py"], TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
+
+
+@pytest.mark.slow
+@INTERPRETER
+def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter() -> None:
+    done = run(["-m", "pytest", "-q", "-x", "tests/unit/test_layer.py", "-k", "triton"], TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
 
 
 COMPILE = """
