@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -143,6 +143,58 @@ def test_grouped_ffn_at_any_group_sizes(sizes: list[int], data: st.DataObject) -
 def test_grouped_ffn_at_real_tile_shapes(dtype: torch.dtype, act: Activation) -> None:
     sizes = [1000, 0, 3, 517, 128, 1]
     check_ffn(sizes, homes=4, dim=320, hidden=200, act=act, bias=False, dtype=dtype, buffers=True)
+
+
+@pytest.fixture
+def float32_setting() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("setting", ["ieee", "tf32"])
+def test_float32_products_follow_the_setting_of_torch(
+    setting: str, float32_setting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prophet.kernels.grouped_ffn import kernel
+
+    torch.backends.cuda.matmul.fp32_precision = setting
+    assert kernel.float32_precision() == setting
+    asked, launch = [], kernel._Launch.__init__
+
+    def seen(self: kernel._Launch, *args: Any) -> None:
+        launch(self, *args)
+        asked.append(self.precision)
+
+    monkeypatch.setattr(kernel._Launch, "__init__", seen)
+    home = ExpertWeights(normal(2, 24, 32, dtype=torch.float32, seed=1), normal(2, 32, 24, dtype=torch.float32, seed=2))
+    x = normal(20, 32, dtype=torch.float32, seed=3)
+    d_y = normal(20, 32, dtype=torch.float32, seed=4).detach()
+    y = grouped_ffn(x, [8, 12], home, "gelu", impl="triton")
+    found = [y, *torch.autograd.grad(y, [x, *home[:2]], d_y)]
+    assert asked == [setting, setting]
+    wide = [t.detach().double().requires_grad_() for t in (x, *home[:2])]  # type: ignore[union-attr]
+    exact = grouped_ffn(wide[0], [8, 12], ExpertWeights(*wide[1:]), "gelu", impl="naive")
+    wanted = [exact, *torch.autograd.grad(exact, wide, d_y.double())]
+    errors = [
+        float((g.double() - w).detach().abs().max() / w.detach().abs().max())
+        for g, w in zip(found, wanted, strict=True)
+    ]
+    assert max(errors) < (3e-3 if setting == "tf32" else 2e-6)
+    if ON_GPU and setting == "tf32":
+        assert max(errors) > 2e-5  # it was tf32
+
+
+@pytest.mark.parametrize(("old", "expected"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
+def test_the_older_names_of_the_setting_count_too(old: str, expected: str) -> None:
+    from prophet.kernels.grouped_ffn import kernel
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(old)
+        assert kernel.float32_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_grouped_ffn_with_rows_that_are_not_contiguous() -> None:

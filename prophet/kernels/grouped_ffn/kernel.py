@@ -208,6 +208,15 @@ def _programs(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def float32_precision() -> str:
+    """How float32 products are computed, as Triton calls it: "tf32" where torch's own products may be, else "ieee".
+
+    torch's setting is asked in its newer form, which sees both: `torch.backends.cuda.matmul.fp32_precision` itself and
+    `allow_tf32` or `torch.set_float32_matmul_precision`; asking by the older names raises once the newer one was set.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
 def _to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A small table on the device; the copy does not make the host wait."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
@@ -237,7 +246,7 @@ class _Launch:
         self.aligned = [all(a % 16 == 0 for a in addresses) for addresses in per_weight]
         self.biased = step == 4
         self.like = self.home[0]
-        self.precision = "ieee"  # of float32 products; other dtypes have one precision
+        self.precision = float32_precision() if x.dtype == torch.float32 else "ieee"  # other dtypes have one
 
     def rows(
         self,
