@@ -83,16 +83,31 @@ def candidates(kind: Kind, dtype: torch.dtype) -> list[Config]:
             for m, n, w in ((64, 64, 4), (128, 64, 4), (64, 128, 4), (128, 128, 8))
             for s in (2, 3)
         ]
-    else:
+    elif kind == "rows":
         found = [
-            Config(rows=64, cols=128, depth=64, warps=4, stages=4),
-            Config(rows=128, cols=128, depth=64, warps=4, stages=3),
-            Config(rows=128, cols=128, depth=64, warps=8, stages=3),
-            Config(rows=128, cols=128, depth=64, warps=8, stages=4),
-            Config(rows=128, cols=128, depth=32, warps=8, stages=4),
-            Config(rows=128, cols=256, depth=64, warps=8, stages=3),
-            Config(rows=256, cols=128, depth=64, warps=8, stages=3),
-            Config(rows=32, cols=128, depth=64, warps=4, stages=4),
+            Config(rows=m, cols=n, depth=k, warps=w, stages=s)
+            for m, n, k, w, s in (
+                (64, 128, 64, 4, 4),
+                (64, 256, 64, 8, 3),
+                (128, 128, 64, 8, 3),
+                (128, 128, 64, 8, 4),
+                (128, 128, 32, 8, 4),
+                (128, 256, 64, 8, 3),
+                (256, 128, 64, 8, 3),
+                (32, 128, 64, 4, 4),
+            )
+        ]
+    else:  # a tile of 256 rows or columns, or one of 128 x 128 for four warps, spills kilobytes of registers here
+        found = [
+            Config(rows=m, cols=n, depth=k, warps=w, stages=s)
+            for m, n, k, w, s in (
+                (64, 64, 64, 4, 4),
+                (64, 128, 64, 4, 4),
+                (128, 64, 64, 4, 4),
+                (128, 128, 32, 8, 4),
+                (128, 128, 64, 8, 3),
+                (128, 128, 64, 8, 4),
+            )
         ]
     return found[:CANDIDATES]
 

@@ -137,6 +137,21 @@ def test_grouped_ffn_at_any_group_sizes(sizes: list[int], data: st.DataObject) -
     )
 
 
+@pytest.mark.parametrize("act", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tile", [(16, 64, 16), (32, 16, 64), (128, 128, 32)], ids=str)
+def test_grouped_ffn_at_other_tile_shapes(
+    act: Activation, tile: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide tiles are finished in halves; a tile may be larger than everything there is."""
+    from prophet.kernels.grouped_ffn import kernel
+    from prophet.kernels.tuning import Config
+
+    rows, cols, depth = tile
+    chosen = Config(rows=rows, cols=cols, depth=depth, swizzle=2, warps=4, stages=2)
+    monkeypatch.setattr(kernel, "config_for", lambda *_: chosen)
+    check_ffn([20, 0, 13], homes=2, dim=21, hidden=75, act=act, bias=True, dtype=torch.float32, buffers=True)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="shapes of real tiles take minutes in the interpreter")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ["gelu", "swiglu"])

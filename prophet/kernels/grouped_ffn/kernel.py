@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prophet.kernels.grouped_ffn.blocked import GradTarget
-from prophet.kernels.tuning import config_for
+from prophet.kernels.tuning import Config, config_for
 
 PLAIN, ACT, ACT_BACKWARD = 0, 1, 2
 
@@ -34,14 +34,32 @@ def _gelu(x):
 
 
 @triton.jit
-def _gelu_slope(x):
-    density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    return 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476)) + x * density
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
+def _finish_backward(
+    d_act, out, extra, row, col, live, n_cols, out_stride, extra_stride, SWIGLU: tl.constexpr
+):  # fmt: skip
+    """From pre-activations in `extra` and the activation's gradient: the activation to `out`, and in place of the
+    pre-activations the gradient with respect to them."""
+    mask = live[:, None] & (col < n_cols)[None, :]
+    out_at = out + row[:, None] * out_stride + col[None, :]
+    extra_at = extra + row[:, None] * extra_stride + col[None, :]
+    pre = tl.load(extra_at, mask=mask, other=0.0).to(tl.float32)
+    if SWIGLU:
+        up = tl.load(extra_at + n_cols, mask=mask, other=0.0).to(tl.float32)
+        gate = _sigmoid(pre)
+        silu = pre * gate
+        tl.store(out_at, silu * up, mask=mask)
+        tl.store(extra_at, d_act * up * (gate + silu * (1.0 - gate)), mask=mask)
+        tl.store(extra_at + n_cols, d_act * silu, mask=mask)
+    else:
+        below = 0.5 * (1.0 + tl.math.erf(pre * 0.7071067811865476))
+        density = 0.3989422804014327 * tl.exp(-0.5 * pre * pre)
+        tl.store(out_at, pre * below, mask=mask)
+        tl.store(extra_at, d_act * (below + pre * density), mask=mask)
 
 
 @triton.jit
@@ -121,18 +139,13 @@ def _rows_kernel(
                     tl.store(out_at, total * _sigmoid(total) * total_up, mask=mask)
                 else:
                     tl.store(out_at, _gelu(total), mask=mask)
+            elif BN >= 64:  # in two halves: a whole tile of each of these values would not fit into registers
+                lower, upper = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+                half = n * BN + tl.arange(0, BN // 2)
+                _finish_backward(lower, out, extra, row, half, live, n_cols, out_stride, extra_stride, SWIGLU)
+                _finish_backward(upper, out, extra, row, half + BN // 2, live, n_cols, out_stride, extra_stride, SWIGLU)
             else:
-                pre = tl.load(extra_at, mask=mask, other=0.0).to(tl.float32)
-                if SWIGLU:
-                    up = tl.load(extra_at + n_cols, mask=mask, other=0.0).to(tl.float32)
-                    gate = _sigmoid(pre)
-                    silu = pre * gate
-                    tl.store(out_at, silu * up, mask=mask)
-                    tl.store(extra_at, total * up * (gate + silu * (1.0 - gate)), mask=mask)
-                    tl.store(extra_at + n_cols, total * silu, mask=mask)
-                else:
-                    tl.store(out_at, _gelu(pre), mask=mask)
-                    tl.store(extra_at, total * _gelu_slope(pre), mask=mask)
+                _finish_backward(total, out, extra, row, col, live, n_cols, out_stride, extra_stride, SWIGLU)
             tile += programs
         first_tile = after
         first_row += size
@@ -198,6 +211,13 @@ def _weights_kernel(
                 else:
                     before = tl.load(grad_b + row, mask=row < n_rows, other=0.0).to(tl.float32)
                     tl.store(grad_b + row, before + value_b, mask=row < n_rows)
+
+
+def fitting(c: Config, mode: int, swiglu: bool) -> Config:
+    """The tile shape that is launched where `c` is chosen."""
+    if mode == ACT and swiglu and c.rows * c.cols > 128 * 128:  # two accumulators share the registers
+        return replace(c, cols=c.cols // 2)
+    return c
 
 
 @lru_cache(maxsize=16)
@@ -266,8 +286,7 @@ class _Launch:
         if a.shape[0] == 0:
             return
         c = config_for("rows", self.device, self.dtype, a.shape[0] // self.groups, cols, a.shape[1])
-        if mode == ACT and swiglu and c.rows * c.cols > 128 * 128:  # two accumulators share the registers
-            c = replace(c, cols=c.cols // 2)
+        c = fitting(c, mode, swiglu)
         b_table = self.table[0 if bias is None else bias]
         _rows_kernel[(_programs(self.device),)](
             a, out, extra, self.sizes, self.table[weight], b_table, self.like,
