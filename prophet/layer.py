@@ -291,8 +291,11 @@ class MoE(nn.Module):
         order, position = send_order(routing.ids, routing.kept, route.send_ED, sum(route.send_rows), impl=self.impl)
         rows = permute(tokens.to(dtype), order, position, impl=self.impl)
         rows = self._exchange(rows, route.send_rows, route.recv_rows, "dispatch")
-        from_groups = inverse(route.to_groups, route.to_groups.numel()).unsqueeze(1)
-        rows = self._edge(permute(rows, route.to_groups, from_groups, impl=self.impl), "BEC_ENDED")
+        groups = None
+        if route.to_groups is not None:
+            groups = route.to_groups, inverse(route.to_groups, route.to_groups.numel()).unsqueeze(1)
+            rows = permute(rows, *groups, impl=self.impl)
+        rows = self._edge(rows, "BEC_ENDED")
         replicas = port.replicas(training)
         self._window("FEC")
         before = time.perf_counter()
@@ -308,7 +311,8 @@ class MoE(nn.Module):
         )
         watch.add("expert", time.perf_counter() - before)
         out = self._edge(out, "BEC")
-        out = unpermute(out, route.to_groups, from_groups, impl=self.impl)
+        if groups is not None:
+            out = unpermute(out, *groups, impl=self.impl)
         rows = self._exchange(out, route.recv_rows, route.send_rows, "combine")
         y = unpermute(rows, order, position, routing.weights, impl=self.impl)
         self._window("FNEC")
