@@ -237,10 +237,10 @@ def shared(ids: Tensor, kept: Tensor | None, experts: int, ranks: int, seed: int
     return torch.cat([torch.zeros(experts, 1, dtype=torch.long), cuts, counts[:, None]], dim=1).diff(dim=1).to(DEVICE)
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 1, 3), (1, 1, 1), (7, 2, 5), (200, 3, 17)])
-@pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_send_order_permute_and_unpermute(tokens: int, top_k: int, experts: int, drop: bool, ranks: int) -> None:
+def check_moves(
+    tokens: int, top_k: int, experts: int, drop: bool, ranks: int, dim: int, dtypes: list[torch.dtype]
+) -> None:
+    """The send order exactly, rows, sums and gradients to a rounding, against the definitions."""
     ids = routed(tokens, top_k, experts, seed=tokens)
     kept = (torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(1)) < 0.6).to(DEVICE) if drop else None
     split = shared(ids, kept, experts, ranks, seed=2)
@@ -248,8 +248,8 @@ def test_send_order_permute_and_unpermute(tokens: int, top_k: int, experts: int,
     want = send_order(ids, kept, split, impl="naive")
     assert torch.equal(plan.order, want.order)
     assert torch.equal(plan.position, want.position)
-    for dtype in DTYPES:
-        x = normal(tokens, 19, dtype=dtype, seed=3)
+    for dtype in dtypes:
+        x = normal(tokens, dim, dtype=dtype, seed=3)
         weights = normal(tokens, top_k, dtype=torch.float32, seed=4)
         results = []
         for impl, kind in (("triton", dtype), ("naive", torch.float64)):
@@ -262,6 +262,53 @@ def test_send_order_permute_and_unpermute(tokens: int, top_k: int, experts: int,
             results.append([rows, y, total, *grads])
         for got, exact in zip(*results, strict=True):
             assert_near(got, exact, dtype)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 1, 3), (1, 1, 1), (7, 2, 5), (200, 3, 17)])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_send_order_permute_and_unpermute(tokens: int, top_k: int, experts: int, drop: bool, ranks: int) -> None:
+    check_moves(tokens, top_k, experts, drop, ranks, 19, DTYPES)
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(st.integers(0, 140), st.integers(1, 9), st.integers(1, 5), st.booleans(), st.data())
+def test_moves_of_any_size(tokens: int, experts: int, ranks: int, drop: bool, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, min(experts, 4)))
+    dim = data.draw(st.integers(1, 40))
+    check_moves(tokens, top_k, experts, drop, ranks, dim, [data.draw(st.sampled_from(DTYPES))])
+
+
+def test_moves_of_rows_and_weights_that_are_not_contiguous() -> None:
+    ids = routed(9, 2, 5, seed=0)
+    plan = send_order(ids.t().contiguous().t(), None, shared(ids, None, 5, 2, seed=1), impl="triton")
+    x, rows = normal(21, 9, dtype=torch.float32, seed=1), normal(18, 42, dtype=torch.float32, seed=2)
+    weights, d_y = normal(2, 9, dtype=torch.float32, seed=3), normal(21, 9, dtype=torch.float32, seed=4).detach()
+    d_rows = normal(21, 18, dtype=torch.float32, seed=5).detach()
+    results = []
+    for impl in ("triton", "naive"):
+        sent = permute(x.t(), *plan, impl=impl)  # type: ignore[arg-type]
+        y = unpermute(rows[:, ::2], *plan, weights.t(), impl=impl)  # type: ignore[arg-type]
+        grads = [*torch.autograd.grad(sent, [x], d_rows.t()), *torch.autograd.grad(y, [rows, weights], d_y.t())]
+        results.append([sent, y, *grads])
+    for got, want in zip(*results, strict=True):
+        assert_near(got, want, torch.float32)
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(st.integers(0, 70), st.integers(1, 20), st.booleans(), st.data())
+def test_route_never_chooses_an_expert_twice(tokens: int, experts: int, sigmoid: bool, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, min(experts, 5)))
+    values = normal(experts, max(tokens, 1), dtype=torch.float32, seed=tokens).detach().t()[:tokens]
+    logits = (values * 2).round() if data.draw(st.booleans()) else values  # rounded: scores that are equal
+    found = route(logits, top_k, score="sigmoid" if sigmoid else "softmax", impl="triton")
+    assert all(len(set(row)) == top_k for row in found.ids.tolist())
+    assert torch.equal(found.counts, torch.bincount(found.ids.reshape(-1).cpu(), minlength=experts).to(DEVICE))
+    chosen = logits.gather(1, found.ids)
+    assert (chosen[:, :-1] >= chosen[:, 1:]).all()
+    assert torch.equal(chosen, logits.topk(top_k, dim=-1).values)
+    for row, picked in zip(logits.tolist(), found.ids.tolist(), strict=True):  # of equal ones the lowest
+        assert picked == sorted(range(experts), key=lambda e: (-row[e], e))[:top_k]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
