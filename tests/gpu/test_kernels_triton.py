@@ -1,12 +1,14 @@
 """The Triton kernels against the definitions: on a GPU, or in Triton's interpreter where TRITON_INTERPRET=1 is set.
 
-`tests/unit/test_kernels_interpreter.py` runs this file in the interpreter. bfloat16 needs a GPU: the interpreter
-rounds it wrongly.
+`tests/unit/test_kernels_interpreter.py` runs this file in the interpreter. `python -m tests.gpu` runs it, and what else
+a GPU can test, in several processes side by side: most of its time on a GPU is the compiler's. bfloat16 needs a GPU:
+the interpreter rounds it wrongly.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import prophet
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.route import route
@@ -28,7 +31,7 @@ if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if ON_GPU else [])
-EXAMPLES = 40 if ON_GPU else 4
+EXAMPLES = 6 if ON_GPU else 4  # every example compiles kernels of its own on a GPU
 Activation = Literal["gelu", "swiglu"]
 
 
@@ -371,3 +374,29 @@ def test_nothing_makes_the_host_wait() -> None:
         layer()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("loss", ["none", "gshard"])
+def test_a_layer_waits_once_for_the_counts_that_the_uneven_exchange_needs(loss: Literal["none", "gshard"]) -> None:
+    layer = prophet.MoE(64, 128, 8, 2, gate=prophet.GateConfig(aux_loss=loss)).to("cuda", torch.bfloat16)
+    x = normal(300, 64, dtype=torch.bfloat16, seed=0)
+
+    def step() -> None:
+        with prophet.collect_losses(layer) as losses:
+            y = layer(x).float().sum()
+        (y + losses.total() if losses.entries else y).backward()
+
+    torch.use_deterministic_algorithms(False)
+    step()  # compiles
+    step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.message) for w in found if "synchroniz" in str(w.message)]
+    assert len(waits) == 1, waits
