@@ -67,7 +67,7 @@ def shapes(kind: Any, dtype: torch.dtype) -> list[Config]:
 
 def rows_launches(name: str) -> Iterator[tuple[str, Config, Any]]:
     dtype = "fp32" if name == "tf32" else name
-    types = dict.fromkeys(("a", "out", "extra", "w_like"), f"*{dtype}")
+    types = dict.fromkeys(("a", "out", "extra", "pre", "w_like"), f"*{dtype}")
     types |= dict.fromkeys(("sizes", "w_table", "b_table"), "*i64")
     types |= dict.fromkeys(("groups", "n_cols", "depth", "a_stride", "out_stride", "extra_stride"), "i32")
     for given in shapes("rows", DTYPES[name]):

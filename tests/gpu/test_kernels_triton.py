@@ -163,6 +163,16 @@ def test_grouped_ffn_at_real_tile_shapes(dtype: torch.dtype, act: Activation) ->
     check_ffn(sizes, homes=4, dim=320, hidden=200, act=act, bias=False, dtype=dtype, buffers=True)
 
 
+def test_a_graph_may_be_walked_backwards_twice() -> None:
+    """The first pass leaves what was kept for it as it was."""
+    home = ExpertWeights(normal(2, 14, 9, dtype=torch.float32, seed=1), normal(2, 9, 7, dtype=torch.float32, seed=2))
+    x = normal(12, 9, dtype=torch.float32, seed=3)
+    y = grouped_ffn(x, [5, 7], home, "swiglu", impl="triton").sum()
+    first, second = (torch.autograd.grad(y, [x, *home[:2]], retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.fixture
 def float32_setting() -> Iterator[None]:
     before = torch.backends.cuda.matmul.fp32_precision

@@ -39,32 +39,30 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _finish_backward(
-    d_act, out, extra, row, col, live, n_cols, out_stride, extra_stride, SWIGLU: tl.constexpr
-):  # fmt: skip
-    """From pre-activations in `extra` and the activation's gradient: the activation to `out`, and in place of the
-    pre-activations the gradient with respect to them."""
+def _finish_backward(d_act, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride, SWIGLU: tl.constexpr):
+    """From pre-activations `pre` and the activation's gradient: the activation to `out`, and the gradient with respect
+    to the pre-activations to `extra`, which may be `pre` itself."""
     mask = live[:, None] & (col < n_cols)[None, :]
     out_at = out + row[:, None] * out_stride + col[None, :]
-    extra_at = extra + row[:, None] * extra_stride + col[None, :]
-    pre = tl.load(extra_at, mask=mask, other=0.0).to(tl.float32)
+    within = row[:, None] * extra_stride + col[None, :]
+    gate = tl.load(pre + within, mask=mask, other=0.0).to(tl.float32)
     if SWIGLU:
-        up = tl.load(extra_at + n_cols, mask=mask, other=0.0).to(tl.float32)
-        gate = _sigmoid(pre)
-        silu = pre * gate
+        up = tl.load(pre + within + n_cols, mask=mask, other=0.0).to(tl.float32)
+        slope = _sigmoid(gate)
+        silu = gate * slope
         tl.store(out_at, silu * up, mask=mask)
-        tl.store(extra_at, d_act * up * (gate + silu * (1.0 - gate)), mask=mask)
-        tl.store(extra_at + n_cols, d_act * silu, mask=mask)
+        tl.store(extra + within, d_act * up * (slope + silu * (1.0 - slope)), mask=mask)
+        tl.store(extra + within + n_cols, d_act * silu, mask=mask)
     else:
-        below = 0.5 * (1.0 + tl.math.erf(pre * 0.7071067811865476))
-        density = 0.3989422804014327 * tl.exp(-0.5 * pre * pre)
-        tl.store(out_at, pre * below, mask=mask)
-        tl.store(extra_at, d_act * (below + pre * density), mask=mask)
+        below = 0.5 * (1.0 + tl.math.erf(gate * 0.7071067811865476))
+        density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+        tl.store(out_at, gate * below, mask=mask)
+        tl.store(extra + within, d_act * (below + gate * density), mask=mask)
 
 
 @triton.jit
 def _rows_kernel(
-    a, out, extra, sizes, w_table, b_table, w_like,
+    a, out, extra, pre, sizes, w_table, b_table, w_like,
     groups, n_cols, depth, a_stride, out_stride, extra_stride, w_stride_n, w_stride_k,
     MODE: tl.constexpr, SWIGLU: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -73,8 +71,8 @@ def _rows_kernel(
     """out[rows of g, n] = a[rows of g, :] · w_g[n, :], for n < n_cols, then what MODE says.
 
     ACT: out is the activation of the product (SwiGLU: of columns n and n + n_cols); extra, if KEEP, the product itself.
-    ACT_BACKWARD: the product is the activation's gradient; `extra` holds pre-activations on entry, and on exit the
-    gradient with respect to them; out is the activation itself, computed again.
+    ACT_BACKWARD: the product is the activation's gradient; `pre` holds pre-activations, extra becomes the gradient with
+    respect to them, and out the activation itself, computed again.
     """
     tile = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -142,10 +140,12 @@ def _rows_kernel(
             elif BN >= 64:  # in two halves: a whole tile of each of these values would not fit into registers
                 lower, upper = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
                 half = n * BN + tl.arange(0, BN // 2)
-                _finish_backward(lower, out, extra, row, half, live, n_cols, out_stride, extra_stride, SWIGLU)
-                _finish_backward(upper, out, extra, row, half + BN // 2, live, n_cols, out_stride, extra_stride, SWIGLU)
+                _finish_backward(lower, pre, out, extra, row, half, live, n_cols, out_stride, extra_stride, SWIGLU)
+                _finish_backward(
+                    upper, pre, out, extra, row, half + BN // 2, live, n_cols, out_stride, extra_stride, SWIGLU
+                )
             else:
-                _finish_backward(total, out, extra, row, col, live, n_cols, out_stride, extra_stride, SWIGLU)
+                _finish_backward(total, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride, SWIGLU)
             tile += programs
         first_tile = after
         first_row += size
@@ -281,6 +281,7 @@ class _Launch:
         swiglu: bool = False,
         bias: int | None = None,
         keep: bool = False,
+        pre: Tensor | None = None,
     ) -> None:
         """Launch the rows kernel with weight number `weight` of each expert, whose [n, k] strides are given."""
         if a.shape[0] == 0:
@@ -289,7 +290,7 @@ class _Launch:
         c = fitting(c, mode, swiglu)
         b_table = self.table[0 if bias is None else bias]
         _rows_kernel[(_programs(self.device),)](
-            a, out, extra, self.sizes, self.table[weight], b_table, self.like,
+            a, out, extra, extra if pre is None else pre, self.sizes, self.table[weight], b_table, self.like,
             self.groups, cols, a.shape[1], a.stride(0), out.stride(0), extra.stride(0), *strides,
             MODE=mode, SWIGLU=swiglu, BIASED=bias is not None, KEEP=keep, ALIGNED=self.aligned[weight],
             PRECISION=self.precision,
@@ -381,11 +382,12 @@ def backward(
     units, dim = home[0].shape[1:]
     hidden = units // 2 if swiglu else units
     if kept.shape[0] != x.shape[0]:
-        act, d_hidden = _activations(launch, x, swiglu, keep=True)
-    else:  # overwritten in place: a second backward pass through the same graph still needs the original
-        act, d_hidden = x.new_empty((x.shape[0], hidden)), kept.clone()
+        act, kept = _activations(launch, x, swiglu, keep=True)
+        d_hidden = kept  # in place
+    else:  # a second backward pass through the same graph needs what was kept
+        act, d_hidden = x.new_empty((x.shape[0], hidden)), torch.empty_like(kept)
     # d_act[r, h] = sum over d of d_y[r, d] w_out[d, h]
-    launch.rows(ACT_BACKWARD, d_y, act, d_hidden, weight=1, strides=(1, hidden), cols=hidden, swiglu=swiglu)
+    launch.rows(ACT_BACKWARD, d_y, act, d_hidden, weight=1, strides=(1, hidden), cols=hidden, swiglu=swiglu, pre=kept)
     if d_x is not None:
         launch.rows(PLAIN, d_hidden, d_x, d_x, weight=0, strides=(1, dim), cols=dim)
     modes = _Modes(launch.sizes, targets)
