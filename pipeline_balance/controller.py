@@ -284,6 +284,7 @@ class Overhead:
 
     @property
     def fraction(self) -> float:
+        """Of all the time, what measuring, deciding and moving took."""
         spent = self.measure_s + self.decide_s + self.move_s
         return spent / self.total_s if self.total_s > 0 else 0.0
 

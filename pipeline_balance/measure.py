@@ -49,6 +49,7 @@ class RankTimes:
 
     @property
     def other_s(self) -> float:
+        """Seconds of the step that are neither computation nor waiting."""
         return self.step_s - self.compute_s - self.wait_forward_s - self.wait_backward_s
 
 
@@ -89,9 +90,11 @@ class Meter:
         self._wait_s = {"F": 0.0, "B": 0.0}
 
     def begin_step(self) -> None:
+        """From here on work counts towards a new step."""
         self._step_began = self._last_end = self.clock()
 
     def end_step(self) -> None:
+        """The step that began last is over."""
         if self.enabled:
             self._steps += 1
             self._step_s += self.clock() - self._step_began
@@ -127,6 +130,7 @@ class Meter:
             del samples[0]
 
     def gradient_arrived(self, layer: int) -> None:
+        """The backward pass has reached `layer`, whose own work begins."""
         self._arrived.append((layer, self.work_s()))
 
     def work_s(self) -> float:

@@ -51,6 +51,7 @@ class Generation:
     members: tuple[int, ...]
 
     def rank_of(self, member: int) -> int | None:
+        """The member's rank in this generation; None for one that is not in it."""
         return self.members.index(member) if member in self.members else None
 
 

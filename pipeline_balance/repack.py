@@ -35,6 +35,7 @@ class Repacking:
 
     @property
     def stage_map(self) -> StageMap:
+        """The stage map on the ranks that are kept."""
         return self.choice.stage_map
 
 

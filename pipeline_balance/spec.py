@@ -155,6 +155,7 @@ class StageMap:
         return tuple(sorted(set(self.ranks)))
 
     def layers_of(self, stage: int) -> range:
+        """The layers of one stage."""
         return range(self.boundaries[stage], self.boundaries[stage + 1])
 
     def assignment(self) -> tuple[int, ...]:
@@ -176,6 +177,7 @@ class StageMap:
         )
 
     def check_layers(self, layers: int) -> None:
+        """Raise `SpecError` unless the map is of as many layers."""
         if self.layers != layers:
             raise SpecError(f"the stage map is of {self.layers} layers, {layers} layer costs were given")
 

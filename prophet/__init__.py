@@ -7,12 +7,13 @@
 
 from prophet.config import ConfigMismatch, EngineConfig
 from prophet.convert import Adapter, ConversionError, ConversionReport, convert, revert
-from prophet.engine import Engine, attach
+from prophet.engine import Engine
 from prophet.experts import ReplicaMemoryError
 from prophet.gate import GateConfig
 from prophet.layer import LossBook, MoE, PlanMismatch, RoutingError, collect_losses
 from prophet.monitor import Monitor, MonitorError, monitor
 from prophet.replan import ReplanConfig
+from prophet.start import attach
 from prophet.step_report import StepReport
 
 __version__ = "0.1.0.dev0"

@@ -25,6 +25,7 @@ from prophet.lines import Fit, Line, Point, fit_line, rate_of
 from prophet.spec import Activation, FloatArray, LayerShape, Link, SpecError, Topology
 
 _LEAST = 1e-15  # seconds per unit: where a probe takes no measurable time
+_MOST_OVERLAP_COST = 0.95  # measured figures of all of a transfer's time and more are noise
 _OFTEN = 8  # samples of a short run for one of the longest, at most
 
 # Chooses what to measure from the (size, count) pairs to be fitted and those to be held out.
@@ -41,7 +42,7 @@ class Ranges:
     moves replicas in two chunks.
     """
 
-    rows: tuple[int, int] = (256, 16384)
+    rows: tuple[int, int] = (512, 8192)
     tokens: tuple[int, int] = (256, 2048)
     groups: tuple[int, ...] = (1, 2, 4)
     halves: tuple[int, int] = (1, 8)
@@ -254,6 +255,53 @@ def _measure_transfers(probe: Probe, bank: ExpertBank, ranges: Ranges, parts: _P
     return _measure(probe, "trans", "byte", trans, *split), _measure(probe, "agg", "byte", agg, *split)
 
 
+def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) -> float:
+    """`Topology.overlap_cost`: by how much of its own seconds a transfer of about `n_bytes` per rank lengthens the
+    products of `rows` rows that run beside it; collective, the same on all ranks. 0 on one rank.
+    """
+    size = probe.collective.size
+    if size == 1:
+        return 0.0
+    share = max(1, n_bytes // ((size - 1) * bank.w_in.element_size()))
+    sent = [0 if r == probe.collective.rank else share for r in range(size)]
+    payload, op = bank.w_in.new_zeros(sum(sent)), Operation("probe of a hidden transfer")
+    x = bank.w_in.new_zeros((rows, bank.dim))
+    sizes = [rows // bank.experts + (e < rows % bank.experts) for e in range(bank.experts)]
+
+    def products() -> None:
+        with torch.no_grad():
+            grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation)
+
+    def transfer() -> None:
+        _discard(probe.collective.all_to_all(payload, sent, sent, op=op, channel="weights").wait())
+
+    transfer_s, one_s = _lower(probe, (transfer, products))
+    calls = 1 + int(2.0 * transfer_s / one_s)  # so that all of the transfer is covered
+
+    def alone() -> None:
+        for _ in range(calls):
+            products()
+
+    def beside() -> float:
+        work = probe.collective.all_to_all(payload, sent, sent, op=op, channel="weights")
+        before = time.perf_counter()
+        alone()
+        probe._sync()
+        took = time.perf_counter() - before
+        _discard(work.wait())
+        return took
+
+    alone_s, beside_s = _lower(probe, (alone, beside))
+    return min(max((beside_s - alone_s) / transfer_s, 0.0), _MOST_OVERLAP_COST)
+
+
+def _lower(probe: Probe, runs: Sequence[Callable[[], float | None]]) -> list[float]:
+    """Lower-quartile seconds of every run by the slowest rank."""
+    (lower, _), _ = probe.typical(runs)
+    found: list[float] = lower.tolist()
+    return found
+
+
 def _measure_all(
     collective: Collective,
     shape: LayerShape,
@@ -326,7 +374,23 @@ def calibrate(
         repeats=repeats,
         parts=(lambda fitted, between: (fitted, between)) if held_out else (lambda fitted, _: (fitted, [])),
     )
-    return calibration_of(measured, shape, collective.size, ranks_per_node=per_node, free_bytes=free_bytes, name=name)
+    bank = ExpertBank(dim, hidden, 1, activation=activation).to(place, dtype)
+    chosen = ranges or Ranges()
+    overlap_cost = measure_overlap(
+        Probe(collective, place, repeats),
+        bank,
+        rows=chosen.tokens[1],
+        n_bytes=sum(chosen.halves) * bank.expert_numel * bank.w_in.element_size() // 4,
+    )
+    return calibration_of(
+        measured,
+        shape,
+        collective.size,
+        ranks_per_node=per_node,
+        free_bytes=free_bytes,
+        overlap_cost=overlap_cost,
+        name=name,
+    )
 
 
 def calibration_of(
@@ -336,6 +400,7 @@ def calibration_of(
     *,
     ranks_per_node: int,
     free_bytes: int,
+    overlap_cost: float = 0.0,
     name: str,
 ) -> Calibration:
     """Fit what was measured, by operation; `a2a_intra` or `a2a_inter`, `trans` and `agg` may be missing."""
@@ -364,6 +429,7 @@ def calibration_of(
         call_overhead_s=(forward.fixed_s + backward.fixed_s) / 3.0,
         trans_rate=trans_rate,
         agg_rate=agg_rate,
+        overlap_cost=overlap_cost,
         name=name,
     )
     return Calibration(topology, tuple(fits.values()), compare(fits.values(), model_lines(topology, shape)))

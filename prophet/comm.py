@@ -331,9 +331,11 @@ class ThreadWorld:
         self._failure: BaseException | None = None
 
     def collective(self, rank: int) -> ThreadCollective:
+        """The collective of one rank."""
         return ThreadCollective(self, rank)
 
     def run(self, fn: Callable[[ThreadCollective], T]) -> list[T]:
+        """Run `fn` on all ranks at once; their results by rank. Raises what the first rank to fail raised."""
         results: dict[int, T] = {}
 
         def body(rank: int) -> None:
@@ -358,11 +360,13 @@ class ThreadWorld:
             self._arrived.notify_all()
 
     def put(self, key: tuple[Channel, int, int, int], op: Operation, x: Tensor) -> None:
+        """Leave a copy of `x` for (channel, number, source, destination)."""
         with self._arrived:
             self._mail[key] = (op, x.detach().clone())
             self._arrived.notify_all()
 
     def take(self, key: tuple[Channel, int, int, int], op: Operation, timeout_s: float) -> Tensor:
+        """Wait for what was put under `key`; CollectiveError where its sender is in another operation, or gone."""
         _, _, source, rank = key
         deadline = time.monotonic() + timeout_s
         with self._arrived:

@@ -1,9 +1,10 @@
-"""How a model is balanced, and the check that all ranks want the same."""
+"""How a model is balanced, what its layers are planned for, and the checks that all ranks want the same."""
 
 from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from prophet.comm import Collective, Operation
+from prophet.experts import ReplicaMemoryError
 from prophet.history import PREDICT_MODES, PredictMode
 from prophet.layer import MoE
 from prophet.planner.base import Planner
@@ -18,7 +20,7 @@ from prophet.replan import ReplanConfig
 from prophet.scheduler.blockwise import NAMES
 from prophet.scheduler.forms import Transfers
 from prophet.scheduler.memory import ReplicaMemory
-from prophet.spec import Topology, Windows, odd_ones_out
+from prophet.spec import PlanContext, Topology, Windows, odd_ones_out
 
 
 class ConfigMismatch(RuntimeError):
@@ -94,6 +96,39 @@ class EngineConfig:
             f"accumulation={self.accumulation_steps} replicas={self.replica_memory} schedule={self.schedule} "
             f"ahead={self.look_ahead_blocks} transfers={self.transfers} check={self.check_split_every} "
             f"timeout={self.timeout_s}"
+        )
+
+
+def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:
+    """What a layer is planned for on `ranks` ranks; ValueError where the configuration's topology has others."""
+    topology = config.topology or Topology.uniform(ranks)
+    if topology.ranks != ranks:
+        raise ValueError(
+            f"the topology {topology.name!r} has {topology.ranks} ranks, the expert-parallel group has {ranks}"
+        )
+    per_rank = layer.num_experts // ranks
+    budget = config.replica_memory_bytes
+    return PlanContext(
+        topology=topology,
+        shape=layer.experts.shape(),
+        home=tuple(e // per_rank for e in range(layer.num_experts)),
+        windows=config.windows,
+        slots_per_rank=config.slots_per_rank,
+        budget_bytes=None if budget is None else (budget,) * ranks,
+    )
+
+
+def check_budget(config: EngineConfig, contexts: Sequence[PlanContext]) -> None:
+    """Raise `ReplicaMemoryError` where replicas are wanted, and the budget holds not even one."""
+    planner = config.planner if isinstance(config.planner, str) else config.planner.name
+    budget = config.replica_memory_bytes
+    if budget is None or config.slots_per_rank == 0 or planner == "static":
+        return
+    need = min(c.shape.replica_bytes for c in contexts)
+    if budget < need:
+        raise ReplicaMemoryError(
+            f"replica_memory_bytes is {budget}, but one replica takes {need} bytes (parameters and gradients): "
+            f"raise it, or turn balancing off with planner='static'"
         )
 
 

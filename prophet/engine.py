@@ -1,4 +1,4 @@
-"""attach(model, optimizer): balances a model's MoE layers while the user's own loop trains it.
+"""The engine: balances a model's MoE layers while the user's own loop trains it; `prophet.start` attaches it.
 
 One training step of the engine spans all microbatches between two `optimizer.step()` calls:
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,16 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prophet.comm import Collective, Operation, processes
-from prophet.config import EngineConfig, check_equal, check_optimizer
-from prophet.experts import Replica, ReplicaMemoryError, ReplicaPool
+from prophet.agreement import check_placement, compare_placements, compare_splits, placements_differ
+from prophet.comm import Collective
+from prophet.config import EngineConfig, check_budget, context_of
+from prophet.experts import Replica, ReplicaPool
 from prophet.history import History
-from prophet.layer import MoE, PlanMismatch, Port, plain_port
-from prophet.parallel import DriftWatch, leave_out_of_ddp, update_biases
+from prophet.layer import MoE, Port, plain_port
+from prophet.parallel import DriftWatch, clip_grad_norm_, update_biases
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
 from prophet.replan import KeptPlan, next_plan
-from prophet.resume import array, plan_from, plan_state
+from prophet.resume import EngineState
 from prophet.scheduler.actions import Action, Window, WindowKind
 from prophet.scheduler.blockwise import cover_of, cut_of, depth_within, schedule_named
 from prophet.scheduler.forms import FormChooser
@@ -43,11 +44,11 @@ from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective, Recording
 from prophet.scheduler.runtime import Runtime
 from prophet.scheduler.windows import Stopwatch
-from prophet.spec import IntArray, Placement, PlanContext, SpecError, Split, Topology, odd_ones_out
+from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
 from prophet.step_report import StepReport
 
 
-class _LayerPort:
+class LayerPort:
     """The engine's side of one layer."""
 
     def __init__(self, engine: Engine, index: int) -> None:
@@ -122,8 +123,8 @@ class Engine:
             warm()  # compiles now, so that no step does
         self._actions: list[Action] = []
         self.pool = ReplicaPool(config.replica_memory_bytes)
-        self._contexts = [self._context(layer) for layer in layers]
-        self._check_memory()
+        self._contexts = [context_of(layer, collective.size, config) for layer in layers]
+        check_budget(config, self._contexts)
         self._forms = FormChooser(len(layers), config.transfers)
         self._refetch = config.replica_memory == "refetch"
         self._depth = 1 if config.schedule != "look-ahead" else config.look_ahead_blocks
@@ -148,7 +149,7 @@ class Engine:
         self._placements = list(self._static)
         self._digests = [p.digest() for p in self._placements]
         self._split_digest = 0
-        self._on_host = layers[0].experts.w_in.device.type == "cpu"
+        self._on_host = self._device.type == "cpu"
         self._last_rank_load = np.zeros((len(layers), collective.size), dtype=np.int64)
         self._plans: list[Future[tuple[KeptPlan, float]] | None] = [None] * len(layers)
         self._kept: list[KeptPlan | None] = [None] * len(layers)
@@ -159,27 +160,22 @@ class Engine:
         self._clear_step()
         for index, layer in enumerate(layers):
             layer.collective = collective
-            layer._port = _LayerPort(self, index)
+            layer._port = LayerPort(self, index)
 
-    # --- set-up ---
-
-    def _context(self, layer: MoE) -> PlanContext:
-        ranks = self.collective.size
-        topology = self.config.topology or Topology.uniform(ranks)
-        if topology.ranks != ranks:
-            raise ValueError(
-                f"the topology {topology.name!r} has {topology.ranks} ranks, the expert-parallel group has {ranks}"
-            )
-        m = layer.num_experts // ranks
-        budget = self.config.replica_memory_bytes
-        return PlanContext(
-            topology=topology,
-            shape=layer.experts.shape(),
-            home=tuple(e // m for e in range(layer.num_experts)),
-            windows=self.config.windows,
-            slots_per_rank=self.config.slots_per_rank,
-            budget_bytes=None if budget is None else (budget,) * ranks,
+    def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """From now on begin steps with the model's forward passes, and end them with the optimizer's steps."""
+        self.watch = DriftWatch(model)
+        self._hooks.append(
+            # a copy of the model has the hook, too: it must not drive this engine
+            model.register_forward_pre_hook(lambda m, _: self.ensure_step() if m is model and m.training else None)
         )
+        if optimizer is not None:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
+
+    @property
+    def _device(self) -> torch.device:
+        return self.layers[0].experts.w_in.device
 
     def _form(self, layer: int, placement: Placement) -> Form:
         """How a layer's Trans and Agg travel in the step that begins."""
@@ -194,17 +190,6 @@ class Engine:
             trans_cover_s=1e-6 * cover_of(self.schedule, "TRANS", layer, weights),
             agg_cover_s=1e-6 * cover_of(self.schedule, "AGG", layer, weights),
         )
-
-    def _check_memory(self) -> None:
-        budget = self.config.replica_memory_bytes
-        if budget is None or self.config.slots_per_rank == 0 or self._planner.name == "static":
-            return
-        need = min(c.shape.replica_bytes for c in self._contexts)
-        if budget < need:
-            raise ReplicaMemoryError(
-                f"replica_memory_bytes is {budget}, but one replica takes {need} bytes (parameters and gradients): "
-                f"raise it, or turn balancing off with planner='static'"
-            )
 
     # --- the step, driven by hooks ---
 
@@ -226,7 +211,7 @@ class Engine:
         self._fit_memory()
         self._digests = [p.digest() for p in self._placements]
         if self._compared and not self._notes.confirmed:
-            self._compare_placements()
+            compare_placements(self._digests, self.step, self.collective, self._device)
         self._notes.confirmed = False
         self.stopwatch.add("exposed_plan", time.perf_counter() - before)
         self.runtime.begin(self._placements)
@@ -241,39 +226,8 @@ class Engine:
         self._check_placement(layer, plan.placement)
         return plan, seconds
 
-    def _compare_placements(self) -> None:
-        """Raise `PlanMismatch` unless all ranks are about to use the same placements.
-
-        It has to happen before the first Trans: a backend that receives more than was announced may end the process.
-        On the weights channel, so that a rank which does not begin a step meets a time limit and no other message.
-        """
-        mine = torch.tensor(self._digests, dtype=torch.int64, device=self.layers[0].experts.w_in.device)
-        op = Operation("comparison of placements")
-        found = self.collective.all_gather(mine, op=op, channel="weights").cpu()
-        for layer, column in enumerate(found.unbind(1)):
-            differ = odd_ones_out(column.numpy())
-            if differ:
-                raise self._mismatch(layer, differ)
-
-    def _mismatch(self, layer: int, ranks: list[int]) -> PlanMismatch:
-        return PlanMismatch(
-            f"MoE layer {layer}, step {self.step}: the placement of rank(s) {ranks} differs from the other "
-            f"ranks'; all ranks must run the same configuration and versions"
-        )
-
     def _check_placement(self, layer: int, placement: Placement) -> None:
-        """Raise `SpecError` where the planner has not kept to its context: an own planner may be wrong."""
-        context, who = self._contexts[layer], f"planner {self._planner.name!r}, MoE layer {layer}"
-        shape = (placement.experts, placement.ranks)
-        if shape != (context.experts, context.ranks):
-            raise SpecError(f"{who}: placed {shape} experts and ranks, expected {(context.experts, context.ranks)}")
-        if not np.array_equal(placement.home, context.home):
-            raise SpecError(f"{who}: the placement moves homes; expected those of the context")
-        copies, limits = placement.copies_per_rank(), context.slot_limits()
-        if (copies > limits).any():
-            raise SpecError(
-                f"{who}: {copies.tolist()} replicas by rank; slots_per_rank and memory allow {limits.tolist()}"
-            )
+        check_placement(placement, self._contexts[layer], f"planner {self._planner.name!r}, MoE layer {layer}")
 
     def _fit_memory(self) -> None:
         """Drop replicas until every rank is within the budget: planned per layer, they share one pool."""
@@ -388,7 +342,8 @@ class Engine:
         if self._compared:
             differ = self._notes.read(layer, table)
             if differ is not None:
-                raise self._mismatch(*differ)
+                at, ranks = differ
+                raise placements_differ(at, self.step, ranks)
 
     def plan(self, layer: int, load: IntArray, training: bool) -> tuple[Placement, Split]:
         """Placement in force and split of the exact counts; without replicas in evaluation."""
@@ -398,20 +353,9 @@ class Engine:
         split = self._planner.split(load, placement, self._contexts[layer])
         self._split_digest = split.digest()
         if self.step % self.config.check_split_every == 0 or self.step < 2:
-            self._compare_split(layer)
+            compare_splits(self._split_digest, layer, self.step, self.collective, self._device)
             split.check(load, placement)
         return placement, split
-
-    def _compare_split(self, layer: int) -> None:
-        device = self.layers[layer].experts.w_in.device
-        mine = torch.tensor([self._split_digest], dtype=torch.int64, device=device)
-        op = Operation("comparison of splits", layer)
-        found = self.collective.all_gather(mine, op=op).cpu().flatten()
-        differ = odd_ones_out(found.numpy())
-        if differ:
-            raise PlanMismatch(
-                f"MoE layer {layer}, step {self.step}: the split of rank(s) {differ} differs from the others'"
-            )
 
     def observe(self, layer: int, load: IntArray, split: Split, choices: IntArray, dropped: int) -> None:
         """Take in a microbatch's counts, and plan the next step from them on the host thread."""
@@ -469,25 +413,9 @@ class Engine:
         finally:
             self.runtime.sync_gradients = before
 
-    def clip_grad_norm_(self, parameters: Iterator[nn.Parameter] | list[nn.Parameter], max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
         """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; the same on every rank."""
-        params = [p for p in parameters if p.grad is not None]
-        device = self.layers[0].experts.w_in.device
-        squares = torch.zeros(2, dtype=torch.float64, device=device)
-        for p in params:
-            assert p.grad is not None
-            square = p.grad.detach().double().square().sum()
-            # FSDP leaves every rank a part of a gradient
-            whole = square.full_tensor() if hasattr(square, "full_tensor") else square
-            squares[int(bool(getattr(p, "prophet_expert", False)))] += whole
-        experts = self.collective.all_gather(squares[1:], op=Operation("gradient norm")).sum()
-        norm = (squares[0] + experts).sqrt()
-        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        if factor < 1.0:
-            for p in params:
-                assert p.grad is not None
-                p.grad.mul_(factor)
-        return norm
+        return clip_grad_norm_(parameters, max_norm, self.collective, self._device)
 
     @contextmanager
     def recording(self, *, limit: int = 100_000) -> Iterator[Recording]:
@@ -533,12 +461,11 @@ class Engine:
         every rank. RuntimeError within a step.
         """
         self._between_steps("state_dict()")
-        plans: list[Any] = []
-        for i, future in enumerate(self._plans):
-            plan = self._kept[i] if future is None else self._result(i, future)[0]
-            plans.append(None if plan is None else plan_state(plan))
-        histories = [{k: torch.from_numpy(v) for k, v in h.arrays().items()} for h in self.histories]
-        return {"step": self.step, "ranks": self.collective.size, "plans": plans, "histories": histories}
+        plans = [
+            kept if future is None else self._result(i, future)[0]
+            for i, (kept, future) in enumerate(zip(self._kept, self._plans, strict=True))
+        ]
+        return EngineState(self.step, plans, self.histories).to_dict(self.collective.size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; collective in effect: call it with the same state on all ranks.
@@ -547,35 +474,20 @@ class Engine:
         within a step.
         """
         self._between_steps("load_state_dict()")
-        if set(state) != {"step", "ranks", "plans", "histories"}:
-            raise SpecError(f"expected the state of an engine, got {', '.join(sorted(map(str, state))) or 'nothing'}")
-        if not isinstance(state["step"], int) or state["step"] < 0:
-            raise SpecError(f"step: expected an integer from 0 on, got {state['step']!r}")
-        if state["ranks"] != self.collective.size:
-            raise SpecError(f"the state is of {state['ranks']!r} ranks; expected {self.collective.size}")
-        count = {len(state["plans"]), len(state["histories"]), len(self.layers)}
-        if len(count) > 1:
-            raise SpecError(f"the state is of {len(state['plans'])} MoE layers, expected {len(self.layers)}")
-        plans: list[KeptPlan | None] = []
-        histories = []
-        for i, (plan, saved) in enumerate(zip(state["plans"], state["histories"], strict=True)):
-            plans.append(None if plan is None else plan_from(plan, self._static[i], f"plan of MoE layer {i}"))
-            mine = self.histories[i].arrays()
-            where = f"history of MoE layer {i}"
-            histories.append({k: array(saved.get(k), f"{where}, {k}", v.shape, v.dtype) for k, v in mine.items()})
-        for i, plan in enumerate(plans):
+        found = EngineState.from_dict(state, self._static, self.histories)
+        for i, plan in enumerate(found.plans):
             if plan is not None:
                 self._check_placement(i, plan.placement)
         self._drop_plans()
-        for i, (plan, arrays) in enumerate(zip(plans, histories, strict=True)):
-            self.histories[i].restore(arrays)
+        for i, plan in enumerate(found.plans):
             self._kept[i] = None
             self._placements[i] = self._static[i]
             if plan is not None:
                 done: Future[tuple[KeptPlan, float]] = Future()
                 done.set_result((plan, 0.0))
                 self._plans[i] = done
-        self.step = int(state["step"])
+        self.histories = found.histories
+        self.step = found.step
 
     def _between_steps(self, what: str) -> None:
         if self.runtime.running:
@@ -605,67 +517,3 @@ class Engine:
         self._hooks.clear()
         for layer, (collective, port) in zip(self.layers, self._originals, strict=True):
             layer.collective, layer._port = collective, port
-
-
-def moe_layers(model: nn.Module) -> list[MoE]:
-    """The model's MoE layers in the order in which it registered them."""
-    return [m for m in model.modules() if isinstance(m, MoE)]
-
-
-def attach(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    config: EngineConfig | None = None,
-) -> Engine:
-    """Balance the MoE layers of `model` from now on; collective over their expert-parallel group.
-
-    The optimizer is hooked, so the user's loop needs no other change. Call it before wrapping the model in
-    DistributedDataParallel: it marks the experts so that DDP leaves their gradients alone. Without an optimizer the
-    caller ends every step with `engine.runtime.finish_gradients()`, its own update and `engine.finish_step()`.
-
-    Raises ValueError where there is no MoE layer, where a layer is already attached, where DDP already averages expert
-    gradients, where FSDP has cut experts, or where the optimizer holds none of the model's parameters;
-    `ConfigMismatch` where ranks differ; `ReplicaMemoryError` where the budget holds no replica.
-    """
-    config = EngineConfig() if config is None else config
-    if not isinstance(config, EngineConfig):
-        raise TypeError(f"config must be a prophet.EngineConfig, got {type(config).__name__}")
-    layers = moe_layers(model)
-    if not layers:
-        raise ValueError("the model has no prophet.MoE layer to balance")
-    if any(isinstance(layer._port, _LayerPort) for layer in layers):
-        raise ValueError("a layer of this model is already attached to an engine; close that one first")
-    for layer in layers:
-        layer.experts.check_parameters()
-    leave_out_of_ddp(model)
-    first = layers[0].collective
-    for layer in layers:
-        if (layer.collective.size, layer.collective.rank) != (first.size, first.rank):
-            raise ValueError("all MoE layers of a model must use the same expert-parallel group")
-    if first.size == 1 and processes() > 1:
-        warnings.warn(
-            "the MoE layers hold all experts on every rank: they were built for a single rank, or before "
-            "init_process_group; build them afterwards, or pass their group",
-            stacklevel=2,
-        )
-    elif first.size < processes() and not getattr(layers[0].experts.w_in, "prophet_averaged", False):
-        warnings.warn(
-            f"{processes()} processes, but an expert-parallel group of {first.size}: the copies of one expert drift "
-            f"apart unless their gradients are averaged: make a prophet.parallel.ExpertReplicas before attaching",
-            stacklevel=2,
-        )
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
-    check_equal(layers, config, first)
-    collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
-    engine = Engine(layers, collective, config)
-    engine.watch = DriftWatch(model)
-    engine._hooks.append(
-        # a copy of the model has the hook, too: it must not drive this engine
-        model.register_forward_pre_hook(lambda m, _: engine.ensure_step() if m is model and m.training else None)
-    )
-    if optimizer is not None:
-        engine._hooks.append(optimizer.register_step_pre_hook(engine._before_optimizer))
-        engine._hooks.append(optimizer.register_step_post_hook(engine._after_optimizer))
-    return engine

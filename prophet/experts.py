@@ -253,6 +253,7 @@ class Replica:
 
     @classmethod
     def build(cls, expert: int, bank: ExpertBank, params: Tensor, grads: Tensor) -> Replica:
+        """A replica of `expert` whose weights are views of the flat `params`, and their gradients of `grads`."""
         views: dict[str, Tensor] = {}
         base = 0
         for name, p in bank.stacked():

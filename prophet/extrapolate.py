@@ -118,6 +118,7 @@ class Extrapolated:
     copies_per_rank: float
 
     def as_dict(self) -> dict[str, Any]:
+        """The fields by name, as `--json` prints them."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 

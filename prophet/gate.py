@@ -156,6 +156,7 @@ class Gate(Router):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Draw the router's weights anew, from a normal distribution; biases start at zero."""
         nn.init.normal_(self.weight, std=self.weight.shape[1] ** -0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)

@@ -433,6 +433,11 @@ class MoE(nn.Module):
             port.enter("BNEC")
 
 
+def moe_layers(model: nn.Module) -> list[MoE]:
+    """The model's MoE layers in the order in which it registered them."""
+    return [m for m in model.modules() if isinstance(m, MoE)]
+
+
 @contextmanager
 def collect_losses(model: nn.Module) -> Iterator[LossBook]:
     """Collect the auxiliary losses of all MoE layers of `model` that run inside the context.
@@ -441,7 +446,7 @@ def collect_losses(model: nn.Module) -> Iterator[LossBook]:
     ...     loss = criterion(model(x), y) + losses.total()
     """
     book = LossBook()
-    layers = [m for m in model.modules() if isinstance(m, MoE)]
+    layers = moe_layers(model)
     if any(layer._book is not None for layer in layers):
         raise RuntimeError("collect_losses is already active for a layer of this model")
     for layer in layers:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.comm import DEFAULT_TIMEOUT_S, Collective, Operation, world_groups
-from prophet.layer import MoE
+from prophet.layer import MoE, moe_layers
 from prophet.spec import IntArray, odd_ones_out
 
 
@@ -56,6 +56,30 @@ def put_back_into_ddp(model: nn.Module, names: Iterable[str]) -> None:
     """Undo `leave_out_of_ddp` for parameters that are no experts' any more."""
     known = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
     model._ddp_params_and_buffers_to_ignore = sorted(known - set(names))  # type: ignore[assignment]
+
+
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter], max_norm: float, experts: Collective, device: torch.device
+) -> Tensor:
+    """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; the same on every rank.
+
+    experts: the expert-parallel group; device: where it exchanges tensors. Returns the norm before clipping, in
+    float64. Collective.
+    """
+    held = [(p, p.grad) for p in parameters if p.grad is not None]
+    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    for p, grad in held:
+        square = grad.detach().double().square().sum()
+        # FSDP leaves every rank a part of a gradient
+        whole = square.full_tensor() if hasattr(square, "full_tensor") else square
+        squares[int(bool(getattr(p, "prophet_expert", False)))] += whole
+    of_experts = experts.all_gather(squares[1:], op=Operation("gradient norm")).sum()
+    norm = (squares[0] + of_experts).sqrt()
+    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if factor < 1.0:
+        for _, grad in held:
+            grad.mul_(factor)
+    return norm
 
 
 def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
@@ -139,7 +163,7 @@ class ExpertReplicas:
     """
 
     def __init__(self, model: nn.Module, replicas: Collective) -> None:
-        layers = [m for m in model.modules() if isinstance(m, MoE)]
+        layers = moe_layers(model)
         if not layers:
             raise ValueError("the model has no prophet.MoE layer")
         for layer in layers:

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from prophet.comm import PeerLost
+from prophet.comm import Collective, PeerLost, collective_for
 
 _GRACE_S = 5.0  # for the other ranks to notice and to say what they saw
 
@@ -73,12 +74,45 @@ def run_ranks(
         _end(processes)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """How a launcher such as torchrun has started this process, as one of several ranks.
+
+    ranks: on all nodes. local_rank: this one's number on its node. local_ranks: on this node, where that is known.
+    """
+
+    ranks: int
+    local_rank: int
+    local_ranks: int | None
+
+    @property
+    def device(self) -> str:
+        """This rank's own GPU, such as cuda:1; cpu where it has none."""
+        return f"cuda:{self.local_rank}" if torch.cuda.device_count() > self.local_rank else "cpu"
+
+
+def launched() -> Launch | None:
+    """What a launcher has written into this process's environment; None where none has started it."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    return Launch(
+        ranks=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_ranks=None if local_ranks is None else int(local_ranks),
+    )
+
+
 @contextmanager
-def joined_group(backend: str, *, timeout_s: float) -> Iterator[None]:
-    """The process group that a launcher such as torchrun has prepared, as its variables describe it."""
+def joined_group(launch: Launch, *, timeout_s: float) -> Iterator[Collective]:
+    """The collective over all ranks that a launcher has started: NCCL where this one has a GPU, else gloo."""
+    on_gpu = launch.device != "cpu"
+    if on_gpu:
+        torch.cuda.set_device(launch.local_rank)
+    backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=timeout_s))
     try:
-        yield
+        yield collective_for(None, timeout_s=timeout_s)
     finally:
         dist.destroy_process_group()
 

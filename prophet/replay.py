@@ -49,6 +49,7 @@ class Replay:
 
     @property
     def layer_s(self) -> float:
+        """Seconds of the layer: what is not hidden of it."""
         return self.a2a_s + self.expert_s + self.exposed_s
 
     @property

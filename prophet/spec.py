@@ -84,7 +84,8 @@ class Topology:
     products reach on rank r (not the data sheet's peak). `free_bytes[r]` bounds what replicas may take on rank r.
     `expert_overhead_s` is spent on every expert that a rank computes, `call_overhead_s` once for all of them together.
     `trans_rate` and `agg_rate` are the bytes per second of Trans and Agg over those of the all-to-all: below 1 where
-    gathering and adding up the pieces takes time.
+    gathering and adding up the pieces takes time. `overlap_cost`, from 0 to below 1, is by how much of its seconds a
+    transfer lengthens the compute that hides it: sending takes time of the processor, or of a GPU's memory.
     """
 
     ranks: int
@@ -97,9 +98,12 @@ class Topology:
     call_overhead_s: float = 0.0
     trans_rate: float = 1.0
     agg_rate: float = 1.0
+    overlap_cost: float = 0.0
     name: str = "unnamed"
 
     def __post_init__(self) -> None:
+        if not 0 <= self.overlap_cost < 1:
+            raise SpecError(f"Topology.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
         for rate in ("trans_rate", "agg_rate"):
             _positive(f"Topology.{rate}", getattr(self, rate))
         if self.ranks < 1:
@@ -186,6 +190,7 @@ class LayerShape:
 
     @property
     def expert_params(self) -> int:
+        """Parameters of one expert, biases included."""
         biases = (self.matrices - 1) * self.hidden + self.dim if self.bias else 0
         return self.matrices * self.dim * self.hidden + biases
 
@@ -329,6 +334,7 @@ class Placement:
         return counts
 
     def digest(self) -> int:
+        """An integer that stands for the placement in comparisons over ranks."""
         return digest(self.home, self.holds)
 
     def __eq__(self, other: object) -> bool:
@@ -420,6 +426,7 @@ class Split:
         return float(load.max()) * self.ranks / total if total else 1.0
 
     def digest(self) -> int:
+        """An integer that stands for the split in comparisons over ranks."""
         return digest(self.tokens)
 
     def __eq__(self, other: object) -> bool:
@@ -512,4 +519,5 @@ class PlanContext:
         return limits
 
     def homes_only(self) -> Placement:
+        """The placement without replicas."""
         return Placement.with_replicas(self.home, self.ranks, ())

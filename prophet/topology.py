@@ -23,7 +23,7 @@ MAX_FILE_BYTES = 1 << 20
 MAX_RANKS = 1 << 16
 FORMAT = 1
 _OVERHEADS = ("expert_overhead_s", "call_overhead_s")
-_RATES = ("trans_rate", "agg_rate")
+_RATES = ("trans_rate", "agg_rate", "overlap_cost")
 _FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, *_RATES, "intra", "inter", "rank", "fit"}
 
 
@@ -93,6 +93,7 @@ def _topology(table: Mapping[str, Any]) -> Topology:
         call_overhead_s=_number({"call_overhead_s": 0.0, **table}, "call_overhead_s", "call_overhead_s"),
         trans_rate=_number({"trans_rate": 1.0, **table}, "trans_rate", "trans_rate"),
         agg_rate=_number({"agg_rate": 1.0, **table}, "agg_rate", "agg_rate"),
+        overlap_cost=_number({"overlap_cost": 0.0, **table}, "overlap_cost", "overlap_cost"),
         name=name,
     )
 
@@ -155,6 +156,7 @@ def write_topology(
         f"call_overhead_s = {topology.call_overhead_s!r}",
         f"trans_rate = {topology.trans_rate!r}",
         f"agg_rate = {topology.agg_rate!r}",
+        f"overlap_cost = {topology.overlap_cost!r}",
     ]
     for key, link in (("intra", topology.intra), ("inter", topology.inter)):
         lines += ["", f"[{key}]", f"bytes_per_s = {link.bytes_per_s!r}", f"latency_s = {link.latency_s!r}"]

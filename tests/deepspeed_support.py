@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,10 +26,14 @@ import prophet
 from prophet.convert import original_state_dict
 from tests.support import RandomPlanner, seeded
 
+# skips every file of tests that imports this one
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
+
 Array = npt.NDArray[Any]
 VOCAB, DIM, HIDDEN, LENGTH, ROWS = 23, 8, 12, 6, 8  # ROWS sequences per microbatch, on all ranks
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXPERTS_NAME = "deepspeed_experts."
+IN_32 = {"data_types": {"grad_accum_dtype": "fp32"}}  # 16-bit gradients are added up in 32 bit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "planner": _VALUES,
     "history": _VALUES,
     "replan": _VALUES | {"planner", "history"},
-    "resume": _VALUES | {"replan"},
+    "resume": _VALUES | {"history", "replan"},
     "traces": _VALUES,
     "importers": _VALUES | {"traces"},
     "kernels": set(),
@@ -41,8 +41,11 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "parallel": _RANKS | {"layer"},
     "checkpoint": _RANKS | {"layer"},
     "step_report": _VALUES | {"scheduler"},
+    "agreement": _RANKS | {"layer"},
     "engine": _RANKS
-    | {"planner", "history", "replan", "resume", "traces", "scheduler", "layer", "config", "parallel", "step_report"},
+    | {"planner", "history", "replan", "resume", "scheduler", "layer", "config", "parallel", "agreement"}
+    | {"step_report"},
+    "start": _RANKS | {"layer", "config", "parallel", "engine"},
     "convert": _RANKS | {"layer", "parallel"},
     "topology": _VALUES,
     "lines": _VALUES,
@@ -55,8 +58,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "report": _VALUES | {"planner", "history", "traces", "scheduler", "replay", "picture"},
     "monitor": _RANKS | {"planner", "engine", "step_report", "report"},
     "demo": _RANKS
-    | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "convert", "replay", "report", ""}
-    | {"processes", "step_report"},
+    | {"planner", "history", "traces", "scheduler", "layer", "config", "engine", "start", "convert", "replay", "report"}
+    | {"processes", "step_report", ""},
     "commands": _RANKS
     | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", "processes"}
     | {"importers", "extrapolate", "monitor", "calibrate_files", "lines"},
@@ -72,6 +75,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
         "layer",
         "config",
         "engine",
+        "start",
         "convert",
         "monitor",
         "step_report",
@@ -112,14 +116,13 @@ _MAY_COMMUNICATE = {
     "prophet/comm.py",
     "prophet/checkpoint.py",  # torch's distributed checkpoint format
     "pipeline_balance/runtime.py",
-    "pipeline_balance/devices.py",
     "pipeline_balance/release.py",
 }
 # Commands that start ranks play the user's program: one file starts and ends their process group, and everything in
 # between talks through a Collective.
 _MAY_START_A_GROUP = {"prophet/processes.py"}
-# Under torchrun a command joins the ranks that are there already, and the environment is how it is told.
-_MAY_READ_THE_ENVIRONMENT = {"prophet/commands/calibrate.py"}
+# Under torchrun ranks are there already: the same file finds that out, and the environment is how it is told.
+_MAY_READ_THE_ENVIRONMENT = {"prophet/processes.py"}
 _STARTING = {"init_process_group", "destroy_process_group", "is_initialized"}
 
 _SHIPPED = ("prophet", "pipeline_balance", "integrations")
@@ -263,6 +266,15 @@ def test_there_is_something_to_check() -> None:
 def test_every_room_has_a_place() -> None:
     homeless = {p.as_posix() for p in sources("prophet") if room_of(module_name(p)) not in _MAY_IMPORT}
     assert not homeless, "say in test_architecture.py what these may import"
+
+
+def test_the_tables_name_nothing_that_is_gone() -> None:
+    there = {p.as_posix() for p in sources("prophet", "pipeline_balance")}
+    rooms = {room_of(module_name(Path(p))) for p in there if p.startswith("prophet/")}
+    modules = {module_name(Path(p)) for p in there}
+    assert rooms >= _MAY_IMPORT.keys() | _PACKAGES.keys()
+    assert modules >= _PURE_MODULES
+    assert there >= _MAY_COMMUNICATE | _MAY_START_A_GROUP | _MAY_READ_THE_ENVIRONMENT
 
 
 def test_the_table_itself_points_one_way() -> None:

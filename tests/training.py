@@ -209,6 +209,15 @@ class Run:
             self.backward(step, microbatch)
         return self.step()
 
+    def step_in_two_passes(self, step: int) -> Step:
+        """One step of one microbatch, with two backward passes through its graph."""
+        self.zero_grad()
+        loss = self.forward(step)
+        (loss / 4).backward(retain_graph=True)
+        (loss * 3 / 4).backward()
+        self.loss += loss.detach()
+        return self.step()
+
     def close(self) -> None:
         if self._engine is not None:
             if self._engine.pool.in_use_bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from rich import box
@@ -11,21 +10,16 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.a2a.exchange import measure
-from benchmarks.common import Row, ranks_there, rows_on_ranks, write_rows
-from prophet.processes import RankFailed
+from benchmarks.common import Row, add_common, add_sampling, ranks_there, run
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.a2a", description=__doc__)
-    p.add_argument("--ranks", type=int, default=2, help="ranks to start (default: %(default)s)")
+    add_sampling(p, ranks=2)
     p.add_argument("--sizes", type=int, nargs="+", default=[1 << n for n in range(12, 25, 2)], metavar="BYTES")
-    p.add_argument("--dtypes", nargs="+", default=["float32"], choices=("float32", "bfloat16", "float16"))
     p.add_argument("--uneven", type=float, nargs="+", default=[0.0, 0.5], help="shares that go to rank 0")
     p.add_argument("--ranks-per-node", type=int, metavar="N", help="measure two levels, too")
-    p.add_argument("--repeats", type=int, default=15)
-    p.add_argument("--limit-s", type=float, default=600.0)
-    p.add_argument("--json", type=Path, metavar="FILE")
-    p.add_argument("--plot", type=Path, metavar="FILE")
+    add_common(p)
     return p
 
 
@@ -62,6 +56,7 @@ def plot(rows: list[Row], file: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 1 where a rank failed."""
     p = parser()
     a = p.parse_args(argv)
     ranks = ranks_there() or a.ranks
@@ -76,19 +71,7 @@ def main(argv: list[str] | None = None) -> int:
         "per_node": a.ranks_per_node,
         "repeats": a.repeats,
     }
-    try:
-        rows = rows_on_ranks(measure, options, ranks=ranks, limit_s=a.limit_s)
-    except RankFailed as error:
-        print(f"benchmarks.a2a: {error}", file=sys.stderr)
-        return 1
-    if rows is None:  # another rank speaks
-        return 0
-    show(rows)
-    if a.json:
-        write_rows(a.json, "a2a", rows, repeats=a.repeats)
-    if a.plot:
-        plot(rows, a.plot)
-    return 0
+    return run("a2a", measure, options, a, ranks=ranks, show=show, plot=plot)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
-import signal
 import subprocess
 import sys
 import time
@@ -19,8 +17,9 @@ from typing import Any
 from benchmarks.cluster.policies import DEFAULT_POLICIES, POLICY_NAMES, PolicyError, policy
 from benchmarks.cluster.profiles import BUILT_IN, Profile, ProfileError, load_profile
 from benchmarks.cluster.rows import summarise, table
-from benchmarks.cluster.testbed import Running, Testbed, TestbedError, TestbedUnavailable
+from benchmarks.cluster.testbed import Running, Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.cluster.workload import Workload
+from benchmarks.common import environment, write_json
 from prophet.picture import draw_step, middle_blocks
 from prophet.scheduler.timeline import Span, write_trace
 
@@ -189,42 +188,26 @@ def draw(path: Path, groups: Mapping[str, Sequence[Span]]) -> None:
     draw_step(shown, blocks=middle_blocks(s for spans in shown.values() for s in spans)).savefig(path, dpi=130)
 
 
-def environment() -> dict[str, Any]:
-    """What the figures depend on, besides the arguments."""
-    import torch
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "kernel": platform.release(),
-    }
-
-
 def say(text: str) -> None:
     print(text, flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    # being told to end unwinds the testbed like any other failure
-    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         for name in ("repetitions", "steps", "warm_up_steps"):
             if getattr(args, name) < 1:
                 raise PolicyError(f"--{name.replace('_', '-')} must be at least 1")
         profile = load_profile(args.profile)
         workload = Workload(**{f.name: getattr(args, f.name) for f in dataclasses.fields(Workload)})
-        document = benchmark(profile, workload, args)
+        with unwound_when_ended():
+            document = benchmark(profile, workload, args)
     except (ProfileError, PolicyError, TestbedUnavailable, TestbedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     say(table(document["rows"]))
     if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, document)
     return 0
 
 

@@ -81,7 +81,8 @@ def equal_within(rates: tuple[float, ...], tolerance: float) -> tuple[float, ...
     values = np.array(rates)
     median = float(np.median(values))
     alike = np.abs(values / median - 1.0) < tolerance
-    values[alike] = values[alike].mean()
+    if alike.any():
+        values[alike] = values[alike].mean()
     return tuple(float(v) for v in values)
 
 

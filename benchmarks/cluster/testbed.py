@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,12 +30,22 @@ from benchmarks.cluster import kernel_objects as kernel
 from benchmarks.cluster.kernel_objects import TestbedError, TestbedUnavailable
 from benchmarks.cluster.profiles import Profile
 
-__all__ = ["HostFailed", "HostResult", "Running", "Testbed", "TestbedError", "TestbedUnavailable"]
+__all__ = ["HostFailed", "HostResult", "Running", "Testbed", "TestbedError", "TestbedUnavailable", "unwound_when_ended"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MASTER_PORT = 29511  # free in every testbed: its namespaces are its own
 TAIL_CHARS = 4000
 START_LIMIT_S = 120.0  # for interpreters to start and import, all at once on a busy machine
+
+
+@contextlib.contextmanager
+def unwound_when_ended() -> Iterator[None]:
+    """Inside, being told to end (SIGTERM) unwinds a testbed like any other failure."""
+    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 class HostFailed(TestbedError):

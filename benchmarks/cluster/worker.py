@@ -33,10 +33,12 @@ from benchmarks.cluster.workload import (
     train_step,
     warm_up,
 )
+from prophet import Engine, EngineConfig, attach
+from prophet.calibrate import Probe, measure_overlap
 from prophet.comm import Collective, Operation
 from prophet.demo.model import MoEGPT
 from prophet.demo.text import load_corpus
-from prophet.engine import Engine, EngineConfig, attach, moe_layers
+from prophet.layer import moe_layers
 from prophet.planner import get_planner, warm
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
@@ -154,7 +156,11 @@ class Bench:
         table = self.collective.all_gather(torch.tensor(figures, dtype=torch.float64), op=op).numpy()
         rows = np.concatenate([r.rank_load for r in reports])  # [T * L, R]
         m = self.workload.experts // self.host.hosts
-        shape = moe_layers(self.model)[0].experts.shape()
+        bank = moe_layers(self.model)[0].experts
+        shape = bank.shape()
+        overlap_cost = measure_overlap(
+            Probe(self.collective, torch.device("cpu"), 3), bank, rows=int(rows.mean()), n_bytes=shape.expert_bytes
+        )
         rates, overhead = calibrate.fit_experts(table[:, 6:].T, rows, np.full_like(rows, m), shape)
         ranks = self.host.hosts
         topology = Topology(
@@ -165,6 +171,7 @@ class Bench:
             flops_per_s=rates,
             free_bytes=(1 << 40,) * ranks,
             expert_overhead_s=overhead,
+            overlap_cost=overlap_cost,
             name="measured",
         )
         self.calibration = Calibration(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,35 +10,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Row, ranks_there, rows_on_ranks, write_rows
+from benchmarks.common import Row, add_common, add_sampling, ranks_there, run, shape
 from benchmarks.expert_compute.measure import PASSES, measure
-from prophet.processes import RankFailed
-
-MOST = 1 << 16  # of an expert's dimensions
-
-
-def shape(text: str) -> tuple[int, int]:
-    """An expert's (dim, hidden), from text such as 256x512."""
-    parts = text.lower().split("x")
-    if len(parts) != 2 or not all(p.isdigit() and 1 <= int(p) <= MOST for p in parts):
-        raise argparse.ArgumentTypeError(
-            f"expected DIMxHIDDEN, numbers from 1 to {MOST}, such as 256x512; got {text!r}"
-        )
-    return int(parts[0]), int(parts[1])
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.expert_compute", description=__doc__)
-    p.add_argument("--ranks", type=int, default=1, help="ranks that compute at once (default: %(default)s)")
+    add_sampling(p, ranks=1, dtypes=("float32", "bfloat16"))
     p.add_argument("--tokens-per-expert", type=int, nargs="+", default=[16, 64, 256, 1024], metavar="N")
     p.add_argument("--experts", type=int, nargs="+", default=[1, 4], metavar="N", help="of a rank (default: 1 4)")
     p.add_argument("--shapes", type=shape, nargs="+", default=[(256, 512), (512, 2048)], metavar="DIMxHIDDEN")
-    p.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=("float32", "bfloat16", "float16"))
     p.add_argument("--activation", choices=("gelu", "swiglu"), default="gelu")
-    p.add_argument("--repeats", type=int, default=15, help="samples of each size (default: %(default)s)")
-    p.add_argument("--limit-s", type=float, default=600.0)
-    p.add_argument("--json", type=Path, metavar="FILE")
-    p.add_argument("--plot", type=Path, metavar="FILE")
+    add_common(p)
     return p
 
 
@@ -93,22 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         "activation": a.activation,
         "repeats": a.repeats,
     }
-    try:
-        rows = rows_on_ranks(measure, options, ranks=ranks, limit_s=a.limit_s)
-    except RankFailed as error:
-        print(f"benchmarks.expert_compute: {error}", file=sys.stderr)
-        return 1
-    if rows is None:  # another rank speaks
-        return 0
-    show(rows)
-    if a.json:
-        write_rows(a.json, "expert_compute", rows, repeats=a.repeats)
-    if a.plot:
-        plot(rows, a.plot)
-    bad = [r for r in rows if "wrong" in r]
-    if bad:
-        print(f"benchmarks.expert_compute: {len(bad)} results were wrong and were not timed", file=sys.stderr)
-    return 1 if bad else 0
+    return run("expert_compute", measure, options, a, ranks=ranks, show=show, plot=plot)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import sys
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from benchmarks.common import environment, write_json
 from benchmarks.kernels import ffn, layer, moves
 from benchmarks.kernels.workload import CPU_SHAPES, GPU_SHAPES, Shape
 
@@ -81,13 +79,8 @@ def main(arguments: list[str] | None = None) -> int:
     if given.threads:
         torch.set_num_threads(given.threads)
     gpu = torch.cuda.is_available() and not given.cpu
-    environment = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-    }
-    print(environment if gpu else f"no GPU: not measured. CPU table: {environment}")
+    about = {**environment(gpu=gpu), "threads": torch.get_num_threads()}
+    print(about if gpu else f"no GPU: not measured. CPU table: {about}")
     if gpu and given.tune:
         from benchmarks.kernels import tune
 
@@ -98,8 +91,7 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append(row)
         print(show(row), flush=True)
     if given.json:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps({"environment": environment, "gpu": gpu, "rows": rows}, indent=1))
+        write_json(given.json, {"environment": about, "gpu": gpu, "rows": rows})
     wrong = [row for row in rows if "wrong" in row]
     if wrong:
         print(f"{len(wrong)} results were wrong and were not timed", file=sys.stderr)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from benchmarks.common import Row, ranks_there, rows_on_ranks, write_rows
+from benchmarks.common import Row, add_common, finish, ranks_there, rows_on_ranks
 from benchmarks.layer.cases import SKEWS, Sizes, biased_gate, visits_of
 from benchmarks.layer.implementations import NAMES, PEERS
 from benchmarks.layer.measure import measure
@@ -35,9 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--top-k", type=int, default=2, help="(%(default)s)")
     p.add_argument("--repetitions", type=int, default=15, help="rounds over all implementations (%(default)s)")
     p.add_argument("--skews", nargs="+", choices=SKEWS, default=list(SKEWS), help="(all)")
-    p.add_argument("--limit-s", type=float, default=900.0, help="on one number of ranks (%(default)s)")
-    p.add_argument("--json", type=Path, metavar="OUT", help="write the rows and the environment to this file")
-    p.add_argument("--plot", type=Path, metavar="OUT", help="draw them to this PNG")
+    add_common(p, limit_s=900.0)
     return p
 
 
@@ -70,15 +67,7 @@ def main(argv: list[str] | None = None) -> int:
         except RankFailed as error:
             print(f"benchmarks.layer: {ranks} ranks: {error}", file=sys.stderr)
             return 1
-    show(rows)
-    if a.json:
-        write_rows(a.json, "layer", rows, **about(sizes))
-    if a.plot:
-        plot(rows, a.plot)
-    bad = [row for row in rows if "wrong" in row]
-    if bad:
-        print(f"benchmarks.layer: {len(bad)} computed something else and were not timed", file=sys.stderr)
-    return 1 if bad else 0
+    return finish("layer", rows, a, show=show, plot=plot, wrong="computed something else", **about(sizes))
 
 
 if __name__ == "__main__":

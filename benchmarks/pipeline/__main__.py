@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -15,7 +12,8 @@ from typing import Any
 
 from benchmarks.cluster.kernel_objects import Quotas
 from benchmarks.cluster.profiles import ProfileError, uniform
-from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable
+from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
+from benchmarks.common import environment, write_json
 from benchmarks.pipeline import partitions
 from benchmarks.pipeline.alone import record, simulate_policy
 from benchmarks.pipeline.cases import Case, cases
@@ -166,37 +164,21 @@ def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def environment() -> dict[str, Any]:
-    """What the figures depend on, besides the arguments."""
-    import torch
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "kernel": platform.release(),
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    # being told to end unwinds the testbed like any other failure
-    previous = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         if args.slowdown < 1:
             raise PolicyError("--slowdown must be at least 1")
         for name in ("hosts", "steps", "warm_up"):
             if getattr(args, name) < 1:
                 raise PolicyError(f"--{name.replace('_', '-')} must be at least 1")
-        document = partitions.compare() if args.partition else benchmark(args)
+        with unwound_when_ended():
+            document = partitions.compare() if args.partition else benchmark(args)
     except (ProfileError, PolicyError, TestbedUnavailable, TestbedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     if args.json:
-        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(args.json, document)
     return 0
 
 

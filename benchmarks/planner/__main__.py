@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.common import write_json
 from benchmarks.planner.break_even import break_even_rows, plot
 from benchmarks.planner.optimum import gap_rows, optima
 from prophet.planner import PLANNER_NAMES, Planner, get_planner, warm
@@ -148,8 +148,8 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "prophet": {},
             "prophet-search": {},
             "prophet-search, bare": bare,
-            "prophet-search, effort 0.1, bare": {**bare, "effort": 0.1},
             "prophet-search, effort 1, bare": {**bare, "effort": 1.0},
+            "prophet-search, effort 10, bare": {**bare, "effort": 10.0},
             "static": {},
             "pro-prophet": {},
             "laer": {},
@@ -283,8 +283,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.plot:
         plot(table, arguments.plot)
     if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(table, indent=1) + "\n")
+        write_json(arguments.json, table)
     return 0
 
 

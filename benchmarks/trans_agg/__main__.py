@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,24 +10,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import Row, ranks_there, rows_on_ranks, write_rows
-from benchmarks.expert_compute.__main__ import shape
+from benchmarks.common import Row, add_common, add_sampling, ranks_there, run, shape
 from benchmarks.trans_agg.measure import OPERATIONS, measure
-from prophet.processes import RankFailed
 
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.trans_agg", description=__doc__)
-    p.add_argument("--ranks", type=int, default=4, help="ranks to start (default: %(default)s)")
+    add_sampling(p, ranks=4)
     p.add_argument(
         "--shapes", type=shape, nargs="+", default=[(128, 256), (256, 512), (512, 1024)], metavar="DIMxHIDDEN"
     )
-    p.add_argument("--dtypes", nargs="+", default=["float32"], choices=("float32", "bfloat16", "float16"))
     p.add_argument("--copies", type=int, nargs="+", metavar="N", help="replicas of an expert (default: 1 to ranks - 1)")
-    p.add_argument("--repeats", type=int, default=15, help="samples of each case (default: %(default)s)")
-    p.add_argument("--limit-s", type=float, default=600.0)
-    p.add_argument("--json", type=Path, metavar="FILE")
-    p.add_argument("--plot", type=Path, metavar="FILE")
+    add_common(p)
     return p
 
 
@@ -90,22 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     if not all(1 <= n < ranks for n in copies):
         p.error(f"--copies: expected numbers from 1 to {ranks - 1}, one less than the ranks; got {copies}")
     options = {"shapes": a.shapes, "dtypes": a.dtypes, "copies": copies, "repeats": a.repeats}
-    try:
-        rows = rows_on_ranks(measure, options, ranks=ranks, limit_s=a.limit_s)
-    except RankFailed as error:
-        print(f"benchmarks.trans_agg: {error}", file=sys.stderr)
-        return 1
-    if rows is None:  # another rank speaks
-        return 0
-    show(rows)
-    if a.json:
-        write_rows(a.json, "trans_agg", rows, repeats=a.repeats)
-    if a.plot:
-        plot(rows, a.plot)
-    bad = [r for r in rows if "wrong" in r]
-    if bad:
-        print(f"benchmarks.trans_agg: {len(bad)} transfers were wrong and were not timed", file=sys.stderr)
-    return 1 if bad else 0
+    return run("trans_agg", measure, options, a, ranks=ranks, show=show, plot=plot, wrong="transfers were wrong")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import nn
 import prophet
 from prophet.comm import collective_for, processes
 from prophet.convert import standard_adapters
-from prophet.engine import moe_layers
+from prophet.layer import moe_layers
 from prophet_deepspeed.checkpoint import Checkpoints
 from prophet_deepspeed.gradients import bind
 from prophet_deepspeed.groups import Group, ParameterGroups

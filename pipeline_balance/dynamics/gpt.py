@@ -34,6 +34,7 @@ class GPTShape:
 
     @property
     def layers(self) -> int:
+        """Layers of the pipeline: the blocks, and one each for embedding and head."""
         return self.blocks + 2
 
 

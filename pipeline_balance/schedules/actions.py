@@ -132,4 +132,5 @@ def check_shape(ranks: int, microbatches: int) -> None:
 
 
 def build(rows: Sequence[Iterable[Action]], stages: int, microbatches: int) -> Schedule:
+    """A schedule from every rank's actions, [P] rows; validated."""
     return Schedule(tuple(tuple(row) for row in rows), stages=stages, microbatches=microbatches)

@@ -54,6 +54,7 @@ class Layout:
         return len(self.pieces)
 
     def bytes_on(self, rank: int) -> int:
+        """Bytes of all pieces that `rank` holds."""
         return total_bytes(self.space, self.pieces[rank])
 
     def by_tensor(self) -> dict[str, list[tuple[int, Box]]]:

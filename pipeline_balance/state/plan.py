@@ -33,6 +33,7 @@ class Plan:
 
     @property
     def peak_buffer_bytes(self) -> int:
+        """Bytes of buffers on the rank that needs most."""
         return max(self.buffer_bytes(r) for r in range(self.route.ranks))
 
 

@@ -45,6 +45,7 @@ class Route:
         return self.before.ranks
 
     def n_bytes(self, transfer: Transfer) -> int:
+        """Bytes of one transfer."""
         return transfer.box.elements * self.space[transfer.name].item_bytes
 
     @property

@@ -66,6 +66,7 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
 
     def contains(self, other: Box) -> bool:
+        """Whether `other` lies within; never, where it has another number of dimensions."""
         return len(self.start) == len(other.start) and all(
             a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
         )
@@ -172,6 +173,7 @@ class TensorSpec:
 
     @property
     def box(self) -> Box:
+        """The whole tensor."""
         return Box.whole(self.shape)
 
     @property

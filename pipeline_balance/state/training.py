@@ -33,6 +33,7 @@ class Held:
     frozen: list[str] = field(default_factory=list)
 
     def add(self, name: str, tensor: Tensor, kind: StateKind, layer: int) -> None:
+        """Take in a tensor of `layer`; `LayoutError` for a kind of tensor that cannot be moved."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES or tensor.layout != torch.strided:
             raise LayoutError(f"{name}: a {tensor.layout} tensor of {dtype} cannot be moved")

@@ -55,6 +55,7 @@ class Moved:
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
+    """The tensor's element type in torch; TypeError where it has none."""
     dtype = getattr(torch, spec.dtype)
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{spec.dtype} is no element type of torch")

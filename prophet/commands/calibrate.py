@@ -10,9 +10,12 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from prophet.commands.arguments import UsageError, not_negative, positive
+
+if TYPE_CHECKING:
+    from prophet.processes import Launch
 
 _TIMEOUT_S = 60.0  # on every wait of one rank for another
 _NOISY = 0.08  # spread of samples beyond which figures are not worth keeping
@@ -76,9 +79,9 @@ def add(commands: Any) -> None:
         "--rows",
         type=positive,
         nargs=2,
-        default=(256, 16384),
+        default=(512, 8192),
         metavar=("MIN", "MAX"),
-        help="token rows that a rank sends in one all-to-all (default: 256 16384)",
+        help="token rows that a rank sends in one all-to-all: about those of your layer (default: 512 8192)",
     )
     add_argument(
         "--tokens",
@@ -107,14 +110,14 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the file, and print what was found."""
-    from prophet.processes import run_ranks
+    from prophet.processes import launched, run_ranks
 
     if arguments.files:
         return _from_files(arguments)
     job, ranks = _job(arguments)
-    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    if joined:
-        answer = _join(job, ranks)
+    launch = launched()
+    if launch is not None:
+        answer = _join(launch, job, ranks)
     else:
         if os.cpu_count() and (ranks or 2) > 4 * (os.cpu_count() or 1):
             raise UsageError(
@@ -235,34 +238,21 @@ def _dtype(name: str) -> Any:
     return getattr(torch, name)
 
 
-def _join(job: Job, ranks: int | None) -> dict[str, Any] | None:
+def _join(launch: Launch, job: Job, ranks: int | None) -> dict[str, Any] | None:
     """Take part in the group that torchrun has prepared; rank 0 gets the answer."""
-    import torch
-
     from prophet.comm import collective_for
     from prophet.processes import joined_group
 
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0"))
-    if ranks not in (None, world):
-        raise UsageError(f"--ranks {ranks}: this process is one of {world} that were started already")
-    if world == 1:
-        return _measure(job, collective_for(None), _one_device())
-    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
-    if on_gpu:
-        torch.cuda.set_device(local)
-    if job.ranks_per_node is None and "LOCAL_WORLD_SIZE" in os.environ:
-        job = replace(job, ranks_per_node=int(os.environ["LOCAL_WORLD_SIZE"]))
-    with joined_group("nccl" if on_gpu else "gloo", timeout_s=_TIMEOUT_S):
-        collective = collective_for(None, timeout_s=_TIMEOUT_S)
-        answer = _measure(job, collective, f"cuda:{local}" if on_gpu else "cpu")
+    if ranks not in (None, launch.ranks):
+        raise UsageError(f"--ranks {ranks}: this process is one of {launch.ranks} that were started already")
+    if launch.ranks == 1:
+        return _measure(job, collective_for(None), launch.device)
+    if job.ranks_per_node is None and launch.local_ranks is not None:
+        job = replace(job, ranks_per_node=launch.local_ranks)
+    with joined_group(launch, timeout_s=_TIMEOUT_S) as collective:
+        answer = _measure(job, collective, launch.device)
         collective.close()
     return answer if collective.rank == 0 else None
-
-
-def _one_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _rank_body(rank: int, job: Job, answer: Path) -> None:
@@ -331,6 +321,7 @@ def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dic
         "call_overhead_s": topology.call_overhead_s,
         "trans_rate": topology.trans_rate,
         "agg_rate": topology.agg_rate,
+        "overlap_cost": topology.overlap_cost,
     }
     return answer | {"operations": _rows(found.fits), "model": _rows(found.model)}
 

@@ -33,10 +33,12 @@ class Prediction:
 
     @property
     def layer_speed_up(self) -> float:
+        """How many times faster the MoE layer is."""
         return self.static_layer_s / self.balanced_layer_s
 
     @property
     def block_speed_up(self) -> float:
+        """How many times faster the whole block is."""
         return (self.static_layer_s + self.rest_s) / (self.balanced_layer_s + self.rest_s)
 
 

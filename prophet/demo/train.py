@@ -20,11 +20,12 @@ from prophet.comm import Collective, Operation
 from prophet.config import EngineConfig
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, held_out_rows, rank_batch
-from prophet.engine import Engine, attach
+from prophet.engine import Engine
 from prophet.planner.base import Planner
 from prophet.planner.presets import CLUSTERS
 from prophet.scheduler.timeline import Span
 from prophet.spec import FloatArray, IntArray
+from prophet.start import attach
 from prophet.step_report import StepReport
 from prophet.traces import TraceWriter
 
@@ -103,6 +104,7 @@ class StepRecord:
     report: StepReport
 
     def as_json(self) -> dict[str, Any]:
+        """The step as one line of the run's file."""
         return {
             "run": self.run,
             "step": self.step,

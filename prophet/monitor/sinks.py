@@ -127,6 +127,7 @@ class TensorBoard:
 
     @staticmethod
     def installed() -> bool:
+        """Whether its writer can be imported."""
         return importlib.util.find_spec("tensorboard") is not None
 
     def start(self, header: Row) -> None:

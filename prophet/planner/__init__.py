@@ -25,7 +25,7 @@ PLANNER_NAMES: tuple[str, ...] = (
     "fine-ep",
 )
 
-SEARCH = {"effort": 0.02, "split_effort": 0.1}  # the options of "prophet-search", as of `ProphetPlanner`
+SEARCH = {"effort": 0.2, "split_effort": 0.1}  # the options of "prophet-search", as of `ProphetPlanner`
 
 __all__ = ["PLANNER_NAMES", "Planner", "get_planner", "warm"]
 

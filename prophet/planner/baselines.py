@@ -144,6 +144,7 @@ class Copies:
 
     @classmethod
     def of(cls, context: PlanContext) -> Copies:
+        """Every expert at home only."""
         home = np.asarray(context.home, dtype=np.int64)
         holds = np.zeros((context.experts, context.ranks), dtype=np.bool_)
         holds[np.arange(context.experts), home] = True
@@ -156,4 +157,5 @@ class Copies:
         self.free[target] -= 1
 
     def placement(self) -> Placement:
+        """What has been copied so far, as a value."""
         return Placement(self.home, self.holds)

@@ -8,12 +8,14 @@ products; local layers keep tokens where they are.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from prophet.planner.compiled import compiled
 from prophet.planner.descent import Flow, attach, plain, redirect, sweep
 from prophet.planner.export import export_excess
-from prophet.planner.shortest import best_split, copies_moved, guide_of, reprice
+from prophet.planner.shortest import SETTLE_S, affordable, best_split, copies_moved, guide_of, make_flow, reprice
 from prophet.planner.timing import OVERHEAD_S, TOKEN_BYTES, Problem, exchange_seconds, exposed_seconds
 from prophet.spec import BoolArray, FloatArray, IntArray
 
@@ -76,10 +78,15 @@ def index_replicas(
 @compiled
 def placement_cost(
     problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: int, split_effort: float
-) -> FloatArray:
-    """Cost of a list of replicas under the split that it will get, [5] seconds as of `shortest.cost_of`."""
+) -> tuple[FloatArray, float]:
+    """Cost of a list of replicas under the split that it will get, [5] seconds as of `shortest.cost_of`.
+
+    The other figure is the seconds that its descent is assumed to take.
+    """
     multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
-    return best_split(problem, multi, start, arc_rank, split_effort, False)[1]
+    _, cost, above_s, _, _ = best_split(problem, multi, start, arc_rank, split_effort, False)
+    settled = multi.size * problem.node_R.size
+    return cost, affordable(above_s, split_effort, settled) * SETTLE_S * settled
 
 
 @compiled
@@ -276,46 +283,65 @@ def keep_better(
     return used
 
 
+class Layers(NamedTuple):
+    """Local layers as far as they have come: their flow, who holds what [E, R], the replicas so far, and what follows.
+
+    `state` holds the next layer, the replicas and the layers in a row that brought nothing; `low` the best guide.
+    """
+
+    flow: Flow
+    held_ER: BoolArray
+    rep_expert: IntArray
+    rep_rank: IntArray
+    state: IntArray
+    low: FloatArray
+
+
+@compiled
+def make_layers(problem: Problem, slots: int) -> Layers:
+    """No layer yet, all tokens at home; an empty flow where there are no slots."""
+    ranks, experts = problem.load_RE.shape
+    if slots == 0:
+        experts = 0
+    rep_expert = np.empty(slots, np.int64)
+    rep_rank = np.empty(slots, np.int64)
+    return Layers(
+        make_flow(problem, np.arange(experts), slots),
+        holders_of(rep_expert, rep_rank, 0, problem.home_E[:experts], ranks),
+        rep_expert, rep_rank, np.zeros(3, np.int64), np.full(1, np.inf),
+    )  # fmt: skip
+
+
 @compiled
 def local_layers(
-    problem: Problem,
-    limit_R: IntArray,
-    layers: int,
-    split_effort: float,
-    flow: Flow,
-    rep_expert: IntArray,
-    rep_rank: IntArray,
-    best_expert: IntArray,
-    best_rank: IntArray,
-    best: FloatArray,
+    problem: Problem, limit_R: IntArray, most: int, layers: Layers, best_expert: IntArray, best_rank: IntArray
 ) -> int:
     """Layer by layer, give every rank the expert it routes most tokens to and lacks: for steps that exchanges fill.
 
-    `flow` starts with all tokens at home. Writes the placement that costs less than `best`; returns its replicas or 0.
+    Goes on from where `layers` are, up to `most` in all. Writes the best of the new placements by exact splits; returns
+    its replicas, or 0 where no new one looks better than those before.
     """
     ranks, experts = problem.load_RE.shape
-    figures = problem.figures
-    held = holders_of(rep_expert, rep_rank, 0, problem.home_E, ranks)
+    flow, held_ER, rep_expert, rep_rank = layers.flow, layers.held_ER, layers.rep_expert, layers.rep_rank
+    load_RE, state, figures = problem.load_RE, layers.state, problem.figures
     moved = np.empty((2, 6, ranks))
     busiest = np.zeros(6)
     q = plain(8)
-    low = np.inf
-    used = 0
+    best_s = np.inf
     best_used = 0
-    misses = 0
-    for layer in range(layers):
-        before = used
+    while state[0] < most and state[2] <= 1:
+        before = state[1]
         for r in range(ranks):
-            if layer >= limit_R[r] or used == rep_expert.size:
+            if state[0] >= limit_R[r] or state[1] == rep_expert.size:
                 continue
             wanted = -1
             for e in range(experts):
-                n = problem.load_RE[r, e]
-                if n > 0 and not held[e, r] and (wanted < 0 or n > problem.load_RE[r, wanted]):
+                n = load_RE[r, e]
+                if n > 0 and not held_ER[e, r] and (wanted < 0 or n > load_RE[r, wanted]):
                     wanted = e
             if wanted < 0:
                 continue
-            held[wanted, r] = True
+            held_ER[wanted, r] = True
             a = attach(flow, wanted, r, figures[OVERHEAD_S])
             n = flow.tokens_AR[wanted, r]
             flow.tokens_AR[wanted, r] -= n
@@ -323,21 +349,24 @@ def local_layers(
             flow.busy[0, flow.rank_A[wanted]] -= n
             flow.busy[0, r] += n
             redirect(flow.busy, flow.node_R, r, flow.rank_A[wanted], r, n)
-            rep_expert[used] = wanted
-            rep_rank[used] = r
-            used += 1
-        if used == before:
+            rep_expert[state[1]] = wanted
+            rep_rank[state[1]] = r
+            state[1] += 1
+        if state[1] == before:
             break
+        state[0] += 1
         copies_moved(flow, moved, busiest)
         reprice(flow, figures, busiest, q)
         sweep(flow, q)
         now = guide_of(flow, figures, busiest, plain(0))
-        misses += 1
-        if now < low * (1.0 - 1e-3):
-            low = now
-            misses = 0
-            cost = placement_cost(problem, rep_expert, rep_rank, used, split_effort)
-            best_used = keep_better(cost, rep_expert, rep_rank, used, best_expert, best_rank, best_used, best)
-        if misses > 1:
-            break
-    return best_used
+        state[2] += 1
+        if now < layers.low[0] * (1.0 - 1e-3):
+            layers.low[0] = now
+            state[2] = 0
+            seconds = exact_cost(problem, rep_expert, rep_rank, state[1], 0.0)[0][0]
+            if seconds < best_s:
+                best_s = seconds
+                best_used = state[1]
+                best_expert[:best_used] = rep_expert[:best_used]
+                best_rank[:best_used] = rep_rank[:best_used]
+    return int(best_used)

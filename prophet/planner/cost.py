@@ -142,6 +142,13 @@ def transfer_cost(placement: Placement, topology: Topology, n_bytes: float) -> T
     return TransferCost(min(direct_s, two_phase_s), two_phase_s < direct_s)
 
 
+def felt_seconds(transfer_s: float, window_s: float, overlap_cost: float) -> float:
+    """By how much a transfer under a window of compute lengthens the step: what the window does not cover, and what
+    the covered part costs (Eq. 8 takes that for free).
+    """
+    return max(0.0, transfer_s - window_s) + overlap_cost * min(transfer_s, window_s)
+
+
 def compute_seconds(load_ED: IntArray, context: PlanContext) -> float:
     """Forward seconds of the slowest rank; `load_ED[e, d]` tokens of expert e are computed on rank d.
 
@@ -169,8 +176,8 @@ def step_cost(split: Split, placement: Placement, context: PlanContext) -> StepC
     return StepCost(
         a2a_s=A2A_PER_STEP * exchange_seconds(pairs, topology),
         expert_s=FORWARD_AND_BACKWARD * forward_s,
-        exposed_trans_s=max(0.0, trans_s - forward_s - context.windows.fnec_s),
-        exposed_agg_s=max(0.0, agg_s - 2.0 * forward_s - context.windows.bnec_s),
+        exposed_trans_s=felt_seconds(trans_s, forward_s + context.windows.fnec_s, topology.overlap_cost),
+        exposed_agg_s=felt_seconds(agg_s, 2.0 * forward_s + context.windows.bnec_s, topology.overlap_cost),
         trans_s=trans_s,
         agg_s=agg_s,
     )

@@ -174,25 +174,17 @@ def settle(
                 a = following_A[a]
             if dear < 0 or dear == cheap or high <= low * (1.0 + 1e-9):
                 continue
-            giver = rank_A[dear]
-            taker = rank_A[cheap]
             # Resources of the giver's side (0..2) and of the taker's side (3..5), as k * R + rank; -1: none.
-            touched[0] = giver
-            touched[3] = taker
-            if giver == r:
-                touched[1] = -1
-                touched[2] = -1
-            else:
-                level = 1 if node_R[giver] == node_R[r] else 3
-                touched[1] = level * ranks + r
-                touched[2] = (level + 1) * ranks + giver
-            if taker == r:
-                touched[4] = -1
-                touched[5] = -1
-            else:
-                level = 1 if node_R[taker] == node_R[r] else 3
-                touched[4] = level * ranks + r
-                touched[5] = (level + 1) * ranks + taker
+            for i in range(0, 6, 3):
+                d = rank_A[dear if i == 0 else cheap]
+                touched[i] = d
+                if d == r:
+                    touched[i + 1] = -1
+                    touched[i + 2] = -1
+                else:
+                    level = 1 if node_R[d] == node_R[r] else 3
+                    touched[i + 1] = level * ranks + r
+                    touched[i + 2] = (level + 1) * ranks + d
             if touched[1] == touched[4]:  # what r sends does not change
                 touched[1] = -1
                 touched[4] = -1

@@ -59,6 +59,7 @@ class Machine:
         figures[timing.FNEC_S] = context.windows.fnec_s
         figures[timing.BNEC_S] = context.windows.bnec_s
         figures[timing.OVERHEAD_S] = topology.expert_overhead_s
+        figures[timing.OVERLAP_COST] = topology.overlap_cost
         limit = np.minimum(context.slot_limits(), context.experts)
         return cls(
             topology=topology,
@@ -99,10 +100,10 @@ class ProphetPlanner:
     found. `gain_margin`: replicas are used only when the prediction gains at least this fraction over none.
     `spare`: replicas are added until every rank can drain this share of the mean load to any other, where that costs
     at most `spare_margin` of the step (0: no spare replicas).
-    `effort`: the share of the predicted step that the search may take beyond the fast plan, which levels products. It
-    is turned into a number of trial moves by an assumed time per move, so that every rank makes the same. 0, the
-    default, is the fast plan; more pays where exchanges take much of a step and hidden transfers cost nothing, which
-    the model takes for granted and not every machine keeps.
+    `effort`: the share of the predicted step that one core may search beyond the fast plan, which levels products. Work
+    is counted by assumed times, so that every rank does the same; a share that buys next to nothing is not spent. 0,
+    the default, is the fast plan; more pays where exchanges take much of a step and hidden transfers cost nothing,
+    which the model takes for granted and not every machine keeps.
     `split_effort`: the share of the seconds by which exchanges exceed their floor that the split may take to bring them
     down, counted by an assumed time, too; 0 always minimises the bottleneck.
     """
@@ -110,7 +111,7 @@ class ProphetPlanner:
     keep_margin: float = 0.005
     gain_margin: float = 0.01
     spare: float = 0.2
-    spare_margin: float = 0.01
+    spare_margin: float = 0.02
     effort: float = 0.0
     split_effort: float = 0.03
     name: str = "prophet"

@@ -168,7 +168,11 @@ def _build(
         exposed = program.variable(price=1.0)
         phases = (scatter, gather) if two_phase else (direct,)
         time = _plus(*((_exchange(program, phase, context, n_bytes, most), 1.0) for phase in phases))
-        program.require(_plus((time, 1.0), ({forward: factor, exposed: 1.0}, -1.0)), high=window_s)
+        taken = topology.overlap_cost
+        cover = {forward: factor * (1.0 - taken), exposed: 1.0}
+        program.require(_plus((time, 1.0), (cover, -1.0)), high=window_s * (1.0 - taken))
+        if taken > 0:
+            program.require(_plus((time, taken), ({exposed: 1.0}, -1.0)), high=0.0)
     return program, copy
 
 

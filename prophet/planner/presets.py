@@ -72,6 +72,7 @@ class Model:
     sequence: int
 
     def shape(self, element_bytes: int) -> LayerShape:
+        """One MoE layer of the model, with all elements of `element_bytes`."""
         return LayerShape(
             dim=self.dim,
             hidden=self.hidden,

@@ -34,6 +34,7 @@ class Proposal:
 
     @property
     def break_even_steps(self) -> float:
+        """Steps after which the move has paid; infinite where it saves nothing."""
         return self.cost_s / self.saving_s if self.saving_s > 0 else float("inf")
 
 

@@ -13,6 +13,7 @@ from prophet.planner.candidates import (
     index_replicas,
     keep_better,
     local_layers,
+    make_layers,
     placement_cost,
     transfers_added,
     try_exports,
@@ -22,7 +23,16 @@ from prophet.planner.descent import Flow, attach, copy_flow, plain, twin
 from prophet.planner.export import export_excess
 from prophet.planner.moves import grow, make_search, polish, shrink, swap
 from prophet.planner.outlets import add_outlets
-from prophet.planner.shortest import MOST_SWEEPS, best_split, copies_moved, cost_of, make_flow, shorten
+from prophet.planner.shortest import (
+    MOST_SWEEPS,
+    SETTLE_S,
+    best_split,
+    copies_moved,
+    cost_of,
+    exchange_floor,
+    make_flow,
+    shorten,
+)
 from prophet.planner.timing import OVERHEAD_S, Problem, make_problem, negative
 from prophet.spec import BoolArray, FloatArray, IntArray
 
@@ -30,12 +40,14 @@ EVEN = 1.005  # products this close to the even level count as level
 LITTLE_LEFT = 1.06  # a step this close to even products alone is not searched for more
 SURELY_BETTER = 0.8  # an estimated step this far below that of no replicas needs no exact comparison
 STARTS = 11
-RUNGS = 4  # the tries of an effort are shared out over so many slot limits
+RUNGS = 6  # what an effort buys is shared out over so many slot limits
 EXCHANGE_MATTERS = 0.02  # share of the step that the all-to-alls must have for local replicas to be tried
-LAYERS_SHARE = 5.0  # local layers may take this multiple of the effort: few, cheap and worth much
-LAYER_S = 1e-8  # like TRIAL_S, for a layer of local replicas
 SPLIT_GLADLY = 2048  # ranks x experts up to which every slot limit's plan is split to be compared
-TRIAL_S = 1.5e-8  # assumed seconds of a trial move per rank and expert; only fixes how many moves an effort buys
+FEWEST_TRIES = 8  # fewer trial moves are not worth a start
+
+# Assumed seconds, about those of one core of 2020; they only fix what an effort buys.
+TRIAL_S, TRIAL_PAIR_S = 5e-6, 5e-8  # a trial move: every time, and per rank and expert (2 R experts at most)
+LAYER_S, LAYER_PAIR_S = 5e-6, 1e-8  # a layer of local replicas: the same
 
 
 @compiled
@@ -59,8 +71,10 @@ def explore(
     best_expert: IntArray,
     best_rank: IntArray,
     best_used: int,
-) -> int:
-    """Grow, shrink and swap from several starts; writes the best placement met to `rep_*` and returns its replicas.
+) -> tuple[int, int]:
+    """Grow, shrink and swap from several starts; writes the best placement met to `rep_*`.
+
+    Returns (its replicas, the tries made of those given).
 
     Starts: the best so far, no replicas, exports, no replicas under a smoother norm and without regard for transfers;
     then, while tries last, the best of all with one in three of its replicas missing.
@@ -113,9 +127,10 @@ def explore(
         search.tries[0] = left
         if polish(flow, best, spare, search, plain(8), plain(6)) < low:
             kept = replicas_of(flow, kept_expert, kept_rank)
+        left = search.tries[0]
     rep_expert[:kept] = kept_expert[:kept]
     rep_rank[:kept] = kept_rank[:kept]
-    return kept
+    return kept, tries - left
 
 
 @compiled
@@ -206,8 +221,8 @@ def search(
     Both costs are -1 for a negative load.
 
     Slot limits grow step by step up to `limit_R`; the best placement so far goes along, so that a further slot does
-    not make the prediction worse. `effort` is the share of the step that planning may take, turned into a number of
-    trial moves by the sizes alone (at most `most_tries`), so that all ranks and machines make the same.
+    not make the prediction worse. `effort` is the share of the step that searching may take. Work is counted by assumed
+    seconds, so that all ranks and machines do the same; no slot limit is given more than `most_tries` trial moves.
     """
     ranks, experts = load_RE.shape
     if negative(load_RE):
@@ -236,60 +251,70 @@ def search(
     known = False
     best_used = 0
     nothing = np.empty(0, np.int64)
-    base = cost_of(make_flow(problem, nothing, plain(0)), problem, nothing, np.zeros(6))
+    homes = make_flow(problem, nothing, plain(0))
+    base = cost_of(homes, problem, nothing, np.zeros(6))
     best = base.copy()
-    trial_s = TRIAL_S * ranks * min(experts, 2 * ranks)
-    tries = min(most_tries, int(effort * base[0] / (RUNGS * trial_s)))
-    layers = int(LAYERS_SHARE * effort * base[0] / (LAYER_S * ranks * experts)) if tries > 0 else 0
+    budget_s = effort * base[0]
+    # What it takes to compare a placement by the split it will get: a guess from the homes, then as it was last time.
+    above_s = max(0.0, base[1] - 4.0 * exchange_floor(homes, problem, nothing))
+    split_s = min(split_effort * above_s, MOST_SWEEPS * SETTLE_S * ranks * min(experts, slots))
+    trial_s = TRIAL_S + TRIAL_PAIR_S * ranks * min(experts, 2 * ranks)
+    layer_s = LAYER_S + LAYER_PAIR_S * ranks * experts
+    layered = base[1] > EXCHANGE_MATTERS * base[0]
+    searching = budget_s >= 2.0 * split_s + (layer_s if layered else FEWEST_TRIES * trial_s)
+    layered = layered and searching
+    layers = make_layers(problem, slots if layered else 0)
+    allowed_s = 0.0
+    spent_s = 0.0
     # Where splitting takes long, the slot limits are compared by the exports' own tokens, and only the best is split.
-    frugal = tries == 0 and ranks * experts > SPLIT_GLADLY
-    # The fast plan goes by exact splits, and looks at the splits it will get only where a further slot seems to pay.
-    costing = split_effort if tries > 0 else 0.0
+    frugal = not searching and ranks * experts > SPLIT_GLADLY
+    # The fast plan goes by exact splits; a further slot must gain more than the split one will get could save without.
+    costing = split_effort if searching else 0.0
     best_above_s = 0.0
-    best_timed_s = -1.0
     limit = limit_R.copy()
     slot = 1
     while slot <= most and base[0] > even_s * (1.0 + gain_margin):
         for r in range(ranks):
             limit[r] = min(limit_R[r], slot)
+        deepest = slot
         slot += max(1, slot // 2)
+        allowed_s = min(allowed_s + budget_s / RUNGS, budget_s)
         cost = base.copy()
         used, short, above_s = try_exports(
             problem, limit, rep_expert, rep_rank, rep_tokens, now_expert, now_rank, now_tokens, cost, split_effort,
             frugal,
         )  # fmt: skip
-        if used > 0 and tries > 0:
-            cost = placement_cost(problem, now_expert, now_rank, used, costing)
+        if used > 0 and searching:
+            cost, split_s = placement_cost(problem, now_expert, now_rank, used, costing)
+            spent_s += split_s
         elif used > 0 and best_used > 0 and best[0] - best_above_s < cost[0] < best[0]:
-            if best_timed_s < 0.0:
-                best_timed_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0]
-            timed_s = placement_cost(problem, now_expert, now_rank, used, split_effort)[0]
-            if timed_s < best_timed_s:
-                best_timed_s = timed_s
-            else:
-                used = 0
-        else:
-            best_timed_s = -1.0
+            used = 0
         if used > 0:
             if cost[0] < best[0]:
                 known = True
                 best_above_s = above_s
                 best_tokens[:used] = now_tokens[:used]
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
-        if layers > 0 and base[1] > EXCHANGE_MATTERS * base[0]:
-            flow = make_flow(problem, np.arange(experts), slots)
-            cost = base.copy()
-            used = local_layers(
-                problem, limit, layers, split_effort, flow, rep_expert, rep_rank, now_expert, now_rank, cost
+        if layered and allowed_s - spent_s > split_s:
+            before = layers.state[0]
+            deepest = min(deepest, before + int((allowed_s - spent_s - split_s) / layer_s))
+            used = local_layers(problem, limit, deepest, layers, now_expert, now_rank)
+            spent_s += layer_s * (layers.state[0] - before)
+            if used > 0:
+                cost, split_s = placement_cost(problem, now_expert, now_rank, used, costing)
+                spent_s += split_s
+                known = known and cost[0] >= best[0]
+                best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
+        tries = min(most_tries, int((allowed_s - spent_s - split_s) / trial_s))
+        if tries >= FEWEST_TRIES and best[0] > even_s * LITTLE_LEFT:
+            used, made = explore(
+                problem, limit, tries, now_expert, now_rank, rep_tokens, best_expert, best_rank, best_used
             )
-            known = known and (used == 0 or cost[0] >= best[0])
-            best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
-        if tries > 0 and best[0] > even_s * LITTLE_LEFT:
-            used = explore(problem, limit, tries, now_expert, now_rank, rep_tokens, best_expert, best_rank, best_used)
-            cost = placement_cost(problem, now_expert, now_rank, used, costing)
+            cost, split_s = placement_cost(problem, now_expert, now_rank, used, costing)
+            spent_s += split_s + trial_s * made
             known = known and cost[0] >= best[0]
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
-        if tries > 0:  # the moves may want a slot where exports do not
+        if searching:  # the moves may want a slot where exports do not
             taken = np.zeros(ranks, np.int64)
             for i in range(best_used):
                 taken[best_rank[i]] += 1
@@ -299,7 +324,7 @@ def search(
         if not short or (even and best[1] <= 0.05 * best[0]):
             break
     if frugal and best_used > 0 and best[0] > SURELY_BETTER * base[0]:
-        best[:] = placement_cost(problem, best_expert, best_rank, best_used, costing)
+        best[:] = placement_cost(problem, best_expert, best_rank, best_used, costing)[0]
     kept = best.copy()
     kept_used = best_used
     now_expert[:best_used] = best_expert[:best_used]
@@ -312,17 +337,16 @@ def search(
             least_s = best[0]
             if frugal:
                 cost = transfers_added(problem, now_expert, now_rank, used, best)
-            elif tries > 0:
-                cost = placement_cost(problem, now_expert, now_rank, used, costing)
+            elif searching:
+                cost = placement_cost(problem, now_expert, now_rank, used, costing)[0]
             else:
                 cost, above_s = exact_cost(problem, now_expert, now_rank, used, split_effort)
                 least_s -= best_above_s
             cheap = cost[0] <= least_s * (1.0 + spare_margin)
             if not cheap and least_s < best[0]:  # by the splits they will get
-                if best_timed_s < 0.0:
-                    best_timed_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0]
-                timed_s = placement_cost(problem, now_expert, now_rank, used, split_effort)[0]
-                cheap = timed_s <= best_timed_s * (1.0 + spare_margin)
+                least_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0][0]
+                timed_s = placement_cost(problem, now_expert, now_rank, used, split_effort)[0][0]
+                cheap = timed_s <= least_s * (1.0 + spare_margin)
             if cheap and cost[0] <= base[0] * (1.0 - gain_margin):
                 kept = cost
                 kept_used = used
@@ -332,7 +356,7 @@ def search(
     if previous_given:
         used = previous_replicas(previous_EH, home_E, limit_R, rep_expert, rep_rank)
         if used > 0:
-            cost = placement_cost(problem, rep_expert, rep_rank, used, costing)
+            cost = placement_cost(problem, rep_expert, rep_rank, used, costing)[0]
             if cost[0] <= kept[0] * (1.0 + keep_margin) and cost[0] <= base[0] * (1.0 - gain_margin):
                 return holders_of(rep_expert, rep_rank, used, home_E, ranks), cost[0], base[0]
     return holders_of(now_expert, now_rank, kept_used, home_E, ranks), kept[0], base[0]

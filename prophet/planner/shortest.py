@@ -25,6 +25,7 @@ from prophet.planner.timing import (
     Problem,
     exchange_seconds,
     exposed_seconds,
+    hiding,
     make_problem,
     negative,
 )
@@ -166,13 +167,7 @@ def guide_of(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> fl
 def reprice(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> None:
     """Set the prices of `descent.py`; longer products hide more of an exposed transfer and are cheaper for it."""
     _, _, forward_s, _ = norms(flow, plain(0))
-    trans_s, agg_s = exposed_seconds(busiest, forward_s, figures)
-    weight = 3.0
-    if trans_s > 0.0:
-        weight -= 1.0
-    if agg_s > 0.0:
-        weight -= 2.0
-    set_prices(flow, q, 4.0, max(weight, 0.1))
+    set_prices(flow, q, 4.0, max(3.0 - hiding(busiest, forward_s, figures), 0.1))
 
 
 @compiled

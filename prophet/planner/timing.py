@@ -16,8 +16,8 @@ from prophet.planner.flow import expert_totals
 from prophet.spec import FloatArray, IntArray
 
 TOKEN_BYTES, INTRA_BYTES_PER_S, INTRA_LATENCY_S, INTER_BYTES_PER_S, INTER_LATENCY_S = 0, 1, 2, 3, 4
-PARAM_BYTES, GRAD_BYTES, FNEC_S, BNEC_S, OVERHEAD_S = 5, 6, 7, 8, 9
-FIGURES = 10
+PARAM_BYTES, GRAD_BYTES, FNEC_S, BNEC_S, OVERHEAD_S, OVERLAP_COST = 5, 6, 7, 8, 9, 10
+FIGURES = 11
 
 
 class Problem(NamedTuple):
@@ -140,8 +140,35 @@ def make_problem(
 
 
 @compiled
-def exposed_seconds(units: FloatArray, forward_s: float, figures: FloatArray) -> tuple[float, float]:
-    """What of Trans and of Agg no window covers, for the copies `units` [6] and the seconds of the products."""
+def transfers_and_windows(
+    units: FloatArray, forward_s: float, figures: FloatArray
+) -> tuple[float, float, float, float]:
+    """Seconds of Trans and of the compute beside it, and the same of Agg."""
     trans_s = transfer_seconds(units, figures[PARAM_BYTES], figures)
     agg_s = transfer_seconds(units, figures[GRAD_BYTES], figures)
-    return max(0.0, trans_s - forward_s - figures[FNEC_S]), max(0.0, agg_s - 2.0 * forward_s - figures[BNEC_S])
+    return trans_s, forward_s + figures[FNEC_S], agg_s, 2.0 * forward_s + figures[BNEC_S]
+
+
+@compiled
+def exposed_seconds(units: FloatArray, forward_s: float, figures: FloatArray) -> tuple[float, float]:
+    """By how much Trans and Agg lengthen a step, for the copies `units` [6] and the seconds of the products: what no
+    window covers, and what the covered part costs.
+    """
+    trans_s, trans_window_s, agg_s, agg_window_s = transfers_and_windows(units, forward_s, figures)
+    taken = figures[OVERLAP_COST]
+    return (
+        max(0.0, trans_s - trans_window_s) + taken * min(trans_s, trans_window_s),
+        max(0.0, agg_s - agg_window_s) + taken * min(agg_s, agg_window_s),
+    )
+
+
+@compiled
+def hiding(units: FloatArray, forward_s: float, figures: FloatArray) -> float:
+    """Seconds of Trans and Agg that one more second of forward products would hide."""
+    trans_s, trans_window_s, agg_s, agg_window_s = transfers_and_windows(units, forward_s, figures)
+    seconds = 0.0
+    if trans_s > trans_window_s:
+        seconds += 1.0
+    if agg_s > agg_window_s:
+        seconds += 2.0
+    return float(seconds * (1.0 - figures[OVERLAP_COST]))

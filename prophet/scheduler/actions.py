@@ -81,6 +81,7 @@ class Action:
 
     @property
     def is_transfer(self) -> bool:
+        """Whether it moves parameters or gradients; such actions have a window."""
         return self.window is not None
 
     def __str__(self) -> str:
@@ -127,4 +128,5 @@ class Launch:
         return cls(cast(TransferKind, action.kind), action.block, action.chunk, action.window)
 
     def action(self) -> Action:
+        """The scheduled action that this launches."""
         return Action(self.kind, self.block, self.chunk, self.window)

@@ -42,7 +42,8 @@ class StepDurations:
     a2a_s: [L, 4, R] dispatch, combine, combine backward, dispatch backward. fec_s, bec_s, fnec_s, bnec_s: [L, R].
     trans_s, agg_s: [L, C, R] chunks; a chunk of all zeros is not sent. plan_s: [L] host time to plan a block.
     counts_s: the exchange of counts, per block. start_s, end_s: [R] compute before the first block and, backward,
-    after it. update_s: [R] what follows once all gradients are complete; zero where it is not given.
+    after it. update_s: [R] what follows once all gradients are complete; zero where it is not given. overlap_cost: by
+    how much of its seconds a chunk lengthens the compute beside it.
     """
 
     a2a_s: FloatArray
@@ -57,6 +58,7 @@ class StepDurations:
     end_s: FloatArray
     counts_s: float = 0.0
     update_s: FloatArray | None = None
+    overlap_cost: float = 0.0
 
     def __post_init__(self) -> None:
         shape = np.shape(self.a2a_s)
@@ -74,6 +76,8 @@ class StepDurations:
             object.__setattr__(self, name, _seconds(name, getattr(self, name), expected))
         if not 0 <= self.counts_s < float("inf"):
             raise SpecError(f"StepDurations.counts_s must be finite and not negative, got {self.counts_s!r}")
+        if not 0 <= self.overlap_cost < 1:
+            raise SpecError(f"StepDurations.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
 
     @classmethod
     def uniform(
@@ -93,6 +97,7 @@ class StepDurations:
         end_s: float = 0.0,
         counts_s: float = 0.0,
         update_s: float = 0.0,
+        overlap_cost: float = 0.0,
     ) -> StepDurations:
         """All blocks and ranks alike; trans_s and agg_s give seconds by chunk."""
 
@@ -115,6 +120,7 @@ class StepDurations:
             end_s=np.full(ranks, end_s),
             counts_s=counts_s,
             update_s=np.full(ranks, update_s),
+            overlap_cost=overlap_cost,
         )
 
     @property
@@ -149,14 +155,15 @@ class StepDurations:
 class SimulatedStep:
     """One simulated step; all arrays are [R] seconds.
 
-    For every rank: compute + a2a + shared + exposed Trans + exposed Agg + exposed Plan + idle = makespan. shared_s is
-    what all-to-alls lost to transfers on the same link; idle_s is waiting for slower ranks. spans is empty unless
-    asked for.
+    For every rank: compute + slowed + a2a + shared + exposed Trans + exposed Agg + exposed Plan + idle = makespan.
+    slowed_s is what compute lost to transfers beside it, shared_s what all-to-alls lost to those on the same link;
+    idle_s is waiting for slower ranks. spans is empty unless asked for.
     """
 
     makespan_s: float
     compute_s: FloatArray
     a2a_s: FloatArray
+    slowed_s: FloatArray
     shared_s: FloatArray
     exposed_trans_s: FloatArray
     exposed_agg_s: FloatArray
@@ -201,9 +208,22 @@ class _Clock:
 
     def compute(self, name: str, seconds: FloatArray) -> None:
         before = self.now
-        self.now = before + seconds
+        lost = self.lost(seconds)
+        self.now = before + seconds + lost
         self.sums["compute"] += seconds
+        self.sums["slowed"] += lost
         self.span(name, "compute", before, self.now)
+
+    def lost(self, seconds: FloatArray) -> FloatArray:
+        """By how much the transfers under way lengthen compute that takes `seconds` alone."""
+        taken = self.durations.overlap_cost
+        if taken == 0.0:
+            return np.zeros_like(seconds)
+        ahead = np.zeros_like(seconds)
+        for transfer in self.sent.values():
+            ahead += np.maximum(transfer.finish - np.maximum(transfer.start, self.now), 0.0)
+        slowed: FloatArray = taken * np.minimum(ahead, seconds / (1.0 - taken))
+        return slowed
 
     def meet(self) -> float:
         """All ranks wait for the last one."""
@@ -283,7 +303,7 @@ def simulate(
     """
     d, ranks = durations, durations.ranks
     check_schedule(schedule, d.blocks, d.chunks)
-    names = ("compute", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
+    names = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
     clock = _Clock(d, shared_link, record, np.zeros(ranks), np.zeros(ranks), {n: np.zeros(ranks) for n in names})
     planned = np.zeros(ranks)
     for action in program(schedule, d.blocks):
@@ -433,4 +453,5 @@ def predicted_durations(
         end_s=slow[0] * end_s,
         update_s=slow[0] * update_s,
         counts_s=counts_s,
+        overlap_cost=max(c.topology.overlap_cost for c in contexts),
     )

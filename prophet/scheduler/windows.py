@@ -17,6 +17,7 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
 
     def add(self, name: str, seconds: float) -> None:
+        """Count `seconds` towards `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def take(self) -> dict[str, float]:

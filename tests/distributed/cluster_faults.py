@@ -17,8 +17,8 @@ from torch import Tensor
 import prophet
 from benchmarks.cluster.calibrate import fit_experts
 from benchmarks.cluster.host import Host
+from prophet import EngineConfig, attach
 from prophet.comm import Channel, Collective, Operation, Pending, collective_for
-from prophet.engine import EngineConfig, attach
 from prophet.kernels.grouped_ffn.naive import ExpertWeights, expert_ffn
 from prophet.spec import Topology
 from prophet.step_report import StepReport

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from prophet.cli import FAILED, OK, main
 from prophet.topology import read_fits, read_topology
+from tests.launching import as_launched
 
 SMALL = ["--dim", "16", "--hidden", "32", "--rows", "16", "256", "--tokens", "16", "128", "--repeats", "2"]
 OPERATIONS = {"a2a_intra", "expert_forward", "expert_backward", "trans", "agg"}
@@ -51,25 +48,9 @@ def test_a_run_that_takes_too_long_is_ended(capsys: pytest.CaptureFixture[str]) 
 
 def test_ranks_that_are_there_already_are_joined(tmp_path: Path) -> None:
     """As torchrun starts them: rank 0 speaks, the others are silent."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    told = {"LOCAL_WORLD_SIZE": "1"}  # two nodes of one rank, as far as the ranks can tell
     file = tmp_path / "t.toml"
-    running = []
-    for rank in range(2):
-        told = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "1",  # two nodes of one rank, as far as the ranks can tell
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        command = [sys.executable, "-m", "prophet", "calibrate", "--out", str(file), "--json", *SMALL]
-        environment = {**os.environ, **told, "CUDA_VISIBLE_DEVICES": ""}
-        running.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    said = [p.communicate(timeout=120)[0] for p in running]
-    assert [p.returncode for p in running] == [0, 0]
+    said = as_launched("prophet", "calibrate", "--out", str(file), "--json", *SMALL, ranks=2, **told)
     assert said[1] == ""
     assert {row["operation"] for row in json.loads(said[0])["operations"]} == {
         "a2a_inter",

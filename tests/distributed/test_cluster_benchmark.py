@@ -13,31 +13,21 @@ import pytest
 import torch
 
 from benchmarks.cluster import __main__ as cli
-from benchmarks.cluster import kernel_objects as kernel
 from benchmarks.cluster.calibrate import equal_within, fit_experts, fit_link
 from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, policy
 from benchmarks.cluster.profiles import uniform
 from benchmarks.cluster.rows import summarise, table
-from benchmarks.cluster.testbed import TestbedUnavailable
 from benchmarks.cluster.workload import Workload, build, even_ids, forced_balance
+from prophet import EngineConfig, attach
 from prophet.comm import Operation, ThreadCollective
 from prophet.demo.model import ModelConfig, MoEGPT
-from prophet.engine import EngineConfig, attach, moe_layers
+from prophet.layer import moe_layers
 from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from prophet.scheduler.timeline import Recorder, Span, hidden_s, read_trace
 from prophet.spec import LayerShape
+from tests.distributed.cluster_testbed import needs_testbed
 from tests.support import RandomPlanner, on_threads, seeded
 
-
-def _unavailable() -> str | None:
-    try:
-        kernel.check_available()
-    except TestbedUnavailable as error:
-        return str(error)
-    return None
-
-
-REASON = _unavailable()
 SMALL = ModelConfig(dim=8, heads=2, blocks=2, hidden=16, experts=8, top_k=2, length=16)
 
 
@@ -242,7 +232,7 @@ def test_a_peer_that_is_missing_is_left_out_with_a_reason() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+@needs_testbed
 def test_a_short_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "load_profile", lambda _: uniform("two", hosts=2, share=0.6))
     argv = ["--policies", "static,prophet,forced-balance", "--repetitions", "1", "--steps", "2", "--skip", "1"]

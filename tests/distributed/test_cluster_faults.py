@@ -6,25 +6,16 @@ import re
 
 import pytest
 
-from benchmarks.cluster import kernel_objects as kernel
 from benchmarks.cluster.profiles import uniform
-from benchmarks.cluster.testbed import Running, Testbed, TestbedUnavailable
+from benchmarks.cluster.testbed import Running, Testbed
 from tests.distributed.cluster_faults import KILL, STEPS, STOP
+from tests.distributed.cluster_testbed import needs_testbed
 
 FAULTS = "tests.distributed.cluster_faults"
 TIMEOUT_S = 3.0
 
 
-def _unavailable() -> str | None:
-    try:
-        kernel.check_available()
-    except TestbedUnavailable as error:
-        return str(error)
-    return None
-
-
-REASON = _unavailable()
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(REASON is not None, reason=REASON or "")]
+pytestmark = [pytest.mark.slow, needs_testbed]
 
 
 @pytest.mark.parametrize(

@@ -15,21 +15,10 @@ import pytest
 from benchmarks.cluster import kernel_objects as kernel
 from benchmarks.cluster.profiles import BUILT_IN, ProfileError, built_in, load_profile, uniform
 from benchmarks.cluster.testbed import HostFailed, Running, Testbed, TestbedError, TestbedUnavailable
+from tests.distributed.cluster_testbed import needs_testbed
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = "tests.distributed.cluster_programs"
-
-
-def _unavailable() -> str | None:
-    try:
-        kernel.check_available()
-    except TestbedUnavailable as error:
-        return str(error)
-    return None
-
-
-REASON = _unavailable()
-needs_testbed = pytest.mark.skipif(REASON is not None, reason=REASON or "")
 
 
 def two_hosts(**options: float) -> Testbed:

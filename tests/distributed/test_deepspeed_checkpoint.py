@@ -12,14 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
-
 import torch
 import torch.distributed as dist
 from prophet_deepspeed import CheckpointError
 
 from tests.deepspeed_support import (
+    IN_32,
     Array,
     Case,
     batch,
@@ -36,7 +34,6 @@ from tests.support import on_processes
 
 STEPS = 5
 FP16 = {"fp16": {"initial_scale_power": 4, "loss_scale_window": 2}}  # the scale doubles while a checkpoint is made
-IN_32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 # DeepSpeed's gate draws noise for every token: random generators go on, too
 BASE = Case(clip=0.5, microbatches=1, sampling=True, section={"predict": "ema"})
 SAME = {f"fp32, ZeRO-{s}": replace(BASE, stage=s) for s in (0, 1, 2)}

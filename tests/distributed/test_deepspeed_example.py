@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
+from tests.launching import EXAMPLES, torchrun
 
-ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
 
 
 def run(out: Path, *options: str, ranks: int = 4) -> list[float]:
     """Losses of the example, by step."""
     starter = out.parent / f"{out.name}.py"
     starter.write_text(
-        f"import runpy, sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'integrations')!r}]\n"
+        "import runpy\n"
         # DeepSpeed would compile an operation for processes of one machine, and wait for whoever compiles it already
         "import deepspeed; deepspeed.ops.__compatible_ops__['deepspeed_shm_comm'] = False\n"
-        f"runpy.run_path({str(ROOT / 'examples' / 'deepspeed_config.py')!r}, run_name='__main__')\n"
+        f"runpy.run_path({str(EXAMPLES / 'deepspeed_config.py')!r}, run_name='__main__')\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(starter), "--out", str(out), *options]
-    settings = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False, env=settings)
+    torchrun(starter, "--out", str(out), *options, ranks=ranks, DS_ACCELERATOR="cpu")
     starter.unlink()
-    if done.returncode:
-        raise AssertionError(done.stdout[-2000:] + done.stderr[-6000:])
     found: list[float] = json.loads((out / "losses.json").read_text())
     return found
 

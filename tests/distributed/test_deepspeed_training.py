@@ -11,12 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
-
 import torch.distributed as dist
 
 from tests.deepspeed_support import (
+    IN_32,
     Array,
     Case,
     batch,
@@ -36,7 +34,6 @@ RANKS, STEPS = 4, 4
 BASE = Case(optimizer="SGD", lr=0.5, scheduler=False, clip=0.2)
 AT_HOME = {"planner": "static"}
 FP16 = {"fp16": {"initial_scale_power": 6, "hysteresis": 1}}
-IN_32 = {"data_types": {"grad_accum_dtype": "fp32"}}
 
 EXACT = {f"ZeRO-{s}": replace(BASE, stage=s) for s in (0, 1, 2)}
 EXACT |= {f"ZeRO-{s}, two groups": replace(BASE, stage=s, ep_size=2) for s in (0, 1, 2)}

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launching import EXAMPLES, torchrun
 
 
 def run(folder: Path, *, ranks: int, ep_size: int, steps: int) -> dict[int, float]:
     """The example's losses, by step."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["examples/expert_and_data_parallel.py", "--folder", str(folder)]
-    command += ["--ep-size", str(ep_size), "--steps", str(steps)]
-    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False, env=settings)
-    if done.returncode:
-        raise AssertionError(done.stdout[-2000:] + done.stderr[-6000:])
-    return {int(s): float(x) for s, x in re.findall(r"step (\d+): loss ([\d.]+)", done.stdout)}
+    options = ["--folder", str(folder), "--ep-size", str(ep_size), "--steps", str(steps)]
+    said = torchrun(EXAMPLES / "expert_and_data_parallel.py", *options, ranks=ranks)
+    return {int(s): float(x) for s, x in re.findall(r"step (\d+): loss ([\d.]+)", said)}
 
 
 @pytest.mark.timeout(600)

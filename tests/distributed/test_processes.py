@@ -1,15 +1,57 @@
-"""Ranks as processes: how they end."""
+"""Ranks as processes: how they are found to be there already, and how they end."""
 
 from __future__ import annotations
 
 import atexit
+import json
 import os
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 
-from prophet.processes import RankFailed, _watch, run_ranks
+from prophet.processes import Launch, RankFailed, _watch, launched, run_ranks
+from tests.launching import torchrun
+
+JOINS = """
+import dataclasses, json, pathlib, sys, torch
+from prophet.comm import Operation
+from prophet.processes import joined_group, launched
+
+launch = launched()
+with joined_group(launch, timeout_s=30) as ranks:
+    there = ranks.all_gather(torch.tensor([ranks.rank]), op=Operation("test")).flatten().tolist()
+    found = {**dataclasses.asdict(launch), "device": launch.device, "there": there}
+    pathlib.Path(sys.argv[1], f"{ranks.rank}.json").write_text(json.dumps(found))
+"""
+
+
+@pytest.mark.timeout(150)
+def test_ranks_that_torchrun_has_started_find_out_and_join(tmp_path: Path) -> None:
+    program = tmp_path / "joins.py"
+    program.write_text(JOINS, encoding="utf-8")
+    torchrun(program, str(tmp_path), ranks=2, timeout_s=120)
+    for rank in range(2):
+        found = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+        assert found == {"ranks": 2, "local_rank": rank, "local_ranks": 2, "device": "cpu", "there": [0, 1]}
+
+
+def test_a_launcher_is_known_by_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert launched() is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert launched() is None  # of no rank
+    monkeypatch.setenv("RANK", "3")
+    assert launched() == Launch(ranks=4, local_rank=0, local_ranks=None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    launch = launched()
+    assert launch == Launch(ranks=4, local_rank=1, local_ranks=2)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert launch.device == "cuda:1"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert launch.device == "cpu"
 
 
 def _leaves_trouble(rank: int) -> None:

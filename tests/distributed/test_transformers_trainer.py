@@ -5,32 +5,23 @@ from __future__ import annotations
 import json
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.launching import EXAMPLES, torchrun
+
 pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-prophet[hf]'")
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = ("--steps", "4", "--save-every", "2")
 
 
 def run(out: Path, *options: str, ranks: int = 2) -> list[float]:
     """Losses of the example, by step."""
-    paths = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'integrations')!r}]"
-    script = f"{paths}; sys.argv = ['example', *sys.argv[1:]]; import runpy; "
-    script += f"runpy.run_path({str(ROOT / 'examples' / 'transformers_trainer.py')!r}, run_name='__main__')"
-    starter = out.parent / f"{out.name}.py"
-    starter.write_text(script)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(starter), "--out", str(out), *STEPS, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
-    if done.returncode:
-        raise AssertionError(done.stdout[-2000:] + done.stderr[-6000:])
+    torchrun(EXAMPLES / "transformers_trainer.py", "--out", str(out), *STEPS, *options, ranks=ranks)
     found: list[float] = json.loads((out / "losses.json").read_text())
     return found
 
@@ -49,7 +40,7 @@ def same(a: Path, b: Path, tolerance: float) -> None:
 
 
 def test_on_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = str(ROOT / "examples" / "transformers_trainer.py")
+    script = str(EXAMPLES / "transformers_trainer.py")
     losses = {}
     for name, options in (("plain", ["--plain"]), ("balanced", [])):
         out = tmp_path / name

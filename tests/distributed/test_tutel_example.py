@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.launching import EXAMPLES, torchrun
+
 WHY = "needs tutel: NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel"
 pytest.importorskip("tutel.moe", reason=WHY)
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(out: Path, *options: str, ranks: int = 2) -> tuple[list[float], int]:
     """Losses of the example by step, and replicas over all steps."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(ROOT / "examples" / "tutel_training.py"), "--out", str(out), *options]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False, env=settings)
-    if done.returncode:
-        raise AssertionError(done.stdout[-2000:] + done.stderr[-6000:])
+    torchrun(EXAMPLES / "tutel_training.py", "--out", str(out), *options, ranks=ranks)
     found = json.loads((out / "losses.json").read_text())
     return found["losses"], found["replicas"]
 

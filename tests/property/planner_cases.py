@@ -39,6 +39,7 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 6, max_tokens: int = 200, even_sp
         expert_overhead_s=draw(st.sampled_from([0.0, 1e-6])),
         trans_rate=draw(st.sampled_from([1.0, 0.5])),
         agg_rate=draw(st.sampled_from([1.0, 0.25])),
+        overlap_cost=draw(st.sampled_from([0.0, 0.3])),
     )
     home = rng.permutation(np.arange(experts) // (experts // ranks))
     count = draw(st.integers(0, 3 * ranks))

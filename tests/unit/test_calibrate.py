@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 import torch
 
-from prophet.calibrate import Calibration, Ranges, calibrate, check, model_lines
+from prophet.calibrate import Calibration, Probe, Ranges, calibrate, check, measure_overlap, model_lines
 from prophet.comm import ThreadCollective, ThreadWorld
+from prophet.experts import ExpertBank
 from prophet.lines import Fit, Line, Point, fit_line, rate_of
 from prophet.planner.cost import step_cost
-from prophet.spec import LayerShape, Link, Placement, PlanContext, SpecError, Split, Topology
+from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, SpecError, Split, Topology
 
 SMALL = Ranges(rows=(4, 64), tokens=(8, 32), groups=(1, 2), halves=(1, 3), points=3)
 
@@ -75,6 +76,7 @@ def test_all_ranks_get_the_same_topology() -> None:
     topology = found[0].topology
     assert (topology.ranks, topology.nodes) == (4, 2)
     assert all(f > 0 for f in topology.flops_per_s)
+    assert 0 <= topology.overlap_cost < 1
     for fit in found[0].fits:
         fitted, held_out = {p.size for p in fit.fitted}, {p.size for p in fit.held_out}
         assert fitted
@@ -91,6 +93,31 @@ def test_one_rank_has_no_links_to_measure() -> None:
     assert {f.operation for f in found.fits} == {"expert_forward", "expert_backward"}
     assert found.model == ()
     assert all(f.held_out == () for f in found.fits)
+
+
+class _Told(Probe):
+    """Takes the seconds of the probes from a list."""
+
+    def __init__(self, collective: ThreadCollective, seconds: list[list[float]]) -> None:
+        super().__init__(collective, torch.device("cpu"), 1)
+        self.seconds = seconds
+
+    def typical(self, runs: Sequence[Callable[[], float | None]]) -> tuple[FloatArray, FloatArray]:
+        for run in runs:
+            run()
+        lower = np.array(self.seconds.pop(0))
+        return np.stack([lower, lower]), lower[:, None]
+
+
+@pytest.mark.parametrize(("beside_s", "expected"), [(5.0, 0.0), (4.9, 0.0), (5.5, 0.25), (9.0, 0.95)])
+def test_what_a_hidden_transfer_costs_is_what_it_adds_per_second(beside_s: float, expected: float) -> None:
+    bank = ExpertBank(8, 16, 1)
+
+    def told(c: ThreadCollective) -> float:
+        return measure_overlap(_Told(c, [[2.0, 1.0], [5.0, beside_s]]), bank, rows=4, n_bytes=256)
+
+    assert ThreadWorld(2).run(told) == [pytest.approx(expected)] * 2
+    assert measure_overlap(_Told(ThreadWorld(1).collective(0), []), bank, rows=4, n_bytes=256) == 0.0
 
 
 def test_a_check_fits_nothing_and_uses_the_lines_it_is_given() -> None:

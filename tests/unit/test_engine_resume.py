@@ -109,6 +109,8 @@ def test_what_is_not_this_engines_is_refused_and_nothing_changes() -> None:
         other[1]["holds"] = ~other[1]["holds"]
         shorter = copy.deepcopy(saved["histories"])
         shorter[0]["ring"] = shorter[0]["ring"][:, :-1]
+        negative = copy.deepcopy(saved["histories"])
+        negative[1]["ring"] -= 1000
         for state, text in (
             ({}, "expected the state of an engine, got nothing"),
             (broken(step=-1), "step: expected an integer from 0 on"),
@@ -117,6 +119,8 @@ def test_what_is_not_this_engines_is_refused_and_nothing_changes() -> None:
             (broken(plans=[saved["plans"][0], 7]), "plan of MoE layer 1: expected a plan, got int"),
             (broken(plans=other), "the home rank must hold its expert"),
             (broken(histories=shorter), "history of MoE layer 0, ring: expected int32"),
+            (broken(histories=negative), "History.ring: must not be negative"),
+            (broken(histories=[saved["histories"][0], 7]), "history of MoE layer 1: expected tensors by name, got int"),
             (broken(histories=[{}, {}]), "history of MoE layer 0, ring: expected a tensor, got NoneType"),
         ):
             with pytest.raises(SpecError, match=text.replace("[", r"\[")):

@@ -333,15 +333,7 @@ def test_a_forward_pass_that_fails_halfway() -> None:
 
 def test_two_backward_passes_through_one_graph() -> None:
     def body(run: Run) -> list[Step]:
-        steps = []
-        for s in range(3):
-            run.zero_grad()
-            loss = run.forward(s)
-            (loss / 4).backward(retain_graph=True)
-            (loss * 3 / 4).backward()
-            run.loss += loss.detach()
-            steps.append(run.step())
-        return steps
+        return [run.step_in_two_passes(s) for s in range(3)]
 
     check(CASE, body)
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import common
 from benchmarks.common import Row
 from benchmarks.expert_compute import __main__ as command
 from benchmarks.expert_compute import measure as measuring
 from prophet.comm import ThreadCollective
 from prophet.kernels.grouped_ffn import grouped_ffn
+from tests.launching import as_launched
 from tests.support import on_threads
 
-ROOT = Path(__file__).resolve().parents[2]
 OPTIONS: dict[str, Any] = {
     "tokens_per_expert": [3, 8],
     "experts": [1, 2],
@@ -81,19 +78,9 @@ def test_a_run_that_takes_too_long_is_ended(capsys: pytest.CaptureFixture[str]) 
 
 def test_ranks_that_are_there_already_are_joined(tmp_path: Path) -> None:
     """As torchrun starts them: rank 0 speaks and writes, the other is silent."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     out = tmp_path / "e.json"
-    running = []
-    for rank in range(2):
-        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
-        arguments = ["--shapes", "8x16", "--tokens-per-expert", "4", "--dtypes", "float32", "--repeats", "1"]
-        line = [sys.executable, "-m", "benchmarks.expert_compute", *arguments, "--json", str(out)]
-        running.append(subprocess.Popen(line, cwd=ROOT, env={**os.environ, **told}, stdout=subprocess.PIPE, text=True))
-    said = [p.communicate(timeout=120)[0] for p in running]
-    assert [p.returncode for p in running] == [0, 0]
+    arguments = ["--shapes", "8x16", "--tokens-per-expert", "4", "--dtypes", "float32", "--repeats", "1"]
+    said = as_launched("benchmarks.expert_compute", *arguments, "--json", str(out), ranks=2)
     assert "8 x 16" in said[0]
     assert said[1] == ""
     assert {row["ranks"] for row in json.loads(out.read_text())["rows"]} == {2}
@@ -109,6 +96,6 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
             command.main(wrong)
         assert word in capsys.readouterr().err
     bad = {"dim": 1, "hidden": 1, "dtype": "float32", "experts": 1, "tokens_per_expert": 1, "wrong": "x"}
-    monkeypatch.setattr(command, "rows_on_ranks", lambda *_, **__: [bad])
+    monkeypatch.setattr(common, "rows_on_ranks", lambda *_, **__: [bad])
     assert command.main([]) == 1
     assert "were wrong" in capsys.readouterr().err

@@ -129,14 +129,14 @@ def test_optimizers_of_parts_and_of_more_are_no_mistake() -> None:
 
 def test_built_before_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     model = TinyModel(group=alone())
-    monkeypatch.setattr("prophet.engine.processes", lambda: 2)
+    monkeypatch.setattr("prophet.start.processes", lambda: 2)
     found = warned(lambda: prophet.attach(model, config=STATIC).close())
     assert len(found) == 1
     assert "built for a single rank, or before init_process_group" in found[0]
 
 
 def test_a_group_smaller_than_the_world_without_averaging_over_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prophet.engine.processes", lambda: 4)
+    monkeypatch.setattr("prophet.start.processes", lambda: 4)
 
     def body(group: Collective) -> None:
         prophet.attach(TinyModel(group=group), config=STATIC).close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -106,6 +108,12 @@ def test_step_cost_counts_groups_windows_and_slow_ranks() -> None:
     assert cost.trans_s == pytest.approx(0.4)
     assert cost.exposed_trans_s == pytest.approx(0.4 - forward - 0.1)
     assert cost.exposed_agg_s == pytest.approx(0.4 - 2 * forward - 0.05)
+    taxed = dataclasses.replace(plan, topology=dataclasses.replace(topology, overlap_cost=0.2))
+    cost = step_cost(Split(tokens), placement, taxed)
+    assert cost.exposed_trans_s == pytest.approx(0.4 - 0.8 * (forward + 0.1))
+    roomy = dataclasses.replace(taxed, windows=Windows(fnec_s=9.0, bnec_s=9.0))
+    cost = step_cost(Split(tokens), placement, roomy)
+    assert cost.exposed_trans_s == cost.exposed_agg_s == pytest.approx(0.2 * 0.4)
 
 
 def test_sizes_that_disagree_are_refused() -> None:

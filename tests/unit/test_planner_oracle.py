@@ -15,13 +15,16 @@ from prophet.spec import Placement, SpecError
 pytest.importorskip("scipy")
 
 
+@pytest.mark.parametrize("overlap_cost", [0.0, 0.3])
 @pytest.mark.parametrize("name", ["hpwnv:MoE-GPT-L", "h100-nvlink:Mixtral-8x7B", "gloo-loopback"])
-def test_no_planner_beats_the_oracle(name: str) -> None:
+def test_no_planner_beats_the_oracle(name: str, overlap_cost: float) -> None:
     from prophet.planner.oracle import lower_bound, solve_exactly
 
     rng = np.random.default_rng(3)
     load = rng.multinomial(4096, rng.dirichlet(np.full(4, 0.4)), size=4).astype(np.int64)
     context = get_preset(name).context(4, 4, routed_per_rank=4096, slots_per_rank=2)
+    topology = dataclasses.replace(context.topology, overlap_cost=overlap_cost)
+    context = dataclasses.replace(context, topology=topology)
     best = solve_exactly(load, context, time_limit_s=20)
     assert best.bound <= best.seconds * (1 + 1e-3)
     assert lower_bound(load, context) <= best.bound * (1 + 1e-6)
@@ -47,7 +50,7 @@ def test_the_timed_split_comes_close_to_the_best_one() -> None:
         if seed % 4 < 2:
             topology = dataclasses.replace(context.topology, ranks_per_node=ranks // 2)
             context = dataclasses.replace(context, topology=topology)
-        placement = get_planner("prophet-search", effort=0.1, gain_margin=0.0, spare=0.0).place(load, context)
+        placement = get_planner("prophet-search", effort=10.0, gain_margin=0.0, spare=0.0).place(load, context)
         best = solve_exactly(load, context, within=placement, time_limit_s=20)
         for gaps, effort in ((timed, 10.0), (exact, 0.0)):
             split = get_planner("prophet", split_effort=effort).split(load, placement, context)

@@ -63,14 +63,7 @@ def test_on_processes() -> None:
 def test_two_backward_passes_through_one_graph() -> None:
     def body(group: Collective) -> list[Step]:
         run = Run(CASE, group, FixedPlanner(ALL))
-        steps = []
-        for s in range(3):
-            run.zero_grad()
-            loss = run.forward(s)
-            (loss / 4).backward(retain_graph=True)
-            (loss * 3 / 4).backward()
-            run.loss += loss.detach()
-            steps.append(run.step())
+        steps = [run.step_in_two_passes(s) for s in range(3)]
         run.close()
         return steps
 

@@ -50,11 +50,12 @@ def durations(draw: st.DrawFn) -> StepDurations:
         start_s=draw_s(8, ranks),
         end_s=draw_s(9, ranks),
         counts_s=float(scale[10]) * 0.01,
+        overlap_cost=draw(st.sampled_from([0.0, 0.3])),
     )
 
 
 def parts(step: SimulatedStep) -> FloatArray:
-    names = ("compute", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
+    names = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
     total: FloatArray = np.sum([getattr(step, f"{n}_s") for n in names], axis=0)
     return total
 
@@ -104,6 +105,19 @@ def test_agg_hides_under_the_backward_pass_of_the_block_before() -> None:
     # Agg(1): 2 under BNEC(0) of 3, 4 under BEC(0) of 5; Agg(0) is sent at the very end, in full
     assert step.exposed_s["agg"] == pytest.approx(6)
     assert step.makespan_s == pytest.approx(2 * 8 + 6)
+
+
+def test_a_transfer_takes_its_cost_from_the_compute_beside_it() -> None:
+    d = StepDurations.uniform(1, 2, start_s=10.0, fec_s=3.0, trans_s=(4.0, 0.0), overlap_cost=0.25)
+    step = simulate([Action.parse("TRANS(0,0)@START")], d)
+    np.testing.assert_allclose(step.slowed_s, 0.25 * 4.0)  # all of it beside the compute
+    assert step.makespan_s == pytest.approx(step.compute_s[0] + 1.0)
+    short = simulate([Action.parse("TRANS(0,0)@START")], dataclasses.replace(d, start_s=np.full(2, 1.5)))
+    np.testing.assert_allclose(
+        short.slowed_s, 0.5
+    )  # 1.5 s of work take 2 s, the other 2 s of the transfer are waited for
+    np.testing.assert_allclose(short.exposed_trans_s, 2.0)
+    assert simulate(blocking(1), d).slowed_s.max() == 0.0
 
 
 def test_the_slowest_rank_makes_the_others_wait() -> None:
@@ -157,8 +171,8 @@ def test_makespan_is_at_least_every_stream(d: StepDurations, shared: bool) -> No
 @given(durations())
 def test_exposed_is_at_most_what_is_sent(d: StepDurations) -> None:
     """On one rank, which waits for no other's launch; with several that wait counts as well."""
-    alone = {f.name: getattr(d, f.name)[..., :1] for f in dataclasses.fields(d) if f.name not in ("plan_s", "counts_s")}
-    d = dataclasses.replace(d, **alone)
+    own = [f.name for f in dataclasses.fields(d) if f.name not in ("plan_s", "counts_s", "overlap_cost")]
+    d = dataclasses.replace(d, **{name: getattr(d, name)[..., :1] for name in own})
     for make in (block_wise, blocking):
         step = simulate(make(d.blocks), d)
         assert (step.exposed_trans_s <= d.trans_s.sum(axis=(0, 1)) + 1e-9).all()
@@ -189,7 +203,7 @@ def test_block_wise_is_never_slower_on_a_shared_link_when_ranks_send_alike(d: St
 def test_recorded_spans_agree_with_the_sums(d: StepDurations) -> None:
     step = simulate(block_wise(d.blocks), d, record=True)
     for stream, expected in (
-        ("compute", d.compute_s()),
+        ("compute", d.compute_s() + step.slowed_s),
         ("tokens", step.a2a_s + step.shared_s),
     ):
         found = np.zeros(d.ranks)
@@ -236,6 +250,8 @@ def test_bad_durations_name_the_field() -> None:
         dataclasses.replace(d, agg_s=np.zeros((2, 3, 2)))
     with pytest.raises(SpecError, match="bec_s must hold finite seconds"):
         dataclasses.replace(d, bec_s=np.full((2, 2), -1.0))
+    with pytest.raises(SpecError, match="overlap_cost must be at least 0 and below 1"):
+        dataclasses.replace(d, overlap_cost=1.0)
     with pytest.raises(SpecError, match="a2a_s must have shape"):
         dataclasses.replace(d, a2a_s=np.zeros((2, 2)))
 

@@ -29,6 +29,7 @@ def topologies(draw: st.DrawFn) -> Topology:
         call_overhead_s=draw(st.floats(0, 1)),
         trans_rate=draw(st.floats(0.01, 10)),
         agg_rate=draw(st.floats(0.01, 10)),
+        overlap_cost=draw(st.floats(0, 0.99)),
         name=draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=20)),
     )
 

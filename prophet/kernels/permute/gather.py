@@ -46,6 +46,7 @@ def collect(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
 
 
 def weights_fit(weights: Tensor | None) -> bool:
+    """Whether the kernel takes these weights: none, or float32."""
     return weights is None or weights.dtype == torch.float32
 
 
