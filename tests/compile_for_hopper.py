@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from prophet.kernels.grouped_ffn import kernel as ffn
@@ -43,13 +44,13 @@ def compiled(fn: Any, types: dict[str, str], constants: dict[str, Any], warps: i
 
 def resources(built: Any) -> dict[str, int]:
     """Registers per thread and spilled bytes, as the assembler that comes with Triton says."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    tool = get_ptxas(90).path
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(built.asm["ptx"])
         target = str(Path(folder) / "kernel.cubin")
         done = subprocess.run(
-            [str(tool), "-v", "--gpu-name", "sm_90a", str(source), "-o", target],
+            [tool, "-v", "--gpu-name", "sm_90a", str(source), "-o", target],
             capture_output=True,
             text=True,
             check=True,
