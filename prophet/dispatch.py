@@ -92,14 +92,14 @@ class Route:
 
     send_ED: [E, D] this rank's choices of expert e for rank d. groups: (expert, is home) in the order in which this
     rank computes them, homes first. sizes: rows per group. recv_rows: [R] rows from every rank. to_groups: order that
-    turns received rows into groups, [B].
+    turns received rows into groups, [B]; None where they arrive in groups, as on a single rank.
     """
 
     send_ED: Tensor
     send_rows: list[int]
     recv_rows: list[int]
     sizes: list[int]
-    to_groups: Tensor
+    to_groups: Tensor | None
 
     @classmethod
     def build(cls, split: Split, placement: Placement, rank: int, first_home: int, homes: int) -> Route:
@@ -113,13 +113,14 @@ class Route:
         totals = lengths.sum(dim=0).tolist()
         pieces = dict(zip(arrival, by_expert.split(totals), strict=True))
         order = torch.cat([pieces[e] for e in experts])
+        grouped = bool((order[1:] > order[:-1]).all())
         sizes = [totals[arrival.index(e)] for e in experts]
         return cls(
             send_ED=torch.from_numpy(send.copy()),
             send_rows=send.sum(axis=0).tolist(),
             recv_rows=recv.sum(axis=1).tolist(),
             sizes=sizes,
-            to_groups=order,
+            to_groups=None if grouped else order,
         )
 
     def to(self, device: torch.device) -> Route:
@@ -131,5 +132,5 @@ class Route:
             self.send_rows,
             self.recv_rows,
             self.sizes,
-            self.to_groups.to(device, non_blocking=True),
+            None if self.to_groups is None else self.to_groups.to(device, non_blocking=True),
         )

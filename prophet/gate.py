@@ -13,6 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from prophet.kernels.choice import Impl
+from prophet.kernels.route import route, tally
+
+Score = Literal["softmax", "sigmoid"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateConfig:
@@ -30,7 +35,7 @@ class GateConfig:
         position; the rest are dropped and counted. None drops nothing.
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Score = "softmax"
     normalize: bool = True
     scale: float = 1.0
     aux_loss: Literal["none", "switch", "gshard"] = "none"
@@ -57,16 +62,25 @@ class Routing:
     """One rank's routing decisions.
 
     ids: [N, K] expert of every choice. weights: [N, K], zero where dropped. kept: [N, K] booleans, or None where
-    nothing can be dropped. logits, probs: [N, E], or [0, E] where the model's own router keeps them. finite: scalar
-    boolean, False if any logit is NaN or infinite.
+    nothing can be dropped. logits: [N, E], or [0, E] where the model's own router keeps them. finite: scalar boolean,
+    False if any logit is NaN or infinite. chosen: [E] int64 choices of each expert before any drop, where known.
     """
 
     ids: Tensor
     weights: Tensor
     kept: Tensor | None
     logits: Tensor
-    probs: Tensor
     finite: Tensor
+    score: Score = "softmax"
+    chosen: Tensor | None = None
+
+    @property
+    def probs(self) -> Tensor:
+        """Scores as shares of one, [N, E]; computed when asked for: auxiliary losses alone need them."""
+        if self.score == "softmax":
+            return self.logits.softmax(dim=-1)
+        scores = self.logits.sigmoid()
+        return scores / scores.sum(dim=-1, keepdim=True)
 
     @classmethod
     def given(cls, ids: Tensor, weights: Tensor, num_experts: int, kept: Tensor | None = None) -> Routing:
@@ -82,20 +96,19 @@ class Routing:
         none = weights.new_empty((0, num_experts))
         if kept is not None:
             weights = weights * kept
-        finite = torch.isfinite(weights.detach()).all() & exist
-        return cls(ids.clamp(0, num_experts - 1), weights, kept, none, none, finite)
+        return cls(ids.clamp(0, num_experts - 1), weights, kept, none, all_finite(weights) & exist)
 
     def counts(self) -> Tensor:
         """Choices that are dispatched to each expert, [E] int64."""
-        experts = self.logits.shape[1]
-        chosen = self.ids.reshape(-1)
-        if self.kept is not None:
-            chosen = chosen[self.kept.reshape(-1)]
-        return torch.bincount(chosen, minlength=experts)
+        return self.choice_counts() if self.kept is None else tally(self.ids, self.logits.shape[1], self.kept)
+
+    def choice_counts(self) -> Tensor:
+        """Choices of each expert before any drop, [E] int64."""
+        return tally(self.ids, self.logits.shape[1]) if self.chosen is None else self.chosen
 
     def first_choice_counts(self) -> Tensor:
         """First choices of each expert before any drop, [E] int64."""
-        return torch.bincount(self.ids[:, 0], minlength=self.logits.shape[1])
+        return tally(self.ids[:, 0], self.logits.shape[1])
 
     def dropped(self) -> Tensor:
         """Choices dropped for lack of capacity, scalar int64."""
@@ -123,14 +136,20 @@ class Router(nn.Module):
 
 
 class Gate(Router):
-    """Scores E experts for every token and selects K of them; computed in float32 at least, whatever autocast says."""
+    """Scores E experts for every token and selects K of them; computed in float32 at least, whatever autocast says.
 
-    def __init__(self, dim: int, num_experts: int, top_k: int, config: GateConfig | None = None) -> None:
+    impl: which implementation of the op `prophet.kernels.route` runs.
+    """
+
+    def __init__(
+        self, dim: int, num_experts: int, top_k: int, config: GateConfig | None = None, *, impl: Impl = "auto"
+    ) -> None:
         super().__init__(config)
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k must be between 1 and num_experts ({num_experts}), got {top_k}")
         self.num_experts = num_experts
         self.top_k = top_k
+        self.impl: Impl = impl
         self.weight = nn.Parameter(torch.empty(num_experts, dim))
         if self.config.bias_update_rate > 0:
             self.bias = torch.zeros(num_experts)
@@ -148,24 +167,20 @@ class Gate(Router):
         with torch.autocast(x.device.type, enabled=False):
             precise = torch.promote_types(x.dtype, torch.float32)
             logits = F.linear(x.to(precise), self.weight.to(precise))
-            if config.score == "softmax":
-                scores = logits.softmax(dim=-1)
-                probs = scores
-            else:
-                scores = logits.sigmoid()
-                probs = scores / scores.sum(dim=-1, keepdim=True)
-            preference = scores if self.bias is None else scores + self.bias.to(precise)
-            ids = preference.detach().topk(self.top_k, dim=-1).indices
-            weights = scores.gather(1, ids)
-            if config.normalize:
-                weights = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(precise).tiny)
-            if config.scale != 1.0:
-                weights = weights * config.scale
+            ids, weights, chosen = route(
+                logits,
+                self.top_k,
+                score=config.score,
+                normalize=config.normalize,
+                scale=config.scale,
+                bias=None if self.bias is None else self.bias.to(precise),
+                impl=self.impl,
+            )
             kept = None
             if config.capacity_factor is not None:
                 kept = within_capacity(ids, self.num_experts, config.capacity_factor)
                 weights = weights * kept
-        return Routing(ids, weights, kept, logits, probs, torch.isfinite(logits.detach()).all())
+        return Routing(ids, weights, kept, logits, all_finite(logits), config.score, chosen)
 
     def losses(self, routing: Routing, counts: Tensor, tokens: int, ranks: int) -> dict[str, Tensor]:
         """Auxiliary losses of this rank, weighted; their mean over ranks is the loss of the whole batch.
@@ -176,8 +191,9 @@ class Gate(Router):
         share = ranks / max(tokens, 1)  # a rank's sum times this averages, over ranks, to the mean over tokens
         found: dict[str, Tensor] = {}
         if self.config.aux_loss != "none":
-            fraction = counts.to(routing.probs.dtype) / counts.sum().clamp_min(1)
-            mean_prob = routing.probs.sum(dim=0) * share
+            probs = routing.probs
+            fraction = counts.to(probs.dtype) / counts.sum().clamp_min(1)
+            mean_prob = probs.sum(dim=0) * share
             found["aux"] = self.config.aux_loss_weight * self.num_experts * (fraction * mean_prob).sum()
         if self.config.z_loss_weight > 0:
             found["z"] = self.config.z_loss_weight * routing.logits.logsumexp(dim=-1).square().sum() * share
@@ -192,6 +208,13 @@ class Gate(Router):
         self.bias += self.config.bias_update_rate * torch.sign(load.mean() - load)
 
 
+def all_finite(x: Tensor) -> Tensor:
+    """Whether nothing in `x` is NaN or infinite, a scalar boolean; in one pass, as extremes keep what is not finite."""
+    if x.numel() == 0:
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    return torch.isfinite(torch.stack(torch.aminmax(x.detach()))).all()
+
+
 def within_capacity(ids: Tensor, num_experts: int, factor: float) -> Tensor:
     """Which of the choices `ids` [N, K] fit the capacity ceil(factor * N * K / E): [N, K] booleans.
 
@@ -201,7 +224,7 @@ def within_capacity(ids: Tensor, num_experts: int, factor: float) -> Tensor:
     capacity = math.ceil(factor * n * k / num_experts)
     by_choice = ids.t().reshape(-1)
     order = by_choice.argsort(stable=True)
-    counts = torch.bincount(by_choice, minlength=num_experts)
+    counts = tally(by_choice, num_experts)
     starts = counts.cumsum(0) - counts
     position = torch.empty_like(by_choice)
     position[order] = torch.arange(n * k, device=ids.device) - starts[by_choice[order]]

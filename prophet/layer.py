@@ -209,7 +209,7 @@ class MoE(nn.Module):
         collective = collective_for(group, timeout_s=timeout_s)
         ranks = collective.size
         m = check_experts_per_rank(num_experts, ranks)
-        router = Gate(dim, num_experts, top_k, gate)
+        router = Gate(dim, num_experts, top_k, gate, impl=impl)
         experts = ExpertBank(
             dim,
             hidden,
@@ -291,8 +291,11 @@ class MoE(nn.Module):
         order, position = send_order(routing.ids, routing.kept, route.send_ED, sum(route.send_rows), impl=self.impl)
         rows = permute(tokens.to(dtype), order, position, impl=self.impl)
         rows = self._exchange(rows, route.send_rows, route.recv_rows, "dispatch")
-        from_groups = inverse(route.to_groups, route.to_groups.numel()).unsqueeze(1)
-        rows = self._edge(permute(rows, route.to_groups, from_groups, impl=self.impl), "BEC_ENDED")
+        groups = None
+        if route.to_groups is not None:
+            groups = route.to_groups, inverse(route.to_groups, route.to_groups.numel()).unsqueeze(1)
+            rows = permute(rows, *groups, impl=self.impl)
+        rows = self._edge(rows, "BEC_ENDED")
         replicas = port.replicas(training)
         self._window("FEC")
         before = time.perf_counter()
@@ -308,7 +311,8 @@ class MoE(nn.Module):
         )
         watch.add("expert", time.perf_counter() - before)
         out = self._edge(out, "BEC")
-        out = unpermute(out, route.to_groups, from_groups, impl=self.impl)
+        if groups is not None:
+            out = unpermute(out, *groups, impl=self.impl)
         rows = self._exchange(out, route.recv_rows, route.send_rows, "combine")
         y = unpermute(rows, order, position, routing.weights, impl=self.impl)
         self._window("FNEC")
@@ -323,7 +327,7 @@ class MoE(nn.Module):
         if config.aux_loss == "gshard":
             extra = routing.first_choice_counts()
         elif routing.kept is not None and (config.aux_loss != "none" or config.bias_update_rate > 0):
-            extra = torch.bincount(routing.ids.reshape(-1), minlength=self.num_experts)
+            extra = routing.choice_counts()
         header = [0, 0, tokens, 0, 0, 0, int(self._port.stale(training))]
         header[1], header[4], header[5] = self._port.header(training)
         notes = self._port.notes(training)
@@ -390,7 +394,7 @@ class MoE(nn.Module):
                 f"`with prophet.collect_losses(model) as losses:` and add `losses.total()` to the loss"
             )
         counts = known.load if known.extra is None else known.extra
-        total = torch.from_numpy(counts.sum(axis=0)).to(routing.probs.device)
+        total = torch.from_numpy(counts.sum(axis=0)).to(routing.logits.device)
         losses = self.gate.losses(routing, total, known.tokens, self.collective.size)
         if self._book is not None and not again:
             self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import prophet
 from prophet.comm import Collective, ThreadWorld, collective_for
+from prophet.kernels.choice import Impl
 from prophet.planner.base import Planner
 from prophet.step_report import StepReport
 from tests import oracle
@@ -32,7 +33,10 @@ SCALE = 1 / 7  # any constant: a loss summed over tokens is defined for ranks wi
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One training run. shapes: of each rank's ids. favourites: experts that every token prefers."""
+    """One training run. shapes: of each rank's ids. favourites: experts that every token prefers.
+
+    impl: the kernels that run; Triton's work in float32, the others' in float64 here.
+    """
 
     ranks: int = 2
     experts_per_rank: int = 2
@@ -56,6 +60,7 @@ class Case:
     uses: int = 1
     checkpointing: str | None = None
     lr: float = 0.1
+    impl: Impl = "auto"
 
     @property
     def num_experts(self) -> int:
@@ -85,6 +90,7 @@ class Case:
         )
 
     def model(self, group: Collective) -> TinyModel:
+        dtype = torch.float32 if self.impl == "triton" else torch.float64
         return TinyModel(
             blocks=self.blocks,
             dim=6,
@@ -98,11 +104,13 @@ class Case:
             activation=self.activation,
             bias=self.bias,
             gate=self.gate_config(),
-        ).double()
+            impl=self.impl,
+        ).to(dtype)
 
     def state(self) -> dict[str, Tensor]:
-        """The whole model's parameters, by their names in a state dict."""
-        state = random_state(self.model(ThreadWorld(1).collective(0)), self.seed)
+        """The whole model's parameters in float64, by their names in a state dict."""
+        precise = replace(self, impl="auto")
+        state = random_state(precise.model(ThreadWorld(1).collective(0)), self.seed)
         for name, value in state.items():
             if name.endswith("gate.bias"):
                 value[list(self.favourites)] = 10.0
@@ -271,10 +279,10 @@ def compare(
                 np.testing.assert_allclose(grad, grads[name], rtol=0, atol=limit, err_msg=where)
 
 
-def check_on_threads(case: Case, planner: Planner | None = None) -> list[list[Step]]:
+def check_on_threads(case: Case, planner: Planner | None = None, *, atol: float = 1e-10) -> list[list[Step]]:
     """Train `case` on thread ranks, compare it with the oracle, and return what each rank saw."""
     by_rank = on_threads(case.ranks, lambda group: train(case, group, planner))
-    compare(expected(case), by_rank)
+    compare(expected(case), by_rank, atol)
     return by_rank
 
 

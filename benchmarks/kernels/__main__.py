@@ -70,7 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="CPU: few repetitions of the smaller shapes")
     parser.add_argument("--tokens", type=int, default=2048, help="CPU: tokens (default 2048)")
     parser.add_argument("--threads", type=int, help="CPU: threads (default: what torch chooses)")
-    parser.add_argument("--limit-s", type=float, default=340.0, help="GPU: stop after so long (default 340)")
+    parser.add_argument("--limit-s", type=float, default=300.0, help="GPU: stop after so long (default 300)")
+    parser.add_argument("--tune-s", type=float, default=90.0, help="GPU: measure tile shapes for so long (default 90)")
     parser.add_argument("--tune", action="store_true", help="GPU: measure tile shapes first, and keep the best")
     given = parser.parse_args(arguments)
     if given.tokens < 1:
@@ -83,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     if gpu and given.tune:
         from benchmarks.kernels import tune
 
-        tune.run(GPU_SHAPES, budget_s=80.0)
+        tune.run(GPU_SHAPES, budget_s=given.tune_s)
     print(" | ".join(COLUMNS))
     rows = []
     for row in on_gpu(given.limit_s) if gpu else on_cpu(given.tokens, given.quick):

@@ -65,13 +65,14 @@ def stacked(t: Tensors) -> tuple[Tensor, Tensor]:
 
 
 def grouped_mm(shape: Shape) -> Run:
-    """`torch.nn.functional.grouped_mm`, the activation between."""
+    """`torch.nn.functional.grouped_mm`, or `torch._grouped_mm` where it has no public name; the activation between."""
+    product = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
     def run(t: Tensors) -> Tensor:
         w_in, w_out = stacked(t)
         ends = torch.tensor(t.sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(t.x.device, non_blocking=True)
-        h = F.grouped_mm(t.x, w_in.transpose(1, 2), offs=ends)
-        return F.grouped_mm(activate(h, shape.activation), w_out.transpose(1, 2), offs=ends)
+        h = product(t.x, w_in.transpose(1, 2), offs=ends)
+        return product(activate(h, shape.activation), w_out.transpose(1, 2), offs=ends)
 
     return run
 

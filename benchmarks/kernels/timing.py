@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of the largest GPU
+HEAD_START_CYCLES = 2_000_000  # about a millisecond: the host has launched everything before the GPU begins
 
 
 class Flusher:
@@ -26,6 +27,7 @@ def once_us(run: Callable[[], object], device: str, flush: Flusher) -> float:
     flush()
     if device == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START_CYCLES)
         begin.record()
         run()
         end.record()

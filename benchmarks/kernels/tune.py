@@ -16,7 +16,10 @@ from prophet.kernels.tuning import Config, Kind
 
 
 def run(shapes: list[Shape], *, budget_s: float) -> None:
-    """Time the candidates within whole forward + backward passes at 16384 tokens; stops when `budget_s` is spent."""
+    """Time the candidates within whole forward + backward passes at 16384 tokens; stops when `budget_s` is spent.
+
+    What was measured by then is kept, and classes that are in the file already are not measured again.
+    """
     deadline = time.perf_counter() + budget_s
     device, dtype = torch.device("cuda"), torch.bfloat16
     flush = Flusher("cuda")
@@ -40,22 +43,30 @@ def run(shapes: list[Shape], *, budget_s: float) -> None:
                 return
             before = tuning.read(tuning.cache_file()).get(name)
             if before is None:
-                _choose(name, tuning.candidates(kind, dtype), step, flush)
+                chosen = _choose(name, tuning.candidates(kind, dtype), step, flush, deadline)
+                print(f"{name}: {chosen or 'none of the candidates ran'}", flush=True)
         for p in t.inputs():
             p.grad = None
         del t
         torch.cuda.empty_cache()
 
 
-def _choose(name: str, configs: list[Config], step: Callable[[], object], flush: Flusher) -> None:
-    def measure_s(config: Config) -> float:
-        tuning.write(tuning.cache_file(), {name: config})
-        tuning.forget()
-        step()
-        torch.cuda.synchronize()
-        return sorted(once_us(step, "cuda", flush) for _ in range(3))[1] * 1e-6
+def _choose(
+    name: str, configs: list[Config], step: Callable[[], object], flush: Flusher, deadline: float
+) -> Config | None:
+    """The fastest of `configs` for a class, of those that were measured before the deadline; kept on disk."""
+    from triton.errors import TritonError
 
-    chosen = tuning.best(measure_s, configs)
+    def measure_s(config: Config) -> float:
+        if time.perf_counter() > deadline:
+            raise TimeoutError
+        with tuning.trying(name, config):
+            step()
+            torch.cuda.synchronize()
+            return sorted(once_us(step, "cuda", flush) for _ in range(3))[1] * 1e-6
+
+    chosen = tuning.best(measure_s, configs, (TritonError,))
     if chosen is not None:
         tuning.write(tuning.cache_file(), {name: chosen})
     tuning.forget()
+    return chosen

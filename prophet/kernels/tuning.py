@@ -8,7 +8,8 @@ best to a file that is keyed by device, dtype and shape class (sizes rounded up 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -83,16 +84,31 @@ def candidates(kind: Kind, dtype: torch.dtype) -> list[Config]:
             for m, n, w in ((64, 64, 4), (128, 64, 4), (64, 128, 4), (128, 128, 8))
             for s in (2, 3)
         ]
-    else:
+    elif kind == "rows":
         found = [
-            Config(rows=64, cols=128, depth=64, warps=4, stages=4),
-            Config(rows=128, cols=128, depth=64, warps=4, stages=3),
-            Config(rows=128, cols=128, depth=64, warps=8, stages=3),
-            Config(rows=128, cols=128, depth=64, warps=8, stages=4),
-            Config(rows=128, cols=128, depth=32, warps=8, stages=4),
-            Config(rows=128, cols=256, depth=64, warps=8, stages=3),
-            Config(rows=256, cols=128, depth=64, warps=8, stages=3),
-            Config(rows=32, cols=128, depth=64, warps=4, stages=4),
+            Config(rows=m, cols=n, depth=k, warps=w, stages=s)
+            for m, n, k, w, s in (
+                (64, 128, 64, 4, 4),
+                (64, 256, 64, 8, 3),
+                (128, 128, 64, 8, 3),
+                (128, 128, 64, 8, 4),
+                (128, 128, 32, 8, 4),
+                (128, 256, 64, 8, 3),
+                (256, 128, 64, 8, 3),
+                (32, 128, 64, 4, 4),
+            )
+        ]
+    else:  # a tile of 256 rows or columns, or one of 128 x 128 for four warps, spills kilobytes of registers here
+        found = [
+            Config(rows=m, cols=n, depth=k, warps=w, stages=s)
+            for m, n, k, w, s in (
+                (64, 64, 64, 4, 4),
+                (64, 128, 64, 4, 4),
+                (128, 64, 64, 4, 4),
+                (128, 128, 32, 8, 4),
+                (128, 128, 64, 8, 3),
+                (128, 128, 64, 8, 4),
+            )
         ]
     return found[:CANDIDATES]
 
@@ -143,12 +159,38 @@ def forget() -> None:
     _config.cache_clear()
 
 
-def best(measure_s: Callable[[Config], float], configs: Sequence[Config]) -> Config | None:
-    """The fastest of `configs`; those that `measure_s` cannot run (it raises) are skipped. None if none runs."""
+@contextmanager
+def trying(name: str, config: Config) -> Iterator[None]:
+    """Inside the context the class called `name` runs with `config`; nothing is written to the file."""
+    table = _measured()
+    before = table.get(name)
+    table[name] = config
+    _config.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del table[name]
+        else:
+            table[name] = before
+        _config.cache_clear()
+
+
+def best(
+    measure_s: Callable[[Config], float], configs: Sequence[Config], refused: tuple[type[Exception], ...] = ()
+) -> Config | None:
+    """The fastest of `configs`; those that `measure_s` cannot run (it raises) are skipped. None if none runs.
+
+    refused: what it raises for those, besides RuntimeError and ValueError: Triton has errors of its own. TimeoutError
+    ends the search.
+    """
+    skipped: tuple[type[Exception], ...] = (RuntimeError, ValueError, *refused)
     timed: list[tuple[float, int]] = []
     for i, config in enumerate(configs[:CANDIDATES]):
         try:
             timed.append((measure_s(config), i))
-        except (RuntimeError, ValueError):  # does not fit into shared memory or registers
+        except TimeoutError:
+            break
+        except skipped:  # does not fit into shared memory or registers
             continue
     return configs[min(timed)[1]] if timed else None

@@ -1,14 +1,16 @@
 """The Triton kernels against the definitions: on a GPU, or in Triton's interpreter where TRITON_INTERPRET=1 is set.
 
-`tests/unit/test_kernels_interpreter.py` runs this file in the interpreter. bfloat16 needs a GPU: the interpreter
-rounds it wrongly.
+`tests/unit/test_kernels_interpreter.py` runs this file in the interpreter. `python -m tests.gpu` runs it, and what else
+a GPU can test, in several processes side by side: most of its time on a GPU is the compiler's. bfloat16 needs a GPU:
+the interpreter rounds it wrongly.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import prophet
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.route import route
@@ -28,7 +31,7 @@ if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if ON_GPU else [])
-EXAMPLES = 40 if ON_GPU else 4
+EXAMPLES = 6 if ON_GPU else 4  # every example compiles kernels of its own on a GPU
 Activation = Literal["gelu", "swiglu"]
 
 
@@ -137,12 +140,89 @@ def test_grouped_ffn_at_any_group_sizes(sizes: list[int], data: st.DataObject) -
     )
 
 
+@pytest.mark.parametrize("act", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tile", [(16, 64, 16), (32, 16, 64), (128, 128, 32)], ids=str)
+def test_grouped_ffn_at_other_tile_shapes(
+    act: Activation, tile: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wide tiles are finished in halves; a tile may be larger than everything there is."""
+    from prophet.kernels.grouped_ffn import kernel
+    from prophet.kernels.tuning import Config
+
+    rows, cols, depth = tile
+    chosen = Config(rows=rows, cols=cols, depth=depth, swizzle=2, warps=4, stages=2)
+    monkeypatch.setattr(kernel, "config_for", lambda *_: chosen)
+    check_ffn([20, 0, 13], homes=2, dim=21, hidden=75, act=act, bias=True, dtype=torch.float32, buffers=True)
+
+
 @pytest.mark.skipif(not ON_GPU, reason="shapes of real tiles take minutes in the interpreter")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ["gelu", "swiglu"])
 def test_grouped_ffn_at_real_tile_shapes(dtype: torch.dtype, act: Activation) -> None:
     sizes = [1000, 0, 3, 517, 128, 1]
     check_ffn(sizes, homes=4, dim=320, hidden=200, act=act, bias=False, dtype=dtype, buffers=True)
+
+
+def test_a_graph_may_be_walked_backwards_twice() -> None:
+    """The first pass leaves what was kept for it as it was."""
+    home = ExpertWeights(normal(2, 14, 9, dtype=torch.float32, seed=1), normal(2, 9, 7, dtype=torch.float32, seed=2))
+    x = normal(12, 9, dtype=torch.float32, seed=3)
+    y = grouped_ffn(x, [5, 7], home, "swiglu", impl="triton").sum()
+    first, second = (torch.autograd.grad(y, [x, *home[:2]], retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture
+def float32_setting() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("setting", ["ieee", "tf32"])
+def test_float32_products_follow_the_setting_of_torch(
+    setting: str, float32_setting: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prophet.kernels.grouped_ffn import kernel
+
+    torch.backends.cuda.matmul.fp32_precision = setting
+    assert kernel.float32_precision() == setting
+    asked, launch = [], kernel._Launch.__init__
+
+    def seen(self: kernel._Launch, *args: Any) -> None:
+        launch(self, *args)
+        asked.append(self.precision)
+
+    monkeypatch.setattr(kernel._Launch, "__init__", seen)
+    home = ExpertWeights(normal(2, 24, 32, dtype=torch.float32, seed=1), normal(2, 32, 24, dtype=torch.float32, seed=2))
+    x = normal(20, 32, dtype=torch.float32, seed=3)
+    d_y = normal(20, 32, dtype=torch.float32, seed=4).detach()
+    y = grouped_ffn(x, [8, 12], home, "gelu", impl="triton")
+    found = [y, *torch.autograd.grad(y, [x, *home[:2]], d_y)]
+    assert asked == [setting, setting]
+    wide = [t.detach().double().requires_grad_() for t in (x, *home[:2])]  # type: ignore[union-attr]
+    exact = grouped_ffn(wide[0], [8, 12], ExpertWeights(*wide[1:]), "gelu", impl="naive")
+    wanted = [exact, *torch.autograd.grad(exact, wide, d_y.double())]
+    errors = [
+        float((g.double() - w).detach().abs().max() / w.detach().abs().max())
+        for g, w in zip(found, wanted, strict=True)
+    ]
+    assert max(errors) < (3e-3 if setting == "tf32" else 2e-6)
+    if ON_GPU and setting == "tf32":
+        assert max(errors) > 2e-5  # it was tf32
+
+
+@pytest.mark.parametrize(("old", "expected"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
+def test_the_older_names_of_the_setting_count_too(old: str, expected: str) -> None:
+    from prophet.kernels.grouped_ffn import kernel
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(old)
+        assert kernel.float32_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_grouped_ffn_with_rows_that_are_not_contiguous() -> None:
@@ -170,10 +250,10 @@ def shared(ids: Tensor, kept: Tensor | None, experts: int, ranks: int, seed: int
     return torch.cat([torch.zeros(experts, 1, dtype=torch.long), cuts, counts[:, None]], dim=1).diff(dim=1).to(DEVICE)
 
 
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 1, 3), (1, 1, 1), (7, 2, 5), (200, 3, 17)])
-@pytest.mark.parametrize("drop", [False, True])
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_send_order_permute_and_unpermute(tokens: int, top_k: int, experts: int, drop: bool, ranks: int) -> None:
+def check_moves(
+    tokens: int, top_k: int, experts: int, drop: bool, ranks: int, dim: int, dtypes: list[torch.dtype]
+) -> None:
+    """The send order exactly, rows, sums and gradients to a rounding, against the definitions."""
     ids = routed(tokens, top_k, experts, seed=tokens)
     kept = (torch.rand(tokens, top_k, generator=torch.Generator().manual_seed(1)) < 0.6).to(DEVICE) if drop else None
     split = shared(ids, kept, experts, ranks, seed=2)
@@ -181,8 +261,8 @@ def test_send_order_permute_and_unpermute(tokens: int, top_k: int, experts: int,
     want = send_order(ids, kept, split, impl="naive")
     assert torch.equal(plan.order, want.order)
     assert torch.equal(plan.position, want.position)
-    for dtype in DTYPES:
-        x = normal(tokens, 19, dtype=dtype, seed=3)
+    for dtype in dtypes:
+        x = normal(tokens, dim, dtype=dtype, seed=3)
         weights = normal(tokens, top_k, dtype=torch.float32, seed=4)
         results = []
         for impl, kind in (("triton", dtype), ("naive", torch.float64)):
@@ -195,6 +275,53 @@ def test_send_order_permute_and_unpermute(tokens: int, top_k: int, experts: int,
             results.append([rows, y, total, *grads])
         for got, exact in zip(*results, strict=True):
             assert_near(got, exact, dtype)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 1, 3), (1, 1, 1), (7, 2, 5), (200, 3, 17)])
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_send_order_permute_and_unpermute(tokens: int, top_k: int, experts: int, drop: bool, ranks: int) -> None:
+    check_moves(tokens, top_k, experts, drop, ranks, 19, DTYPES)
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(st.integers(0, 140), st.integers(1, 9), st.integers(1, 5), st.booleans(), st.data())
+def test_moves_of_any_size(tokens: int, experts: int, ranks: int, drop: bool, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, min(experts, 4)))
+    dim = data.draw(st.integers(1, 40))
+    check_moves(tokens, top_k, experts, drop, ranks, dim, [data.draw(st.sampled_from(DTYPES))])
+
+
+def test_moves_of_rows_and_weights_that_are_not_contiguous() -> None:
+    ids = routed(9, 2, 5, seed=0)
+    plan = send_order(ids.t().contiguous().t(), None, shared(ids, None, 5, 2, seed=1), impl="triton")
+    x, rows = normal(21, 9, dtype=torch.float32, seed=1), normal(18, 42, dtype=torch.float32, seed=2)
+    weights, d_y = normal(2, 9, dtype=torch.float32, seed=3), normal(21, 9, dtype=torch.float32, seed=4).detach()
+    d_rows = normal(21, 18, dtype=torch.float32, seed=5).detach()
+    results = []
+    for impl in ("triton", "naive"):
+        sent = permute(x.t(), *plan, impl=impl)  # type: ignore[arg-type]
+        y = unpermute(rows[:, ::2], *plan, weights.t(), impl=impl)  # type: ignore[arg-type]
+        grads = [*torch.autograd.grad(sent, [x], d_rows.t()), *torch.autograd.grad(y, [rows, weights], d_y.t())]
+        results.append([sent, y, *grads])
+    for got, want in zip(*results, strict=True):
+        assert_near(got, want, torch.float32)
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
+@given(st.integers(0, 70), st.integers(1, 20), st.booleans(), st.data())
+def test_route_never_chooses_an_expert_twice(tokens: int, experts: int, sigmoid: bool, data: st.DataObject) -> None:
+    top_k = data.draw(st.integers(1, min(experts, 5)))
+    values = normal(experts, max(tokens, 1), dtype=torch.float32, seed=tokens).detach().t()[:tokens]
+    logits = (values * 2).round() if data.draw(st.booleans()) else values  # rounded: scores that are equal
+    found = route(logits, top_k, score="sigmoid" if sigmoid else "softmax", impl="triton")
+    assert all(len(set(row)) == top_k for row in found.ids.tolist())
+    assert torch.equal(found.counts, torch.bincount(found.ids.reshape(-1).cpu(), minlength=experts).to(DEVICE))
+    chosen = logits.gather(1, found.ids)
+    assert (chosen[:, :-1] >= chosen[:, 1:]).all()
+    assert torch.equal(chosen, logits.topk(top_k, dim=-1).values)
+    for row, picked in zip(logits.tolist(), found.ids.tolist(), strict=True):  # of equal ones the lowest
+        assert picked == sorted(range(experts), key=lambda e: (-row[e], e))[:top_k]
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
@@ -215,6 +342,16 @@ def test_route(
     d_weights = normal(tokens, top_k, dtype=torch.float32, seed=3).detach()
     got = torch.autograd.grad(found.weights, logits, d_weights)[0]
     assert_near(got, torch.autograd.grad(exact.weights, wide, d_weights.double())[0], torch.float32)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_scores_that_are_nan_choose_experts_that_exist(score: Literal["softmax", "sigmoid"]) -> None:
+    """Whoever finds the NaN reports it; until then ids are used as indices."""
+    logits = torch.full((5, 3), float("nan"), device=DEVICE)
+    logits[1:, 0] = 1.0
+    found = route(logits, 2, score=score, impl="triton")
+    assert int(found.ids.min()) >= 0
+    assert int(found.ids.max()) < 3
 
 
 def test_triton_refuses_float64() -> None:
@@ -247,3 +384,29 @@ def test_nothing_makes_the_host_wait() -> None:
         layer()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("loss", ["none", "gshard"])
+def test_a_layer_waits_once_for_the_counts_that_the_uneven_exchange_needs(loss: Literal["none", "gshard"]) -> None:
+    layer = prophet.MoE(64, 128, 8, 2, gate=prophet.GateConfig(aux_loss=loss)).to("cuda", torch.bfloat16)
+    x = normal(300, 64, dtype=torch.bfloat16, seed=0)
+
+    def step() -> None:
+        with prophet.collect_losses(layer) as losses:
+            y = layer(x).float().sum()
+        (y + losses.total() if losses.entries else y).backward()
+
+    torch.use_deterministic_algorithms(False)
+    step()  # compiles
+    step()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [str(w.message) for w in found if "synchroniz" in str(w.message)]
+    assert len(waits) == 1, waits

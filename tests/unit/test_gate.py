@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from prophet.gate import Gate, GateConfig, within_capacity
+from prophet.kernels.route import tally
 
 
 def make(top_k: int = 2, **options: object) -> tuple[Gate, torch.Tensor]:
@@ -147,3 +148,42 @@ def test_bad_configurations(options: dict[str, object], message: str) -> None:
 def test_top_k_out_of_range(top_k: int) -> None:
     with pytest.raises(ValueError, match="top_k must be between 1 and num_experts"):
         Gate(6, 5, top_k)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+def test_the_gate_gives_what_the_definition_of_its_op_gives_bit_by_bit(
+    score: str, normalize: bool, rate: float
+) -> None:
+    """In float32, with scores that are equal: whole experts, and scores that are too small to be told from zero."""
+    config = GateConfig(score=score, normalize=normalize, scale=1.5, bias_update_rate=rate)  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    fused, plain = Gate(6, 9, 4, config), Gate(6, 9, 4, config, impl="naive")
+    with torch.no_grad():
+        fused.weight[2] = fused.weight[5] = fused.weight[7]
+        fused.weight[0] *= 1000
+    plain.load_state_dict(fused.state_dict())
+    x = torch.randn(50, 6)
+    found, wanted = fused(x), plain(x)
+    assert torch.equal(found.ids, wanted.ids)
+    assert torch.equal(found.weights, wanted.weights)
+    assert torch.equal(found.counts(), wanted.counts())
+    d_weights = torch.randn(50, 4)
+    grads = [torch.autograd.grad(r.weights, g.weight, d_weights)[0] for r, g in ((found, fused), (wanted, plain))]
+    torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gate_runs_the_operator() -> None:
+    gate, x = make()
+    with torch.profiler.profile() as profile:
+        gate(x).weights.sum().backward()
+    names = {event.key for event in profile.key_averages()}
+    assert {"prophet::route", "prophet::route_backward"} <= names
+
+
+@pytest.mark.parametrize("kept", [None, [[True, False], [True, True], [False, True]]])
+def test_tally_counts_ids_that_are_kept(kept: list[list[bool]] | None) -> None:
+    ids = torch.tensor([[0, 3], [3, 3], [1, 0]])
+    flags = None if kept is None else torch.tensor(kept)
+    assert tally(ids, 5, flags).tolist() == ([2, 1, 0, 3, 0] if kept is None else [2, 0, 0, 2, 0])

@@ -49,13 +49,14 @@ CASES += [("gelu_tanh", True), ("relu", False), ("swiglu_clamped", True), ("swig
 
 
 @pytest.mark.parametrize(("act", "bias"), CASES)
-def test_gradcheck(act: Activation, bias: bool) -> None:
+@pytest.mark.parametrize("impl", ["torch", "naive"])
+def test_gradcheck(impl: Literal["torch", "naive"], act: Activation, bias: bool) -> None:
     home, replicas = build(act, bias)
     step = 4 if bias else 2
 
     def run(x: Tensor, *params: Tensor) -> Tensor:
         ws = [ExpertWeights(*params[i : i + step]) for i in range(0, len(params), step)]
-        return grouped_ffn(x, [2, 0, 1, 1, 0], ws[0], act, replicas=ws[1:])
+        return grouped_ffn(x, [2, 0, 1, 1, 0], ws[0], act, replicas=ws[1:], impl=impl)
 
     assert torch.autograd.gradcheck(run, (rows(4), *flat(home, replicas)))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import Tensor
 
 from prophet.kernels.permute import naive as permute_naive
 from prophet.kernels.permute import permute, unpermute
+from prophet.kernels.route import route
 from prophet.kernels.split_apply import SendOrder, inverse, regroup, send_order
 from prophet.kernels.split_apply import naive as split_naive
 
@@ -88,18 +91,37 @@ def test_permute_and_unpermute_agree_with_the_definitions(
 
 
 @pytest.mark.parametrize("drop", [False, True])
-def test_gradcheck(drop: bool) -> None:
+@pytest.mark.parametrize("impl", ["torch", "naive"])
+def test_gradcheck(impl: Literal["torch", "naive"], drop: bool) -> None:
     (order, position), _ = plan(4, 2, drop=drop)
     x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
 
     def run(x: Tensor, weights: Tensor) -> Tensor:
-        return unpermute(permute(x, order, position).square(), order, position, weights)
+        rows = permute(x, order, position, impl=impl).square()
+        return unpermute(rows, order, position, weights, impl=impl)
 
     assert torch.autograd.gradcheck(run, (x, weights))
     rows = torch.randn(order.numel(), 3, dtype=torch.float64, requires_grad=True)
-    for impl in ("torch", "naive"):
-        assert torch.autograd.gradcheck(lambda r: unpermute(r, order, position, impl=impl), (rows,))  # noqa: B023
+    assert torch.autograd.gradcheck(lambda r: unpermute(r, order, position, impl=impl), (rows,))
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_memory_that_holds_nan_does_not_reach_the_result(drop: bool) -> None:
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns with NaN, and integers with the largest
+    try:
+        (order, position), ids = plan(33, 4, drop=drop)
+        x = torch.randn(33, 5, requires_grad=True)
+        logits = torch.randn(33, 6, requires_grad=True)
+        routed_ = route(logits, 4, score="sigmoid", normalize=False)
+        y = unpermute(permute(x, order, position), order, position, routed_.weights)
+        found = [y, *torch.autograd.grad(y.sum(), [x, logits])]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(t.isfinite().all() for t in found)
+    assert int(position.max()) < order.numel()
+    assert int(order.max()) < ids.numel()
+    assert int(routed_.counts.sum()) == 33 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

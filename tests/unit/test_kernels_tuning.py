@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.kernels import tune
 from prophet.kernels import tuning
 from prophet.kernels.tuning import Config, best, candidates, config_for, read, shape_class, write
 
@@ -70,3 +71,52 @@ def test_the_fastest_candidate_that_runs_is_chosen() -> None:
     asked.clear()
     best(measure_s, configs * 5)
     assert len(asked) == tuning.CANDIDATES
+
+
+def test_what_is_tried_is_forgotten_and_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tiles.json"
+    kept, tried = Config(rows=64, cols=32, depth=16), Config(rows=32, cols=32, depth=16)
+    monkeypatch.setattr(tuning, "cache_file", lambda: path)
+    write(path, {"a": kept})
+    tuning.forget()
+    try:
+        with tuning.trying("a", tried), tuning.trying("b", tried):
+            assert tuning._measured() == {"a": tried, "b": tried}
+            assert read(path) == {"a": kept}
+        assert tuning._measured() == {"a": kept}
+        assert read(path) == {"a": kept}
+    finally:
+        tuning.forget()
+
+
+def test_a_search_that_runs_out_of_time_keeps_what_it_has() -> None:
+    configs = [Config(rows=2**i, cols=16, depth=16) for i in range(4, 8)]
+
+    def measure_s(config: Config) -> float:
+        if config.rows > 32:
+            raise TimeoutError
+        return float(config.rows)
+
+    assert best(measure_s, configs) == configs[0]
+    assert best(measure_s, configs[2:]) is None
+
+
+def test_tuning_passes_over_tiles_that_triton_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = pytest.importorskip("triton.runtime.errors", reason="Triton is not installed")
+    path = tmp_path / "tiles.json"
+    monkeypatch.setattr(tuning, "cache_file", lambda: path)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(tune, "once_us", lambda *_: 100.0 - tuning._measured()["rows|x"].rows)
+    configs = [Config(rows=2**i, cols=16, depth=16) for i in range(4, 8)]
+
+    def step() -> None:
+        if tuning._measured()["rows|x"].rows == 128:
+            raise errors.OutOfResources(1 << 20, 1 << 17, "shared memory")
+
+    tuning.forget()
+    try:
+        assert tune._choose("rows|x", configs, step, tune.Flusher("cpu"), deadline=float("inf")) == configs[2]
+        assert read(path) == {"rows|x": configs[2]}
+        assert tune._choose("rows|y", configs, step, tune.Flusher("cpu"), deadline=0.0) is None
+    finally:
+        tuning.forget()

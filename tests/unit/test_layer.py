@@ -1,7 +1,11 @@
-"""The layer on its own: shapes, precision, and errors that say what was expected."""
+"""The layer on its own: shapes, precision, and errors that say what was expected.
+
+What depends on the kernels runs over every implementation of them; `tests/paths.py` says which are there.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +18,21 @@ from torch.utils.checkpoint import checkpoint
 import prophet
 from prophet.comm import Collective, RecordingCollective
 from tests import oracle
+from tests.paths import PATHS, PATHS_ON_THREADS, Path, one_kernel_at_a_time
 from tests.support import FixedPlanner, RandomPlanner, TinyModel, everywhere, next_id_loss, on_threads
 from tests.training import SCALE, Case, Run, average, check_on_threads, compare, expected, measure
 
 
+@pytest.fixture(autouse=True)
+def _interpreted_kernels_take_turns() -> Iterator[None]:
+    with one_kernel_at_a_time():
+        yield
+
+
 def reference(layer: prophet.MoE, x: Tensor) -> Tensor:
-    """The oracle's output for one rank's layer on rows `x` [N, D]."""
+    """The oracle's output in float64, on CPU, for one rank's layer on rows `x` [N, D]."""
     gate, bank = layer.gate.config, layer.experts
-    state = {f"l.{k}": v for k, v in layer.state_dict().items()}
+    state = {f"l.{k}": v.cpu().double() for k, v in layer.state_dict().items()}
     config = oracle.OracleConfig(
         num_experts=layer.num_experts,
         top_k=layer.top_k,
@@ -31,39 +42,61 @@ def reference(layer: prophet.MoE, x: Tensor) -> Tensor:
         scale=gate.scale,
         capacity_factor=gate.capacity_factor,
     )
-    return oracle.moe(x, state, "l", config, [0] * x.shape[0])[0]
+    return oracle.moe(x.cpu().double(), state, "l", config, [0] * x.shape[0])[0]
 
 
+def near(got: Tensor, want: Tensor, path: Path) -> None:
+    """Raise unless they are equal to what the path's precision allows."""
+    torch.testing.assert_close(got.cpu().double(), want.cpu().double(), rtol=0, atol=path.atol)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (2, 1, 3, 6), (6,), (0, 6), (2, 0, 6)])
 @pytest.mark.parametrize(
-    "options", [{}, {"activation": "swiglu", "bias": False, "gate": prophet.GateConfig(scale=2.0)}]
+    "options",
+    [
+        {},
+        {"activation": "swiglu", "bias": False, "gate": prophet.GateConfig(scale=2.0)},
+        {"gate": prophet.GateConfig(score="sigmoid", normalize=False)},
+    ],
 )
-def test_any_leading_shape_without_a_process_group(shape: tuple[int, ...], options: dict[str, Any]) -> None:
+def test_any_leading_shape_without_a_process_group(shape: tuple[int, ...], options: dict[str, Any], path: Path) -> None:
     torch.manual_seed(0)
-    layer = prophet.MoE(6, 7, 4, 2, **options).double()
-    x = torch.randn(shape, dtype=torch.float64)
+    layer = prophet.MoE(6, 7, 4, 2, impl=path.impl, **options).to(path.device, path.dtype)
+    x = torch.randn(shape, dtype=torch.float64).to(path.device, path.dtype)
     y = layer(x)
     assert y.shape == x.shape
-    torch.testing.assert_close(y.reshape(-1, 6), reference(layer, x.reshape(-1, 6)), rtol=0, atol=1e-12)
+    near(y.reshape(-1, 6), reference(layer, x.reshape(-1, 6)), path)
 
 
-def test_a_view_with_odd_strides() -> None:
-    layer = prophet.MoE(6, 7, 4).double()
-    x = torch.randn(6, 3, 2, dtype=torch.float64).permute(2, 1, 0)
-    torch.testing.assert_close(layer(x), layer(x.contiguous()))
+@pytest.mark.parametrize("path", PATHS)
+def test_a_view_with_odd_strides(path: Path) -> None:
+    layer = prophet.MoE(6, 7, 4, impl=path.impl).to(path.device, path.dtype)
+    x = torch.randn(6, 3, 2, dtype=torch.float64).to(path.device, path.dtype).permute(2, 1, 0)
+    near(layer(x), layer(x.contiguous()), path)
 
 
-def test_the_input_gets_its_gradient() -> None:
-    layer = prophet.MoE(3, 4, 4, 2).double()
-    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("top_k", [1, 2, 4])
+@pytest.mark.parametrize("options", [{}, {"activation": "swiglu", "bias": False}])
+def test_the_input_and_all_parameters_get_their_gradients(top_k: int, options: dict[str, Any], path: Path) -> None:
+    torch.manual_seed(0)
+    layer = prophet.MoE(3, 4, 4, top_k, impl=path.impl, **options).to(path.device, path.dtype)
+    wanted = prophet.MoE(3, 4, 4, top_k, impl="naive", **options).double()
+    wanted.load_state_dict(layer.state_dict())
+    x = torch.randn(5, 3, dtype=torch.float64).to(path.device, path.dtype).requires_grad_()
+    wide = x.detach().cpu().double().requires_grad_()
     weight = torch.randn(5, 3, dtype=torch.float64)
-    (got,) = torch.autograd.grad((layer(x) * weight).sum(), x)
-    (want,) = torch.autograd.grad((reference(layer, x) * weight).sum(), x)
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    got = torch.autograd.grad((layer(x) * weight.to(x)).sum(), [x, *layer.parameters()])
+    want = torch.autograd.grad((wanted(wide) * weight).sum(), [wide, *wanted.parameters()])
+    near(got[0], torch.autograd.grad((reference(layer, wide) * weight).sum(), wide)[0], path)
+    for g, w in zip(got, want, strict=True):
+        near(g, w, path)
 
 
-def test_dropped_choices_are_counted_on_all_ranks() -> None:
-    case = Case(ranks=2, shapes=((7,), (4,)), gate={"capacity_factor": 0.5}, favourites=(1,))
+@pytest.mark.parametrize("path", PATHS_ON_THREADS)
+def test_dropped_choices_are_counted_on_all_ranks(path: Path) -> None:
+    case = Case(ranks=2, shapes=((7,), (4,)), gate={"capacity_factor": 0.5}, favourites=(1,), impl=path.impl)
 
     def body(group: Collective) -> list[list[int]]:
         run = Run(case, group)
@@ -87,14 +120,33 @@ def test_dropped_choices_are_counted_on_all_ranks() -> None:
     assert on_threads(2, body) == [wanted, wanted]
 
 
-def test_nothing_is_dropped_unless_asked_for() -> None:
+@pytest.mark.parametrize("path", PATHS_ON_THREADS)
+def test_nothing_is_dropped_unless_asked_for(path: Path) -> None:
     """All tokens to one expert."""
-    case = Case(ranks=4, top_k=1, favourites=(5,), shapes=((9,),) * 4)
-    for steps in check_on_threads(case):
+    case = Case(ranks=4, top_k=1, favourites=(5,), shapes=((9,),) * 4, impl=path.impl)
+    for steps in check_on_threads(case, atol=path.atol):
         report = steps[2].report
         assert report is not None
         assert report.dropped.tolist() == [0, 0]
         assert report.counts.sum(axis=1).tolist() == [[0] * 5 + [36] + [0] * 2] * 2
+
+
+@pytest.mark.parametrize("path", PATHS_ON_THREADS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"activation": "swiglu", "bias": False, "gate": {"score": "sigmoid", "aux_loss": "switch"}},
+        {"microbatches": 2, "gate": {"normalize": False, "z_loss_weight": 0.1}},
+        {"replica_memory": "refetch", "gate": {"capacity_factor": 0.7}},
+        {"checkpointing": "non-reentrant", "favourites": (3,)},
+    ],
+    ids=["swiglu", "accumulation", "refetch", "checkpointing"],
+)
+def test_training_with_replicas_agrees_with_the_oracle(options: dict[str, Any], path: Path) -> None:
+    case = Case(ranks=2, shapes=((5,), (2,)), steps=2, density=1.0, lr=0.01, impl=path.impl, **options)
+    by_rank = check_on_threads(case, atol=path.atol)
+    assert all(s.report is not None for steps in by_rank for s in steps)
+    assert any(s.report.copies.sum() > 0 for s in by_rank[0] if s.report is not None)
 
 
 def test_the_bias_moves_once_a_step_by_the_load_of_all_ranks() -> None:

@@ -115,19 +115,23 @@ def _act_backward(hidden: Tensor, d_act: Tensor, activation: Activation, act: Te
     torch.ops.aten.silu_backward.grad_input(d_act, gate, grad_input=d_gate)
 
 
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else x.to(dtype)  # asking costs less than a call that does nothing
+
+
 def _project(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = rows · weightᵀ + bias, computed in the dtype of `rows`."""
-    matrix = weight.to(rows.dtype).t()
+    matrix = _cast(weight, rows.dtype).t()
     if bias is None:
         torch.mm(rows, matrix, out=out)
     else:
-        torch.addmm(bias.to(rows.dtype), rows, matrix, out=out)
+        torch.addmm(_cast(bias, rows.dtype), rows, matrix, out=out)
 
 
 def _add_product(out: Tensor, left: Tensor, right: Tensor, scale: float, fresh: bool) -> None:
     """out += scale · leftᵀ · right, or `=` if fresh; `out` may be of another dtype than the factors."""
     if out.dtype == left.dtype:
-        torch.addmm(out, left.t(), right, beta=0 if fresh else 1, alpha=scale, out=out)
+        out.addmm_(left.t(), right, beta=0 if fresh else 1, alpha=scale)
         return
     product = torch.mm(left.t(), right)
     if fresh:
@@ -160,13 +164,14 @@ def forward(
     for tile in plan:
         base, end = tile[0].start, tile[-1].stop
         hidden = kept[base:end] if keep else hidden_scratch[: end - base]
-        for group, start, stop, _ in tile:
-            w = weights[group]
-            _project(x[start:stop], w.w_in, w.b_in, hidden[start - base : stop - base])
+        lengths = [piece.stop - piece.start for piece in tile]
+        for piece, rows, h in zip(tile, x[base:end].split(lengths), hidden.split(lengths), strict=True):
+            w = weights[piece.group]
+            _project(rows, w.w_in, w.b_in, h)
         act = _act(hidden, activation, act_scratch[: end - base])
-        for group, start, stop, _ in tile:
-            w = weights[group]
-            _project(act[start - base : stop - base], w.w_out, w.b_out, y[start:stop])
+        for piece, a, out in zip(tile, act.split(lengths), y[base:end].split(lengths), strict=True):
+            w = weights[piece.group]
+            _project(a, w.w_out, w.b_out, out)
     return y, kept
 
 
@@ -221,23 +226,24 @@ def backward(
         n = end - base
         hidden = again[:n] if recompute else kept[base:end]
         d_act, act, d_hidden = d_act_all[:n], act_all[:n], d_hidden_all[:n]
-        for group, start, stop, _ in tile:
-            w, a, b = weights[group], start - base, stop - base
-            if recompute:
-                _project(x[start:stop], w.w_in, w.b_in, hidden[a:b])
-            torch.mm(d_y[start:stop], w.w_out.to(x.dtype), out=d_act[a:b])
+        lengths = [piece.stop - piece.start for piece in tile]
+        parts = x[base:end].split(lengths), d_y[base:end].split(lengths), d_hidden.split(lengths), act.split(lengths)
+        if recompute:
+            for piece, rows, h in zip(tile, parts[0], hidden.split(lengths), strict=True):
+                _project(rows, weights[piece.group].w_in, weights[piece.group].b_in, h)
+        for piece, d_rows, d_a in zip(tile, parts[1], d_act.split(lengths), strict=True):
+            torch.mm(d_rows, _cast(weights[piece.group].w_out, x.dtype), out=d_a)
         _act_backward(hidden, d_act, activation, act, d_hidden)
-        for group, start, stop, first in tile:
-            a, b = start - base, stop - base
-            rows, d_rows, d_h = x[start:stop], d_y[start:stop], d_hidden[a:b]
-            if d_x is not None:
-                torch.mm(d_h, weights[group].w_in.to(x.dtype), out=d_x[start:stop])
-            grad = targets[group]
-            fresh = grad.fresh and first
+        if d_x is not None:
+            for piece, d_h, out in zip(tile, parts[2], d_x[base:end].split(lengths), strict=True):
+                torch.mm(d_h, _cast(weights[piece.group].w_in, x.dtype), out=out)
+        for piece, rows, d_rows, d_h, a in zip(tile, *parts, strict=True):
+            grad = targets[piece.group]
+            fresh = grad.fresh and piece.first
             if grad.w_in is not None:
                 _add_product(grad.w_in, d_h, rows, grad.scale, fresh)
             if grad.w_out is not None:
-                _add_product(grad.w_out, d_rows, act[a:b], grad.scale, fresh)
+                _add_product(grad.w_out, d_rows, a, grad.scale, fresh)
             if grad.b_in is not None:
                 _add_sum(grad.b_in, d_h, grad.scale, fresh)
             if grad.b_out is not None:

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from prophet.kernels.grouped_ffn.blocked import GradTarget
-from prophet.kernels.tuning import config_for
+from prophet.kernels.tuning import Config, config_for
 
 PLAIN, ACT, ACT_BACKWARD = 0, 1, 2
 
@@ -34,19 +34,35 @@ def _gelu(x):
 
 
 @triton.jit
-def _gelu_slope(x):
-    density = 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    return 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476)) + x * density
-
-
-@triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
+def _finish_backward(d_act, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride, SWIGLU: tl.constexpr):
+    """From pre-activations `pre` and the activation's gradient: the activation to `out`, and the gradient with respect
+    to the pre-activations to `extra`, which may be `pre` itself."""
+    mask = live[:, None] & (col < n_cols)[None, :]
+    out_at = out + row[:, None] * out_stride + col[None, :]
+    within = row[:, None] * extra_stride + col[None, :]
+    gate = tl.load(pre + within, mask=mask, other=0.0).to(tl.float32)
+    if SWIGLU:
+        up = tl.load(pre + within + n_cols, mask=mask, other=0.0).to(tl.float32)
+        slope = _sigmoid(gate)
+        silu = gate * slope
+        tl.store(out_at, silu * up, mask=mask)
+        tl.store(extra + within, d_act * up * (slope + silu * (1.0 - slope)), mask=mask)
+        tl.store(extra + within + n_cols, d_act * silu, mask=mask)
+    else:
+        below = 0.5 * (1.0 + tl.math.erf(gate * 0.7071067811865476))
+        density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
+        tl.store(out_at, gate * below, mask=mask)
+        tl.store(extra + within, d_act * (below + gate * density), mask=mask)
+
+
+@triton.jit
 def _rows_kernel(
-    a, out, extra, sizes, w_table, b_table, w_like,
+    a, out, extra, pre, sizes, w_table, b_table, w_like,
     groups, n_cols, depth, a_stride, out_stride, extra_stride, w_stride_n, w_stride_k,
     MODE: tl.constexpr, SWIGLU: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -55,8 +71,8 @@ def _rows_kernel(
     """out[rows of g, n] = a[rows of g, :] · w_g[n, :], for n < n_cols, then what MODE says.
 
     ACT: out is the activation of the product (SwiGLU: of columns n and n + n_cols); extra, if KEEP, the product itself.
-    ACT_BACKWARD: the product is the activation's gradient; `extra` holds pre-activations on entry, and on exit the
-    gradient with respect to them; out is the activation itself, computed again.
+    ACT_BACKWARD: the product is the activation's gradient; `pre` holds pre-activations, extra becomes the gradient with
+    respect to them, and out the activation itself, computed again.
     """
     tile = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -121,18 +137,15 @@ def _rows_kernel(
                     tl.store(out_at, total * _sigmoid(total) * total_up, mask=mask)
                 else:
                     tl.store(out_at, _gelu(total), mask=mask)
+            elif BN >= 64:  # in two halves: a whole tile of each of these values would not fit into registers
+                lower, upper = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+                half = n * BN + tl.arange(0, BN // 2)
+                _finish_backward(lower, pre, out, extra, row, half, live, n_cols, out_stride, extra_stride, SWIGLU)
+                _finish_backward(
+                    upper, pre, out, extra, row, half + BN // 2, live, n_cols, out_stride, extra_stride, SWIGLU
+                )
             else:
-                pre = tl.load(extra_at, mask=mask, other=0.0).to(tl.float32)
-                if SWIGLU:
-                    up = tl.load(extra_at + n_cols, mask=mask, other=0.0).to(tl.float32)
-                    gate = _sigmoid(pre)
-                    silu = pre * gate
-                    tl.store(out_at, silu * up, mask=mask)
-                    tl.store(extra_at, total * up * (gate + silu * (1.0 - gate)), mask=mask)
-                    tl.store(extra_at + n_cols, total * silu, mask=mask)
-                else:
-                    tl.store(out_at, _gelu(pre), mask=mask)
-                    tl.store(extra_at, total * _gelu_slope(pre), mask=mask)
+                _finish_backward(total, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride, SWIGLU)
             tile += programs
         first_tile = after
         first_row += size
@@ -200,12 +213,28 @@ def _weights_kernel(
                     tl.store(grad_b + row, before + value_b, mask=row < n_rows)
 
 
+def fitting(c: Config, mode: int, swiglu: bool) -> Config:
+    """The tile shape that is launched where `c` is chosen."""
+    if mode == ACT and swiglu and c.rows * c.cols > 128 * 128:  # two accumulators share the registers
+        return replace(c, cols=c.cols // 2)
+    return c
+
+
 @lru_cache(maxsize=16)
 def _programs(device: torch.device) -> int:
     """Programs of a persistent grid: one per multiprocessor; a few on CPU, where Triton's interpreter runs them."""
     if device.type != "cuda":
         return 3
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def float32_precision() -> str:
+    """How float32 products are computed, as Triton calls it: "tf32" where torch's own products may be, else "ieee".
+
+    torch's setting is asked in its newer form, which sees both: `torch.backends.cuda.matmul.fp32_precision` itself and
+    `allow_tf32` or `torch.set_float32_matmul_precision`; asking by the older names raises once the newer one was set.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 
 def _to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -237,7 +266,7 @@ class _Launch:
         self.aligned = [all(a % 16 == 0 for a in addresses) for addresses in per_weight]
         self.biased = step == 4
         self.like = self.home[0]
-        self.precision = "ieee"  # of float32 products; other dtypes have one precision
+        self.precision = float32_precision() if x.dtype == torch.float32 else "ieee"  # other dtypes have one
 
     def rows(
         self,
@@ -252,16 +281,16 @@ class _Launch:
         swiglu: bool = False,
         bias: int | None = None,
         keep: bool = False,
+        pre: Tensor | None = None,
     ) -> None:
         """Launch the rows kernel with weight number `weight` of each expert, whose [n, k] strides are given."""
         if a.shape[0] == 0:
             return
         c = config_for("rows", self.device, self.dtype, a.shape[0] // self.groups, cols, a.shape[1])
-        if mode == ACT and swiglu and c.rows * c.cols > 128 * 128:  # two accumulators share the registers
-            c = replace(c, cols=c.cols // 2)
+        c = fitting(c, mode, swiglu)
         b_table = self.table[0 if bias is None else bias]
         _rows_kernel[(_programs(self.device),)](
-            a, out, extra, self.sizes, self.table[weight], b_table, self.like,
+            a, out, extra, extra if pre is None else pre, self.sizes, self.table[weight], b_table, self.like,
             self.groups, cols, a.shape[1], a.stride(0), out.stride(0), extra.stride(0), *strides,
             MODE=mode, SWIGLU=swiglu, BIASED=bias is not None, KEEP=keep, ALIGNED=self.aligned[weight],
             PRECISION=self.precision,
@@ -353,11 +382,12 @@ def backward(
     units, dim = home[0].shape[1:]
     hidden = units // 2 if swiglu else units
     if kept.shape[0] != x.shape[0]:
-        act, d_hidden = _activations(launch, x, swiglu, keep=True)
-    else:  # overwritten in place: a second backward pass through the same graph still needs the original
-        act, d_hidden = x.new_empty((x.shape[0], hidden)), kept.clone()
+        act, kept = _activations(launch, x, swiglu, keep=True)
+        d_hidden = kept  # in place
+    else:  # a second backward pass through the same graph needs what was kept
+        act, d_hidden = x.new_empty((x.shape[0], hidden)), torch.empty_like(kept)
     # d_act[r, h] = sum over d of d_y[r, d] w_out[d, h]
-    launch.rows(ACT_BACKWARD, d_y, act, d_hidden, weight=1, strides=(1, hidden), cols=hidden, swiglu=swiglu)
+    launch.rows(ACT_BACKWARD, d_y, act, d_hidden, weight=1, strides=(1, hidden), cols=hidden, swiglu=swiglu, pre=kept)
     if d_x is not None:
         launch.rows(PLAIN, d_hidden, d_x, d_x, weight=0, strides=(1, dim), cols=dim)
     modes = _Modes(launch.sizes, targets)

@@ -41,6 +41,7 @@ def grouped_ffn(
     their own. activation: see `naive.activate`; Triton serves "gelu" and "swiglu", "auto" takes library calls for the
     others. recompute: keep `x` only, and compute the pre-activations again in the backward pass.
 
+    On a GPU float32 products are tf32 where `torch.backends.cuda.matmul` allows torch's own to be, and exact otherwise.
     Parameters may be wider than `x`: products run in the dtype of `x` (under autocast: in autocast's). The result
     depends on `x` and all parameters even where every group is empty. Differentiable once; `impl="naive"` as often as
     needed. Raises ValueError for sizes or shapes that do not fit.

@@ -43,7 +43,8 @@ def _route_kernel(
     wish = score
     if BIASED:
         wish = wish + tl.load(bias + col, mask=col < experts, other=0.0).to(tl.float32)[None, :]
-    wish = tl.where((col < experts)[None, :], wish, float("-inf"))
+    # scores that are NaN are for the caller to report; until then the ids must name experts that exist
+    wish = tl.where((col < experts)[None, :] & (wish > float("-inf")), wish, float("-inf"))
     total = tl.zeros((ROWS,), tl.float32)
     taken = tl.zeros((ROWS, WIDTH), tl.int32)
     for k in tl.static_range(TOP_K):

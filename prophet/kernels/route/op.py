@@ -29,7 +29,8 @@ def route(
 
     score: softmax over experts, or a sigmoid per expert. bias: [E], added to the scores for the choice only.
     Weights are the chosen scores, divided by their sum if `normalize`, times `scale`; they alone are differentiable
-    (once), with respect to the logits. No expert is chosen twice. Raises ValueError for arguments that do not fit.
+    (once), with respect to the logits. No expert is chosen twice. Library calls choose what the definition chooses;
+    Triton takes the lower of two experts whose scores are equal. Raises ValueError for arguments that do not fit.
     """
     if logits.ndim != 2 or not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"expected logits [N, E] with E >= top_k >= 1, got {list(logits.shape)} and top_k {top_k}")
@@ -44,6 +45,18 @@ def route(
     return Routed(ids, weights, counts)
 
 
+def tally(ids: Tensor, experts: int, kept: Tensor | None = None) -> Tensor:
+    """How many of `ids` (any shape) are each of `experts` experts, [E] int64; no host waits for a device.
+
+    kept: booleans like `ids`; those that are False do not count.
+    """
+    flat = ids.reshape(-1)
+    if not flat.is_cuda:
+        return torch.bincount(flat if kept is None else flat[kept.reshape(-1)], minlength=experts)
+    ones = torch.ones_like(flat) if kept is None else kept.reshape(-1).to(flat.dtype)  # bincount asks for the maximum
+    return flat.new_zeros(experts).scatter_add_(0, flat, ones)
+
+
 @torch.library.custom_op("prophet::route", mutates_args=())
 def _route_op(
     logits: Tensor, top_k: int, sigmoid: bool, normalize: bool, scale: float, bias: Tensor | None, impl: str
@@ -52,18 +65,19 @@ def _route_op(
         from prophet.kernels.route import kernel
 
         return kernel.route(logits, top_k, sigmoid, normalize, scale, bias)
-    if sigmoid or bias is not None or not normalize:
-        scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
-        ids = (scores if bias is None else scores + bias).topk(top_k, dim=-1).indices
+    # A softmax over the K largest logits would do where nothing else is asked for, but scores that are equal after
+    # rounding would then be told apart by their logits: not the choice that the definition makes.
+    scores = logits.sigmoid() if sigmoid else logits.softmax(dim=-1)
+    if bias is None:
+        weights, ids = scores.topk(top_k, dim=-1)
+    else:
+        ids = (scores + bias).topk(top_k, dim=-1).indices
         weights = scores.gather(1, ids)
-        if normalize:
-            weights /= weights.sum(dim=-1, keepdim=True).clamp_min_(torch.finfo(weights.dtype).tiny)
-    else:  # the same as a softmax over the chosen logits, which are those of the largest scores
-        best, ids = logits.topk(top_k, dim=-1)
-        weights = best.softmax(dim=-1)
+    if normalize:
+        weights /= weights.sum(dim=-1, keepdim=True).clamp_min_(torch.finfo(weights.dtype).tiny)
     if scale != 1.0:
         weights *= scale
-    return ids, weights, torch.bincount(ids.view(-1), minlength=logits.shape[1])
+    return ids, weights, tally(ids, logits.shape[1])
 
 
 @_route_op.register_fake
@@ -108,12 +122,15 @@ def _(
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     logits, _, sigmoid, normalize, scale, _, impl = inputs
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[0], output[2])
     ctx.save_for_backward(logits, output[0])
     ctx.plain = sigmoid, normalize, scale, impl
 
 
-def _backward(ctx: Any, _ids: Any, d_weights: Tensor, _counts: Any) -> tuple[Any, ...]:
+def _backward(ctx: Any, _ids: Any, d_weights: Tensor | None, _counts: Any) -> tuple[Any, ...]:
+    if d_weights is None:
+        return (None,) * 7
     logits, ids = ctx.saved_tensors
     return _route_backward_op(d_weights, logits, ids, *ctx.plain), None, None, None, None, None, None
 
