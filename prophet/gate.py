@@ -63,7 +63,8 @@ class Routing:
 
     ids: [N, K] expert of every choice. weights: [N, K], zero where dropped. kept: [N, K] booleans, or None where
     nothing can be dropped. logits: [N, E], or [0, E] where the model's own router keeps them. finite: scalar boolean,
-    False if any logit is NaN or infinite. chosen: [E] int64 choices of each expert before any drop, where known.
+    False if any logit is NaN or infinite. counted: the ids that were counted when they were chosen, and the choices of
+    each expert, [E] int64; it does not count for other `ids`.
     """
 
     ids: Tensor
@@ -72,7 +73,7 @@ class Routing:
     logits: Tensor
     finite: Tensor
     score: Score = "softmax"
-    chosen: Tensor | None = None
+    counted: tuple[Tensor, Tensor] | None = None
 
     @property
     def probs(self) -> Tensor:
@@ -104,7 +105,9 @@ class Routing:
 
     def choice_counts(self) -> Tensor:
         """Choices of each expert before any drop, [E] int64."""
-        return tally(self.ids, self.logits.shape[1]) if self.chosen is None else self.chosen
+        if self.counted is not None and self.counted[0] is self.ids:
+            return self.counted[1]
+        return tally(self.ids, self.logits.shape[1])
 
     def first_choice_counts(self) -> Tensor:
         """First choices of each expert before any drop, [E] int64."""
@@ -180,7 +183,7 @@ class Gate(Router):
             if config.capacity_factor is not None:
                 kept = within_capacity(ids, self.num_experts, config.capacity_factor)
                 weights = weights * kept
-        return Routing(ids, weights, kept, logits, all_finite(logits), config.score, chosen)
+        return Routing(ids, weights, kept, logits, all_finite(logits), config.score, (ids, chosen))
 
     def losses(self, routing: Routing, counts: Tensor, tokens: int, ranks: int) -> dict[str, Tensor]:
         """Auxiliary losses of this rank, weighted; their mean over ranks is the loss of the whole batch.

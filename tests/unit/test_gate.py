@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -187,3 +188,11 @@ def test_tally_counts_ids_that_are_kept(kept: list[list[bool]] | None) -> None:
     ids = torch.tensor([[0, 3], [3, 3], [1, 0]])
     flags = None if kept is None else torch.tensor(kept)
     assert tally(ids, 5, flags).tolist() == ([2, 1, 0, 3, 0] if kept is None else [2, 0, 0, 2, 0])
+
+
+def test_counts_are_of_the_ids_that_a_routing_has() -> None:
+    """A router that changes its ids afterwards, as one that forces them, must not leave the counts behind."""
+    routing = Gate(4, 3, 1)(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    assert routing.counts().tolist() == torch.bincount(routing.ids.flatten(), minlength=3).tolist()
+    forced = dataclasses.replace(routing, ids=torch.full_like(routing.ids, 2))
+    assert forced.counts().tolist() == forced.choice_counts().tolist() == [0, 0, 8]
