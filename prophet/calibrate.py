@@ -104,6 +104,12 @@ class Probe:
         slowest = np.stack([np.quantile(np.stack(found).max(axis=1), (0.25, 0.5)) for found in samples], axis=1)
         return slowest, by_rank
 
+    def lower(self, runs: Sequence[Callable[[], float | None]]) -> list[float]:
+        """Lower-quartile seconds of every run by the slowest rank."""
+        (lower, _), _ = self.typical(runs)
+        found: list[float] = lower.tolist()
+        return found
+
     def _sample(self, run: Callable[[], float | None]) -> FloatArray:
         """Seconds of one call on every rank, [R]; collective."""
         self.collective.all_gather(torch.zeros(1, device=self.device), op=Operation("start of a probe"))
@@ -164,7 +170,7 @@ def _measure_exchange(
         share = -(-rows // count)
         sent = [share if p else 0 for p in peers]
         x = bank.w_in.new_zeros((sum(sent), bank.dim))
-        return float(share * count * row_bytes), lambda: _discard(
+        return float(share * count * row_bytes), lambda: discard(
             probe.collective.all_to_all(x, sent, sent, op=op).wait()
         )
 
@@ -172,7 +178,7 @@ def _measure_exchange(
     return _measure(probe, operation, "byte", run, *parts([(n, 1) for n in fitted], [(n, 1) for n in held_out]))
 
 
-def _discard(_: object) -> None:
+def discard(_: object) -> None:
     """Let go of a result."""
 
 
@@ -191,7 +197,7 @@ def _measure_experts(
 
     def forward(n: int, groups: int) -> tuple[float, Callable[[], None]]:
         x, sizes, bank = prepare(n, groups)
-        return float(n), lambda: _discard(grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation))
+        return float(n), lambda: discard(grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation))
 
     def backward(n: int, groups: int) -> tuple[float, Callable[[], float]]:
         x, sizes, bank = prepare(n, groups)
@@ -273,9 +279,9 @@ def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) 
             grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation)
 
     def transfer() -> None:
-        _discard(probe.collective.all_to_all(payload, sent, sent, op=op, channel="weights").wait())
+        discard(probe.collective.all_to_all(payload, sent, sent, op=op, channel="weights").wait())
 
-    transfer_s, one_s = _lower(probe, (transfer, products))
+    transfer_s, one_s = probe.lower((transfer, products))
     calls = 1 + int(2.0 * transfer_s / one_s)  # so that all of the transfer is covered
 
     def alone() -> None:
@@ -288,18 +294,11 @@ def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) 
         alone()
         probe._sync()
         took = time.perf_counter() - before
-        _discard(work.wait())
+        discard(work.wait())
         return took
 
-    alone_s, beside_s = _lower(probe, (alone, beside))
+    alone_s, beside_s = probe.lower((alone, beside))
     return min(max((beside_s - alone_s) / transfer_s, 0.0), _MOST_OVERLAP_COST)
-
-
-def _lower(probe: Probe, runs: Sequence[Callable[[], float | None]]) -> list[float]:
-    """Lower-quartile seconds of every run by the slowest rank."""
-    (lower, _), _ = probe.typical(runs)
-    found: list[float] = lower.tolist()
-    return found
 
 
 def _measure_all(

@@ -5,19 +5,17 @@ Shape legend: R ranks, L blocks.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from prophet.calibrate import Probe, discard
 from prophet.comm import Collective, Operation
+from prophet.lines import Point, fit_line
 from prophet.spec import FloatArray, IntArray, LayerShape, Link, Topology, Windows
 
-PROBE_BYTES = (
-    1 << 16,
-    1 << 20,
-)  # sent by each rank in all; small enough for slow links, large against a bucket's burst
+PROBE_BYTES = (1 << 18, 1 << 19, 1 << 20)  # sent by each rank in all: as layers do, and more than a bucket's burst
 SAME_RATE = 0.15  # rates closer than this are not told apart
 
 
@@ -38,34 +36,33 @@ class Calibration:
 
 
 def fit_link(bytes_seconds: list[tuple[float, float]]) -> Link:
-    """Latency and rate from (bytes, seconds) of two sizes or more; a straight line through them."""
-    sizes, seconds = np.array(bytes_seconds, dtype=np.float64).T
-    slope, offset = np.polyfit(sizes, seconds, 1)
-    slope = max(float(slope), 1e-12)
-    return Link(bytes_per_s=1.0 / slope, latency_s=max(0.0, float(offset)))
+    """Latency and rate from (bytes, seconds) of two sizes or more: the line of least mean relative error."""
+    line = fit_line([Point(size, 1, seconds) for size, seconds in bytes_seconds])
+    return Link(bytes_per_s=1.0 / max(line.unit_s, 1e-12), latency_s=line.fixed_s)
 
 
-def probe_links(collective: Collective, ranks_per_node: int, *, repeats: int = 3) -> tuple[Link, Link]:
-    """(within a node, between nodes) as one rank sees them while all ranks exchange; collective."""
+def probe_links(collective: Collective, ranks_per_node: int, *, repeats: int = 6) -> tuple[Link, Link]:
+    """(within a node, between nodes) as the slowest rank sees them while all ranks exchange; collective.
+
+    Of a size's samples the lower quartile counts: other work only ever adds time.
+    """
     ranks, rank = collective.size, collective.rank
     node = np.arange(ranks) // ranks_per_node
     inside = (node == node[rank]) & (np.arange(ranks) != rank)
+    probe = Probe(collective, torch.device("cpu"), repeats)
+    op = Operation("probe of links")
     found = []
     for peers in (inside, node != node[rank]):
-        points: list[tuple[float, float]] = []
-        for n_bytes in PROBE_BYTES if peers.any() else ():
+        if not peers.any():
+            found.append(Link(bytes_per_s=1e12))
+            continue
+        sent, runs = [], []
+        for n_bytes in PROBE_BYTES:
             rows = [n_bytes // int(peers.sum()) if p else 0 for p in peers]
             x = torch.zeros(sum(rows), dtype=torch.uint8)
-            for _ in range(repeats):
-                collective.all_gather(torch.zeros(1), op=Operation("start of a probe"))
-                began = time.perf_counter()
-                collective.all_to_all(x, rows, rows, op=Operation("probe of links")).wait()
-                points.append((float(sum(rows)), time.perf_counter() - began))
-        # the slowest rank's figures hold for an exchange that all ranks wait for
-        mine = fit_link(points) if points else Link(bytes_per_s=1e12)
-        table = torch.tensor([mine.bytes_per_s, mine.latency_s], dtype=torch.float64)
-        everyone = collective.all_gather(table, op=Operation("figures of links"))
-        found.append(Link(bytes_per_s=float(everyone[:, 0].min()), latency_s=float(everyone[:, 1].max())))
+            sent.append(float(x.numel()))
+            runs.append(lambda x=x, rows=rows: discard(collective.all_to_all(x, rows, rows, op=op).wait()))
+        found.append(fit_link(list(zip(sent, probe.lower(runs), strict=True))))
     intra, inter = found
     if ranks_per_node >= ranks:
         inter = intra

@@ -159,7 +159,7 @@ class Bench:
         bank = moe_layers(self.model)[0].experts
         shape = bank.shape()
         overlap_cost = measure_overlap(
-            Probe(self.collective, torch.device("cpu"), 3), bank, rows=int(rows.mean()), n_bytes=shape.expert_bytes
+            Probe(self.collective, torch.device("cpu"), 10), bank, rows=int(rows.mean()), n_bytes=shape.expert_bytes
         )
         rates, overhead = calibrate.fit_experts(table[:, 6:].T, rows, np.full_like(rows, m), shape)
         ranks = self.host.hosts
