@@ -158,8 +158,8 @@ class Bench:
         m = self.workload.experts // self.host.hosts
         bank = moe_layers(self.model)[0].experts
         shape = bank.shape()
-        overlap_cost = measure_overlap(
-            Probe(self.collective, torch.device("cpu"), 10), bank, rows=int(rows.mean()), n_bytes=shape.expert_bytes
+        overlap_cost = measure_overlap(  # of a transfer as long as a busy step's: short ones drown in noise
+            Probe(self.collective, torch.device("cpu"), 6), bank, rows=int(rows.mean()), n_bytes=4 * shape.expert_bytes
         )
         rates, overhead = calibrate.fit_experts(table[:, 6:].T, rows, np.full_like(rows, m), shape)
         ranks = self.host.hosts
