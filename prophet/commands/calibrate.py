@@ -377,6 +377,10 @@ def _print(answer: dict[str, Any], job: Job) -> None:
             _percent(model.get(row["operation"], {}).get("mean_error")),
         )
     console.print(table)
+    if cost := answer.get("topology", {}).get("overlap_cost"):
+        console.print(
+            f"A transfer lengthens the products that hide it by {_percent(cost)} of its own time.", highlight=False
+        )
     if any(row["mean_error"] is not None for row in answer["operations"]):
         console.print(
             "Errors are |predicted - measured| / measured on sizes that the fit has not seen."

@@ -79,37 +79,29 @@ def rule(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int,
 def candidates(kind: Kind, dtype: torch.dtype) -> list[Config]:
     """Tile shapes worth timing on a GPU, at most `CANDIDATES`."""
     if dtype.itemsize >= 4:
-        found = [
-            Config(rows=m, cols=n, depth=32, warps=w, stages=s)
-            for m, n, w in ((64, 64, 4), (128, 64, 4), (64, 128, 4), (128, 128, 8))
-            for s in (2, 3)
-        ]
+        tiles = ((64, 64, 4), (128, 64, 4), (64, 128, 4), (128, 128, 8))
+        shapes = [(m, n, 32, w, s) for m, n, w in tiles for s in (2, 3)]
     elif kind == "rows":
-        found = [
-            Config(rows=m, cols=n, depth=k, warps=w, stages=s)
-            for m, n, k, w, s in (
-                (64, 128, 64, 4, 4),
-                (64, 256, 64, 8, 3),
-                (128, 128, 64, 8, 3),
-                (128, 128, 64, 8, 4),
-                (128, 128, 32, 8, 4),
-                (128, 256, 64, 8, 3),
-                (256, 128, 64, 8, 3),
-                (32, 128, 64, 4, 4),
-            )
+        shapes = [
+            (64, 128, 64, 4, 4),
+            (64, 256, 64, 8, 3),
+            (128, 128, 64, 8, 3),
+            (128, 128, 64, 8, 4),
+            (128, 128, 32, 8, 4),
+            (128, 256, 64, 8, 3),
+            (256, 128, 64, 8, 3),
+            (32, 128, 64, 4, 4),
         ]
     else:  # a tile of 256 rows or columns, or one of 128 x 128 for four warps, spills kilobytes of registers here
-        found = [
-            Config(rows=m, cols=n, depth=k, warps=w, stages=s)
-            for m, n, k, w, s in (
-                (64, 64, 64, 4, 4),
-                (64, 128, 64, 4, 4),
-                (128, 64, 64, 4, 4),
-                (128, 128, 32, 8, 4),
-                (128, 128, 64, 8, 3),
-                (128, 128, 64, 8, 4),
-            )
+        shapes = [
+            (64, 64, 64, 4, 4),
+            (64, 128, 64, 4, 4),
+            (128, 64, 64, 4, 4),
+            (128, 128, 32, 8, 4),
+            (128, 128, 64, 8, 3),
+            (128, 128, 64, 8, 4),
         ]
+    found = [Config(rows=m, cols=n, depth=k, warps=w, stages=s) for m, n, k, w, s in shapes]
     return found[:CANDIDATES]
 
 

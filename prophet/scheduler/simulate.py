@@ -219,11 +219,11 @@ class _Clock:
         taken = self.durations.overlap_cost
         if taken == 0.0:
             return np.zeros_like(seconds)
-        ahead = np.zeros_like(seconds)
+        latest = self.now + seconds / (1.0 - taken)  # when the compute ends if all of it runs beside transfers
+        beside = np.zeros_like(seconds)
         for transfer in self.sent.values():
-            ahead += np.maximum(transfer.finish - np.maximum(transfer.start, self.now), 0.0)
-        slowed: FloatArray = taken * np.minimum(ahead, seconds / (1.0 - taken))
-        return slowed
+            beside += np.maximum(np.minimum(transfer.finish, latest) - np.maximum(transfer.start, self.now), 0.0)
+        return taken * beside
 
     def meet(self) -> float:
         """All ranks wait for the last one."""

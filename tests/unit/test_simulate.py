@@ -118,6 +118,13 @@ def test_a_transfer_takes_its_cost_from_the_compute_beside_it() -> None:
     )  # 1.5 s of work take 2 s, the other 2 s of the transfer are waited for
     np.testing.assert_allclose(short.exposed_trans_s, 2.0)
     assert simulate(blocking(1), d).slowed_s.max() == 0.0
+    # a rank that is done before the last one has launched the chunk loses nothing to it
+    d = StepDurations.uniform(2, 2, fec_s=3.0, trans_s=(4.0, 0.0), overlap_cost=0.25)
+    late, trans_s = d.a2a_s.copy(), d.trans_s.copy()
+    late[0, 0, 1] = 5.0  # rank 1 begins its FEC(0) when rank 0 has ended it
+    trans_s[0] = 0.0
+    step = simulate([Action.parse("TRANS(1,0)@FEC(0)")], dataclasses.replace(d, a2a_s=late, trans_s=trans_s))
+    np.testing.assert_allclose(step.slowed_s, [0.0, 0.25 * 4.0])
 
 
 def test_the_slowest_rank_makes_the_others_wait() -> None:
