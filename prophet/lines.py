@@ -76,7 +76,7 @@ def fit_line(points: Sequence[Point]) -> Line:
     wanted = [0, 2] if np.ptp(design[:, 1]) == 0 else [0, 1, 2]
     chosen = list(wanted)
     while True:
-        weights = _least_relative(design[:, chosen], seconds)
+        weights = least_relative(design[:, chosen], seconds)
         negative = [c for c, w in zip(chosen, weights, strict=True) if w < 0]
         if not negative or len(chosen) == 1:
             break
@@ -97,7 +97,7 @@ def rate_of(points: Sequence[Point], link: Link) -> float:
     return float(1.0 / slowness[order][np.searchsorted(weight, 0.5 * weight[-1])])
 
 
-def _least_relative(design: FloatArray, seconds: FloatArray, rounds: int = 50) -> FloatArray:
+def least_relative(design: FloatArray, seconds: FloatArray, rounds: int = 50) -> FloatArray:
     """Least mean of |design · w / seconds - 1| over w, by re-weighted least squares."""
     relative = design / seconds[:, None]
     weight = np.ones(len(seconds))

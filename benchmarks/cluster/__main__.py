@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -81,10 +80,8 @@ def make_checkpoint(bed: Testbed, workload: Workload, args: argparse.Namespace, 
     hosts = bed.profile.hosts
     if all((folder / f"rank{r}.pt").exists() for r in range(hosts)):
         return
-    cores = os.cpu_count() or 1
     for host in range(hosts):
         bed.set_rate(host, FULL_RATE_MBIT_PER_S)
-        bed.set_share(host, cores / hosts)
     for node in range(bed.profile.nodes if bed.profile.uplink_mbit_per_s is not None else 0):
         bed.set_uplink_rate(node, FULL_RATE_MBIT_PER_S)
     job = {
@@ -97,7 +94,6 @@ def make_checkpoint(bed: Testbed, workload: Workload, args: argparse.Namespace, 
     say(f"checkpoint after {args.warm_up_steps} steps: loss {losses[0]:.3f} -> {losses[-1]:.3f}")
     for host in range(hosts):
         bed.set_rate(host, bed.profile.link_mbit_per_s[host])
-        bed.set_share(host, bed.profile.share[host])
     for node in range(bed.profile.nodes if bed.profile.uplink_mbit_per_s is not None else 0):
         bed.set_uplink_rate(node, float(bed.profile.uplink_mbit_per_s or 0.0))
 
@@ -129,7 +125,7 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
     key_of = json.dumps([dataclasses.asdict(workload), profile.hosts, args.warm_up_steps])
     key = hashlib.blake2b(key_of.encode(), digest_size=6).hexdigest()
     began = time.monotonic()
-    with Testbed(profile, python=python) as bed:
+    with Testbed(profile, python=python, paced=True) as bed:
         folder = (args.checkpoints or bed.scratch).resolve() / key
         make_checkpoint(bed, workload, args, folder)
         job = {

@@ -12,11 +12,11 @@ import torch
 
 from prophet.calibrate import Probe, discard
 from prophet.comm import Collective, Operation
-from prophet.lines import Point, fit_line
+from prophet.lines import Point, fit_line, least_relative
 from prophet.spec import FloatArray, IntArray, LayerShape, Link, Topology, Windows
 
 PROBE_BYTES = (1 << 18, 1 << 19, 1 << 20)  # sent by each rank in all: as layers do, and more than a bucket's burst
-SAME_RATE = 0.15  # rates closer than this are not told apart
+SAME_RATE = 0.2  # rates closer than this are not told apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,41 +69,29 @@ def probe_links(collective: Collective, ranks_per_node: int, *, repeats: int = 6
     return intra, inter
 
 
-def equal_within(rates: tuple[float, ...], tolerance: float) -> tuple[float, ...]:
-    """Rates that differ from their median by less than `tolerance` (a ratio) become the mean of those that do.
+def slowness_of(seconds: FloatArray) -> FloatArray:
+    """How many times longer than the median rank every rank takes for the same work, [R].
 
-    A few steps measure a host's rate to some 10 %. A planner that took such differences for real would make replicas to
-    follow them, and pay for them, where the hosts are alike.
+    seconds [T, R]: T observations. What differs by less than `SAME_RATE` counts as the same: a few steps measure a rank
+    to some 10 %, and a planner that took such differences for real would pay for replicas to follow them.
     """
-    values = np.array(rates)
-    median = float(np.median(values))
-    alike = np.abs(values / median - 1.0) < tolerance
-    if alike.any():
-        values[alike] = values[alike].mean()
-    return tuple(float(v) for v in values)
+    typical = np.median(seconds, axis=0)
+    ratio = typical / np.median(typical)
+    return np.where(np.abs(ratio - 1.0) < SAME_RATE, 1.0, ratio)
 
 
 def fit_experts(
-    seconds: FloatArray, rows: IntArray, groups: IntArray, shape: LayerShape
+    seconds: FloatArray, rows: IntArray, groups: IntArray, shape: LayerShape, slowness: FloatArray
 ) -> tuple[tuple[float, ...], float]:
-    """(flops per second of every rank, seconds per expert that a rank computes).
+    """(flops per second of every rank, seconds per expert that a rank of slowness 1 computes).
 
     seconds [T, R]: forward and backward of one block's experts in T observations; rows, groups [T, R]: what was
-    computed. A backward pass counts as two forward ones. Least squares; a fit that gives no positive rate falls back
-    to the ratio of sums.
+    computed; slowness [R]: as of `slowness_of`. A backward pass counts as two forward ones. The least mean relative
+    error over all ranks; where seconds fall with the rows, the ratio of sums and nothing per expert.
     """
-    forward = seconds / 3.0
-    observations, ranks = forward.shape
-    design = np.zeros((observations * ranks, ranks + 1))
-    for r in range(ranks):
-        design[r * observations : (r + 1) * observations, r] = rows[:, r]
-        design[r * observations : (r + 1) * observations, ranks] = groups[:, r]
-    solution, *_ = np.linalg.lstsq(design, forward.T.reshape(-1), rcond=None)
-    overhead = float(solution[ranks])
-    per_row = solution[:ranks]
-    if overhead < 0 or (per_row <= 0).any():
-        overhead = 0.0
-        per_row = forward.sum(axis=0) / np.maximum(rows.sum(axis=0), 1)
-    per_row = np.maximum(per_row, 1e-12)
-    rates = tuple(float(shape.forward_flops_per_token / s) for s in per_row)
-    return equal_within(rates, SAME_RATE), overhead
+    forward = (seconds / 3.0 / slowness).ravel()
+    design = np.stack([rows.ravel(), groups.ravel()], axis=1).astype(np.float64)
+    row_s, group_s = [*least_relative(design[:, : 1 + groups.any()], forward).tolist(), 0.0][:2]
+    if row_s <= 0 or group_s < 0:
+        row_s, group_s = float(forward.sum() / max(rows.sum(), 1)), 0.0
+    return tuple(float(shape.forward_flops_per_token / (row_s * s)) for s in slowness), group_s

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +24,21 @@ class Host:
     address: str
     master_address: str
     master_port: int
+    slowdown: float = 1.0
 
     def say(self, text: str) -> None:
         """Print a line that the testbed can wait for."""
         print(text, flush=True)
+
+    @contextmanager
+    def paced(self) -> Iterator[None]:
+        """Inside, what this thread computes lasts `slowdown` times as long; see `benchmarks.pacing`."""
+        from benchmarks.pacing import PacedOperators, compute_at_length, keep_memory
+
+        compute_at_length()
+        keep_memory()
+        with PacedOperators(self.slowdown) if self.slowdown > 1 else nullcontext():
+            yield
 
     @contextmanager
     def process_group(self, *, timeout_s: float = 60.0) -> Iterator[None]:
@@ -59,7 +70,7 @@ def answer(value: Any = None, error: BaseException | None = None) -> dict[str, A
 
 def perform(job: dict[str, Any]) -> dict[str, Any]:
     """Import the job's function (imports are not under the quota), wait to be let go, call it."""
-    host = Host(job["rank"], job["hosts"], job["address"], job["master_address"], job["master_port"])
+    host = Host(job["rank"], job["hosts"], job["address"], job["master_address"], job["master_port"], job["slowdown"])
     module, _, name = str(job["target"]).partition(":")
     try:
         for extra in job["imports"]:

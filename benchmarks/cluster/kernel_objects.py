@@ -26,6 +26,7 @@ from benchmarks.cluster.profiles import Profile
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000  # short, so that a host is slow evenly and not stopped for tenths of a second
 BURST_KB = 128
+SUBNET = "10.77.0.0/16"
 PREFIX = re.compile(r"^mp\d+-[0-9a-f]{4}-$")
 
 
@@ -89,7 +90,13 @@ def setup_commands(profile: Profile, prefix: str) -> list[tuple[str, list[str]]]
         commands.append((spine(prefix), lines))
         commands += [(switch(prefix, n), ["link set up0 master br0", "link set up0 up"]) for n in range(profile.nodes)]
     for host in range(profile.hosts):
-        lines = ["link set lo up", f"address add {address(host)}/16 dev eth0", "link set eth0 up"]
+        # as in a machine room: acknowledged at once, and no slow start (the setting after a pause is made later)
+        lines = [
+            "link set lo up",
+            f"address add {address(host)}/16 dev eth0 noprefixroute",
+            "link set eth0 up",
+            f"route add {SUBNET} dev eth0 src {address(host)} quickack 1 initcwnd 64 initrwnd 64",
+        ]
         commands.append((namespace(prefix, host), lines))
     return commands
 
@@ -130,6 +137,11 @@ def set_up_network(profile: Profile, prefix: str) -> None:
     run(["ip", "-batch", "-"], stdin="\n".join(namespace_commands(profile, prefix)) + "\n")
     for where, lines in setup_commands(profile, prefix):
         run(["ip", "-n", where, "-batch", "-"], stdin="\n".join(lines) + "\n")
+    for host in range(profile.hosts):
+        run(
+            ["ip", "netns", "exec", namespace(prefix, host), "tee", "/proc/sys/net/ipv4/tcp_slow_start_after_idle"],
+            stdin="0",
+        )
     lines_of: dict[str, list[str]] = {}
     commands = [c for h in range(profile.hosts) for c in rate_commands(profile, prefix, h, profile.link_mbit_per_s[h])]
     if profile.uplink_mbit_per_s is not None:

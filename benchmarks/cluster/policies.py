@@ -15,7 +15,7 @@ class Policy:
     system: whose MoE layer runs. planner: of our engine. schedule: how its transfers are laid out. even: the routing
     is replaced by a perfectly even one. plain: our layer without the engine. use_windows: whether the planner knows
     of the compute under which transfers hide (Eq. 8). transfers: the form of Trans and Agg. memory: whether replicas'
-    parameters are kept for the backward pass or fetched again.
+    parameters are kept for the backward pass or fetched again. keep_plans: placements stay while they are worth it.
     """
 
     name: str
@@ -27,6 +27,7 @@ class Policy:
     even: bool = False
     plain: bool = False
     use_windows: bool = True
+    keep_plans: bool = False
 
 
 _ALL = (
@@ -40,6 +41,8 @@ _ALL = (
     Policy(name="prophet", planner="prophet"),
     Policy(name="prophet-blocking", planner="prophet", schedule="blocking", use_windows=False),
     Policy(name="prophet-search", planner="prophet-search"),
+    Policy(name="prophet-kept", planner="prophet", keep_plans=True),
+    Policy(name="prophet-search-kept", planner="prophet-search", keep_plans=True),
     Policy(name="prophet-operator", planner="prophet", schedule="operator"),
     Policy(name="prophet-look-ahead", planner="prophet", schedule="look-ahead"),
     Policy(name="prophet-direct", planner="prophet", transfers="direct"),

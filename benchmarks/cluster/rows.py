@@ -50,6 +50,7 @@ def _row(results: Sequence[Mapping[str, Any]], name: str, tokens_per_step: int) 
     steps = np.mean([[run["step_s"] for run in runs] for runs in per_rank], axis=0)
     median = float(np.median(steps))
     simulated = [s for run in first for s in run.get("simulated_s", ())]
+    simulated_s = _median([s["step"] for s in simulated])
     exposed = {k: _mean_seconds(per_rank, f"exposed_{k}") for k in ("plan", "trans", "agg")}
     known = [v for v in exposed.values() if v is not None]
     return {
@@ -70,8 +71,9 @@ def _row(results: Sequence[Mapping[str, Any]], name: str, tokens_per_step: int) 
         "plan_s": _mean_seconds(per_rank, "plan"),
         "counts_s": _mean_seconds(per_rank, "counts"),
         "split_s": _mean_seconds(per_rank, "split"),
-        "simulated_step_s": _median(simulated),
-        "simulated_error": None if not simulated else float(np.median(simulated)) / median - 1.0,
+        "simulated_step_s": simulated_s,
+        "simulated_error": None if simulated_s is None else simulated_s / median - 1.0,
+        "simulated_parts_s": {p: _median([s[p] for s in simulated]) for p in (simulated[0] if simulated else {})},
         "loss_final": first[-1]["losses"][-1],
         "peak_memory_bytes": max(run["peak_memory_bytes"] for runs in per_rank for run in runs),
     }

@@ -166,13 +166,15 @@ class Testbed:
     """A context manager around the emulated hosts of `profile`; see the module's text.
 
     Raises `TestbedUnavailable` where the machine or the user cannot do it, before anything is made. python: the
-    interpreter of the hosts' processes.
+    interpreter of the hosts' processes. paced: hosts are told to be slow (`Host.paced`) instead of being under a quota;
+    quotas are what can be changed while programs run.
     """
 
     __test__ = False
 
-    def __init__(self, profile: Profile, *, python: str | None = None) -> None:
+    def __init__(self, profile: Profile, *, python: str | None = None, paced: bool = False) -> None:
         self.profile = profile
+        self.paced = paced
         self.prefix = f"mp{os.getpid()}-{secrets.token_hex(2)}-"
         self.python = python or sys.executable
         self._quotas = kernel.check_available()
@@ -307,6 +309,7 @@ class Testbed:
                 "address": kernel.address(rank),
                 "master_address": kernel.address(0),
                 "master_port": MASTER_PORT,
+                "slowdown": 1.0 / self.profile.share[rank] if self.paced else 1.0,
                 "target": target,
                 "imports": list(imports),
                 "args": own,
@@ -361,7 +364,8 @@ class Testbed:
         for p in processes:
             assert p.popen.stdin is not None
             with contextlib.suppress(OSError):
-                self._quotas.add(self.prefix, p.rank, p.popen.pid)
+                if not self.paced:
+                    self._quotas.add(self.prefix, p.rank, p.popen.pid)
                 p.popen.stdin.write(b"go\n")
             with contextlib.suppress(OSError):
                 p.popen.stdin.close()
@@ -386,6 +390,8 @@ class Testbed:
     def set_share(self, host: int, share: float) -> None:
         """Change the part of a core that a host gets, while programs run."""
         self._check(host, share)
+        if self.paced:
+            raise TestbedError("hosts that pace themselves have no quota that could be changed")
         self._quotas.set_share(self.prefix, host, share)
 
     def _check(self, host: int, value: float) -> None:

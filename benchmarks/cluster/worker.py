@@ -33,6 +33,7 @@ from benchmarks.cluster.workload import (
     train_step,
     warm_up,
 )
+from benchmarks.pacing import compute_apart
 from prophet import Engine, EngineConfig, attach
 from prophet.calibrate import Probe, measure_overlap
 from prophet.comm import Collective, Operation
@@ -40,12 +41,15 @@ from prophet.demo.model import MoEGPT
 from prophet.demo.text import load_corpus
 from prophet.layer import moe_layers
 from prophet.planner import get_planner, warm
+from prophet.replan import ReplanConfig
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from prophet.scheduler.simulate import predicted_durations, simulate
 from prophet.scheduler.timeline import Recorder
 from prophet.spec import IntArray, Link, Placement, PlanContext, Split, Topology, Windows
 from prophet.step_report import StepReport
+
+SIMULATED_PARTS = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
 
 
 def prepare(host: Host, args: Mapping[str, Any]) -> list[float]:
@@ -62,9 +66,10 @@ def prepare(host: Host, args: Mapping[str, Any]) -> list[float]:
 
 def measure(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     """Calibrate, then run every policy `repetitions` times, interleaved; returns this rank's figures."""
-    with host.process_group(timeout_s=args["timeout_s"]):
-        warm()
+    warm()
+    with host.process_group(timeout_s=args["timeout_s"]), host.paced():
         bench = Bench(host, args)
+        bench.settle()
         calibration = bench.calibrate()
         host.say(f"calibrated: {calibration}")
         runs: list[dict[str, Any]] = []
@@ -113,11 +118,19 @@ class Bench:
         self.calibration: Calibration | None = None
         if "calibration" in args:
             self.calibration = from_description(args["calibration"])
+        compute_apart()
 
     def rows(self) -> Iterator[Tensor]:
         return batches(
             self.workload, self.corpus, rank=self.host.rank, ranks=self.host.hosts, first_step=self.first_step
         )
+
+    def settle(self, steps: int = 5) -> None:
+        """Some steps with transfers that nobody counts: the first ones find cold memory and cold connections."""
+        with ExitStack() as stack:
+            optimizer, _ = self._attached(policy("pro-prophet"), stack)
+            for rows in itertools.islice(self.rows(), steps):
+                train_step(self.model, optimizer, rows)
 
     # --- calibration ---
 
@@ -138,6 +151,12 @@ class Bench:
         def median(name: str) -> float:
             return float(np.median([w.get(name, 0.0) for w in windows]))
 
+        even = self._watched_steps(Policy(name="even", even=True), recorder, self.skip + 3)[self.skip :]
+        spans = recorder.spans()
+        even_s = [
+            sum(w.get(f"{kind}({i})", 0.0) for kind in ("FEC", "BEC") for i in range(blocks))
+            for w in (seconds_by_window(compute_spans(spans, m, self.host.rank, blocks)) for m in even)
+        ]
         last = blocks - 1
         fnec = [median(f"FNEC({i})") + median(f"route({i + 1})") for i in range(last)] or [median("FNEC(0)")]
         bnec = [median(f"BNEC({i})") for i in range(last)] or [median("BNEC(0)")]
@@ -150,6 +169,7 @@ class Bench:
             median("end"),
             median("update") + extra,
             min(counts_s),
+            *even_s,
             *(w.get(f"FEC({i})", 0.0) + w.get(f"BEC({i})", 0.0) for w in windows for i in range(blocks)),
         ]
         op = Operation("figures of compute")
@@ -161,7 +181,9 @@ class Bench:
         overlap_cost = measure_overlap(  # of a transfer as long as a busy step's: short ones drown in noise
             Probe(self.collective, torch.device("cpu"), 6), bank, rows=int(rows.mean()), n_bytes=4 * shape.expert_bytes
         )
-        rates, overhead = calibrate.fit_experts(table[:, 6:].T, rows, np.full_like(rows, m), shape)
+        expert_s = table[:, 6 + len(even) :].T
+        slowness = calibrate.slowness_of(table[:, 6 : 6 + len(even)].T)
+        rates, overhead = calibrate.fit_experts(expert_s, rows, np.full_like(rows, m), shape, slowness)
         ranks = self.host.hosts
         topology = Topology(
             ranks=ranks,
@@ -196,6 +218,7 @@ class Bench:
             schedule=p.schedule,
             transfers=p.transfers,
             replica_memory=p.memory,
+            replan=ReplanConfig() if p.keep_plans else None,
         )
 
     def _attached(self, p: Policy, stack: ExitStack) -> tuple[torch.optim.Optimizer, Engine | None]:
@@ -209,6 +232,7 @@ class Bench:
             return optimizer, None
         engine = attach(self.model, optimizer, config=self.config(p))
         stack.callback(engine.close)
+        compute_apart()
         return optimizer, engine
 
     def _watched_steps(
@@ -242,6 +266,7 @@ class Bench:
     def run(self, p: Policy, repetition: int) -> dict[str, Any]:
         """One repetition of a policy: `skip` steps that are not counted, then `steps` that are."""
         gc.collect()
+        compute_apart()
         reset_peak_memory()
         if p.system == "prophet":
             result = self._run_ours(p)
@@ -295,8 +320,8 @@ class Bench:
         reports: list[StepReport],
         placements: list[tuple[Placement, ...]],
         forms: list[tuple[Form, ...]],
-    ) -> list[float]:
-        """What the simulator says of the same steps, from the calibration alone."""
+    ) -> list[dict[str, float]]:
+        """Seconds by part that the simulator says of the same steps, from the calibration alone."""
         assert self.calibration is not None
         c = self.calibration
         contexts = [dataclasses.replace(x, topology=c.topology, windows=c.windows) for x in engine._contexts]
@@ -317,14 +342,17 @@ class Bench:
                 update_s=c.update_s,
                 counts_s=c.counts_s,
             )
-            found.append(simulate(engine.schedule, durations).makespan_s)
-        return found
+            found.append(simulate(engine.schedule, durations))
+        return [
+            {"step": s.makespan_s, **{p: float(getattr(s, f"{p}_s").mean()) for p in SIMULATED_PARTS}} for s in found
+        ]
 
     # --- the peers ---
 
     def _run_peer(self, p: Policy) -> dict[str, Any]:
         model = peers.build_peer(p.system, self.workload, self.state, rank=self.host.rank, ranks=self.host.hosts)
         optimizer = optimizer_of(model, self.workload)
+        compute_apart()
         step_s, losses = [], []
         for rows in itertools.islice(self.rows(), self.skip + self.steps):
             seconds, loss = train_step(model, optimizer, rows)

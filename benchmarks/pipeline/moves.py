@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.cluster.host import Host
 from benchmarks.cluster.testbed import Testbed
-from benchmarks.pipeline.pacing import keep_memory, wake_promptly
+from benchmarks.pacing import keep_memory, wake_promptly
 from pipeline_balance.spec import StageMap
 from pipeline_balance.state.layout import by_layer
 from pipeline_balance.state.route import Route, route

@@ -1,15 +1,10 @@
 """Hosts that are evenly slower than the machine: what is computed lasts `slowdown` times its processor time.
 
-The rest of that time is slept. So four hosts share two cores without waiting for each other, and what else runs on the
-machine disturbs a measurement only where it takes more than the pauses. A processor quota would be felt in lumps of its
-period, which are as long as one action of a stage.
+The rest of that time is slept, per action of a stage; see `benchmarks.pacing` for why.
 """
 
 from __future__ import annotations
 
-import ctypes
-import platform
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,40 +14,6 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.measure import Meter
-
-SHORT_SLICE_NS = 100_000
-KEPT_BYTES = 1 << 30
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
-
-
-def wake_promptly() -> bool:
-    """Ask the kernel for short time slices, for this thread and those it starts later; whether it agreed.
-
-    A host wakes whenever a message comes. With the usual slice it would wait some milliseconds each time until another
-    program's has passed, and an action lasts only a few times that.
-    """
-    number = _SCHED_SETATTR.get(platform.machine())
-    if platform.system() != "Linux" or number is None:
-        return False
-    # struct sched_attr: size, policy, flags, nice, priority, runtime (the slice), deadline, period, two bounds
-    attributes = struct.pack("=IIQiIQQQII", 56, 0, 0, 0, 0, SHORT_SLICE_NS, 0, 0, 0, 0)
-    libc = ctypes.CDLL(None, use_errno=True)
-    return bool(libc.syscall(number, 0, ctypes.create_string_buffer(attributes, 56), 0) == 0)
-
-
-def keep_memory() -> bool:
-    """Let the C library keep freed memory, as a device's allocator does; whether it agreed.
-
-    Else every large tensor's pages come from the kernel anew, and how long a layer takes depends on what the process
-    has just given back.
-    """
-    if platform.system() != "Linux":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all(mallopt(option, KEPT_BYTES) == 1 for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
 
 
 @dataclass(frozen=True, slots=True)

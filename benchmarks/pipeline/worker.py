@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.host import Host
+from benchmarks.pacing import keep_memory, wake_promptly
 from benchmarks.pipeline.alone import optimizer_rate
 from benchmarks.pipeline.cases import Case, Dynamism, cases
-from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, keep_memory, paced_loss, wake_promptly
+from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
 from benchmarks.pipeline.policies import (
     DYNAMIC,
     ORACLE,

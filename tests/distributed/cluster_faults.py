@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import prophet
-from benchmarks.cluster.calibrate import fit_experts
+from benchmarks.cluster.calibrate import fit_experts, slowness_of
 from benchmarks.cluster.host import Host
 from prophet import EngineConfig, attach
 from prophet.comm import Channel, Collective, Operation, Pending, collective_for
@@ -166,7 +166,8 @@ def measured_speed(model: TinyModel, collective: Collective) -> tuple[float, ...
     table = collective.all_gather(mine, op=Operation("measured speeds")).numpy()
     shape = moe.experts.shape()
     observed = np.ones((1, collective.size), dtype=np.int64)
-    rates, _ = fit_experts(table[None, :, 0], table[None, :, 1].astype(np.int64), 0 * observed, shape)
+    seconds, rows = table[None, :, 0], table[None, :, 1].astype(np.int64)
+    rates, _ = fit_experts(seconds, rows, 0 * observed, shape, slowness_of(seconds / rows))
     return rates
 
 

@@ -20,6 +20,20 @@ def who(host: Host, args: dict[str, Any]) -> dict[str, Any]:
     return {"rank": host.rank, "hosts": host.hosts, "word": args["word"], "interfaces": interfaces}
 
 
+def paced_products(host: Host, args: dict[str, Any]) -> float:
+    """How many times longer than their processor time matrix products take."""
+    import torch
+
+    torch.set_num_threads(1)
+    x = torch.ones(512, 512)
+    with host.paced():
+        x @ x  # the first one imports
+        began, worked = time.perf_counter(), time.thread_time()
+        for _ in range(args["products"]):
+            x @ x
+        return (time.perf_counter() - began) / (time.thread_time() - worked)
+
+
 def ring(host: Host, args: dict[str, Any]) -> float:
     """Send bytes to the next host; returns the bytes per second at which the previous host's arrived."""
     size = int(args["mbytes"] * (1 << 20))

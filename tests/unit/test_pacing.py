@@ -1,0 +1,93 @@
+"""Emulated hosts that are evenly slower than the machine, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from benchmarks import pacing
+from benchmarks.pacing import MOST_LATE_S, PacedOperators
+
+
+@dataclass
+class Clock:
+    wall_s: float = 100.0
+    work_s: float = 1.0
+    slept_s: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.wall_s
+
+    def thread_time(self) -> float:
+        return self.work_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s += seconds
+        self.wall_s += seconds
+
+    def work(self, seconds: float, *, waiting: float = 0.0) -> None:
+        self.work_s += seconds
+        self.wall_s += seconds + waiting
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pacing, "time", clock)
+    return clock
+
+
+def operator(paced: PacedOperators, clock: Clock, seconds: float, *, waiting: float = 0.0) -> float:
+    """Run an operator of so many processor seconds; returns how long it took."""
+    began = clock.wall_s
+    paced.__torch_dispatch__(lambda: clock.work(seconds, waiting=waiting), ())
+    return clock.wall_s - began
+
+
+def test_an_operator_lasts_longer_and_python_does_not(clock: Clock) -> None:
+    paced = PacedOperators(4.0)
+    assert operator(paced, clock, 0.01) == pytest.approx(0.04)
+    clock.work(0.5)
+    assert operator(paced, clock, 0.002) == pytest.approx(0.008)
+    assert clock.slept_s == pytest.approx(0.036)
+
+
+def test_short_operators_are_paid_for_together(clock: Clock) -> None:
+    paced, began = PacedOperators(3.0), clock.wall_s
+    for _ in range(100):
+        operator(paced, clock, 2e-5)
+    assert clock.wall_s - began == pytest.approx(100 * 3 * 2e-5, abs=pacing.SHORTEST_SLEEP_S)
+
+
+def test_a_host_without_a_core_catches_up(clock: Clock) -> None:
+    """It waited for its core within one operator, for longer than the operator should have taken."""
+    paced = PacedOperators(4.0)
+    assert operator(paced, clock, 0.01, waiting=0.045) == pytest.approx(0.055)
+    assert operator(paced, clock, 0.01) == pytest.approx(0.04 - 0.015)
+    assert operator(paced, clock, 0.01, waiting=5.0) == pytest.approx(5.01)
+    assert operator(paced, clock, 0.01) == pytest.approx(0.04 - MOST_LATE_S)
+
+
+def test_waiting_for_others_gives_no_credit(clock: Clock) -> None:
+    paced = PacedOperators(4.0)
+    operator(paced, clock, 0.01, waiting=0.045)
+    clock.sleep(0.1)  # a message
+    assert operator(paced, clock, 0.01) == pytest.approx(0.04)
+
+
+def test_results_and_gradients_are_those_of_the_machine() -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    (x @ x).sum().backward()
+    expected, x.grad = x.grad, None
+    with PacedOperators(2.0):
+        (x @ x).sum().backward()
+    assert expected is not None
+    assert x.grad is not None
+    assert torch.equal(x.grad, expected)
+
+
+def test_a_slowdown_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"slowdown must be at least 1, got 0\.5"):
+        PacedOperators(0.5)
