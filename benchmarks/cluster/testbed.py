@@ -1,4 +1,4 @@
-"""Testbed: N emulated hosts on one machine, each with its own network namespace, link and processor quota.
+"""Testbed: N emulated hosts on one machine, each with its own network namespace, link and processor quota or pace.
 
     with Testbed(built_in("four-hosts")) as bed:
         results = bed.run("benchmarks.cluster.worker:train", {"steps": 20}, timeout_s=120)
