@@ -15,6 +15,7 @@ import platform
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,10 @@ def compute_apart() -> None:
         return
     os.sched_setaffinity(0, cores[:half])
     for task in Path("/proc/self/task").iterdir():
-        if "gloo" in (task / "comm").read_text():
-            os.sched_setaffinity(int(task.name), cores[half:])
-            os.setpriority(os.PRIO_PROCESS, int(task.name), NETWORK_NICE)
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            if "gloo" in (task / "comm").read_text():
+                os.sched_setaffinity(int(task.name), cores[half:])
+                os.setpriority(os.PRIO_PROCESS, int(task.name), NETWORK_NICE)
 
 
 def keep_memory() -> bool:

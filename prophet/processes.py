@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from prophet.comm import Collective, PeerLost, collective_for
+from prophet.spec import SpecError
 
 _GRACE_S = 5.0  # for the other ranks to notice and to say what they saw
 
@@ -92,15 +93,25 @@ class Launch:
 
 
 def launched() -> Launch | None:
-    """What a launcher has written into this process's environment; None where none has started it."""
+    """What a launcher has written into this process's environment; None where none has started it.
+
+    Raises `SpecError` for a variable that is no whole number, or too small.
+    """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE")
     return Launch(
-        ranks=int(os.environ["WORLD_SIZE"]),
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        local_ranks=None if local_ranks is None else int(local_ranks),
+        ranks=_told("WORLD_SIZE", least=1),
+        local_rank=_told("LOCAL_RANK", least=0) if "LOCAL_RANK" in os.environ else 0,
+        local_ranks=_told("LOCAL_WORLD_SIZE", least=1) if "LOCAL_WORLD_SIZE" in os.environ else None,
     )
+
+
+def _told(name: str, *, least: int) -> int:
+    """A number that the launcher has written into the environment."""
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise SpecError(f"the launcher's {name} must be a whole number of at least {least}, got {text!r}")
+    return int(text)
 
 
 @contextmanager

@@ -87,11 +87,17 @@ def fit_experts(
 
     seconds [T, R]: forward and backward of one block's experts in T observations; rows, groups [T, R]: what was
     computed; slowness [R]: as of `slowness_of`. A backward pass counts as two forward ones. The least mean relative
-    error over all ranks; where seconds fall with the rows, the ratio of sums and nothing per expert.
+    error over all ranks; where seconds fall with the rows, the ratio of sums and nothing per expert. ValueError where
+    an observation took no time, which nothing that was computed does.
     """
+    if not (seconds > 0).all():
+        raise ValueError(f"expected positive seconds of every rank in every observation, got {seconds.min():g}")
     forward = (seconds / 3.0 / slowness).ravel()
     design = np.stack([rows.ravel(), groups.ravel()], axis=1).astype(np.float64)
-    row_s, group_s = [*least_relative(design[:, : 1 + groups.any()], forward).tolist(), 0.0][:2]
+    if groups.any():
+        row_s, group_s = least_relative(design, forward).tolist()
+    else:
+        row_s, group_s = least_relative(design[:, :1], forward).item(), 0.0
     if row_s <= 0 or group_s < 0:
         row_s, group_s = float(forward.sum() / max(rows.sum(), 1)), 0.0
     return tuple(float(shape.forward_flops_per_token / (row_s * s)) for s in slowness), group_s

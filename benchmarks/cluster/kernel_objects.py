@@ -26,7 +26,7 @@ from benchmarks.cluster.profiles import Profile
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000  # short, so that a host is slow evenly and not stopped for tenths of a second
 BURST_KB = 128
-SUBNET = "10.77.0.0/16"
+NETWORK = "10.77"  # the first half of every host's address
 PREFIX = re.compile(r"^mp\d+-[0-9a-f]{4}-$")
 
 
@@ -43,7 +43,7 @@ class TestbedError(RuntimeError):
 
 
 def address(host: int) -> str:
-    return f"10.77.{(host + 1) // 256}.{(host + 1) % 256}"
+    return f"{NETWORK}.{(host + 1) // 256}.{(host + 1) % 256}"
 
 
 def namespace(prefix: str, host: int) -> str:
@@ -95,7 +95,7 @@ def setup_commands(profile: Profile, prefix: str) -> list[tuple[str, list[str]]]
             "link set lo up",
             f"address add {address(host)}/16 dev eth0 noprefixroute",
             "link set eth0 up",
-            f"route add {SUBNET} dev eth0 src {address(host)} quickack 1 initcwnd 64 initrwnd 64",
+            f"route add {NETWORK}.0.0/16 dev eth0 src {address(host)} quickack 1 initcwnd 64 initrwnd 64",
         ]
         commands.append((namespace(prefix, host), lines))
     return commands

@@ -122,8 +122,8 @@ def built_in(name: str) -> Profile:
     if name == "two-nodes":
         return uniform(name, hosts=8, nodes=2, share=0.09, link_mbit_per_s=80.0, uplink_mbit_per_s=160.0)
     if name == "slow-host":
-        profile = uniform(name, hosts=4, share=0.18, link_mbit_per_s=100.0)
-        return dataclasses.replace(profile, share=(*profile.share[:-1], profile.share[-1] / 3))
+        profile = built_in("four-hosts")
+        return dataclasses.replace(profile, name=name, share=(*profile.share[:-1], profile.share[-1] / 3))
     raise ProfileError(f"there is no built-in profile {name!r}; there are {', '.join(BUILT_IN)}")
 
 

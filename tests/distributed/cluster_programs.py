@@ -20,8 +20,8 @@ def who(host: Host, args: dict[str, Any]) -> dict[str, Any]:
     return {"rank": host.rank, "hosts": host.hosts, "word": args["word"], "interfaces": interfaces}
 
 
-def paced_products(host: Host, args: dict[str, Any]) -> float:
-    """How many times longer than their processor time matrix products take."""
+def paced_products(host: Host, args: dict[str, Any]) -> tuple[float, str]:
+    """How many times longer than their processor time matrix products take, and the host's control groups."""
     import torch
 
     torch.set_num_threads(1)
@@ -31,7 +31,9 @@ def paced_products(host: Host, args: dict[str, Any]) -> float:
         began, worked = time.perf_counter(), time.thread_time()
         for _ in range(args["products"]):
             x @ x
-        return (time.perf_counter() - began) / (time.thread_time() - worked)
+        slowdown = (time.perf_counter() - began) / (time.thread_time() - worked)
+    with open("/proc/self/cgroup", encoding="utf-8") as f:
+        return slowdown, f.read()
 
 
 def ring(host: Host, args: dict[str, Any]) -> float:

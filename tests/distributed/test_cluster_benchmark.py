@@ -154,6 +154,8 @@ def test_rates_and_overhead_are_fitted_together() -> None:
     assert min(rates) > 0
     one = fit_experts(np.full((1, 2), 3.0), np.full((1, 2), 100), np.zeros((1, 2), dtype=np.int64), shape, np.ones(2))
     assert one[0] == pytest.approx((100 * shape.forward_flops_per_token,) * 2)
+    with pytest.raises(ValueError, match="positive seconds"):
+        fit_experts(np.zeros((1, 2)), np.full((1, 2), 100), np.ones((1, 2), dtype=np.int64), shape, np.ones(2))
 
 
 def test_ranks_that_cannot_be_told_apart_are_taken_as_equal() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from prophet.processes import Launch, RankFailed, _watch, launched, run_ranks
+from prophet.spec import SpecError
 from tests.launching import torchrun
 
 JOINS = """
@@ -52,6 +53,19 @@ def test_a_launcher_is_known_by_its_variables(monkeypatch: pytest.MonkeyPatch) -
     assert launch.device == "cuda:1"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert launch.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "least"),
+    [("WORLD_SIZE", "two", 1), ("WORLD_SIZE", "0", 1), ("LOCAL_RANK", "-1", 0), ("LOCAL_WORLD_SIZE", "", 1)],
+)
+def test_a_launchers_number_that_is_none_is_named(
+    name: str, text: str, least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other, value in (("RANK", "0"), ("WORLD_SIZE", "2"), (name, text)):
+        monkeypatch.setenv(other, value)
+    with pytest.raises(SpecError, match=rf"launcher's {name} must be a whole number of at least {least}, got '{text}'"):
+        launched()
 
 
 def _leaves_trouble(rank: int) -> None:
