@@ -27,6 +27,7 @@ SHORTEST_SLEEP_S = 0.0002  # less is owed until more has come together
 SHORT_SLICE_NS, LONG_SLICE_NS = 100_000, 20_000_000
 NETWORK_NICE = -15
 KEPT_BYTES = 1 << 30
+_UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
@@ -97,11 +98,19 @@ def keep_memory() -> bool:
     return all(mallopt(option, KEPT_BYTES) == 1 for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
 
 
+@functools.cache
+def _computes(operator: Callable[..., Any]) -> bool:
+    """Whether an accelerator would run something for this torch operator."""
+    name: str = getattr(operator, "__name__", "")
+    collective = "c10d" in getattr(operator, "namespace", "")
+    return not (collective or getattr(operator, "is_view", False) or name.split(".")[0] in _UNFILLED)
+
+
 class PacedOperators(TorchDispatchMode):
     """While entered, this thread's torch operators last `slowdown` times their processor time: an accelerator's work.
 
-    Everything else keeps the machine's speed, as a host's processor does: Python, planning, threads that move bytes. A
-    host that could not get a core in time catches up to `MOST_LATE_S`; waiting for others gives no such credit.
+    Everything else keeps the machine's speed, as a host's processor does: Python, planning, threads that move bytes,
+    and operators that compute nothing (views, memory that is not filled, collectives that are posted). A host that could not get a core in time catches up to `MOST_LATE_S`; waiting for others gives no such credit.
     """
 
     def __init__(self, slowdown: float) -> None:
@@ -119,6 +128,8 @@ class PacedOperators(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if not _computes(func):
+            return func(*args, **(kwargs or {}))
         began, worked = time.perf_counter(), time.thread_time()
         if began - self._left[0] - (worked - self._left[1]) > WAITED_S:
             self._late_s = 0.0

@@ -298,7 +298,7 @@ class ReplicaPool:
         self.budget_bytes = budget_bytes
         self.in_use_bytes = 0
         self.held_bytes = 0
-        self._free: dict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, Tensor]]] = {}
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[tuple[Tensor, Tensor, bool]]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """Lend a flat parameter buffer and a zeroed gradient buffer of `numel` elements."""
@@ -306,8 +306,9 @@ class ReplicaPool:
         size = 2 * numel * dtype.itemsize
         self._check_budget(size)
         if free:
-            params, grads = free.pop()
-            grads.zero_()
+            params, grads, zeroed = free.pop()
+            if not zeroed:
+                grads.zero_()
         else:
             self._make_room(size)
             params = torch.empty(numel, dtype=dtype, device=device)
@@ -332,15 +333,15 @@ class ReplicaPool:
         self.in_use_bytes += size
         self.held_bytes += size
 
-    def give(self, params: Tensor, grads: Tensor) -> None:
-        """Take buffers back."""
+    def give(self, params: Tensor, grads: Tensor, *, zeroed: bool = False) -> None:
+        """Take buffers back; `zeroed` says that every gradient is zero, and saves doing so when they are lent again."""
         if params.numel() and not params.untyped_storage().size():
             # the parameters are gone already, and half a pair is of no use
             size = grads.numel() * grads.element_size()
             self.in_use_bytes -= size
             self.held_bytes -= size
             return
-        self._free[(params.numel(), params.dtype, params.device)].append((params, grads))
+        self._free[(params.numel(), params.dtype, params.device)].append((params, grads, zeroed))
         self.in_use_bytes -= 2 * params.numel() * params.element_size()
 
     def _check_budget(self, size: int) -> None:

@@ -33,13 +33,6 @@ class Pace:
         self._sleep_until(began + (time.thread_time() - worked) * self.slowdown)
         return result
 
-    def work_with_waits(self, call: Callable[[], Any]) -> Any:
-        """Run what computes and waits for others, too: only its own work is stretched."""
-        worked = time.thread_time()
-        result = call()
-        self._sleep_until(time.perf_counter() + (time.thread_time() - worked) * (self.slowdown - 1))
-        return result
-
     @staticmethod
     def _sleep_until(moment: float) -> None:
         left = moment - time.perf_counter()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.host import Host
-from benchmarks.pacing import keep_memory, wake_promptly
+from benchmarks.pacing import PacedOperators, keep_memory, wake_promptly
 from benchmarks.pipeline.alone import optimizer_rate
 from benchmarks.pipeline.cases import Case, Dynamism, cases
 from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
@@ -73,29 +73,19 @@ class Runner:
 
 
 class PacedController(Controller):
-    """A controller on a slower host."""
+    """A controller on a slower host: its tensors' work takes the host's time, planning is a processor's work."""
 
     def __init__(self, pipeline: ElasticPipeline, pace: Pace, *, config: ControllerConfig) -> None:
         super().__init__(pipeline, config=config)
         self.pace = pace
 
     def rebalance(self) -> Decision:
-        return self._paced(super().rebalance)
+        with PacedOperators(self.pace.slowdown):
+            return super().rebalance()
 
     def conclude(self) -> Decision:
-        return self._paced(super().conclude)
-
-    def _paced(self, call: Callable[[], Decision]) -> Decision:
-        before = dict(self._spent)
-        worked = self.pace.seconds()
-        decision: Decision = self.pace.work_with_waits(call)
-        # what was slept belongs to the parts in proportion to the time they took
-        slept = (self.pace.seconds() - worked) * (1 - 1 / self.pace.slowdown)
-        parts = {k: self._spent[k] - before[k] for k in ("measure", "decide", "move")}
-        total = sum(parts.values())
-        for name, seconds in parts.items():
-            self._spent[name] += slept * seconds / total if total else 0.0
-        return decision
+        with PacedOperators(self.pace.slowdown):
+            return super().conclude()
 
 
 class Bench:
@@ -186,7 +176,7 @@ class Bench:
                     self._follow(runner, smoothed(history))
                 self._step(runner, inputs, target, counted)
             frozen = recorder.dynamism.decide_frozen(
-                recorder.pipeline.layers, loss, recorder.pipeline.collective, recorder.pipeline.device
+                recorder.pipeline.layers, step, loss, recorder.pipeline.collective, recorder.pipeline.device
             )
             if self.host.rank == 0 and step % 8 == 0:
                 self.host.say(f"step {step}: loss {loss:.3f}, frozen {frozen}")

@@ -151,8 +151,10 @@ class Runtime:
         for state in self._states:
             if state.trans is not None and wait:
                 state.trans.abandon()
+            # what Agg has sent is zero again
+            zeroed = not state.unsent and state.agg is None
             for replica in state.replicas or ():
-                self.pool.give(replica.params, replica.grads)
+                self.pool.give(replica.params, replica.grads, zeroed=zeroed)
         self._states = None
 
     def placement(self, block: int) -> Placement | None:

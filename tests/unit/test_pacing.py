@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import pacing
 from benchmarks.pacing import MOST_LATE_S, PacedOperators
@@ -75,6 +78,34 @@ def test_waiting_for_others_gives_no_credit(clock: Clock) -> None:
     operator(paced, clock, 0.01, waiting=0.045)
     clock.sleep(0.1)  # a message
     assert operator(paced, clock, 0.01) == pytest.approx(0.04)
+
+
+def test_what_computes_nothing_keeps_the_machines_speed(clock: Clock) -> None:
+    """Memory that is filled and a sum are an accelerator's work; views, empty memory and a posted message are not."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with _Counted(clock, seconds=0.01), PacedOperators(4.0):
+            x = torch.zeros(4, 4)
+            assert clock.slept_s == pytest.approx(0.03)
+            out = torch.empty_like(x.view(-1)[4:]).detach()
+            dist.all_reduce(out.new_empty(3))
+            assert clock.slept_s == pytest.approx(0.03)
+            x.sum()
+            assert clock.slept_s == pytest.approx(0.06)
+    finally:
+        dist.destroy_process_group()
+
+
+class _Counted(TorchDispatchMode):
+    """Every operator takes this long."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds = clock, seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.clock.work(self.seconds)
+        return func(*args, **(kwargs or {}))
 
 
 def test_results_and_gradients_are_those_of_the_machine() -> None:
