@@ -263,7 +263,8 @@ def _measure_transfers(probe: Probe, bank: ExpertBank, ranges: Ranges, parts: _P
 
 def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) -> float:
     """`Topology.overlap_cost`: by how much of its own seconds a transfer of about `n_bytes` per rank lengthens the
-    products of `rows` rows that run beside it; collective, the same on all ranks. 0 on one rank.
+    products of `rows` rows that run beside it; collective, the same on all ranks. 0 on one rank, and where it lengthens
+    them by less than they differ among themselves.
     """
     size = probe.collective.size
     if size == 1:
@@ -297,8 +298,9 @@ def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) 
         discard(work.wait())
         return took
 
-    alone_s, beside_s = probe.lower((alone, beside))
-    return min(max((beside_s - alone_s) / transfer_s, 0.0), _MOST_OVERLAP_COST)
+    (lower, median), _ = probe.typical((alone, beside))
+    added_s, noise_s = float(lower[1] - lower[0]), float((median - lower).max())
+    return min(added_s / transfer_s, _MOST_OVERLAP_COST) if added_s > noise_s else 0.0
 
 
 def _measure_all(

@@ -26,6 +26,13 @@ from benchmarks.cluster.profiles import Profile
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000  # short, so that a host is slow evenly and not stopped for tenths of a second
 BURST_KB = 128
+# As in a machine room, whatever this machine's own settings are: full speed after a pause, no probing for the rate, and a
+# connection gives the next one its turn instead of filling the link's queue alone.
+TCP_SETTINGS = {
+    "tcp_slow_start_after_idle": "0",
+    "tcp_congestion_control": "reno",
+    "tcp_limit_output_bytes": str(1 << 16),
+}
 NETWORK = "10.77"  # the first half of every host's address
 PREFIX = re.compile(r"^mp\d+-[0-9a-f]{4}-$")
 
@@ -90,7 +97,7 @@ def setup_commands(profile: Profile, prefix: str) -> list[tuple[str, list[str]]]
         commands.append((spine(prefix), lines))
         commands += [(switch(prefix, n), ["link set up0 master br0", "link set up0 up"]) for n in range(profile.nodes)]
     for host in range(profile.hosts):
-        # as in a machine room: acknowledged at once, and no slow start (the setting after a pause is made later)
+        # acknowledged at once, and no slow start
         lines = [
             "link set lo up",
             f"address add {address(host)}/16 dev eth0 noprefixroute",
@@ -138,10 +145,8 @@ def set_up_network(profile: Profile, prefix: str) -> None:
     for where, lines in setup_commands(profile, prefix):
         run(["ip", "-n", where, "-batch", "-"], stdin="\n".join(lines) + "\n")
     for host in range(profile.hosts):
-        run(
-            ["ip", "netns", "exec", namespace(prefix, host), "tee", "/proc/sys/net/ipv4/tcp_slow_start_after_idle"],
-            stdin="0",
-        )
+        for name, value in TCP_SETTINGS.items():
+            run(["ip", "netns", "exec", namespace(prefix, host), "tee", f"/proc/sys/net/ipv4/{name}"], stdin=value)
     lines_of: dict[str, list[str]] = {}
     commands = [c for h in range(profile.hosts) for c in rate_commands(profile, prefix, h, profile.link_mbit_per_s[h])]
     if profile.uplink_mbit_per_s is not None:

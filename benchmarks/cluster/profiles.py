@@ -30,7 +30,7 @@ class Profile:
 
     link_mbit_per_s: [R] rate of every host's own link, both ways. share: [R] part of one processor core that every
     host gets. uplink_mbit_per_s: rate of the link from a node to the others, shared by its hosts; None where there
-    is one node. queue_s: how long a packet may wait in a token bucket.
+    is one node. queue_s: how long a packet may wait in a token bucket; what waits longer is lost.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Profile:
     link_mbit_per_s: tuple[float, ...]
     share: tuple[float, ...]
     uplink_mbit_per_s: float | None = None
-    queue_s: float = 0.1
+    queue_s: float = 0.5
 
     def __post_init__(self) -> None:
         for name in ("nodes", "hosts_per_node"):
@@ -116,11 +116,11 @@ def uniform(
 def built_in(name: str) -> Profile:
     """One of `BUILT_IN` by name."""
     if name == "four-hosts":
-        return uniform(name, hosts=4, share=0.18, link_mbit_per_s=100.0)
+        return uniform(name, hosts=4, share=0.09, link_mbit_per_s=50.0)
     if name == "eight-hosts":
-        return uniform(name, hosts=8, share=0.09, link_mbit_per_s=80.0)
+        return uniform(name, hosts=8, share=0.045, link_mbit_per_s=40.0)
     if name == "two-nodes":
-        return uniform(name, hosts=8, nodes=2, share=0.09, link_mbit_per_s=80.0, uplink_mbit_per_s=160.0)
+        return uniform(name, hosts=8, nodes=2, share=0.045, link_mbit_per_s=40.0, uplink_mbit_per_s=80.0)
     if name == "slow-host":
         profile = built_in("four-hosts")
         return dataclasses.replace(profile, name=name, share=(*profile.share[:-1], profile.share[-1] / 3))
@@ -201,7 +201,7 @@ def read_profile(path: Path) -> Profile:
     rates = [top.number("link_mbit_per_s")] * hosts
     shares = [top.number("share")] * hosts
     uplink = top.number("uplink_mbit_per_s") if nodes > 1 or "uplink_mbit_per_s" in table else None
-    queue_s = top.number("queue_s", 0.1)
+    queue_s = top.number("queue_s", 0.5)
     exceptions = table.get("host", [])
     if not isinstance(exceptions, list) or not all(isinstance(x, dict) for x in exceptions):
         raise ProfileError(f"{path}: host must be an array of tables, [[host]]")

@@ -96,25 +96,30 @@ def test_one_rank_has_no_links_to_measure() -> None:
 
 
 class _Told(Probe):
-    """Takes the seconds of the probes from a list."""
+    """Takes the seconds of the probes from a list; medians are `spread_s` above them."""
 
-    def __init__(self, collective: ThreadCollective, seconds: list[list[float]]) -> None:
+    def __init__(self, collective: ThreadCollective, seconds: list[list[float]], spread_s: float = 0.0) -> None:
         super().__init__(collective, torch.device("cpu"), 1)
-        self.seconds = seconds
+        self.seconds, self.spread_s = seconds, spread_s
 
     def typical(self, runs: Sequence[Callable[[], float | None]]) -> tuple[FloatArray, FloatArray]:
         for run in runs:
             run()
         lower = np.array(self.seconds.pop(0))
-        return np.stack([lower, lower]), lower[:, None]
+        return np.stack([lower, lower + self.spread_s]), lower[:, None]
 
 
-@pytest.mark.parametrize(("beside_s", "expected"), [(5.0, 0.0), (4.9, 0.0), (5.5, 0.25), (9.0, 0.95)])
-def test_what_a_hidden_transfer_costs_is_what_it_adds_per_second(beside_s: float, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("beside_s", "spread_s", "expected"),
+    [(5.0, 0.0, 0.0), (4.9, 0.0, 0.0), (5.5, 0.0, 0.25), (9.0, 0.0, 0.95), (5.5, 0.4, 0.25), (5.5, 0.6, 0.0)],
+)
+def test_what_a_hidden_transfer_costs_is_what_it_adds_per_second(
+    beside_s: float, spread_s: float, expected: float
+) -> None:
     bank = ExpertBank(8, 16, 1)
 
     def told(c: ThreadCollective) -> float:
-        return measure_overlap(_Told(c, [[2.0, 1.0], [5.0, beside_s]]), bank, rows=4, n_bytes=256)
+        return measure_overlap(_Told(c, [[2.0, 1.0], [5.0, beside_s]], spread_s), bank, rows=4, n_bytes=256)
 
     assert ThreadWorld(2).run(told) == [pytest.approx(expected)] * 2
     assert measure_overlap(_Told(ThreadWorld(1).collective(0), []), bank, rows=4, n_bytes=256) == 0.0
