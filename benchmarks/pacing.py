@@ -101,16 +101,17 @@ def keep_memory() -> bool:
 @functools.cache
 def _computes(operator: Callable[..., Any]) -> bool:
     """Whether an accelerator would run something for this torch operator."""
-    name: str = getattr(operator, "__name__", "")
+    name = str(getattr(operator, "__name__", "")).partition(".")[0]
     collective = "c10d" in getattr(operator, "namespace", "")
-    return not (collective or getattr(operator, "is_view", False) or name.split(".")[0] in _UNFILLED)
+    return not (collective or getattr(operator, "is_view", False) or name in _UNFILLED)
 
 
 class PacedOperators(TorchDispatchMode):
     """While entered, this thread's torch operators last `slowdown` times their processor time: an accelerator's work.
 
     Everything else keeps the machine's speed, as a host's processor does: Python, planning, threads that move bytes,
-    and operators that compute nothing (views, memory that is not filled, collectives that are posted). A host that could not get a core in time catches up to `MOST_LATE_S`; waiting for others gives no such credit.
+    and operators that compute nothing (views, memory that is not filled, collectives that are posted). A host that
+    could not get a core in time catches up to `MOST_LATE_S`; waiting for others gives no such credit.
     """
 
     def __init__(self, slowdown: float) -> None:

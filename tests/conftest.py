@@ -1,8 +1,13 @@
-"""Before the first test the planner's kernels are compiled, or loaded from the cache: once, under no time limit."""
+"""For all tests: the planner's kernels are compiled before the first one, once and under no time limit, and gradients
+of replicas that are said to be zero are looked at.
+"""
 
 from __future__ import annotations
 
 import pytest
+from torch import Tensor
+
+from prophet.experts import ReplicaPool
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -10,3 +15,14 @@ def _compiled_planner() -> None:
     from prophet.planner import warm
 
     warm()
+
+
+@pytest.fixture(autouse=True)
+def _gradients_said_to_be_zero_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    give = ReplicaPool.give
+
+    def checked(pool: ReplicaPool, params: Tensor, grads: Tensor, *, zeroed: bool = False) -> None:
+        assert not (zeroed and grads.any())
+        give(pool, params, grads, zeroed=zeroed)
+
+    monkeypatch.setattr(ReplicaPool, "give", checked)

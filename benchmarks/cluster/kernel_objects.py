@@ -26,8 +26,8 @@ from benchmarks.cluster.profiles import Profile
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000  # short, so that a host is slow evenly and not stopped for tenths of a second
 BURST_KB = 128
-# As in a machine room, whatever this machine's own settings are: full speed after a pause, no probing for the rate, and a
-# connection gives the next one its turn instead of filling the link's queue alone.
+# As in a machine room, whatever this machine's own settings are: full speed after a pause, no probing for the rate, and
+# a connection gives the next one its turn instead of filling the link's queue alone.
 TCP_SETTINGS = {
     "tcp_slow_start_after_idle": "0",
     "tcp_congestion_control": "reno",

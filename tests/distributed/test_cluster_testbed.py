@@ -107,8 +107,8 @@ def test_commands_of_two_nodes() -> None:
     assert "link add p3 type veth peer name eth0 netns mp1-aaaa-h3" in in_switch_1[0]
     assert not any("add p1 " in line for line in in_switch_1[0])
     assert kernel.uplink_commands(profile, "mp1-aaaa-", 1, 100) == [
-        ("mp1-aaaa-s1", "qdisc replace dev up0 root tbf rate 100000kbit burst 128kb latency 100ms"),
-        ("mp1-aaaa-spine", "qdisc replace dev n1 root tbf rate 100000kbit burst 128kb latency 100ms"),
+        ("mp1-aaaa-s1", "qdisc replace dev up0 root tbf rate 100000kbit burst 128kb latency 500ms"),
+        ("mp1-aaaa-spine", "qdisc replace dev n1 root tbf rate 100000kbit burst 128kb latency 500ms"),
     ]
 
 
@@ -186,6 +186,9 @@ def test_paced_hosts_slow_their_operators_and_have_no_quota() -> None:
         for slowdown, groups in bed.run(f"{PROGRAMS}:paced_products", {"products": 20}, timeout_s=60):
             assert slowdown > 3.5  # more on a busy machine
             assert bed.prefix not in groups
+        for name, value in kernel.TCP_SETTINGS.items():
+            file = f"/proc/sys/net/ipv4/{name}"
+            assert kernel.run(["ip", "netns", "exec", kernel.namespace(bed.prefix, 1), "cat", file]).strip() == value
         with pytest.raises(TestbedError, match="no quota"):
             bed.set_share(0, 0.1)
     assert bed.leftovers() == []
