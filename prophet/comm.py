@@ -75,12 +75,19 @@ class Pending(ABC):
     def wait(self) -> Tensor:
         """Return the result, waiting for it at most the collective's time limit; may be called again."""
 
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether `wait` would return, or raise, at once. Ranks may see different answers at the same place."""
+
 
 class Done(Pending):
     """A collective that had nothing to wait for."""
 
     def __init__(self, result: Tensor) -> None:
         self._result = result
+
+    def ended(self) -> bool:
+        return True
 
     def wait(self) -> Tensor:
         return self._result
@@ -193,6 +200,9 @@ class _WorkPending(Pending):
 
         for work in self._works:
             work.get_future().then(over)
+
+    def ended(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> Tensor:
         for work in self._works:
@@ -365,6 +375,11 @@ class ThreadWorld:
             self._mail[key] = (op, x.detach().clone())
             self._arrived.notify_all()
 
+    def has(self, keys: Sequence[tuple[Channel, int, int, int]]) -> bool:
+        """Whether all this was put, or will never be."""
+        with self._arrived:
+            return self._failure is not None or all(key in self._mail for key in keys)
+
     def take(self, key: tuple[Channel, int, int, int], op: Operation, timeout_s: float) -> Tensor:
         """Wait for what was put under `key`; CollectiveError where its sender is in another operation, or gone."""
         _, _, source, rank = key
@@ -384,9 +399,13 @@ class ThreadWorld:
 
 
 class _ThreadPending(Pending):
-    def __init__(self, collect: Callable[[], Tensor]) -> None:
+    def __init__(self, collect: Callable[[], Tensor], ended: Callable[[], bool]) -> None:
         self._collect = collect
+        self._ended = ended
         self._result: Tensor | None = None
+
+    def ended(self) -> bool:
+        return self._result is not None or self._ended()
 
     def wait(self) -> Tensor:
         if self._result is None:
@@ -438,7 +457,8 @@ class ThreadCollective(Collective):
                     raise CollectiveError(self.rank, op, reason)
             return torch.cat(pieces)
 
-        return _ThreadPending(collect)
+        keys = [(channel, number, s, self.rank) for s in range(self.size)]
+        return _ThreadPending(collect, lambda: self._world.has(keys))
 
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         if self.size == 1:
@@ -471,7 +491,7 @@ class ThreadCollective(Collective):
                 out.copy_(self._take(key, op))
             return torch.empty(0)
 
-        return _ThreadPending(collect)
+        return _ThreadPending(collect, lambda: self._world.has(expected))
 
 
 # --- a recorder without peers ---

@@ -350,6 +350,7 @@ class Engine:
         placement = self._placements[layer] if training and self.runtime.running else self._static[layer]
         if placement.is_static:
             return placement, Split.to_homes(load, placement)
+        self.runtime.counted(layer)
         split = self._planner.split(load, placement, self._contexts[layer])
         self._split_digest = split.digest()
         if self.step % self.config.check_split_every == 0 or self.step < 2:

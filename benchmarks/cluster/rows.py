@@ -75,8 +75,18 @@ def _row(results: Sequence[Mapping[str, Any]], name: str, tokens_per_step: int) 
         "simulated_error": None if simulated_s is None else simulated_s / median - 1.0,
         "simulated_parts_s": {p: _median([s[p] for s in simulated]) for p in (simulated[0] if simulated else {})},
         "loss_final": first[-1]["losses"][-1],
+        "losses": first[-1]["losses"],
+        "resident_growth_bytes": max(
+            (_growth(run["resident_bytes"]) for runs in per_rank for run in runs if run.get("resident_bytes")),
+            default=None,
+        ),
         "peak_memory_bytes": max(run["peak_memory_bytes"] for runs in per_rank for run in runs),
     }
+
+
+def _growth(resident_bytes: Sequence[int]) -> int:
+    """Bytes that a process holds after the last step more than after the first tenth of the steps."""
+    return resident_bytes[-1] - resident_bytes[len(resident_bytes) // 10]
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -280,7 +281,7 @@ class Bench:
         reports: list[StepReport] = []
         placements: list[tuple[Placement, ...]] = []
         forms: list[tuple[Form, ...]] = []
-        step_s, losses = [], []
+        step_s, losses, resident = [], [], []
         with ExitStack() as stack:
             optimizer, engine = self._attached(p, stack)
             if engine is not None:
@@ -293,12 +294,14 @@ class Bench:
                 seconds, loss = train_step(self.model, optimizer, rows)
                 step_s.append(seconds)
                 losses.append(loss)
+                resident.append(resident_bytes())
                 if engine is None:
                     plain_seconds.append(added(w.take() for w in watches))
         seconds_of = [r.seconds for r in reports] if reports else plain_seconds
         result = {
             "step_s": step_s[self.skip :],
             "losses": losses[self.skip :],
+            "resident_bytes": resident[self.skip :],
             "seconds": {
                 name: float(np.median([s.get(name, 0.0) for s in seconds_of[self.skip :]]))
                 for name in ("a2a", "expert", "counts", "exposed_plan", "exposed_trans", "exposed_agg", "plan", "split")
@@ -404,6 +407,11 @@ def reset_peak_memory() -> None:
     """Let the kernel's high-water mark of this process start again, where it can."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in use now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak_memory_bytes() -> int:

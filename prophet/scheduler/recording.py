@@ -23,6 +23,9 @@ class _Observed(Pending):
         self._inner = inner
         self._done: Callable[[float, float], None] | None = done
 
+    def ended(self) -> bool:
+        return self._inner.ended()
+
     def wait(self) -> Tensor:
         began = time.perf_counter()
         result = self._inner.wait()

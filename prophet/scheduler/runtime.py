@@ -50,6 +50,7 @@ class _BlockState:
     form: Form
     replicas: list[Replica] | None = None  # None: not made yet
     trans: Trans | None = None  # under way
+    held: Launch | None = None  # of the second phase of Trans, which had to wait for the first in the same window
     ready: bool = False
     arrived: bool = False  # whether these parameters have been here before, in this step
     launched: bool = False
@@ -176,6 +177,21 @@ class Runtime:
             elif self._final(self._states[launch.block]):
                 self._launch_agg(launch)
 
+    def counted(self, block: int) -> None:
+        """The block's counts have been exchanged: a second phase of its Trans follows now if the first has arrived.
+
+        Where it has not on some rank, that rank launches it when it needs the replicas. Nothing else is launched in
+        between, so the ranks' transfers keep one order.
+        """
+        state = None if self._states is None else self._states[block]
+        if state is None or state.trans is None or state.held is None or not state.trans.ready:
+            return
+        before = time.perf_counter()
+        held, state.held = state.held, None
+        state.trans.window = None
+        self._advance(state.trans, held)
+        self.stopwatch.add("exposed_trans", time.perf_counter() - before)
+
     def replicas(self, block: int) -> list[Replica]:
         """The replicas this rank holds for a block, their parameters arrived; waits for what is still under way."""
         if self._states is None:
@@ -260,6 +276,7 @@ class Runtime:
             self._restore(state)
             state.trans = Trans(chunks, *self._parties(block), again=state.arrived)
         self._advance(state.trans, action)
+        state.held = None if state.trans.launched > action.chunk or state.trans.complete else action
         self.stopwatch.add("exposed_trans", time.perf_counter() - before)
 
     def _parties(self, block: int) -> tuple[ExpertBank, list[Replica], Collective, int]:

@@ -57,6 +57,11 @@ class Transfer:
         exchanges = self._chunks[self._launched]
         return bool(self._flying and exchanges and exchanges[0].phase in _SECOND)
 
+    @property
+    def ready(self) -> bool:
+        """Whether nothing under way is still missing; another rank may see it otherwise."""
+        return all(pending.ended() for _, pending in self._flying)
+
     def launch_next(self) -> None:
         """Launch the next chunk."""
         chunk, self._launched = self._launched, self._launched + 1

@@ -184,10 +184,11 @@ def run_of(name: str, step_s: list[float], repetition: int, **more: object) -> d
 
 def test_rows() -> None:
     seconds = {"a2a": 0.5, "expert": 1.0, "exposed_plan": 0.01, "exposed_trans": 0.02, "exposed_agg": 0.07, "plan": 0.1}
+    grown = {"resident_bytes": [1, *[100] * 18, 107]}  # what the first steps take is no growth
     results = [
         {
             "runs": [
-                run_of("prophet", [2.0, 2.0], 0, seconds=seconds, simulated_s=[{"step": 2.2, "idle": 0.5}]),
+                run_of("prophet", [2.0, 2.0], 0, seconds=seconds, simulated_s=[{"step": 2.2, "idle": 0.5}], **grown),
                 run_of("forced-balance", [1.0, 1.0], 0, seconds=seconds),
                 run_of("deepspeed", [8.0, 8.0], 0, max_mean=[]),
             ]
@@ -204,6 +205,7 @@ def test_rows() -> None:
     assert row["simulated_error"] == pytest.approx(0.1)
     assert row["simulated_parts_s"] == {"step": 2.2, "idle": 0.5}
     assert row["hosts"] == 2
+    assert (row["resident_growth_bytes"], rows["deepspeed"]["resident_growth_bytes"]) == (7, None)
     assert rows["deepspeed"]["a2a_s"] is None
     assert rows["deepspeed"]["max_mean_median"] is None
     text = table(list(rows.values()))

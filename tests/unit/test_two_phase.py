@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prophet.comm import Operation, RecordingCollective
+from prophet.comm import Done, Operation, RecordingCollective
 from prophet.planner.cost import transfer_cost
 from prophet.scheduler.forms import FormChooser, Seconds
 from prophet.scheduler.pieces import GRAIN, HALVES
@@ -45,7 +45,9 @@ def test_both_forms_on_processes() -> None:
     compare(expected(case), on_processes(4, train_in_process, case))
 
 
-def test_calls_of_the_two_phases() -> None:
+@pytest.mark.parametrize("arrived", [True, False])
+def test_calls_of_the_two_phases(monkeypatch: pytest.MonkeyPatch, arrived: bool) -> None:
+    monkeypatch.setattr(Done, "ended", lambda _: arrived)
     case = Case(ranks=4, blocks=2, shapes=((5,),) * 4, slots=8, transfers="two-phase")
     fake = RecordingCollective(0, 4)
     run = Run(case, fake, FixedPlanner(PAIRS))
@@ -61,8 +63,10 @@ def test_calls_of_the_two_phases() -> None:
     scatter = next(c for c in fake.calls if c.op == Operation(names[0], 1)).sent_bytes
     assert scatter == (0, *(pytest.approx(one / 3, abs=8),) * 3)
     order = [str(c.op) for c in fake.calls if c.kind == "all_to_all"]
-    # the first block's second phase has no window of its own: it waits for the first as late as it can
-    assert order.index("dispatch of layer 0") < order.index("Trans gather chunk 1 of layer 0")
+    # the first block's second phase has no window of its own: it follows the first where that has arrived when counts
+    # are exchanged, and else waits for it as late as it can
+    gather, dispatch = order.index("Trans gather chunk 1 of layer 0"), order.index("dispatch of layer 0")
+    assert (gather < dispatch) == arrived
     assert order.index("Trans scatter chunk 0 of layer 1") < order.index("combine of layer 0")
     assert order.index("combine of layer 0") < order.index("Trans gather chunk 1 of layer 1")
     run.close()
