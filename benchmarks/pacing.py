@@ -86,8 +86,8 @@ def compute_apart() -> None:
 
 
 def keep_memory() -> bool:
-    """Let the C library keep freed memory, and have `READY_BYTES` of it ready, as a device's allocator does; whether
-    it agreed.
+    """Let the C library keep freed memory, and have some of it ready (`READY_BYTES`, or a sixteenth of what is
+    available), as a device's allocator does; whether it agreed.
 
     Else every large tensor's pages come from the kernel anew, and how long a layer takes depends on what the process
     has just given back: a page costs some microseconds, and those of a tensor of 8 MB as much as a product with it.
@@ -98,7 +98,9 @@ def keep_memory() -> bool:
     if mallopt is None:
         return False
     agreed = all(mallopt(option, KEPT_BYTES) == 1 for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
-    torch.empty(READY_BYTES, dtype=torch.uint8).fill_(0)
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available_bytes = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")), 0)
+    torch.empty(min(READY_BYTES, available_bytes // 16), dtype=torch.uint8).fill_(0)
     return agreed
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,6 +119,23 @@ def test_results_and_gradients_are_those_of_the_machine() -> None:
     assert expected is not None
     assert x.grad is not None
     assert torch.equal(x.grad, expected)
+
+
+def test_a_tensor_of_a_new_size_needs_no_new_pages() -> None:
+    """8 MB are 2000 pages, which would count as the work of whoever writes them first."""
+    program = (
+        "import resource, torch\n"
+        "from benchmarks.pacing import keep_memory\n"
+        "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "agreed, before = keep_memory(), faults()\n"
+        "for n in (2_000_000, 2_100_000, 2_200_000): torch.ones(n)\n"
+        "print(agreed, faults() - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    agreed, faults = done.stdout.split()
+    if agreed != "True":
+        pytest.skip("this C library takes no advice about memory")
+    assert int(faults) < 500
 
 
 def test_a_slowdown_below_one_is_refused() -> None:
