@@ -74,7 +74,7 @@ def record(case: Case, corpus: Corpus, steps: int, *, slowdown: float = 1.0) -> 
         costs.append(list(local_costs(layers, {0: range(case.layers)}, meter, optimizer).values()))
         losses.append(sum(parts) / len(parts))
         prefixes.append(frozen)
-        frozen = dynamism.decide_frozen(layers, step, losses[-1], alone, device)
+        frozen = dynamism.decide_frozen(layers, losses[-1], alone, device)
     return Recording(
         costs=costs,
         losses=losses,

@@ -32,8 +32,8 @@ class Case:
     Tokens are chosen so that no message between stages has exactly 128 KiB: on emulated hosts such messages are now and
     then held up for a tenth of a second.
 
-    `pruning` and `freezing` say what is done between steps, freezing every `freeze_every` of them; the other mechanisms
-    live in the blocks. A step trains `microbatches` x `sequences` sequences of `tokens` tokens.
+    `pruning` and `freezing` say what is done between steps; the other mechanisms live in the blocks. A step trains
+    `microbatches` x `sequences` sequences of `tokens` tokens.
     """
 
     name: str
@@ -45,7 +45,6 @@ class Case:
     tokens: int = 256
     pruning: PruningSchedule | None = None
     freezing: FreezingRule | None = None
-    freeze_every: int = 1
     learning_rate: float = 1e-3
     seed: int = 0
 
@@ -131,8 +130,7 @@ def cases(steps: int) -> dict[str, Case]:
                 tokens=248,
                 make_block=lambda _: Block(128, 4),
                 every_steps=slow,
-                freezing=FreezingRule(share=0.5, loss_rate=0.1, patience=2, most=8),
-                freeze_every=max(1, steps // 12),
+                freezing=FreezingRule(share=0.5, loss_rate=0.1, patience=max(2, steps // 20), most=8),
             ),
             Case(
                 name="sparse-attention",
@@ -173,13 +171,11 @@ class Dynamism:
             self.freezer = Freezer(self.case.layers, self.case.freezing)
 
     def decide_frozen(
-        self, layers: Mapping[int, nn.Module], step: int, loss: float, collective: Collective, device: torch.device
+        self, layers: Mapping[int, nn.Module], loss: float, collective: Collective, device: torch.device
     ) -> int:
-        """Look at the gradients that `step` left, where it is time to; the length of the frozen prefix from now on."""
+        """Look at the gradients that a step left; the length of the frozen prefix from now on."""
         if self.freezer is None:
             return 0
-        if (step + 1) % self.case.freeze_every:
-            return self.freezer.frozen
         return self.freezer.look(gradient_rates(layers, self.case.layers, collective, device), loss)
 
     def change(self, layers: Mapping[int, nn.Module], step: int, frozen: int, collective: Collective) -> bool:
