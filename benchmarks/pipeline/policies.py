@@ -48,7 +48,7 @@ def controller_config(
         # where every step is looked at, loads last longer than one
         horizon_steps=10 if every_steps == 1 else None,
         # while nothing is to gain, looking every time would only cost
-        max_every_steps=8 if every_steps == 1 else 2 * every_steps,
+        max_every_steps=32 if every_steps == 1 else 2 * every_steps,
         # where every step is looked at, that goes on beside the backward pass
         prepare_in_backward=every_steps == 1,
     )
