@@ -97,11 +97,12 @@ def keep_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    agreed = all(mallopt(option, KEPT_BYTES) == 1 for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD))
+    if not all(mallopt(option, KEPT_BYTES) == 1 for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD)):
+        return False
     lines = Path("/proc/meminfo").read_text().splitlines()
     available_bytes = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")), 0)
     torch.empty(min(READY_BYTES, available_bytes // 16), dtype=torch.uint8).fill_(0)
-    return agreed
+    return True
 
 
 @functools.cache

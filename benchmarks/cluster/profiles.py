@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from prophet.spec import Topology
 
 MAX_HOSTS = 64
+QUEUE_S = 0.5  # long enough that bursts of several senders are not lost
 MAX_FILE_BYTES = 1 << 20
 MIN_SHARE = 0.01  # the kernel's smallest quota is 1 ms; with the period used here a share below this is refused
 
@@ -39,7 +40,7 @@ class Profile:
     link_mbit_per_s: tuple[float, ...]
     share: tuple[float, ...]
     uplink_mbit_per_s: float | None = None
-    queue_s: float = 0.5
+    queue_s: float = QUEUE_S
 
     def __post_init__(self) -> None:
         for name in ("nodes", "hosts_per_node"):
@@ -201,7 +202,7 @@ def read_profile(path: Path) -> Profile:
     rates = [top.number("link_mbit_per_s")] * hosts
     shares = [top.number("share")] * hosts
     uplink = top.number("uplink_mbit_per_s") if nodes > 1 or "uplink_mbit_per_s" in table else None
-    queue_s = top.number("queue_s", 0.5)
+    queue_s = top.number("queue_s", QUEUE_S)
     exceptions = table.get("host", [])
     if not isinstance(exceptions, list) or not all(isinstance(x, dict) for x in exceptions):
         raise ProfileError(f"{path}: host must be an array of tables, [[host]]")

@@ -349,13 +349,14 @@ class Runtime:
         if state.agg is None:
             if not state.unsent:
                 return
-            state.unsent = False
             if state.placement.is_static or not any(p.requires_grad for p in bank.parameters()):
+                state.unsent = False
                 return
             form, rank = state.form, self.collective.rank
             cut, two_phase = form.agg_cut, form.two_phase_agg
             chunks = agg_chunks(state.placement, rank, bank.expert_numel, cut, two_phase=two_phase)
             state.agg = Agg(chunks, *self._parties(block))
+            state.unsent = False
         before = time.perf_counter()
         self._advance(state.agg, action)
         self.stopwatch.add("exposed_agg", time.perf_counter() - before)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from prophet.comm import Done, Operation, RecordingCollective
+from prophet.comm import Done, Operation, RecordingCollective, _ThreadPending
 from prophet.planner.cost import transfer_cost
 from prophet.scheduler.forms import FormChooser, Seconds
 from prophet.scheduler.pieces import GRAIN, HALVES
@@ -70,6 +71,22 @@ def test_calls_of_the_two_phases(monkeypatch: pytest.MonkeyPatch, arrived: bool)
     assert order.index("Trans scatter chunk 0 of layer 1") < order.index("combine of layer 0")
     assert order.index("combine of layer 0") < order.index("Trans gather chunk 1 of layer 1")
     run.close()
+
+
+@pytest.mark.parametrize("schedule", ["block-wise", "look-ahead"])
+def test_ranks_may_see_the_first_phase_end_at_different_times(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """Those that have seen it launch the second phase before tokens travel, the others later, all in one order."""
+    seen = set()
+
+    def ended(_: object) -> bool:
+        rank = int(threading.current_thread().name.removeprefix("rank-"))
+        seen.add(rank)
+        return rank % 2 == 0
+
+    monkeypatch.setattr(_ThreadPending, "ended", ended)
+    case = replace(CASE, transfers="two-phase", schedule=schedule, replica_memory="refetch")
+    compare(expected(case), on_threads(4, lambda group: train(case, group, FixedPlanner(PAIRS))))
+    assert seen == {0, 1, 2, 3}
 
 
 def test_the_cheaper_form_is_taken() -> None:
