@@ -98,10 +98,18 @@ def norms(flow: Flow, q: int) -> tuple[float, float, float, float]:
 
 
 @compiled
-def set_prices(flow: Flow, q: int, exchange_weight: float, forward_weight: float) -> None:
-    """Prices of all resources: what one more token on them adds to the weighted norms."""
+def set_prices(
+    flow: Flow,
+    q: int,
+    exchange_weight: float,
+    forward_weight: float,
+    longest: float,
+    longest_q: float,
+    forward: float,
+    forward_q: float,
+) -> None:
+    """Prices of all resources: what one more token on them adds to the weighted norms, which are those of `norms`."""
     busy, rate, base, price, scale = flow.busy, flow.rate, flow.base, flow.price, flow.scale
-    longest, longest_q, forward, forward_q = norms(flow, q)
     scale[0] = max(forward, 1e-30)
     scale[1] = max(longest, 1e-30)
     scale[2] = forward_weight
@@ -148,7 +156,8 @@ def settle(
     number of moves.
     """
     moves = 0
-    touched = np.empty(6, np.int64)
+    kind = np.empty(6, np.int64)
+    place = np.empty(6, np.int64)
     ranks = node_R.size
     own, out_near, in_near, out_far, in_far = price[0], price[1], price[2], price[3], price[4]
     for j in range(first, last):
@@ -174,27 +183,28 @@ def settle(
                 a = following_A[a]
             if dear < 0 or dear == cheap or high <= low * (1.0 + 1e-9):
                 continue
-            # Resources of the giver's side (0..2) and of the taker's side (3..5), as k * R + rank; -1: none.
+            # Resources of the giver's side (0..2) and of the taker's side (3..5): their kind (-1: none) and rank.
             for i in range(0, 6, 3):
                 d = rank_A[dear if i == 0 else cheap]
-                touched[i] = d
-                if d == r:
-                    touched[i + 1] = -1
-                    touched[i + 2] = -1
-                else:
+                level = -1
+                if d != r:
                     level = 1 if node_R[d] == node_R[r] else 3
-                    touched[i + 1] = level * ranks + r
-                    touched[i + 2] = (level + 1) * ranks + d
-            if touched[1] == touched[4]:  # what r sends does not change
-                touched[1] = -1
-                touched[4] = -1
+                kind[i] = 0
+                kind[i + 1] = level
+                kind[i + 2] = level + 1 if level > 0 else -1
+                place[i] = d
+                place[i + 1] = r
+                place[i + 2] = d
+            if kind[1] == kind[4]:  # what r sends does not change
+                kind[1] = -1
+                kind[4] = -1
             bend = 0.0  # how fast the two prices near each other, per token
             high = 0.0
             low = 0.0
             for i in range(6):
-                if touched[i] >= 0:
-                    k = touched[i] // ranks
-                    n = touched[i] - k * ranks
+                k = kind[i]
+                if k >= 0:
+                    n = place[i]
                     c = rate[k, n]
                     bend += q * price[k, n] * c / (max(busy[k, n], 1.0) * c + base[k, n])
                     if i < 3:
@@ -208,9 +218,9 @@ def settle(
             while step > 0:
                 above = 0.0
                 for i in range(6):
-                    if touched[i] >= 0:
-                        k = touched[i] // ranks
-                        n = touched[i] - k * ranks
+                    k = kind[i]
+                    if k >= 0:
+                        n = place[i]
                         c = rate[k, n]
                         sign = -step if i < 3 else step
                         group = 0 if k == 0 else 1
@@ -225,9 +235,9 @@ def settle(
             tokens_AR[dear, r] -= step
             tokens_AR[cheap, r] += step
             for i in range(6):
-                if touched[i] >= 0:
-                    k = touched[i] // ranks
-                    n = touched[i] - k * ranks
+                k = kind[i]
+                if k >= 0:
+                    n = place[i]
                     c = rate[k, n]
                     busy[k, n] += -step if i < 3 else step
                     group = 0 if k == 0 else 1

@@ -25,9 +25,11 @@ from prophet.planner.timing import (
     Problem,
     exchange_seconds,
     exposed_seconds,
+    felt,
     hiding,
     make_problem,
     negative,
+    transfers,
 )
 from prophet.spec import BoolArray, FloatArray, IntArray
 
@@ -166,14 +168,17 @@ def guide_of(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> fl
 @compiled
 def reprice(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> None:
     """Set the prices of `descent.py`; longer products hide more of an exposed transfer and are cheaper for it."""
-    _, _, forward_s, _ = norms(flow, plain(0))
-    set_prices(flow, q, 4.0, max(3.0 - hiding(busiest, forward_s, figures), 0.1))
+    trans_s, agg_s = transfers(busiest, figures)
+    longest, longest_q, forward_s, forward_q = norms(flow, q)
+    weight = max(3.0 - hiding(trans_s, agg_s, forward_s, figures), 0.1)
+    set_prices(flow, q, 4.0, weight, longest, longest_q, forward_s, forward_q)
 
 
 @compiled
 def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -> float:
     """Descend with growing q for at most `sweeps` sweeps; the best found stays in place. Returns its guide (q = 0)."""
     low = guide_of(flow, figures, busiest, plain(0))
+    trans_s, agg_s = transfers(busiest, figures)
     arcs = flow.counters[0]
     best_tokens = flow.tokens_AR[:arcs].copy()
     best_busy = flow.busy.copy()
@@ -182,17 +187,22 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
         q = plain(2) << i
         share = (sweeps * (i + 1)) // LEVELS
         smooth = np.inf
+        if done < share:
+            longest, longest_q, forward_s, forward_q = norms(flow, q)
         while done < share:
             done += 1
-            reprice(flow, figures, busiest, q)
+            weight = max(3.0 - hiding(trans_s, agg_s, forward_s, figures), 0.1)
+            set_prices(flow, q, 4.0, weight, longest, longest_q, forward_s, forward_q)
             moves = sweep(flow, q)
-            now = guide_of(flow, figures, busiest, plain(0))
+            longest, longest_q, forward_s, forward_q = norms(flow, q)
+            felt_trans_s, felt_agg_s = felt(trans_s, agg_s, forward_s, figures)
+            now = 4.0 * longest + 3.0 * forward_s + felt_trans_s + felt_agg_s
             if now < low:
                 low = now
                 best_tokens[:] = flow.tokens_AR[:arcs]
                 best_busy[:] = flow.busy
             before = smooth
-            smooth = guide_of(flow, figures, busiest, q)
+            smooth = 4.0 * longest_q + 3.0 * forward_q + felt_trans_s + felt_agg_s
             if moves == 0 or smooth > before * (1.0 - LEVELLED):
                 break
         done = max(done, share)

@@ -140,21 +140,21 @@ def make_problem(
 
 
 @compiled
-def transfers_and_windows(
-    units: FloatArray, forward_s: float, figures: FloatArray
-) -> tuple[float, float, float, float]:
-    """Seconds of Trans and of the compute beside it, and the same of Agg."""
-    trans_s = transfer_seconds(units, figures[PARAM_BYTES], figures)
-    agg_s = transfer_seconds(units, figures[GRAD_BYTES], figures)
-    return trans_s, forward_s + figures[FNEC_S], agg_s, 2.0 * forward_s + figures[BNEC_S]
+def transfers(units: FloatArray, figures: FloatArray) -> tuple[float, float]:
+    """Seconds of Trans and Agg for the copies `units` [6]."""
+    return (
+        transfer_seconds(units, figures[PARAM_BYTES], figures),
+        transfer_seconds(units, figures[GRAD_BYTES], figures),
+    )
 
 
 @compiled
-def exposed_seconds(units: FloatArray, forward_s: float, figures: FloatArray) -> tuple[float, float]:
-    """By how much Trans and Agg lengthen a step, for the copies `units` [6] and the seconds of the products: what no
-    window covers, and what the covered part costs.
+def felt(trans_s: float, agg_s: float, forward_s: float, figures: FloatArray) -> tuple[float, float]:
+    """By how much Trans and Agg lengthen a step, beside so many seconds of products: what no window covers, and what
+    the covered part costs.
     """
-    trans_s, trans_window_s, agg_s, agg_window_s = transfers_and_windows(units, forward_s, figures)
+    trans_window_s = forward_s + figures[FNEC_S]
+    agg_window_s = 2.0 * forward_s + figures[BNEC_S]
     taken = figures[OVERLAP_COST]
     return (
         max(0.0, trans_s - trans_window_s) + taken * min(trans_s, trans_window_s),
@@ -163,12 +163,18 @@ def exposed_seconds(units: FloatArray, forward_s: float, figures: FloatArray) ->
 
 
 @compiled
-def hiding(units: FloatArray, forward_s: float, figures: FloatArray) -> float:
+def exposed_seconds(units: FloatArray, forward_s: float, figures: FloatArray) -> tuple[float, float]:
+    """`felt` for the copies `units` [6]."""
+    trans_s, agg_s = transfers(units, figures)
+    return felt(trans_s, agg_s, forward_s, figures)
+
+
+@compiled
+def hiding(trans_s: float, agg_s: float, forward_s: float, figures: FloatArray) -> float:
     """Seconds of Trans and Agg that one more second of forward products would hide."""
-    trans_s, trans_window_s, agg_s, agg_window_s = transfers_and_windows(units, forward_s, figures)
     seconds = 0.0
-    if trans_s > trans_window_s:
+    if trans_s > forward_s + figures[FNEC_S]:
         seconds += 1.0
-    if agg_s > agg_window_s:
+    if agg_s > 2.0 * forward_s + figures[BNEC_S]:
         seconds += 2.0
     return float(seconds * (1.0 - figures[OVERLAP_COST]))
