@@ -20,6 +20,7 @@ import numpy as np
 from prophet.planner.compiled import compiled
 from prophet.spec import FloatArray, IntArray
 
+LEVEL_PRICES = 0.01  # a token does not move for less; at high q this is next to nothing in seconds
 RESOURCES = 5  # of a rank: its products; what it sends and receives within its node; the same between nodes
 
 
@@ -181,7 +182,7 @@ def settle(
                     cheap = a
                     low = p
                 a = following_A[a]
-            if dear < 0 or dear == cheap or high <= low * (1.0 + 1e-9):
+            if dear < 0 or dear == cheap or high <= low * (1.0 + LEVEL_PRICES):
                 continue
             # Resources of the giver's side (0..2) and of the taker's side (3..5): their kind (-1: none) and rank.
             for i in range(0, 6, 3):

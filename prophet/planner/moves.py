@@ -372,13 +372,25 @@ def polish(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, width: i
     """Put other replicas in the stead of one or two, or let two exchange their ranks; `flow` ends as the best state.
 
     Slower than `swap` and surer: every state is judged by its own descent. Where slots are scarce, only two moves at
-    once lead on.
+    once lead on. First every expert is tried on all ranks with a free slot, which its second copy alone may not pay.
     """
     first = flow.counters[1]
     experts = np.empty(min(8, first), np.int64)
     overhead_s = search.figures[OVERHEAD_S]
     low = judge(flow, search)
     copy_flow(flow, best)
+    for j in range(first):
+        if search.tries[0] <= 0:
+            break
+        copy_flow(best, flow)
+        free = free_slots(flow, search.limit_R)
+        more = 0
+        for r in range(free.size):
+            if free[r] > 0 and not holds(flow, j, r):
+                attach(flow, j, r, overhead_s)
+                more += 1
+        if more > 1:
+            low = judged(flow, best, search, low)
     gap = 0
     while gap < best.counters[0] - first and search.tries[0] > 0:
         a = first
@@ -417,6 +429,9 @@ def polish(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, width: i
                 attach(flow, other, rank, overhead_s)
                 low = judged(flow, best, search, low)
                 if gap == 0:
+                    free[rank] -= 1
+                    low = one_more(flow, best, search, q, free, low)
+                    free[rank] += 1
                     copy_flow(spare, flow)
                 else:
                     free[rank] -= 1
@@ -426,6 +441,22 @@ def polish(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, width: i
                 a += 1
         gap += 1
     copy_flow(best, flow)
+    return low
+
+
+@compiled
+def one_more(flow: Flow, best: Flow, search: Search, q: int, free: IntArray, low: float) -> float:
+    """`judged` with the most valuable further replica; the values in `search` stay those of before."""
+    experts = np.empty(min(8, flow.counters[1]), np.int64)
+    values = search.value_JR.copy()
+    copies_moved(flow, search.moved, search.busiest)
+    reprice(flow, search.figures, search.busiest, q)
+    used = appraise(flow, search, q, free, 1.0, experts)
+    other, rank = take_best(search.value_JR, experts, used)
+    search.value_JR[:] = values
+    if other >= 0:
+        attach(flow, other, rank, search.figures[OVERHEAD_S])
+        low = judged(flow, best, search, low)
     return low
 
 

@@ -21,7 +21,7 @@ from prophet.planner.candidates import (
 from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, compiled, entry
 from prophet.planner.descent import Flow, attach, copy_flow, plain, twin
 from prophet.planner.export import export_excess
-from prophet.planner.moves import grow, make_search, polish, shrink, swap
+from prophet.planner.moves import grow, holds, look, make_search, polish, shrink, swap
 from prophet.planner.outlets import add_outlets
 from prophet.planner.shortest import (
     MOST_SWEEPS,
@@ -39,8 +39,10 @@ from prophet.spec import BoolArray, FloatArray, IntArray
 EVEN = 1.005  # products this close to the even level count as level
 LITTLE_LEFT = 1.06  # a step this close to even products alone is not searched for more
 SURELY_BETTER = 0.8  # an estimated step this far below that of no replicas needs no exact comparison
-STARTS = 11
-RUNGS = 6  # what an effort buys is shared out over so many slot limits
+STARTS = 6
+KICKS = 8  # further starts, each from the best so far with about half of its replicas changed
+RUNGS = 6  # what an effort buys is shared out over at most so many slot limits
+FEW_SLOTS = 2  # up to so many slots per rank, searching begins with all of them
 EXCHANGE_MATTERS = 0.02  # share of the step that the all-to-alls must have for local replicas to be tried
 SPLIT_GLADLY = 2048  # ranks x experts up to which every slot limit's plan is split to be compared
 FEWEST_TRIES = 8  # fewer trial moves are not worth a start
@@ -61,6 +63,51 @@ def replicas_of(flow: Flow, rep_expert: IntArray, rep_rank: IntArray) -> int:
 
 
 @compiled
+def attach_everywhere(flow: Flow, problem: Problem, limit_R: IntArray) -> None:
+    """Give the heaviest expert a holder on every rank: sent in two phases, many copies can cost less than a few."""
+    heaviest = 0
+    for e in range(problem.home_E.size):
+        if problem.total_E[e] > problem.total_E[heaviest]:
+            heaviest = e
+    for r in range(limit_R.size):
+        if limit_R[r] > 0 and r != problem.home_E[heaviest]:
+            attach(flow, heaviest, r, problem.figures[OVERHEAD_S])
+
+
+@compiled
+def drawn(seed: int) -> int:
+    """The number after `seed` in a fixed sequence, the same on every machine; its upper bits are the better ones."""
+    return (seed * 1103515245 + 12345) & 0x7FFFFFFF
+
+
+@compiled
+def attach_kicked(
+    flow: Flow,
+    problem: Problem,
+    limit_R: IntArray,
+    rep_expert: IntArray,
+    rep_rank: IntArray,
+    used: int,
+    seed: int,
+) -> int:
+    """Attach about half of these replicas, and drawn ones in the free slots; return the next seed."""
+    overhead_s = problem.figures[OVERHEAD_S]
+    free = limit_R.copy()
+    for i in range(used):
+        seed = drawn(seed)
+        if (seed >> 16) % 2 == 0:
+            attach(flow, rep_expert[i], rep_rank[i], overhead_s)
+            free[rep_rank[i]] -= 1
+    for r in range(limit_R.size):
+        for _ in range(free[r]):
+            seed = drawn(seed)
+            e = (seed >> 16) % problem.home_E.size
+            if problem.total_E[e] > 0 and not holds(flow, e, r):
+                attach(flow, e, r, overhead_s)
+    return seed
+
+
+@compiled
 def explore(
     problem: Problem,
     limit_R: IntArray,
@@ -76,8 +123,9 @@ def explore(
 
     Returns (its replicas, the tries made of those given).
 
-    Starts: the best so far, no replicas, exports, no replicas under a smoother norm and without regard for transfers;
-    then, while tries last, the best of all with one in three of its replicas missing.
+    Starts: the best so far, no replicas, exports, no replicas under a smoother norm and without regard for transfers,
+    the heaviest expert everywhere. The best of all is polished; then, while tries last, others are made from it by
+    kicks, swapped and polished.
     """
     homes = make_flow(problem, np.arange(problem.home_E.size), rep_expert.size)
     flow = twin(homes)
@@ -90,42 +138,49 @@ def explore(
     kept = 0
     low = np.inf
     left = tries
+    sweeps = plain(4)
+    rounds = plain(3)
     for start in range(STARTS):
-        if left <= 0 or (start == 0 and best_used == 0) or (start > 4 and kept < 2):
+        if left <= 0 or (start == 0 and best_used == 0):
             continue
         copy_flow(homes, flow)
         q = plain(2 if start == 3 else 4)
-        sweeps = plain(4)
-        rounds = plain(3)
         if start == 0:
             for i in range(best_used):
                 attach(flow, best_expert[i], best_rank[i], overhead_s)
-        elif start > 4:
-            for i in range(kept):
-                if i % 3 != start % 3:
-                    attach(flow, kept_expert[i], kept_rank[i], overhead_s)
         elif start == 2:
             used, _ = export_excess(problem, 0.0, False, limit_R, rep_expert, rep_rank, rep_tokens)
             for i in range(used):
                 attach(flow, rep_expert[i], rep_rank[i], overhead_s)
+        elif start == 5:
+            attach_everywhere(flow, problem, limit_R)
         search.tries[0] = left
         reached = grow(flow, best, search, q, 0.0 if start == 4 else 1.0, sweeps)
         shrink(flow, best, search, q, reached, sweeps)
         copy_flow(best, flow)
-        for q in (plain(4), plain(16)):
-            swap(flow, best, spare, search, q, rounds, sweeps)
+        swap(flow, best, spare, search, plain(16), rounds, sweeps)
         left = search.tries[0]
         copies_moved(flow, search.moved, search.busiest)
         seconds = shorten(flow, problem.figures, search.busiest, plain(MOST_SWEEPS))
         if seconds < low:
             low = seconds
             kept = replicas_of(flow, kept_expert, kept_rank)
-    if left > 0 and kept > 0:
+    seed = plain(1)
+    for kick in range(KICKS + 1):
+        if left <= 0 or (kick == 0 and kept == 0):
+            continue
         copy_flow(homes, flow)
-        for i in range(kept):
-            attach(flow, kept_expert[i], kept_rank[i], overhead_s)
         search.tries[0] = left
-        if polish(flow, best, spare, search, plain(8), plain(6)) < low:
+        if kick == 0:
+            for i in range(kept):
+                attach(flow, kept_expert[i], kept_rank[i], overhead_s)
+        else:
+            seed = attach_kicked(flow, problem, limit_R, kept_expert, kept_rank, kept, seed)
+            look(flow, search, plain(8), sweeps)
+            swap(flow, best, spare, search, plain(8), rounds, sweeps)
+        seconds = polish(flow, best, spare, search, plain(8), plain(6))
+        if seconds < low:
+            low = seconds
             kept = replicas_of(flow, kept_expert, kept_rank)
         left = search.tries[0]
     rep_expert[:kept] = kept_expert[:kept]
@@ -197,6 +252,22 @@ def with_spares(
     return grown
 
 
+@compiled
+def next_limit(slot: int) -> int:
+    """The slot limit after `slot`."""
+    return slot + max(1, slot // 2)
+
+
+@compiled
+def rungs_of(slot: int, most: int) -> int:
+    """Over how many slot limits, from `slot` up to `most`, an effort is shared out."""
+    rungs = 0
+    while slot <= most and rungs < RUNGS:
+        rungs += 1
+        slot = next_limit(slot)
+    return max(rungs, 1)
+
+
 @entry(INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT)
 def search(
     load_RE: IntArray,
@@ -220,8 +291,8 @@ def search(
 
     Both costs are -1 for a negative load.
 
-    Slot limits grow step by step up to `limit_R`; the best placement so far goes along, so that a further slot does
-    not make the prediction worse. `effort` is the share of the step that searching may take. Work is counted by assumed
+    Slot limits grow step by step up to `limit_R`; the best placement so far goes along. Without effort a further slot
+    does not make the prediction worse; with it there are more limits to share it out over. `effort` is the share of the step that searching may take. Work is counted by assumed
     seconds, so that all ranks and machines do the same; no slot limit is given more than `most_tries` trial moves.
     """
     ranks, experts = load_RE.shape
@@ -272,13 +343,14 @@ def search(
     costing = split_effort if searching else 0.0
     best_above_s = 0.0
     limit = limit_R.copy()
-    slot = 1
+    slot = most if searching and most <= FEW_SLOTS else plain(1)
+    rungs = rungs_of(slot, most)
     while slot <= most and base[0] > even_s * (1.0 + gain_margin):
         for r in range(ranks):
             limit[r] = min(limit_R[r], slot)
         deepest = slot
-        slot += max(1, slot // 2)
-        allowed_s = min(allowed_s + budget_s / RUNGS, budget_s)
+        slot = next_limit(slot)
+        allowed_s = min(allowed_s + budget_s / rungs, budget_s)
         cost = base.copy()
         used, short, above_s = try_exports(
             problem, limit, rep_expert, rep_rank, rep_tokens, now_expert, now_rank, now_tokens, cost, split_effort,
