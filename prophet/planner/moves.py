@@ -240,14 +240,19 @@ def grow(flow: Flow, best: Flow, search: Search, q: int, weight: float, sweeps: 
 
 
 @compiled
-def least_missed(flow: Flow) -> int:
-    """The replica whose tokens would pay least to go elsewhere, at the present prices; -1: there is none."""
+def least_missed(flow: Flow, rank: int) -> int:
+    """The replica, on `rank` or anywhere (-1), whose tokens would pay least to go elsewhere; -1: there is none.
+
+    Prices must be set.
+    """
     price, node_R, rank_A = flow.price, flow.node_R, flow.rank_A
     tokens_AR, expert_A, following_A = flow.tokens_AR, flow.expert_A, flow.following_A
     own, out_near, in_near, out_far, in_far = price[0], price[1], price[2], price[3], price[4]
     chosen = -1
     low = 0.0
     for a in range(flow.counters[1], flow.counters[0]):
+        if rank >= 0 and rank_A[a] != rank:
+            continue
         loss = 0.0
         for r in range(node_R.size):
             n = tokens_AR[a, r]
@@ -279,7 +284,7 @@ def shrink(flow: Flow, best: Flow, search: Search, q: int, low: float, sweeps: i
     copies_moved(flow, search.moved, search.busiest)
     while since < flow.node_R.size and search.tries[0] > 0:
         reprice(flow, search.figures, search.busiest, q)
-        a = least_missed(flow)
+        a = least_missed(flow, plain(-1))
         if a < 0:
             break
         now = drop(flow, search, a, q, sweeps)
@@ -372,7 +377,8 @@ def polish(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, width: i
     """Put other replicas in the stead of one or two, or let two exchange their ranks; `flow` ends as the best state.
 
     Slower than `swap` and surer: every state is judged by its own descent. Where slots are scarce, only two moves at
-    once lead on. First every expert is tried on all ranks with a free slot, which its second copy alone may not pay.
+    once lead on. First every expert is tried on all ranks, where need be in another's stead: sent in two phases, many copies can
+    cost less than a few.
     """
     first = flow.counters[1]
     experts = np.empty(min(8, first), np.int64)
@@ -383,13 +389,18 @@ def polish(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, width: i
         if search.tries[0] <= 0:
             break
         copy_flow(best, flow)
+        copies_moved(flow, search.moved, search.busiest)
+        reprice(flow, search.figures, search.busiest, q)
         free = free_slots(flow, search.limit_R)
         more = 0
         for r in range(free.size):
-            if free[r] > 0 and not holds(flow, j, r):
-                attach(flow, j, r, overhead_s)
-                more += 1
-        if more > 1:
+            if search.limit_R[r] <= 0 or holds(flow, j, r):
+                continue
+            if free[r] <= 0:
+                detach(flow, least_missed(flow, r), overhead_s)
+            attach(flow, j, r, overhead_s)
+            more += 1
+        if more > 0:
             low = judged(flow, best, search, low)
     gap = 0
     while gap < best.counters[0] - first and search.tries[0] > 0:

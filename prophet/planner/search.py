@@ -40,9 +40,9 @@ EVEN = 1.005  # products this close to the even level count as level
 LITTLE_LEFT = 1.06  # a step this close to even products alone is not searched for more
 SURELY_BETTER = 0.8  # an estimated step this far below that of no replicas needs no exact comparison
 STARTS = 6
-KICKS = 8  # further starts, each from the best so far with about half of its replicas changed
+KICKS = 4  # further starts, each from the best so far with about half of its replicas changed
 RUNGS = 6  # what an effort buys is shared out over at most so many slot limits
-FEW_SLOTS = 2  # up to so many slots per rank, searching begins with all of them
+FEW_SLOTS = 2  # up to so many slots per rank, only exports are tried with fewer, and all effort is kept for the last
 EXCHANGE_MATTERS = 0.02  # share of the step that the all-to-alls must have for local replicas to be tried
 SPLIT_GLADLY = 2048  # ranks x experts up to which every slot limit's plan is split to be compared
 FEWEST_TRIES = 8  # fewer trial moves are not worth a start
@@ -259,9 +259,10 @@ def next_limit(slot: int) -> int:
 
 
 @compiled
-def rungs_of(slot: int, most: int) -> int:
-    """Over how many slot limits, from `slot` up to `most`, an effort is shared out."""
+def rungs_of(most: int) -> int:
+    """Over how many slot limits up to `most` an effort is shared out."""
     rungs = 0
+    slot = 1
     while slot <= most and rungs < RUNGS:
         rungs += 1
         slot = next_limit(slot)
@@ -343,14 +344,16 @@ def search(
     costing = split_effort if searching else 0.0
     best_above_s = 0.0
     limit = limit_R.copy()
-    slot = most if searching and most <= FEW_SLOTS else plain(1)
-    rungs = rungs_of(slot, most)
+    slot = 1
+    rungs = 1 if most <= FEW_SLOTS else rungs_of(most)
     while slot <= most and base[0] > even_s * (1.0 + gain_margin):
         for r in range(ranks):
             limit[r] = min(limit_R[r], slot)
         deepest = slot
         slot = next_limit(slot)
-        allowed_s = min(allowed_s + budget_s / rungs, budget_s)
+        waiting = searching and deepest < most <= FEW_SLOTS
+        if not waiting:
+            allowed_s = min(allowed_s + budget_s / rungs, budget_s)
         cost = base.copy()
         used, short, above_s = try_exports(
             problem, limit, rep_expert, rep_rank, rep_tokens, now_expert, now_rank, now_tokens, cost, split_effort,
@@ -367,6 +370,8 @@ def search(
                 best_above_s = above_s
                 best_tokens[:used] = now_tokens[:used]
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
+        if waiting:
+            continue
         if layered and allowed_s - spent_s > split_s:
             before = layers.state[0]
             deepest = min(deepest, before + int((allowed_s - spent_s - split_s) / layer_s))
