@@ -377,8 +377,8 @@ def polish(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, width: i
     """Put other replicas in the stead of one or two, or let two exchange their ranks; `flow` ends as the best state.
 
     Slower than `swap` and surer: every state is judged by its own descent. Where slots are scarce, only two moves at
-    once lead on. First every expert is tried on all ranks, where need be in another's stead: sent in two phases, many copies can
-    cost less than a few.
+    once lead on. First every expert is tried on all ranks, where need be in another's stead: sent in two phases, many
+    copies can cost less than a few.
     """
     first = flow.counters[1]
     experts = np.empty(min(8, first), np.int64)

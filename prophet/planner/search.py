@@ -40,7 +40,7 @@ EVEN = 1.005  # products this close to the even level count as level
 LITTLE_LEFT = 1.06  # a step this close to even products alone is not searched for more
 SURELY_BETTER = 0.8  # an estimated step this far below that of no replicas needs no exact comparison
 STARTS = 6
-KICKS = 4  # further starts, each from the best so far with about half of its replicas changed
+KICKS = 6  # further starts, each from the best so far with about half of its replicas changed
 RUNGS = 6  # what an effort buys is shared out over at most so many slot limits
 FEW_SLOTS = 2  # up to so many slots per rank, only exports are tried with fewer, and all effort is kept for the last
 EXCHANGE_MATTERS = 0.02  # share of the step that the all-to-alls must have for local replicas to be tried
@@ -293,8 +293,9 @@ def search(
     Both costs are -1 for a negative load.
 
     Slot limits grow step by step up to `limit_R`; the best placement so far goes along. Without effort a further slot
-    does not make the prediction worse; with it there are more limits to share it out over. `effort` is the share of the step that searching may take. Work is counted by assumed
-    seconds, so that all ranks and machines do the same; no slot limit is given more than `most_tries` trial moves.
+    does not make the prediction worse; with it there may be more limits to share it out over. `effort` is the share of
+    the step that searching may take. Work is counted by assumed seconds, so that all ranks and machines do the same; no
+    slot limit is given more than `most_tries` trial moves.
     """
     ranks, experts = load_RE.shape
     if negative(load_RE):

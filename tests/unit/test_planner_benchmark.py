@@ -14,6 +14,7 @@ from benchmarks.planner.break_even import break_even_rows, scaled
 from benchmarks.planner.optimum import PROVEN, SmallCase, gap_rows, optima, small_case
 from prophet.planner import get_planner
 from prophet.planner.cost import step_cost
+from prophet.planner.oracle import solve_exactly
 from prophet.spec import IntArray
 
 QUICK = 1  # a case of 4 ranks and 4 experts, solved in a fraction of a second
@@ -60,6 +61,16 @@ def test_gaps_are_measured_from_the_solved_optimum(tmp_path: Path) -> None:
     assert static["gap_median"] == pytest.approx(np.median(gaps))
     assert static["gap_max"] == pytest.approx(max(gaps))
     assert -1e-3 <= searched["gap_median"] <= static["gap_median"]
+
+
+@pytest.mark.parametrize("number", [28, 147, 298, 372])
+def test_a_search_comes_close_where_slots_are_few_and_exchanges_slow(number: int) -> None:
+    """Cases that the fast plan misses by 13 to 138 %, and that a search which spends a sixth of its effort does, too."""
+    pytest.importorskip("scipy")
+    case = small_case(number, None)
+    best_s = solve_exactly(case.load, case.context, time_limit_s=20.0).seconds
+    assert seconds_of(case, "prophet-search") <= 1.02 * best_s
+    assert seconds_of(case, "prophet") >= 1.1 * best_s
 
 
 def load_of(ranks: int, experts: int) -> IntArray:
