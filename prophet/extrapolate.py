@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from prophet.planner import get_planner
-from prophet.scheduler.blockwise import cover_of, cut_of, schedule_named
+from prophet.planner.settle import pays
+from prophet.scheduler.blockwise import cover_of, cut_of, runs_ahead, schedule_named
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.notes import predicted_weights
 from prophet.scheduler.simulate import SimulatedStep, predicted_durations, simulate
@@ -207,11 +208,13 @@ def _group_step(
     chooser = FormChooser(scenario.layers)
     placements: list[Placement] = []
     splits: list[Split] = []
+    present: list[IntArray] = []
     for before, now in loads(scenario, ranks, experts, group):
         even = even_load(scenario, ranks, experts) if policy == BALANCED else None
         placement = planner.place(before if even is None else even, context)
         load = now if even is None else even
         placements.append(placement)
+        present.append(load)
         splits.append(
             Split.to_homes(load, placement) if placement.is_static else planner.split(load, placement, context)
         )
@@ -220,17 +223,21 @@ def _group_step(
     weights = predicted_weights(contexts, np.array([s.rank_load() for s in splits]))
     forms = []
     for i, placement in enumerate(placements):
-        forms.append(
-            chooser.form(
-                i,
-                placement,
-                context,
-                trans_cut=cut_of(schedule, "TRANS", i, weights),
-                agg_cut=cut_of(schedule, "AGG", i, weights),
-                trans_cover_s=1e-6 * cover_of(schedule, "TRANS", i, weights),
-                agg_cover_s=1e-6 * cover_of(schedule, "AGG", i, weights),
-            )
+        form = chooser.form(
+            i,
+            placement,
+            context,
+            trans_cut=cut_of(schedule, "TRANS", i, weights),
+            agg_cut=cut_of(schedule, "AGG", i, weights),
+            trans_cover_s=1e-6 * cover_of(schedule, "TRANS", i, weights),
+            agg_cover_s=1e-6 * cover_of(schedule, "AGG", i, weights),
+            ahead=runs_ahead(schedule, i),
         )
+        forms.append(form)
+        withdraws = getattr(planner, "withdraws", False)
+        if withdraws and not pays(present[i], splits[i], context, unhidden_s=form.unhidden_s):
+            placements[i] = context.homes_only()
+            splits[i] = Split.to_homes(present[i], placements[i])
     durations = predicted_durations(placements, splits, contexts, forms=forms, update_s=update_s)
     held = sum(len(p.replicas()) for p in placements) / ranks
     return simulate(schedule, durations), float(np.mean([s.max_mean() for s in splits])), held

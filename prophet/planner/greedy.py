@@ -106,6 +106,8 @@ class ProphetPlanner:
     which the model takes for granted and not every machine keeps.
     `split_effort`: the share of the seconds by which exchanges exceed their floor that the split may take to bring them
     down, counted by an assumed time, too; 0 always minimises the bottleneck.
+    `withdraws`: whether a step goes on without its replicas where the exact load turns out not to be worth the rest of
+    their transfers (see `planner.settle`).
     """
 
     keep_margin: float = 0.005
@@ -114,6 +116,7 @@ class ProphetPlanner:
     spare_margin: float = 0.02
     effort: float = 0.0
     split_effort: float = 0.03
+    withdraws: bool = True
     name: str = "prophet"
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 
