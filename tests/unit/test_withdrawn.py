@@ -14,6 +14,7 @@ from prophet.scheduler.actions import Window
 from prophet.scheduler.blockwise import block_wise, blocking, cover_of, runs_ahead
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.pieces import GRAIN, held_back
+from prophet.scheduler.transfers import Trans
 from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, Split, Topology
 from tests.support import FixedPlanner, everywhere, on_threads
 from tests.training import Case, Run, Step, compare, expected
@@ -33,7 +34,7 @@ def train(case: Case, **options: Any) -> list[list[Step]]:
     planner = Withdrawing(everywhere(case.num_experts, case.ranks))
 
     def rank(group: Collective) -> list[Step]:
-        run = Run(case, group, planner, slots_per_rank=8, topology=SLOW, **options)
+        run = Run(case, group, planner, **{"slots_per_rank": 8, "topology": SLOW, **options})
         steps = [run.whole_step(s) for s in range(case.steps)]
         run.close()
         return steps
@@ -87,6 +88,21 @@ def test_every_mixture_of_used_and_withdrawn_replicas_gives_the_same_gradients(
     withdrawn = [s.report.withdrawn for s in train(replace(CASES[name], steps=8))[0][2:] if s.report]
     assert any(withdrawn)
     assert not all(len(w) == 2 for w in withdrawn)
+
+
+def test_what_was_under_way_is_waited_for_when_the_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    abandon = Trans.abandon
+
+    def counted(self: Trans) -> None:
+        assert self._flying, "something was sent"
+        abandon(self)
+        waited.append(not self._flying)
+
+    monkeypatch.setattr(Trans, "abandon", counted)
+    monkeypatch.setattr("prophet.engine.pays", lambda *_, **__: False)
+    train(CASE, topology=None)  # on fast links all of Trans is sent before the counts are known
+    assert waited == [True] * 3 * 2 * 2, "steps, blocks, ranks"
 
 
 def test_what_no_window_hides_follows_once_the_counts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
