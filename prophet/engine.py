@@ -126,6 +126,7 @@ class Engine:
         self._actions: list[Action] = []
         self.pool = ReplicaPool(config.replica_memory_bytes)
         self._contexts = [context_of(layer, collective.size, config) for layer in layers]
+        self._contexts[0] = replace(self._contexts[0], windows=replace(config.windows, experts=False))
         check_budget(config, self._contexts)
         self._forms = FormChooser(len(layers), config.transfers)
         self._refetch = config.replica_memory == "refetch"

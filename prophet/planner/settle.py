@@ -50,7 +50,7 @@ def settled_cost(
     """
     cost = step_cost(split, placement, context)
     topology, forward_s = context.topology, cost.expert_s / FORWARD_AND_BACKWARD
-    window_s = forward_s + context.windows.fnec_s
+    window_s = context.windows.forward_s(forward_s)
     sent_s = topology.overlap_cost * min(cost.trans_s, window_s)
     unhidden_s = cost.exposed_trans_s - sent_s + cost.exposed_agg_s
     if pays(load, split, context, unhidden_s=unhidden_s, microbatches=microbatches):

@@ -17,7 +17,8 @@ from prophet.spec import FloatArray, IntArray
 
 TOKEN_BYTES, INTRA_BYTES_PER_S, INTRA_LATENCY_S, INTER_BYTES_PER_S, INTER_LATENCY_S = 0, 1, 2, 3, 4
 PARAM_BYTES, GRAD_BYTES, FNEC_S, BNEC_S, OVERHEAD_S, OVERLAP_COST = 5, 6, 7, 8, 9, 10
-FIGURES = 11
+NO_EXPERTS = 11  # 1 where no experts compute in the windows
+FIGURES = 12
 
 
 class Problem(NamedTuple):
@@ -146,7 +147,8 @@ def transfers_and_windows(
     """Seconds of Trans and of the compute beside it, and the same of Agg."""
     trans_s = transfer_seconds(units, figures[PARAM_BYTES], figures)
     agg_s = transfer_seconds(units, figures[GRAD_BYTES], figures)
-    return trans_s, forward_s + figures[FNEC_S], agg_s, 2.0 * forward_s + figures[BNEC_S]
+    beside_s = (1.0 - figures[NO_EXPERTS]) * forward_s
+    return trans_s, beside_s + figures[FNEC_S], agg_s, 2.0 * beside_s + figures[BNEC_S]
 
 
 @compiled
@@ -171,4 +173,4 @@ def hiding(units: FloatArray, forward_s: float, figures: FloatArray) -> float:
         seconds += 1.0
     if agg_s > agg_window_s:
         seconds += 2.0
-    return float(seconds * (1.0 - figures[OVERLAP_COST]))
+    return float(seconds * (1.0 - figures[NO_EXPERTS]) * (1.0 - figures[OVERLAP_COST]))
