@@ -30,6 +30,8 @@ def test_no_planner_beats_the_oracle(name: str, overlap_cost: float, experts: bo
     best = solve_exactly(load, context, time_limit_s=20)
     assert best.bound <= best.seconds * (1 + 1e-3)
     assert lower_bound(load, context) <= best.bound * (1 + 1e-6)
+    split = get_planner("prophet", split_effort=10.0).split(load, best.placement, context)
+    assert step_cost(split, best.placement, context).total_s <= 1.03 * best.seconds, "it is what the model says"
     for policy in ("prophet", "static", "top2", "pro-prophet", "eplb"):
         planner = get_planner(policy)
         placement = planner.place(load, context)

@@ -167,6 +167,16 @@ def test_agg_that_no_window_hides_can_be_saved_and_so_can_what_hiding_costs() ->
     assert form(6.0, 5.0).unhidden_s == pytest.approx(2.0 + 3.0)
 
 
+def test_the_first_block_is_planned_without_experts_before_it() -> None:
+    def windows(group: Collective) -> list[bool]:
+        run = Run(CASE, group, Withdrawing([]))
+        found = [c.windows.experts for c in run.engine.contexts]
+        run.close()
+        return found
+
+    assert on_threads(CASE.ranks, windows) == [[False, True]] * 2
+
+
 def test_before_windows_are_known_nothing_is_held_back() -> None:
     assert form(0.0, 0.0).trans_cut == (0, GRAIN // 2, GRAIN)
     assert form(0.0, 0.0).unhidden_s == 0.0
