@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WAITED_S = 0.001  # longer than this between two operators, beside the work there: the host waited for others
@@ -27,9 +26,7 @@ MOST_LATE_S = 0.02
 SHORTEST_SLEEP_S = 0.0002  # less is owed until more has come together
 SHORT_SLICE_NS, LONG_SLICE_NS = 100_000, 20_000_000
 NETWORK_NICE = -15
-KEPT_BYTES, READY_BYTES = 1 << 30, 1 << 29
 _UNFILLED = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 
 
@@ -83,26 +80,6 @@ def compute_apart() -> None:
             if "gloo" in (task / "comm").read_text():
                 os.sched_setaffinity(int(task.name), cores[half:])
                 os.setpriority(os.PRIO_PROCESS, int(task.name), NETWORK_NICE)
-
-
-def keep_memory() -> bool:
-    """Let the C library keep freed memory, and have some of it ready (`READY_BYTES`, or a sixteenth of what is
-    available), as a device's allocator does; whether it agreed.
-
-    Else every large tensor's pages come from the kernel anew, and how long a layer takes depends on what the process
-    has just given back: a page costs some microseconds, and those of a tensor of 8 MB as much as a product with it.
-    """
-    if platform.system() != "Linux":
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    if not all(mallopt(option, KEPT_BYTES) == 1 for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD)):
-        return False
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available_bytes = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")), 0)
-    torch.empty(min(READY_BYTES, available_bytes // 16), dtype=torch.uint8).fill_(0)
-    return True
 
 
 @functools.cache

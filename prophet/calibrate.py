@@ -2,18 +2,21 @@
 
 Operations are timed on all ranks at once, as training runs them: the all-to-all over sizes, the experts' forward and
 backward pass over token counts and numbers of experts, Trans and Agg over sizes. A sample is the time of the slowest
-rank; sizes take turns, so that whatever else the machine does meets all of them alike; of the samples of a size the
-lower quartile counts, since other work only ever adds time. Sizes are spaced evenly on a logarithmic scale over the
-range that layers use, and those between the fitted ones are kept out of the fit and only compared with it.
+rank; sizes take turns, so that whatever else the machine does meets all of them alike. Of a product's samples the lower
+quartile counts, since other work only ever adds time; of an exchange's the median, since waking the peers takes now
+less and now more, and that is part of it. Sizes are spaced evenly on a logarithmic scale over the range that layers
+use, and those between the fitted ones are kept out of the fit and only compared with it.
 
 Shape legend: R ranks, G experts (groups) that one rank computes, D model dim, H hidden dim.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,6 +30,8 @@ from prophet.spec import Activation, FloatArray, LayerShape, Link, SpecError, To
 _LEAST = 1e-15  # seconds per unit: where a probe takes no measurable time
 _MOST_OVERLAP_COST = 0.95  # measured figures of all of a transfer's time and more are noise
 _OFTEN = 8  # samples of a short run for one of the longest, at most
+_DEVIATION, _MEDIANS_ERROR = 1.4826, 1.2533  # of a normal distribution: over its median deviation; over a mean's error
+_TURN_S = 0.01  # a run takes at least so long in its turn, unless it has been sampled that often
 
 # Chooses what to measure from the (size, count) pairs to be fitted and those to be held out.
 _Cases = list[tuple[int, int]]
@@ -42,7 +47,7 @@ class Ranges:
     moves replicas in two chunks.
     """
 
-    rows: tuple[int, int] = (512, 8192)
+    rows: tuple[int, int] = (256, 2048)
     tokens: tuple[int, int] = (256, 2048)
     groups: tuple[int, ...] = (1, 2, 4)
     halves: tuple[int, int] = (1, 8)
@@ -87,7 +92,15 @@ class Probe:
 
     def typical(self, runs: Sequence[Callable[[], float | None]]) -> tuple[FloatArray, FloatArray]:
         """Lower-quartile and median seconds of every run by the slowest rank [2, runs], and lower quartiles by each
-        rank [runs, R].
+        rank [runs, R]; of the `samples`.
+        """
+        samples = self.samples(runs)
+        by_rank = np.stack([np.quantile(found, 0.25, axis=0) for found in samples])
+        slowest = np.stack([np.quantile(found.max(axis=1), (0.25, 0.5)) for found in samples], axis=1)
+        return slowest, by_rank
+
+    def samples(self, runs: Sequence[Callable[[], float | None]]) -> list[FloatArray]:
+        """Seconds of every run by rank, [n, R] each.
 
         A run that returns seconds has timed itself; of others the whole call counts. Runs take turns, `repeats` times;
         in its turn a short one is timed several times, since its time varies more.
@@ -95,14 +108,13 @@ class Probe:
         for run in runs:
             run()  # first touch of memory and connections
         first = [float(self._sample(run).max()) for run in runs]
-        often = [max(1, min(_OFTEN, int(max(first) / max(seconds, 1e-9)))) for seconds in first]
+        turn_s = max(*first, _TURN_S)
+        often = [max(1, min(_OFTEN, int(turn_s / max(seconds, 1e-9)))) for seconds in first]
         samples: list[list[FloatArray]] = [[] for _ in runs]
         for _ in range(self.repeats):
             for run, times, found in zip(runs, often, samples, strict=True):
                 found.extend(self._sample(run) for _ in range(times))
-        by_rank = np.stack([np.quantile(np.stack(found), 0.25, axis=0) for found in samples])
-        slowest = np.stack([np.quantile(np.stack(found).max(axis=1), (0.25, 0.5)) for found in samples], axis=1)
-        return slowest, by_rank
+        return [np.stack(found) for found in samples]
 
     def lower(self, runs: Sequence[Callable[[], float | None]]) -> list[float]:
         """Lower-quartile seconds of every run by the slowest rank."""
@@ -147,12 +159,17 @@ def _measure(
     run: Callable[[int, int], tuple[float, Callable[[], float | None]]],
     fitted: Sequence[tuple[int, int]],
     held_out: Sequence[tuple[int, int]],
+    *,
+    quartile: Literal[1, 2],
 ) -> Measured:
-    """Time `run(size, count)`, which gives the size in units and what to call, at all sizes in turn."""
+    """Time `run(size, count)`, which gives the size in units and what to call, at all sizes in turn.
+
+    quartile: which one of the samples counts.
+    """
     cases = [(*run(size, count), count) for size, count in (*fitted, *held_out)]
     (lower, median), by_rank = probe.typical([call for _, call, _ in cases])
     points = [
-        Point(size, count, low, mid / low - 1.0)
+        Point(size, count, (low, mid)[quartile - 1], mid / low - 1.0)
         for (size, _, count), low, mid in zip(cases, lower.tolist(), median.tolist(), strict=True)
     ]
     return Measured(operation, unit, tuple(points[: len(fitted)]), tuple(points[len(fitted) :]), by_rank)
@@ -175,7 +192,9 @@ def _measure_exchange(
         )
 
     fitted, held_out = _spaced(*ranges.rows, ranges.points)
-    return _measure(probe, operation, "byte", run, *parts([(n, 1) for n in fitted], [(n, 1) for n in held_out]))
+    return _measure(
+        probe, operation, "byte", run, *parts([(n, 1) for n in fitted], [(n, 1) for n in held_out]), quartile=2
+    )
 
 
 def discard(_: object) -> None:
@@ -215,8 +234,8 @@ def _measure_experts(
 
     split = parts(fitted, held_out)
     return (
-        _measure(probe, "expert_forward", "token", forward, *split),
-        _measure(probe, "expert_backward", "token", backward, *split),
+        _measure(probe, "expert_forward", "token", forward, *split, quartile=1),
+        _measure(probe, "expert_backward", "token", backward, *split, quartile=1),
     )
 
 
@@ -258,13 +277,16 @@ def _measure_transfers(probe: Probe, bank: ExpertBank, ranges: Ranges, parts: _P
         return float(halves * numel * grads.element_size()), run
 
     split = parts([(n, 1) for n in fitted], [(n, 1) for n in held_out])
-    return _measure(probe, "trans", "byte", trans, *split), _measure(probe, "agg", "byte", agg, *split)
+    return (
+        _measure(probe, "trans", "byte", trans, *split, quartile=2),
+        _measure(probe, "agg", "byte", agg, *split, quartile=2),
+    )
 
 
 def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) -> float:
     """`Topology.overlap_cost`: by how much of its own seconds a transfer of about `n_bytes` per rank lengthens the
-    products of `rows` rows that run beside it; collective, the same on all ranks. 0 on one rank, and where it lengthens
-    them by less than they differ among themselves.
+    products of `rows` rows that run beside it; collective, the same on all ranks. 0 on one rank, and where the median
+    difference between products beside a transfer and the ones before them, alone, is within two standard errors.
     """
     size = probe.collective.size
     if size == 1:
@@ -298,9 +320,13 @@ def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) 
         discard(work.wait())
         return took
 
-    (lower, median), _ = probe.typical((alone, beside))
-    added_s, noise_s = float(lower[1] - lower[0]), float((median - lower).max())
-    return min(added_s / transfer_s, _MOST_OVERLAP_COST) if added_s > noise_s else 0.0
+    alone_s, beside_s = (found.max(axis=1) for found in probe.samples((alone, beside)))
+    many = min(alone_s.size, beside_s.size)
+    difference_s = beside_s[:many] - alone_s[:many]
+    added_s = float(np.median(difference_s))
+    deviation_s = _DEVIATION * float(np.median(np.abs(difference_s - added_s)))
+    certain = added_s > 2.0 * _MEDIANS_ERROR * deviation_s / math.sqrt(many)
+    return min(added_s / transfer_s, _MOST_OVERLAP_COST) if certain else 0.0
 
 
 def _measure_all(

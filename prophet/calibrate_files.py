@@ -222,7 +222,7 @@ def _a2a(row: Mapping[str, Any], where: str) -> _Row | None:
         return None
     ranks = _integer(row, "ranks", where, 2, MAX_RANKS)
     size = _integer(row, "bytes", where, 1, _LIMIT) * (ranks - 1) / ranks
-    return _Row(where, "a2a", ranks, Point(size, 1, *_seconds(row, where)))
+    return _Row(where, "a2a", ranks, _exchange_point(row, where, size))
 
 
 def _expert(row: Mapping[str, Any], where: str) -> _Row:
@@ -249,7 +249,7 @@ def _transfer(row: Mapping[str, Any], where: str) -> _Row | None:
         return None
     operation = _choice(row, "operation", where, ("trans", "agg"))
     size = _integer(row, "busiest_bytes", where, 1, _LIMIT)
-    return _Row(where, operation, _integer(row, "ranks", where, 2, MAX_RANKS), Point(size, 1, *_seconds(row, where)))
+    return _Row(where, operation, _integer(row, "ranks", where, 2, MAX_RANKS), _exchange_point(row, where, size))
 
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any], str], _Row | None]] = {
@@ -257,6 +257,12 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], str], _Row | None]] = {
     "expert_compute": _expert,
     "trans_agg": _transfer,
 }
+
+
+def _exchange_point(row: Mapping[str, Any], where: str, size: float) -> Point:
+    """Of an exchange the median counts, as in `prophet.calibrate`."""
+    seconds, spread = _seconds(row, where)
+    return Point(size, 1, seconds * (1.0 + spread), spread)
 
 
 def _seconds(row: Mapping[str, Any], where: str) -> tuple[float, float]:

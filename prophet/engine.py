@@ -33,10 +33,11 @@ from prophet.layer import MoE, Port, plain_port
 from prophet.parallel import DriftWatch, clip_grad_norm_, update_biases
 from prophet.planner import get_planner, warm
 from prophet.planner.base import Planner
+from prophet.planner.settle import pays
 from prophet.replan import KeptPlan, next_plan
 from prophet.resume import EngineState
 from prophet.scheduler.actions import Action, Window, WindowKind
-from prophet.scheduler.blockwise import cover_of, cut_of, depth_within, schedule_named
+from prophet.scheduler.blockwise import cover_of, cut_of, depth_within, runs_ahead, schedule_named
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.memory import within_budget
 from prophet.scheduler.notes import UNKNOWN, Notes, predicted_weights
@@ -119,11 +120,13 @@ class Engine:
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
         self._planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
+        self._withdraws = bool(getattr(self._planner, "withdraws", False))
         if self._planner.name.startswith("prophet") and collective.size > 1:
             warm()  # compiles now, so that no step does
         self._actions: list[Action] = []
         self.pool = ReplicaPool(config.replica_memory_bytes)
         self._contexts = [context_of(layer, collective.size, config) for layer in layers]
+        self._contexts[0] = replace(self._contexts[0], windows=replace(config.windows, experts=False))
         check_budget(config, self._contexts)
         self._forms = FormChooser(len(layers), config.transfers)
         self._refetch = config.replica_memory == "refetch"
@@ -189,6 +192,7 @@ class Engine:
             fetch_cut=cut_of(self.schedule, "FETCH", layer, weights),
             trans_cover_s=1e-6 * cover_of(self.schedule, "TRANS", layer, weights),
             agg_cover_s=1e-6 * cover_of(self.schedule, "AGG", layer, weights),
+            ahead=runs_ahead(self.schedule, layer),
         )
 
     # --- the step, driven by hooks ---
@@ -290,6 +294,7 @@ class Engine:
         self._rank_load = np.zeros((len(self.layers), ranks), dtype=np.int64)
         self._choices = [np.zeros(x.num_experts, dtype=np.int64) for x in self.layers]
         self._dropped = np.zeros(len(self.layers), dtype=np.int64)
+        self._withdrawn: list[int] = []
 
     def _report(self) -> StepReport:
         experts = max(x.num_experts for x in self.layers)
@@ -311,6 +316,7 @@ class Engine:
             placements=tuple(self._placements),
             forms=self.runtime.forms,
             planned=tuple(plan.reason for plan in self._kept if plan is not None),
+            withdrawn=tuple(self._withdrawn),
         )
 
     # --- called by the layers ---
@@ -346,12 +352,24 @@ class Engine:
                 raise placements_differ(at, self.step, ranks)
 
     def plan(self, layer: int, load: IntArray, training: bool) -> tuple[Placement, Split]:
-        """Placement in force and split of the exact counts; without replicas in evaluation."""
+        """Placement in force and split of the exact counts; no replicas in evaluation, and where they do not pay."""
         placement = self._placements[layer] if training and self.runtime.running else self._static[layer]
         if placement.is_static:
             return placement, Split.to_homes(load, placement)
-        self.runtime.counted(layer)
-        split = self._planner.split(load, placement, self._contexts[layer])
+        context = self._contexts[layer]
+        split = self._planner.split(load, placement, context)
+        if not self.runtime.decided(layer):
+            if self._withdraws and not pays(
+                load,
+                split,
+                context,
+                unhidden_s=self.runtime.forms[layer].unhidden_s,
+                microbatches=self.config.accumulation_steps,
+            ):
+                self._withdrawn.append(layer)
+                self._placements[layer] = placement = self._static[layer]
+                split = Split.to_homes(load, placement)
+            self.runtime.decide(layer, placement)
         self._split_digest = split.digest()
         if self.step % self.config.check_split_every == 0 or self.step < 2:
             compare_splits(self._split_digest, layer, self.step, self.collective, self._device)

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from prophet.planner import get_planner
-from prophet.scheduler.blockwise import cover_of, cut_of, schedule_named
+from prophet.planner.settle import pays
+from prophet.scheduler.blockwise import cover_of, cut_of, runs_ahead, schedule_named
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.notes import predicted_weights
 from prophet.scheduler.simulate import SimulatedStep, predicted_durations, simulate
@@ -205,32 +206,45 @@ def _group_step(
     ranks, experts = context.ranks, context.experts
     planner = get_planner("static" if policy == BALANCED else policy)
     chooser = FormChooser(scenario.layers)
+    first = replace(context, windows=replace(context.windows, experts=False))
+    contexts: Sequence[PlanContext] = [first, *[context] * (scenario.layers - 1)]
     placements: list[Placement] = []
     splits: list[Split] = []
-    for before, now in loads(scenario, ranks, experts, group):
+    present: list[IntArray] = []
+    for here, (before, now) in zip(contexts, loads(scenario, ranks, experts, group), strict=True):
         even = even_load(scenario, ranks, experts) if policy == BALANCED else None
-        placement = planner.place(before if even is None else even, context)
+        placement = planner.place(before if even is None else even, here)
         load = now if even is None else even
         placements.append(placement)
-        splits.append(
-            Split.to_homes(load, placement) if placement.is_static else planner.split(load, placement, context)
-        )
-    contexts: Sequence[PlanContext] = [context] * scenario.layers
+        present.append(load)
+        splits.append(Split.to_homes(load, placement) if placement.is_static else planner.split(load, placement, here))
     schedule = schedule_named(scenario.schedule, scenario.layers)
     weights = predicted_weights(contexts, np.array([s.rank_load() for s in splits]))
     forms = []
-    for i, placement in enumerate(placements):
-        forms.append(
-            chooser.form(
-                i,
-                placement,
-                context,
-                trans_cut=cut_of(schedule, "TRANS", i, weights),
-                agg_cut=cut_of(schedule, "AGG", i, weights),
-                trans_cover_s=1e-6 * cover_of(schedule, "TRANS", i, weights),
-                agg_cover_s=1e-6 * cover_of(schedule, "AGG", i, weights),
-            )
+    for i, (here, placement) in enumerate(zip(contexts, placements, strict=True)):
+        form = chooser.form(
+            i,
+            placement,
+            here,
+            trans_cut=cut_of(schedule, "TRANS", i, weights),
+            agg_cut=cut_of(schedule, "AGG", i, weights),
+            trans_cover_s=1e-6 * cover_of(schedule, "TRANS", i, weights),
+            agg_cover_s=1e-6 * cover_of(schedule, "AGG", i, weights),
+            ahead=runs_ahead(schedule, i),
         )
-    durations = predicted_durations(placements, splits, contexts, forms=forms, update_s=update_s)
+        forms.append(form)
+        withdraws = getattr(planner, "withdraws", False)
+        if withdraws and not pays(present[i], splits[i], here, unhidden_s=form.unhidden_s):
+            placements[i] = context.homes_only()
+            splits[i] = Split.to_homes(present[i], placements[i])
+    durations = predicted_durations(
+        placements,
+        splits,
+        contexts,
+        forms=forms,
+        start_s=context.windows.fnec_s,  # what comes before the first block is like what comes before the others
+        end_s=context.windows.bnec_s,
+        update_s=update_s,
+    )
     held = sum(len(p.replicas()) for p in placements) / ranks
     return simulate(schedule, durations), float(np.mean([s.max_mean() for s in splits])), held

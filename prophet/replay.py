@@ -16,6 +16,7 @@ import numpy as np
 
 from prophet.planner.base import Planner
 from prophet.planner.cost import step_cost
+from prophet.planner.settle import settled_cost
 from prophet.spec import FloatArray, IntArray, Placement, PlanContext, SpecError
 from prophet.traces import RoutingTrace
 
@@ -100,6 +101,7 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: S
     rank_load = np.zeros((trace.layers, trace.ranks))
     by_expert = np.zeros((len(pairs), trace.layers, trace.experts), dtype=np.int64)
     previous: list[Placement | None] = [None] * trace.layers
+    withdraws = getattr(planner, "withdraws", False)
     for i, (before, now) in enumerate(pairs):
         for layer in range(trace.layers):
             here = replace(context, previous=previous[layer])
@@ -108,8 +110,14 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: S
             copies.append(placement.copies_per_rank())
             by_expert[i, layer] = placement.holds.sum(axis=1) - 1
             for step in range(now.start, now.stop):
-                split = planner.split(trace.load(step, layer), placement, here)
+                load = trace.load(step, layer)
+                split = planner.split(load, placement, here)
                 cost = step_cost(split, placement, here)
+                if withdraws and step == now.start:
+                    microbatches = now.stop - now.start
+                    settled, cost = settled_cost(load, split, placement, here, microbatches=microbatches)
+                    if settled is not split:
+                        split, placement = settled, here.homes_only()
                 max_mean.append(split.max_mean())
                 rank_load[layer] += split.rank_load()
                 seconds += (

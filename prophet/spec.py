@@ -222,14 +222,27 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
-    """Compute of a block outside its experts, under which Trans and Agg are hidden (paper, Eq. 8)."""
+    """Compute under which a block's Trans and Agg are hidden (paper, Eq. 8): that of the block before.
+
+    fnec_s, bnec_s: its compute outside the experts, forward and backward. experts: whether its experts compute, too; no
+    experts come before those of a model's first block.
+    """
 
     fnec_s: float = 0.0
     bnec_s: float = 0.0
+    experts: bool = True
 
     def __post_init__(self) -> None:
         if self.fnec_s < 0 or self.bnec_s < 0:
             raise SpecError(f"Windows must not be negative, got {self}")
+
+    def forward_s(self, experts_s: float) -> float:
+        """Seconds that hide Trans, where experts compute for `experts_s` forward."""
+        return self.fnec_s + (experts_s if self.experts else 0.0)
+
+    def backward_s(self, experts_s: float) -> float:
+        """Seconds that hide Agg, where experts compute for `experts_s` forward, and twice as long backward (Eq. 3)."""
+        return self.bnec_s + (2.0 * experts_s if self.experts else 0.0)
 
 
 def check_experts_per_rank(experts: int, ranks: int) -> int:

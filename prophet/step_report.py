@@ -22,7 +22,8 @@ class StepReport:
     rank_load_static: [L, R] rows it would have computed without replicas. copies: [L, R] replicas it held.
     dropped: [L] choices dropped for lack of capacity. seconds: host seconds on this rank by activity. actions: the
     transfers in the order in which this rank launched them. placements, forms: by layer, those that were in force.
-    planned: [L] why each placement was planned, or "kept"; empty in the first step.
+    planned: [L] why each placement was planned, or "kept"; empty in the first step. withdrawn: layers whose replicas
+    turned out not to be worth the rest of their transfers; they are not among `placements`.
     """
 
     step: int
@@ -36,6 +37,7 @@ class StepReport:
     placements: tuple[Placement, ...] = ()
     forms: tuple[Form, ...] = ()
     planned: tuple[str, ...] = ()
+    withdrawn: tuple[int, ...] = ()
 
     @property
     def max_mean(self) -> float:

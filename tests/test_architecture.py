@@ -48,6 +48,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "start": _RANKS | {"layer", "config", "parallel", "engine"},
     "convert": _RANKS | {"layer", "parallel"},
     "topology": _VALUES,
+    "memory": set(),
     "lines": _VALUES,
     "calibrate": _RANKS | {"topology", "lines"},
     "calibrate_files": _VALUES | {"calibrate", "lines"},
@@ -62,7 +63,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"processes", "step_report", ""},
     "commands": _RANKS
     | {"planner", "history", "traces", "scheduler", "replay", "report", "demo", "topology", "calibrate", "processes"}
-    | {"importers", "extrapolate", "monitor", "calibrate_files", "lines"},
+    | {"importers", "extrapolate", "monitor", "calibrate_files", "lines", "memory"},
     "cli": _VALUES | {"traces", "topology", "report", "processes", "demo", "monitor", "commands", ""},
     "__main__": {"cli"},
     "": _RANKS

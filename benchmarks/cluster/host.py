@@ -33,7 +33,8 @@ class Host:
     @contextmanager
     def paced(self) -> Iterator[None]:
         """Inside, what this thread computes lasts `slowdown` times as long; see `benchmarks.pacing`."""
-        from benchmarks.pacing import PacedOperators, compute_at_length, keep_memory
+        from benchmarks.pacing import PacedOperators, compute_at_length
+        from prophet.memory import keep_memory
 
         compute_at_length()
         keep_memory()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cluster.host import Host
-from benchmarks.pacing import PacedOperators, keep_memory, wake_promptly
+from benchmarks.pacing import PacedOperators, wake_promptly
 from benchmarks.pipeline.alone import optimizer_rate
 from benchmarks.pipeline.cases import Case, Dynamism, cases
 from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
@@ -40,6 +40,7 @@ from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.comm import Operation
 from prophet.demo.text import Corpus, load_corpus
+from prophet.memory import keep_memory
 
 CORPUS_BYTES = 1 << 20
 

@@ -24,6 +24,7 @@ from prophet.planner.cost import step_cost
 from prophet.planner.greedy import ProphetPlanner
 from prophet.planner.presets import PRESET_NAMES, get_preset
 from prophet.planner.published import forced_balance
+from prophet.planner.settle import settled_cost
 from prophet.spec import IntArray, PlanContext, SpecError
 from prophet.traces import RoutingTrace, TraceError, read_trace
 
@@ -84,9 +85,12 @@ def row_of(
             plan_us.append(us)
             split, us = timed(lambda p=planner, c=case, at=placement: p.split(c.present, at, context))
             split_us.append(us)
+        cost = step_cost(split, placement, context)
+        if getattr(planner, "withdraws", False):
+            split, cost = settled_cost(case.present, split, placement, context)
         max_mean.append(split.max_mean())
         copies.append(float(placement.copies_per_rank().mean()))
-        seconds.append(step_cost(split, placement, context).total_s)
+        seconds.append(cost.total_s)
         fraction.append(ceiling_s / seconds[-1])
     return {
         "trace": trace,

@@ -79,9 +79,9 @@ def add(commands: Any) -> None:
         "--rows",
         type=positive,
         nargs=2,
-        default=(512, 8192),
+        default=(256, 2048),
         metavar=("MIN", "MAX"),
-        help="token rows that a rank sends in one all-to-all: about those of your layer (default: 512 8192)",
+        help="token rows that a rank sends in one all-to-all: about those of your layer (default: 256 2048)",
     )
     add_argument(
         "--tokens",
@@ -268,7 +268,10 @@ def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
     """Calibrate or check; rank 0 writes the topology file. The answer is what `--json` prints."""
     from prophet.calibrate import Ranges, calibrate, check
     from prophet.lines import Line
+    from prophet.memory import keep_memory
 
+    if device == "cpu":
+        keep_memory()
     ranges = Ranges(rows=job.rows, tokens=job.tokens)
     layer: dict[str, Any] = {
         "dim": job.dim,
@@ -357,7 +360,7 @@ def _print(answer: dict[str, Any], job: Job) -> None:
         console.print(f"Read, not measured: {', '.join(answer['from'])}", highlight=False, soft_wrap=True)
     console.print(
         f"{answer['ranks']} ranks ({device}), an expert of {answer['dim']} x {answer['hidden']} "
-        f"({answer['activation']}, {job.dtype}), lower quartile of {answer['repeats']} samples per size.",
+        f"({answer['activation']}, {job.dtype}), at least {answer['repeats']} samples per size.",
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)

@@ -102,6 +102,7 @@ def step_row(report: StepReport, *, time_s: float, step_s: float | None, detail:
         "exposed_s": round(exposed_s(report.seconds), 6),
         "seconds": {name: round(s, 6) for name, s in report.seconds.items()},
         "planned": list(report.planned),
+        "withdrawn": list(report.withdrawn),
     }
     if detail:
         row["experts"] = experts.tolist()

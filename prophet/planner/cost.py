@@ -176,8 +176,8 @@ def step_cost(split: Split, placement: Placement, context: PlanContext) -> StepC
     return StepCost(
         a2a_s=A2A_PER_STEP * exchange_seconds(pairs, topology),
         expert_s=FORWARD_AND_BACKWARD * forward_s,
-        exposed_trans_s=felt_seconds(trans_s, forward_s + context.windows.fnec_s, topology.overlap_cost),
-        exposed_agg_s=felt_seconds(agg_s, 2.0 * forward_s + context.windows.bnec_s, topology.overlap_cost),
+        exposed_trans_s=felt_seconds(trans_s, context.windows.forward_s(forward_s), topology.overlap_cost),
+        exposed_agg_s=felt_seconds(agg_s, context.windows.backward_s(forward_s), topology.overlap_cost),
         trans_s=trans_s,
         agg_s=agg_s,
     )

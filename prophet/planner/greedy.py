@@ -25,6 +25,7 @@ from prophet.spec import (
     check_load,
 )
 
+REMEMBERED = 4  # contexts
 MOST_TRIES = 2400  # trial moves per slot limit, however long the step
 
 
@@ -60,6 +61,7 @@ class Machine:
         figures[timing.BNEC_S] = context.windows.bnec_s
         figures[timing.OVERHEAD_S] = topology.expert_overhead_s
         figures[timing.OVERLAP_COST] = topology.overlap_cost
+        figures[timing.NO_EXPERTS] = float(not context.windows.experts)
         limit = np.minimum(context.slot_limits(), context.experts)
         return cls(
             topology=topology,
@@ -106,6 +108,8 @@ class ProphetPlanner:
     which the model takes for granted and not every machine keeps.
     `split_effort`: the share of the seconds by which exchanges exceed their floor that the split may take to bring them
     down, counted by an assumed time, too; 0 always minimises the bottleneck.
+    `withdraws`: whether a step goes on without its replicas where the exact load turns out not to be worth the rest of
+    their transfers (see `planner.settle`).
     """
 
     keep_margin: float = 0.005
@@ -114,6 +118,7 @@ class ProphetPlanner:
     spare_margin: float = 0.02
     effort: float = 0.0
     split_effort: float = 0.03
+    withdraws: bool = True
     name: str = "prophet"
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 
@@ -123,14 +128,15 @@ class ProphetPlanner:
             raise SpecError(f"prophet planner: no option may be negative, and gain_margin must be below 1, got {self}")
 
     def _machine(self, context: PlanContext) -> Machine:
-        # The last context is remembered, since the same one comes back for every layer and step. Replacing
-        # the entry is one assignment, so that a planning thread and the training thread may share the
-        # planner.
+        # The last contexts are remembered, since the same ones come back for every layer and step: that of the first
+        # layer and that of the others. Replacing them is one assignment, so that a planning thread and the training
+        # thread may share the planner.
         memo = self._memo
-        if memo and (machine := memo[0]).matches(context):
-            return machine
+        for machine in tuple(memo):
+            if machine.matches(context):
+                return machine
         machine = Machine.of(context)
-        memo[:] = [machine]
+        memo[:] = [machine, *memo[: REMEMBERED - 1]]
         return machine
 
     def place(self, load: IntArray, context: PlanContext) -> Placement:

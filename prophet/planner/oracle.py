@@ -161,7 +161,8 @@ def _build(
     for variable in a2a:
         program.price[variable] = 4.0
     direct, scatter, gather = _transfers(program, copy, context, any(forms))
-    windows = ((1.0, context.windows.fnec_s), (2.0, context.windows.bnec_s))
+    experts = float(context.windows.experts)
+    windows = ((experts, context.windows.fnec_s), (2.0 * experts, context.windows.bnec_s))
     sizes = (context.trans_bytes, context.agg_bytes)
     most = float(max(1, len(copy))) * ranks
     for two_phase, n_bytes, (factor, window_s) in zip(forms, sizes, windows, strict=True):

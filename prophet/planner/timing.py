@@ -17,7 +17,8 @@ from prophet.spec import FloatArray, IntArray
 
 TOKEN_BYTES, INTRA_BYTES_PER_S, INTRA_LATENCY_S, INTER_BYTES_PER_S, INTER_LATENCY_S = 0, 1, 2, 3, 4
 PARAM_BYTES, GRAD_BYTES, FNEC_S, BNEC_S, OVERHEAD_S, OVERLAP_COST = 5, 6, 7, 8, 9, 10
-FIGURES = 11
+NO_EXPERTS = 11  # 1 where no experts compute in the windows
+FIGURES = 12
 
 
 class Problem(NamedTuple):
@@ -149,12 +150,18 @@ def transfers(units: FloatArray, figures: FloatArray) -> tuple[float, float]:
 
 
 @compiled
+def windows(forward_s: float, figures: FloatArray) -> tuple[float, float]:
+    """Seconds of compute beside Trans and beside Agg, for so many of forward products."""
+    beside_s = (1.0 - figures[NO_EXPERTS]) * forward_s
+    return beside_s + figures[FNEC_S], 2.0 * beside_s + figures[BNEC_S]
+
+
+@compiled
 def felt(trans_s: float, agg_s: float, forward_s: float, figures: FloatArray) -> tuple[float, float]:
     """By how much Trans and Agg lengthen a step, beside so many seconds of products: what no window covers, and what
     the covered part costs.
     """
-    trans_window_s = forward_s + figures[FNEC_S]
-    agg_window_s = 2.0 * forward_s + figures[BNEC_S]
+    trans_window_s, agg_window_s = windows(forward_s, figures)
     taken = figures[OVERLAP_COST]
     return (
         max(0.0, trans_s - trans_window_s) + taken * min(trans_s, trans_window_s),
@@ -173,8 +180,9 @@ def exposed_seconds(units: FloatArray, forward_s: float, figures: FloatArray) ->
 def hiding(trans_s: float, agg_s: float, forward_s: float, figures: FloatArray) -> float:
     """Seconds of Trans and Agg that one more second of forward products would hide."""
     seconds = 0.0
-    if trans_s > forward_s + figures[FNEC_S]:
+    trans_window_s, agg_window_s = windows(forward_s, figures)
+    if trans_s > trans_window_s:
         seconds += 1.0
-    if agg_s > 2.0 * forward_s + figures[BNEC_S]:
+    if agg_s > agg_window_s:
         seconds += 2.0
-    return float(seconds * (1.0 - figures[OVERLAP_COST]))
+    return float(seconds * (1.0 - figures[NO_EXPERTS]) * (1.0 - figures[OVERLAP_COST]))

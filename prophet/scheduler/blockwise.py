@@ -235,5 +235,12 @@ def cut_of(
 
 
 def cover_of(schedule: Iterable[Action], kind: TransferKind, block: int, weights: Mapping[Window, int]) -> int:
-    """Length of all windows that a block's transfer runs under, in the unit of `weights`."""
-    return sum(weights.get(w, 0) for w in {a.window for a in schedule if (a.kind, a.block) == (kind, block)} if w)
+    """Length of all windows that a block's transfer runs under, in the unit of `weights`; its own experts hide none."""
+    own = Window("FEC", block) if kind == "TRANS" else None
+    found = {a.window for a in schedule if (a.kind, a.block) == (kind, block)}
+    return sum(weights.get(w, 0) for w in found if w is not None and w != own)
+
+
+def runs_ahead(schedule: Iterable[Action], block: int) -> bool:
+    """Whether a block's Trans starts before its counts are known."""
+    return any(a.kind == "TRANS" and a.block == block and a.window != Window("FEC", block) for a in schedule)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from prophet.scheduler.pieces import GRAIN, HALVES, Form, meeting
+from prophet.planner.cost import felt_seconds
+from prophet.scheduler.pieces import GRAIN, HALVES, Form, held_back, meeting
 from prophet.scheduler.simulate import transfer_by_chunk
 from prophet.spec import Placement, PlanContext
 
 Transfers = Literal["auto", "direct", "two-phase"]
+LEAST_HELD_BACK = 1 / 16  # of a Trans: less is not worth a message of its own
 
 
 class Seconds(NamedTuple):
@@ -20,6 +22,10 @@ class Seconds(NamedTuple):
     direct: float
     first: float
     second: float
+
+    def seconds(self, two_phase: bool) -> float:
+        """All of it in one form."""
+        return self.first + self.second if two_phase else self.direct
 
     def two_phase(self, cut: tuple[int, ...], cover_s: float) -> bool:
         """Whether the two-phase form is cheaper (as `planner.cost.transfer_cost` has it) and hides as well.
@@ -73,10 +79,24 @@ class FormChooser:
         fetch_cut: tuple[int, ...] = HALVES,
         trans_cover_s: float = 0.0,
         agg_cover_s: float = 0.0,
+        ahead: bool = True,
     ) -> Form:
-        """The form of a layer's transfers with these cuts, under compute of these lengths."""
+        """The form of a layer's transfers with these cuts, under compute of these lengths (0: not known).
+
+        ahead: whether Trans starts before the layer's counts are known. What its windows do not hide is then held back
+        until they are.
+        """
         trans = agg = self._transfers == "two-phase"
-        if self._transfers == "auto" and not placement.is_static:
-            there, back = self.prepare(layer, placement, context)
+        if placement.is_static:
+            return Form(trans_cut, agg_cut, trans, agg, fetch_cut)
+        there, back = self.prepare(layer, placement, context)
+        if self._transfers == "auto":
             trans, agg = there.two_phase(trans_cut, trans_cover_s), back.two_phase(agg_cut, agg_cover_s)
-        return Form(trans_cut, agg_cut, trans, agg, fetch_cut)
+        trans_s, agg_s = there.seconds(trans), back.seconds(agg)
+        unhidden_s = 0.0 if ahead else trans_s + agg_s
+        if ahead and trans_cover_s > 0.0 and trans_s - trans_cover_s > LEAST_HELD_BACK * trans_s:
+            unhidden_s += trans_s - trans_cover_s
+            trans_cut = held_back(trans_cut, 1.0 - trans_cover_s / trans_s)
+        if ahead and agg_cover_s > 0.0:
+            unhidden_s += felt_seconds(agg_s, agg_cover_s, context.topology.overlap_cost)
+        return Form(trans_cut, agg_cut, trans, agg, fetch_cut, unhidden_s)

@@ -19,6 +19,7 @@ from prophet.scheduler.blockwise import Schedule
 from prophet.spec import FloatArray, IntArray, PlanContext, odd_ones_out
 
 KINDS: tuple[WindowKind, ...] = ("FEC", "FNEC", "BNEC", "BEC")
+_ENDS: tuple[WindowKind, ...] = ("START", "END")  # they hide the first block's transfers
 UNKNOWN = -1  # a placement that is still being planned
 _KEEP = 3  # of four parts: how much of the lengths so far a new measurement leaves
 
@@ -34,14 +35,15 @@ class Notes:
         self._layers = layers
         first = {a.block for a in schedule if a.kind == "TRANS" and a.window == Window("START")}
         self._can_confirm = layers > 1 and first <= {0}
-        self._own_us = np.zeros((layers, len(KINDS)), dtype=np.int64)
-        self._agreed_us = np.zeros((layers, len(KINDS)), dtype=np.int64)
+        # the first block's row holds the step's two ends, too
+        self._own_us = np.zeros((layers, len(KINDS) + len(_ENDS)), dtype=np.int64)
+        self._agreed_us = np.zeros_like(self._own_us)
         self.confirmed = False
 
     def write(self, layer: int, digests: Sequence[int], upcoming: int) -> list[int]:
         """What this rank tells with a layer's counts. digests: of the placements in force; upcoming: of the first
         layer's next one, or UNKNOWN."""
-        row: list[int] = self._own_us[layer].tolist()
+        row: list[int] = self._own_us[layer, : self._width(layer)].tolist()
         if layer == 0:
             row += list(digests)
         if layer == self._layers - 1:
@@ -50,10 +52,11 @@ class Notes:
 
     def read(self, layer: int, table: IntArray) -> tuple[int, list[int]] | None:
         """Take in all ranks' notes, [R, n]. Returns a layer whose placements differ, and the ranks that do."""
-        lengths = table[:, : len(KINDS)].sum(axis=0) // table.shape[0]
-        known = self._agreed_us[layer]
-        self._agreed_us[layer] = (_KEEP * known + lengths) // (_KEEP + 1) if known.any() else lengths
-        rest = table[:, len(KINDS) :]
+        width = self._width(layer)
+        lengths = table[:, :width].sum(axis=0) // table.shape[0]
+        known = self._agreed_us[layer, :width]
+        self._agreed_us[layer, :width] = (_KEEP * known + lengths) // (_KEEP + 1) if known.any() else lengths
+        rest = table[:, width:]
         if layer == self._layers - 1:
             upcoming = rest[:, -1]
             self.confirmed = self._can_confirm and upcoming[0] != UNKNOWN and bool((upcoming == upcoming[0]).all())
@@ -67,18 +70,26 @@ class Notes:
     def measured(self, seconds: Mapping[Window, float]) -> None:
         """This rank's windows of the step that has ended."""
         for layer in range(self._layers):
-            for k, kind in enumerate(KINDS):
-                self._own_us[layer, k] = round(1e6 * seconds.get(Window(kind, layer), 0.0))
+            for k, window in enumerate(_windows(layer)):
+                self._own_us[layer, k] = round(1e6 * seconds.get(window, 0.0))
+
+    def _width(self, layer: int) -> int:
+        return len(_windows(layer))
 
     def weights(self) -> dict[Window, int]:
         """Microseconds by window as all ranks know them; empty before the first measurement."""
         if not self._agreed_us.any():
             return {}
         return {
-            Window(kind, layer): int(self._agreed_us[layer, k])
+            window: int(self._agreed_us[layer, k])
             for layer in range(self._layers)
-            for k, kind in enumerate(KINDS)
+            for k, window in enumerate(_windows(layer))
         }
+
+
+def _windows(layer: int) -> list[Window]:
+    """The windows that a layer's notes are about."""
+    return [Window(kind, layer) for kind in KINDS] + ([Window(kind) for kind in _ENDS] if layer == 0 else [])
 
 
 def predicted_weights(contexts: Sequence[PlanContext], rank_load_LR: IntArray) -> dict[Window, int]:
@@ -93,4 +104,6 @@ def predicted_weights(contexts: Sequence[PlanContext], rank_load_LR: IntArray) -
         windows = context.windows
         for kind, seconds in zip(KINDS, (experts_s, windows.fnec_s, windows.bnec_s, 2.0 * experts_s), strict=True):
             weights[Window(kind, layer)] = round(1e6 * seconds)
+    # what comes before the first block is like what comes before any other: its own attention
+    weights |= {Window("START"): weights[Window("FNEC", 0)], Window("END"): weights[Window("BNEC", 0)]}
     return weights

@@ -52,6 +52,7 @@ class _BlockState:
     trans: Trans | None = None  # under way
     held: Launch | None = None  # of the second phase of Trans, which had to wait for the first in the same window
     ready: bool = False
+    decided: bool = False  # whether the replicas are used, now that the counts are known
     arrived: bool = False  # whether these parameters have been here before, in this step
     launched: bool = False
     version: int = 0  # of the home parameters when their Trans was launched
@@ -95,6 +96,7 @@ class Runtime:
         self._on_launch = on_launch
         self._table = {w: [Launch.of(a) for a in actions] for w, actions in by_window(schedule).items()}
         self._states: list[_BlockState] | None = None
+        self._left: list[Trans] = []  # under way, for replicas that were withdrawn
         self.forms: tuple[Form, ...] = ()  # by block, of the step under way or the last one
         self.recording: Recording | None = None
         self._graph_task = -1
@@ -149,9 +151,11 @@ class Runtime:
         """
         if self._states is None:
             return
+        left, self._left = self._left, []
+        for trans in (*left, *(s.trans for s in self._states if s.trans is not None)):
+            if wait:
+                trans.abandon()
         for state in self._states:
-            if state.trans is not None and wait:
-                state.trans.abandon()
             # what Agg has sent is zero again
             zeroed = not state.unsent and state.agg is None
             for replica in state.replicas or ():
@@ -178,19 +182,44 @@ class Runtime:
                 self._launch_agg(launch)
 
     def counted(self, block: int) -> None:
-        """The block's counts have been exchanged: a second phase of its Trans follows now if the first has arrived.
+        """The block's counts are known, and its replicas worth the rest of Trans: what was held back follows.
 
-        Where it has not on some rank, that rank launches it when it needs the replicas. Nothing else is launched in
-        between, so the ranks' transfers keep one order.
+        A second phase follows if the first has arrived. Where it has not on some rank, that rank launches it when it
+        needs the replicas. Nothing else is launched in between, so the ranks' transfers keep one order.
         """
         state = None if self._states is None else self._states[block]
-        if state is None or state.trans is None or state.held is None or not state.trans.ready:
+        if state is None or state.trans is None:
             return
-        before = time.perf_counter()
-        held, state.held = state.held, None
-        state.trans.window = None
-        self._advance(state.trans, held)
+        before, trans = time.perf_counter(), state.trans
+        while not trans.complete and (not trans.must_wait or trans.ready):
+            held, state.held = state.held or Launch("TRANS", block, sys.maxsize, Window("FEC", block)), None
+            trans.window = None
+            self._advance(trans, replace(held, chunk=trans.launched))
         self.stopwatch.add("exposed_trans", time.perf_counter() - before)
+
+    def decided(self, block: int) -> bool:
+        """Whether this step has gone on with or without the block's replicas already; the same on all ranks."""
+        return self._states is None or self._states[block].decided
+
+    def decide(self, block: int, placement: Placement) -> None:
+        """Go on with the placement in force, or withdraw the block's replicas for the rest of the step.
+
+        placement: the one in force, or one without replicas. In the second case nothing more of them is sent; what is
+        under way is waited for when the step ends.
+        """
+        assert self._states is not None
+        state = self._states[block]
+        state.decided = True
+        if placement is state.placement:
+            self.counted(block)
+            return
+        if not placement.is_static or state.ready:
+            raise ValueError(f"block {block}: replicas can only be withdrawn, and only before they were used")
+        if state.trans is not None:
+            self._left.append(state.trans)
+        for replica in state.replicas or ():
+            self.pool.give(replica.params, replica.grads, zeroed=True)
+        state.placement, state.trans, state.held, state.replicas = placement, None, None, None
 
     def replicas(self, block: int) -> list[Replica]:
         """The replicas this rank holds for a block, their parameters arrived; waits for what is still under way."""

@@ -257,6 +257,12 @@ class _Clock:
             self.busy = finish.copy()
         self.sent[key] = _Transfer(start, finish, f"{kind.capitalize()}({block},{chunk})")
 
+    def launch_rest(self, block: int) -> None:
+        """The counts are known: what was held back of a Trans that is under way follows."""
+        if any(("TRANS", block, chunk) in self.sent for chunk in range(self.durations.chunks)):
+            for chunk in range(self.durations.chunks):
+                self.launch("TRANS", block, chunk)
+
     def wait(self, kind: TransferKind, block: int) -> None:
         """Launch what was not, then wait for all chunks of a block."""
         finish = self.now
@@ -314,6 +320,7 @@ def simulate(
         elif kind == "COUNTS":
             clock.all_to_all(f"counts({block})", np.full(ranks, d.counts_s))
         elif kind == "PLAN":
+            clock.launch_rest(block or 0)
             started = np.maximum(planned, clock.now)
             planned = started + d.plan_s[block or 0]
             clock.span(f"plan({block})", "plan", started, planned)

@@ -48,7 +48,11 @@ def cases(draw: st.DrawFn, *, max_ranks: int = 6, max_tokens: int = 200, even_sp
         topology=topology,
         shape=shape,
         home=tuple(home.tolist()),
-        windows=Windows(fnec_s=draw(st.sampled_from([0.0, 1e-4])), bnec_s=draw(st.sampled_from([0.0, 1e-3]))),
+        windows=Windows(
+            fnec_s=draw(st.sampled_from([0.0, 1e-4])),
+            bnec_s=draw(st.sampled_from([0.0, 1e-3])),
+            experts=draw(st.booleans()),
+        ),
         slots_per_rank=draw(st.integers(0, 4)),
     )
     return Case(load, Placement.with_replicas(home, ranks, replicas), context)

@@ -25,7 +25,7 @@ PER_TOKEN, PER_EXPERT, CALL = 1e-6, 3e-5, 5e-5
 def a2a_row(size: int, **changes: Any) -> dict[str, Any]:
     seconds = FIXED + PER_BYTE * size * 3 / 4  # a quarter stays at home
     row = {"ranks": 4, "bytes": size, "dtype": "float32", "uneven": 0.0, "levels": 1}
-    return {**row, "seconds": seconds, "median_s": 1.5 * seconds, **changes}
+    return {**row, "seconds": seconds, "median_s": 1.5 * seconds, **changes}  # of exchanges the median counts
 
 
 def expert_row(tokens: int, count: int, *, backward: bool = False, **changes: Any) -> dict[str, Any]:
@@ -37,7 +37,8 @@ def expert_row(tokens: int, count: int, *, backward: bool = False, **changes: An
 
 def transfer_row(operation: str, size: int, **changes: Any) -> dict[str, Any]:
     row = {"operation": operation, "ranks": 4, "homes": "all", "form": "direct", "busiest_bytes": size}
-    return {**row, "seconds": 3e-4 + 4e-9 * size, "median_s": 1.0, **changes}
+    seconds = 3e-4 + 4e-9 * size
+    return {**row, "seconds": seconds, "median_s": 1.5 * seconds, **changes}
 
 
 def experts_rows(**changes: Any) -> list[dict[str, Any]]:
@@ -63,14 +64,14 @@ def test_lines_are_found_exactly(tmp_path: Path) -> None:
     found = calibrate_from(files(tmp_path), kind=ANY, free_bytes=123, name="n")
     topology = found.calibration.topology
     assert (topology.ranks, topology.ranks_per_node, topology.name, topology.free_bytes) == (4, 4, "n", (123,) * 4)
-    assert topology.intra.bytes_per_s == pytest.approx(1 / PER_BYTE)
-    assert topology.intra.latency_s == pytest.approx(FIXED)
+    assert topology.intra.bytes_per_s == pytest.approx(1 / (1.5 * PER_BYTE))
+    assert topology.intra.latency_s == pytest.approx(1.5 * FIXED)
     assert topology.flops_per_s == pytest.approx((2 * 2 * 8 * 16 / PER_TOKEN,) * 4)
     assert topology.expert_overhead_s == pytest.approx(PER_EXPERT)
     assert topology.call_overhead_s == pytest.approx(CALL)
     lines = {f.operation: f.line for f in found.calibration.fits}
     assert set(lines) == {"a2a_intra", "expert_forward", "expert_backward", "trans", "agg"}
-    assert lines["trans"].unit_s == pytest.approx(4e-9)
+    assert lines["trans"].unit_s == pytest.approx(1.5 * 4e-9)
     assert found.kind == ExpertKind(dim=8, hidden=16, activation="gelu", dtype="float32")
     assert found.repeats == 7
     assert {f.unit for f in found.calibration.fits if f.operation.startswith("expert")} == {"token"}
@@ -116,7 +117,7 @@ def test_a_slow_rank_is_slow_and_several_nodes_are_told_apart(tmp_path: Path) ->
     topology = calibrate_from(files(tmp_path, expert_compute=rows), kind=ANY, ranks_per_node=2).calibration.topology
     assert topology.relative_speed().tolist() == pytest.approx([1, 1, 0.5, 1])
     assert topology.nodes == 2
-    assert topology.inter.bytes_per_s == pytest.approx(1 / PER_BYTE)
+    assert topology.inter.bytes_per_s == pytest.approx(1 / (1.5 * PER_BYTE))
 
 
 def test_every_other_size_is_held_out(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_the_command_writes_what_was_read(tmp_path: Path, capsys: pytest.Capture
     assert answer["from"] == given[1::2]
     assert (answer["dim"], answer["hidden"], answer["repeats"]) == (8, 16, 7)
     assert all(row["mean_error"] is not None for row in answer["operations"])
-    assert read_topology(out).intra.bytes_per_s == pytest.approx(1 / PER_BYTE)
+    assert read_topology(out).intra.bytes_per_s == pytest.approx(1 / (1.5 * PER_BYTE))
     assert read_fits(out)["expert_forward"]["dim"] == 8
     assert main(["calibrate", *given, "--check"]) == OK
     assert "Read, not measured" in capsys.readouterr().out

@@ -91,6 +91,18 @@ def test_windows_from_the_model() -> None:
     context = PlanContext(topology=topology, shape=shape, home=(0, 1), windows=Windows(fnec_s=0.5, bnec_s=0.25))
     found = predicted_weights([context], np.array([[10, 20]]))
     assert [found[Window(k, 0)] for k in KINDS] == [15000, 500000, 250000, 30000]
+    assert (found[Window("START")], found[Window("END")]) == (500000, 250000), "as before and after any other block"
+
+
+def test_the_ends_of_a_step_travel_with_the_first_layer_notes() -> None:
+    notes = [Notes(block_wise(2), 2) for _ in range(2)]
+    for rank, note in enumerate(notes):
+        note.measured({Window("START"): 1e-3 * (1 + rank), Window("END"): 3e-3, Window("FEC", 1): 5e-3})
+    for note in notes:
+        for layer in range(2):
+            assert note.read(layer, np.array([n.write(layer, [7, 7], UNKNOWN) for n in notes])) is None
+        found = note.weights()
+        assert (found[Window("START")], found[Window("END")], found[Window("FEC", 1)]) == (1500, 3000, 5000)
 
 
 def test_an_engine_cuts_by_what_it_measured_and_stays_exact() -> None:

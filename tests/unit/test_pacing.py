@@ -125,7 +125,7 @@ def test_a_tensor_of_a_new_size_needs_no_new_pages() -> None:
     """8 MB are 2000 pages, which would count as the work of whoever writes them first."""
     program = (
         "import resource, torch\n"
-        "from benchmarks.pacing import keep_memory\n"
+        "from prophet.memory import keep_memory\n"
         "def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "agreed, before = keep_memory(), faults()\n"
         "for n in (2_000_000, 2_100_000, 2_200_000): torch.ones(n)\n"

@@ -65,7 +65,7 @@ def test_gaps_are_measured_from_the_solved_optimum(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [28, 147, 298, 372])
 def test_a_search_comes_close_where_slots_are_few_and_exchanges_slow(number: int) -> None:
-    """Cases that the fast plan misses by 13 to 138 %, and that a search which spends a sixth of its effort does, too."""
+    """The fast plan misses these by 13 to 138 %; a search that spends a sixth of its effort by 5 to 136."""
     pytest.importorskip("scipy")
     case = small_case(number, None)
     best_s = solve_exactly(case.load, case.context, time_limit_s=20.0).seconds

@@ -111,6 +111,10 @@ def test_step_cost_counts_groups_windows_and_slow_ranks() -> None:
     taxed = dataclasses.replace(plan, topology=dataclasses.replace(topology, overlap_cost=0.2))
     cost = step_cost(Split(tokens), placement, taxed)
     assert cost.exposed_trans_s == pytest.approx(0.4 - 0.8 * (forward + 0.1))
+    first = dataclasses.replace(plan, windows=Windows(fnec_s=0.1, bnec_s=0.05, experts=False))
+    cost = step_cost(Split(tokens), placement, first)  # no experts come before the first block's
+    assert cost.exposed_trans_s == pytest.approx(0.4 - 0.1)
+    assert cost.exposed_agg_s == pytest.approx(0.4 - 0.05)
     roomy = dataclasses.replace(taxed, windows=Windows(fnec_s=9.0, bnec_s=9.0))
     cost = step_cost(Split(tokens), placement, roomy)
     assert cost.exposed_trans_s == cost.exposed_agg_s == pytest.approx(0.2 * 0.4)

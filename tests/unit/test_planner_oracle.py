@@ -15,19 +15,23 @@ from prophet.spec import Placement, SpecError
 pytest.importorskip("scipy")
 
 
-@pytest.mark.parametrize("overlap_cost", [0.0, 0.3])
+@pytest.mark.parametrize(("overlap_cost", "experts"), [(0.0, True), (0.3, True), (0.0, False), (0.3, False)])
 @pytest.mark.parametrize("name", ["hpwnv:MoE-GPT-L", "h100-nvlink:Mixtral-8x7B", "gloo-loopback"])
-def test_no_planner_beats_the_oracle(name: str, overlap_cost: float) -> None:
+def test_no_planner_beats_the_oracle(name: str, overlap_cost: float, experts: bool) -> None:
     from prophet.planner.oracle import lower_bound, solve_exactly
 
     rng = np.random.default_rng(3)
     load = rng.multinomial(4096, rng.dirichlet(np.full(4, 0.4)), size=4).astype(np.int64)
     context = get_preset(name).context(4, 4, routed_per_rank=4096, slots_per_rank=2)
     topology = dataclasses.replace(context.topology, overlap_cost=overlap_cost)
-    context = dataclasses.replace(context, topology=topology)
+    context = dataclasses.replace(
+        context, topology=topology, windows=dataclasses.replace(context.windows, experts=experts)
+    )
     best = solve_exactly(load, context, time_limit_s=20)
     assert best.bound <= best.seconds * (1 + 1e-3)
     assert lower_bound(load, context) <= best.bound * (1 + 1e-6)
+    split = get_planner("prophet", split_effort=10.0).split(load, best.placement, context)
+    assert step_cost(split, best.placement, context).total_s <= 1.03 * best.seconds, "it is what the model says"
     for policy in ("prophet", "static", "top2", "pro-prophet", "eplb"):
         planner = get_planner(policy)
         placement = planner.place(load, context)

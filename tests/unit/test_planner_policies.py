@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -147,3 +149,20 @@ def test_kernels_are_compiled_once_for_all_kinds_of_arrays() -> None:
     for load in (frozen, HOT, HOT.astype(np.int32), np.asfortranarray(HOT)):
         planner.split(load, planner.place(load, ROOMY), ROOMY)
     assert [len(k.signatures) for k in (search.search, shortest.timed_flows, flow.scatter_dense)] == before
+
+
+@pytest.mark.parametrize("policy", ["prophet", "prophet-search"])
+def test_no_experts_hide_the_transfers_of_the_first_block(policy: str) -> None:
+    """A replica saves 1.4 ms of products; its Trans and Agg take 1 ms each, under the products of the block before."""
+    load = np.tile(np.array([130, 90, 90, 90], dtype=np.int64), (4, 1))
+    context = PlanContext(
+        topology=Topology.uniform(4, flops_per_s=1e9, intra=Link(bytes_per_s=1e9)),
+        shape=LayerShape(dim=16, hidden=64, param_bytes=470, grad_bytes=470),
+        home=(0, 1, 2, 3),
+    )
+    planner = get_planner(policy)
+    assert not planner.place(load, context).is_static
+    first = dataclasses.replace(context, windows=Windows(experts=False))
+    assert planner.place(load, first).is_static
+    covered = dataclasses.replace(context, windows=Windows(fnec_s=2e-3, bnec_s=4e-3, experts=False))
+    assert not planner.place(load, covered).is_static

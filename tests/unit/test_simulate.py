@@ -99,6 +99,22 @@ def test_all_to_alls_cover_transfers_on_a_link_of_their_own() -> None:
     assert shared.shared_s.tolist() == pytest.approx([15, 15])
 
 
+def test_what_was_held_back_of_trans_follows_the_counts() -> None:
+    """Chunk 2 has no window: it starts after the counts, beside the dispatch, unless nothing of Trans went before."""
+    d = StepDurations.uniform(
+        2, 2, a2a_s=4, fec_s=3, fnec_s=3, counts_s=1, trans_s=(3.0, 3.0, 5.0), agg_s=(0.0, 0.0, 0.0)
+    )
+    ahead = simulate(block_wise(2), d, shared_link=False, record=True)
+    late = {
+        s.name: s.start_s for s in ahead.spans if s.rank == 0 and s.name in ("Trans(1,2)", "dispatch(1)", "counts(1)")
+    }
+    assert late["Trans(1,2)"] == late["dispatch(1)"] == late["counts(1)"] + 1
+    after = simulate(blocking(2), d, shared_link=False, record=True)
+    (start_s,) = {s.start_s for s in after.spans if s.name == "Trans(1,0)"}
+    (dispatched_s,) = {s.end_s for s in after.spans if s.name == "dispatch(1)"}
+    assert start_s == dispatched_s
+
+
 def test_agg_hides_under_the_backward_pass_of_the_block_before() -> None:
     d = StepDurations.uniform(2, 2, bnec_s=3, bec_s=5, agg_s=(2, 4))
     step = simulate(block_wise(2), d)

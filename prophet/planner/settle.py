@@ -1,0 +1,68 @@
+"""Whether replicas that were planned ahead are still worth what is left to pay for them, now that the load is known.
+
+A placement is planned from the steps before, and routing may have changed since. By the time the exact counts are
+there, the part of Trans that compute hides has been sent, and costs nothing any more. The rest has not: what no window
+covers of Trans, and of Agg. If the split saves less than that, the step goes on without these replicas. A step is then
+never slower than one without replicas, by the model, however wrong the prediction was.
+
+Shape legend: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from prophet.planner.cost import (
+    A2A_PER_STEP,
+    FORWARD_AND_BACKWARD,
+    compute_seconds,
+    exchange_seconds,
+    felt_seconds,
+    step_cost,
+)
+from prophet.spec import IntArray, Placement, PlanContext, Split, StepCost
+
+
+def split_seconds(split: Split, context: PlanContext) -> float:
+    """Seconds of the exchanges and products of one layer and microbatch under `split`."""
+    pairs = split.tokens.sum(axis=1) * float(context.shape.token_bytes)
+    exchange_s = exchange_seconds(pairs, context.topology)
+    return A2A_PER_STEP * exchange_s + FORWARD_AND_BACKWARD * compute_seconds(split.tokens.sum(axis=0), context)
+
+
+def pays(load: IntArray, split: Split, context: PlanContext, *, unhidden_s: float, microbatches: int = 1) -> bool:
+    """Whether `split` of the exact `load` [R, E] saves at least `unhidden_s` over homes alone.
+
+    unhidden_s: what is left to pay for the replicas, once per step. microbatches: of a step; the others are taken to be
+    like this one.
+    """
+    if unhidden_s <= 0.0:
+        return True
+    homes = Split.to_homes(load, context.homes_only())
+    return microbatches * (split_seconds(homes, context) - split_seconds(split, context)) >= unhidden_s
+
+
+def settled_cost(
+    load: IntArray, split: Split, placement: Placement, context: PlanContext, *, microbatches: int = 1
+) -> tuple[Split, StepCost]:
+    """The split that a step ends up with, and its predicted cost: with the replicas where they pay, else without.
+
+    load, split: of the first of a step's microbatches. Without the replicas the hidden part of Trans has been sent for
+    nothing, which lengthens the step by what hiding costs.
+    """
+    cost = step_cost(split, placement, context)
+    topology, forward_s = context.topology, cost.expert_s / FORWARD_AND_BACKWARD
+    window_s = context.windows.forward_s(forward_s)
+    sent_s = topology.overlap_cost * min(cost.trans_s, window_s)
+    unhidden_s = cost.exposed_trans_s - sent_s + cost.exposed_agg_s
+    if pays(load, split, context, unhidden_s=unhidden_s, microbatches=microbatches):
+        return split, cost
+    homes = context.homes_only()
+    alone = Split.to_homes(load, homes)
+    without = step_cost(alone, homes, context)
+    return alone, StepCost(
+        a2a_s=without.a2a_s,
+        expert_s=without.expert_s,
+        exposed_trans_s=felt_seconds(min(cost.trans_s, window_s), window_s, topology.overlap_cost),
+        exposed_agg_s=0.0,
+        trans_s=min(cost.trans_s, window_s),
+        agg_s=0.0,
+    )

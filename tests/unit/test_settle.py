@@ -1,0 +1,102 @@
+"""Replicas that a change of routing has made useless are withdrawn before the rest of them is paid for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prophet.planner import get_planner
+from prophet.planner.cost import step_cost
+from prophet.planner.presets import PRESET_NAMES, get_preset
+from prophet.planner.settle import pays, settled_cost, split_seconds
+from prophet.spec import IntArray, PlanContext, Split
+
+
+def hot(ranks: int, experts: int, expert: int) -> IntArray:
+    """Every rank sends most of its tokens to one expert."""
+    load = np.full((ranks, experts), 64, dtype=np.int64)
+    load[:, expert] = 4096
+    return load
+
+
+def slow_links(preset: str = "ethernet-25g:Mixtral-8x7B") -> PlanContext:
+    return get_preset(preset).context(8, 8, routed_per_rank=4096, slots_per_rank=2)
+
+
+def test_what_a_split_takes_is_what_the_model_says_of_it() -> None:
+    context, load = slow_links(), hot(8, 8, 3)
+    homes = context.homes_only()
+    split = Split.to_homes(load, homes)
+    assert split_seconds(split, context) == pytest.approx(step_cost(split, homes, context).total_s)
+
+
+def test_nothing_left_to_pay_always_pays() -> None:
+    context, load = slow_links(), hot(8, 8, 3)
+    assert pays(load, Split.to_homes(load, context.homes_only()), context, unhidden_s=0.0)
+
+
+def test_replicas_pay_up_to_what_they_save() -> None:
+    context, load = slow_links(), hot(8, 8, 3)
+    planner = get_planner("prophet-search")
+    placement = planner.place(load, context)
+    assert not placement.is_static
+    split = planner.split(load, placement, context)
+    saved_s = split_seconds(Split.to_homes(load, context.homes_only()), context) - split_seconds(split, context)
+    assert saved_s > 0
+    assert pays(load, split, context, unhidden_s=0.999 * saved_s)
+    assert not pays(load, split, context, unhidden_s=1.001 * saved_s)
+    assert pays(load, split, context, unhidden_s=2.999 * saved_s, microbatches=3)
+
+
+@given(
+    preset=st.sampled_from(PRESET_NAMES),
+    seed=st.integers(0, 999),
+    overlap_cost=st.sampled_from([0.0, 0.3]),
+    policy=st.sampled_from(["prophet", "prophet-search"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_settled_step_is_never_slower_than_one_without_replicas(
+    preset: str, seed: int, overlap_cost: float, policy: str
+) -> None:
+    """Planned for one load, used with quite another one; but for what hiding the sent part has cost."""
+    rng = np.random.default_rng(seed)
+    context = get_preset(preset).context(8, 16, routed_per_rank=4096, slots_per_rank=2)
+    context = dataclasses.replace(context, topology=dataclasses.replace(context.topology, overlap_cost=overlap_cost))
+    planned, present = (
+        np.stack([rng.multinomial(4096, share) for _ in range(8)]).astype(np.int64)
+        for share in rng.dirichlet(np.full(16, 0.3), 2)
+    )
+    planner = get_planner(policy)
+    placement = planner.place(planned, context)
+    split = planner.split(present, placement, context)
+    found, cost = settled_cost(present, split, placement, context)
+    homes = context.homes_only()
+    alone = step_cost(Split.to_homes(present, homes), homes, context)
+    with_all = step_cost(split, placement, context)
+    assert cost.total_s <= with_all.total_s * (1 + 1e-12)
+    if found is split:
+        assert cost == with_all
+    else:
+        assert cost.exposed_agg_s == 0.0
+        assert cost.total_s == pytest.approx(alone.total_s + overlap_cost * cost.trans_s)
+    if overlap_cost == 0.0:
+        assert cost.total_s <= alone.total_s * (1 + 1e-12)
+
+
+def test_a_step_of_several_microbatches_is_worth_more() -> None:
+    """A load whose replicas do not pay for themselves in one microbatch, but in many."""
+    context = slow_links()
+    planned, present = hot(8, 8, 3), hot(8, 8, 3)
+    present[:, 3] = 512
+    planner = get_planner("prophet-search")
+    placement = planner.place(planned, context)
+    split = planner.split(present, placement, context)
+    once, _ = settled_cost(present, split, placement, context)
+    often, cost = settled_cost(present, split, placement, context, microbatches=1000)
+    assert once is not split
+    assert often is split
+    assert cost == step_cost(split, placement, context)
