@@ -41,8 +41,7 @@ LITTLE_LEFT = 1.06  # a step this close to even products alone is not searched f
 SURELY_BETTER = 0.8  # an estimated step this far below that of no replicas needs no exact comparison
 STARTS = 6
 KICKS = 6  # further starts, each from the best so far with about half of its replicas changed
-RUNGS = 6  # what an effort buys is shared out over at most so many slot limits
-FEW_SLOTS = 2  # up to so many slots per rank, only exports are tried with fewer, and all effort is kept for the last
+FIRST_RUNGS, FIRST_SHARE, LATER_SHARE = 2, 0.3, 0.1  # of an effort, for the first slot limits and for each later one
 EXCHANGE_MATTERS = 0.02  # share of the step that the all-to-alls must have for local replicas to be tried
 SPLIT_GLADLY = 2048  # ranks x experts up to which every slot limit's plan is split to be compared
 FEWEST_TRIES = 8  # fewer trial moves are not worth a start
@@ -258,17 +257,6 @@ def next_limit(slot: int) -> int:
     return slot + max(1, slot // 2)
 
 
-@compiled
-def rungs_of(most: int) -> int:
-    """Over how many slot limits up to `most` an effort is shared out."""
-    rungs = 0
-    slot = 1
-    while slot <= most and rungs < RUNGS:
-        rungs += 1
-        slot = next_limit(slot)
-    return max(rungs, 1)
-
-
 @entry(INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT)
 def search(
     load_RE: IntArray,
@@ -292,9 +280,9 @@ def search(
 
     Both costs are -1 for a negative load.
 
-    Slot limits grow step by step up to `limit_R`; the best placement so far goes along. Without effort a further slot
-    does not make the prediction worse; with it there may be more limits to share it out over. `effort` is the share of
-    the step that searching may take. Work is counted by assumed seconds, so that all ranks and machines do the same; no
+    Slot limits grow step by step up to `limit_R`; the best placement so far goes along. A further slot does not make
+    the prediction worse: what a limit is given of the effort follows from its place alone. `effort` is the share of the
+    step that searching may take. Work is counted by assumed seconds, so that all ranks and machines do the same; no
     slot limit is given more than `most_tries` trial moves.
     """
     ranks, experts = load_RE.shape
@@ -346,15 +334,14 @@ def search(
     best_above_s = 0.0
     limit = limit_R.copy()
     slot = 1
-    rungs = 1 if most <= FEW_SLOTS else rungs_of(most)
+    rung = 0
     while slot <= most and base[0] > even_s * (1.0 + gain_margin):
         for r in range(ranks):
             limit[r] = min(limit_R[r], slot)
         deepest = slot
         slot = next_limit(slot)
-        waiting = searching and deepest < most <= FEW_SLOTS
-        if not waiting:
-            allowed_s = min(allowed_s + budget_s / rungs, budget_s)
+        allowed_s = min(allowed_s + budget_s * (FIRST_SHARE if rung < FIRST_RUNGS else LATER_SHARE), budget_s)
+        rung += 1
         cost = base.copy()
         used, short, above_s = try_exports(
             problem, limit, rep_expert, rep_rank, rep_tokens, now_expert, now_rank, now_tokens, cost, split_effort,
@@ -371,8 +358,6 @@ def search(
                 best_above_s = above_s
                 best_tokens[:used] = now_tokens[:used]
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
-        if waiting:
-            continue
         if layered and allowed_s - spent_s > split_s:
             before = layers.state[0]
             deepest = min(deepest, before + int((allowed_s - spent_s - split_s) / layer_s))

@@ -63,9 +63,9 @@ def test_gaps_are_measured_from_the_solved_optimum(tmp_path: Path) -> None:
     assert -1e-3 <= searched["gap_median"] <= static["gap_median"]
 
 
-@pytest.mark.parametrize("number", [28, 147, 298, 372])
+@pytest.mark.parametrize("number", [147, 168, 275, 372])
 def test_a_search_comes_close_where_slots_are_few_and_exchanges_slow(number: int) -> None:
-    """The fast plan misses these by 13 to 138 %; a search that spends a sixth of its effort by 5 to 136."""
+    """The fast plan misses these by 24 to 138 %; a search that spends a sixth of its effort by 3 to 175."""
     pytest.importorskip("scipy")
     case = small_case(number, None)
     best_s = solve_exactly(case.load, case.context, time_limit_s=20.0).seconds
