@@ -116,6 +116,13 @@ class Probe:
                 found.extend(self._sample(run) for _ in range(times))
         return [np.stack(found) for found in samples]
 
+    def differences(self, first: Callable[[], float], second: Callable[[], float]) -> FloatArray:
+        """By how many seconds `second` takes longer than `first` right before it, on the slowest rank, [repeats].
+
+        Both time themselves.
+        """
+        return np.array([self._sample(lambda: -first() + second()).max() for _ in range(self.repeats)])
+
     def lower(self, runs: Sequence[Callable[[], float | None]]) -> list[float]:
         """Lower-quartile seconds of every run by the slowest rank."""
         (lower, _), _ = self.typical(runs)
@@ -307,23 +314,21 @@ def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) 
     transfer_s, one_s = probe.lower((transfer, products))
     calls = 1 + int(2.0 * transfer_s / one_s)  # so that all of the transfer is covered
 
-    def alone() -> None:
+    def alone() -> float:
+        before = time.perf_counter()
         for _ in range(calls):
             products()
+        probe._sync()
+        return time.perf_counter() - before
 
     def beside() -> float:
         work = probe.collective.all_to_all(payload, sent, sent, op=op, channel="weights")
-        before = time.perf_counter()
-        alone()
-        probe._sync()
-        took = time.perf_counter() - before
+        took = alone()
         discard(work.wait())
         return took
 
-    alone_s, beside_s = (found.max(axis=1) for found in probe.samples((alone, beside)))
-    many = min(alone_s.size, beside_s.size)
-    difference_s = beside_s[:many] - alone_s[:many]
-    added_s = float(np.median(difference_s))
+    difference_s = probe.differences(alone, beside)
+    many, added_s = difference_s.size, float(np.median(difference_s))
     deviation_s = _DEVIATION * float(np.median(np.abs(difference_s - added_s)))
     certain = added_s > 2.0 * _MEDIANS_ERROR * deviation_s / math.sqrt(many)
     return min(added_s / transfer_s, _MOST_OVERLAP_COST) if certain else 0.0

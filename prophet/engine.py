@@ -192,7 +192,6 @@ class Engine:
             fetch_cut=cut_of(self.schedule, "FETCH", layer, weights),
             trans_cover_s=1e-6 * cover_of(self.schedule, "TRANS", layer, weights),
             agg_cover_s=1e-6 * cover_of(self.schedule, "AGG", layer, weights),
-            ahead=runs_ahead(self.schedule, layer),
         )
 
     # --- the step, driven by hooks ---
@@ -279,7 +278,7 @@ class Engine:
         update_biases(self.layers, self._choices)
         if self._on_host:
             self._notes.measured(self.runtime.windows.take())
-        self._last_rank_load = self._rank_load
+        self._last_rank_load = self._rank_load // self.config.accumulation_steps
         self.last_step = self._report()
         self.step += 1
         for i, load in enumerate(self._load):
@@ -294,7 +293,7 @@ class Engine:
         self._rank_load = np.zeros((len(self.layers), ranks), dtype=np.int64)
         self._choices = [np.zeros(x.num_experts, dtype=np.int64) for x in self.layers]
         self._dropped = np.zeros(len(self.layers), dtype=np.int64)
-        self._withdrawn: list[int] = []
+        self._withdrawn: set[int] = set()
 
     def _report(self) -> StepReport:
         experts = max(x.num_experts for x in self.layers)
@@ -304,19 +303,20 @@ class Engine:
             counts[i, :, : load.shape[1]] = load
             np.add.at(static[i], self._static[i].home, load.sum(axis=0))
         actions, self._actions[:] = tuple(self._actions), []
+        placements = [self._static[i] if i in self._withdrawn else p for i, p in enumerate(self._placements)]
         return StepReport(
             step=self.step,
             counts=counts,
             rank_load=self._rank_load,
             rank_load_static=static,
-            copies=np.stack([p.copies_per_rank() for p in self._placements]),
+            copies=np.stack([p.copies_per_rank() for p in placements]),
             dropped=self._dropped,
             seconds=self.stopwatch.take(),
             actions=actions,
-            placements=tuple(self._placements),
+            placements=tuple(placements),
             forms=self.runtime.forms,
             planned=tuple(plan.reason for plan in self._kept if plan is not None),
-            withdrawn=tuple(self._withdrawn),
+            withdrawn=tuple(sorted(self._withdrawn)),
         )
 
     # --- called by the layers ---
@@ -353,21 +353,17 @@ class Engine:
 
     def plan(self, layer: int, load: IntArray, training: bool) -> tuple[Placement, Split]:
         """Placement in force and split of the exact counts; no replicas in evaluation, and where they do not pay."""
-        placement = self._placements[layer] if training and self.runtime.running else self._static[layer]
+        in_force = self.runtime.placement(layer) if training else None
+        placement = self._static[layer] if in_force is None else in_force
         if placement.is_static:
             return placement, Split.to_homes(load, placement)
-        context = self._contexts[layer]
-        split = self._planner.split(load, placement, context)
-        if not self.runtime.decided(layer):
-            if self._withdraws and not pays(
-                load,
-                split,
-                context,
-                unhidden_s=self.runtime.forms[layer].unhidden_s,
-                microbatches=self.config.accumulation_steps,
-            ):
-                self._withdrawn.append(layer)
-                self._placements[layer] = placement = self._static[layer]
+        split = self._planner.split(load, placement, self._contexts[layer])
+        if self.runtime.decided(layer):
+            self.runtime.counted(layer)
+        else:
+            if not self._pays(layer, load, split, placement):
+                self._withdrawn.add(layer)
+                placement = self._static[layer]
                 split = Split.to_homes(load, placement)
             self.runtime.decide(layer, placement)
         self._split_digest = split.digest()
@@ -375,6 +371,15 @@ class Engine:
             compare_splits(self._split_digest, layer, self.step, self.collective, self._device)
             split.check(load, placement)
         return placement, split
+
+    def _pays(self, layer: int, load: IntArray, split: Split, placement: Placement) -> bool:
+        """Whether replicas are worth what is left to pay for them; the same on every rank, and in every run."""
+        if not self._withdraws:
+            return True
+        context = self._contexts[layer]
+        trans_s, agg_s = self._forms.cheapest(layer, placement, context)
+        ahead, microbatches = runs_ahead(self.schedule, layer), self.config.accumulation_steps
+        return pays(load, split, context, trans_s, agg_s, ahead=ahead, microbatches=microbatches)
 
     def observe(self, layer: int, load: IntArray, split: Split, choices: IntArray, dropped: int) -> None:
         """Take in a microbatch's counts, and plan the next step from them on the host thread."""

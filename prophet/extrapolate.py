@@ -230,11 +230,12 @@ def _group_step(
             agg_cut=cut_of(schedule, "AGG", i, weights),
             trans_cover_s=1e-6 * cover_of(schedule, "TRANS", i, weights),
             agg_cover_s=1e-6 * cover_of(schedule, "AGG", i, weights),
-            ahead=runs_ahead(schedule, i),
         )
         forms.append(form)
-        withdraws = getattr(planner, "withdraws", False)
-        if withdraws and not pays(present[i], splits[i], here, unhidden_s=form.unhidden_s):
+        # what has been sent of a Trans by then is not played: it ran beside compute
+        trans_s, agg_s = chooser.cheapest(i, placement, here)
+        withdraws = getattr(planner, "withdraws", False) and not placement.is_static
+        if withdraws and not pays(present[i], splits[i], here, trans_s, agg_s, ahead=runs_ahead(schedule, i)):
             placements[i] = context.homes_only()
             splits[i] = Split.to_homes(present[i], placements[i])
     durations = predicted_durations(
@@ -242,7 +243,8 @@ def _group_step(
         splits,
         contexts,
         forms=forms,
-        start_s=context.windows.fnec_s,  # what comes before the first block is like what comes before the others
+        # what comes before the first block is like what comes before the others; the last block's rest is the head
+        start_s=context.windows.fnec_s,
         end_s=context.windows.bnec_s,
         update_s=update_s,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 KEPT_BYTES, READY_BYTES = 1 << 30, 1 << 29
+_OLDER_MOST = 1 << 25  # what glibc before 2.35 takes as a threshold for tensors of their own pages
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -24,7 +25,9 @@ def keep_memory(ready_bytes: int = READY_BYTES) -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    if not all(mallopt(option, KEPT_BYTES) == 1 for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD)):
+    if mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES) != 1:
+        return False
+    if not any(mallopt(_M_MMAP_THRESHOLD, most) == 1 for most in (KEPT_BYTES, _OLDER_MOST)):
         return False
     lines = Path("/proc/meminfo").read_text().splitlines()
     available_bytes = next((int(x.split()[1]) * 1024 for x in lines if x.startswith("MemAvailable:")), 0)

@@ -327,7 +327,12 @@ class Bench:
         """Seconds by part that the simulator says of the same steps, from the calibration alone."""
         assert self.calibration is not None
         c = self.calibration
-        contexts = [dataclasses.replace(x, topology=c.topology, windows=c.windows) for x in engine._contexts]
+        contexts = [
+            dataclasses.replace(
+                x, topology=c.topology, windows=dataclasses.replace(c.windows, experts=x.windows.experts)
+            )
+            for x in engine._contexts
+        ]
         planner = get_planner(p.planner)
         found = []
         for report, placed, cut in zip(reports, placements, forms, strict=True):

@@ -28,12 +28,37 @@ def split_seconds(split: Split, context: PlanContext) -> float:
     return A2A_PER_STEP * exchange_s + FORWARD_AND_BACKWARD * compute_seconds(split.tokens.sum(axis=0), context)
 
 
-def pays(load: IntArray, split: Split, context: PlanContext, *, unhidden_s: float, microbatches: int = 1) -> bool:
-    """Whether `split` of the exact `load` [R, E] saves at least `unhidden_s` over homes alone.
+def unhidden_seconds(split: Split, context: PlanContext, trans_s: float, agg_s: float, *, ahead: bool = True) -> float:
+    """What is left to pay for replicas once the counts are known, of a Trans and an Agg that take so long.
 
-    unhidden_s: what is left to pay for the replicas, once per step. microbatches: of a step; the others are taken to be
-    like this one.
+    ahead: whether Trans has started by then, so that what its windows hide is paid.
     """
+    if not ahead:
+        return trans_s + agg_s
+    windows, taken = context.windows, context.topology.overlap_cost
+    if trans_s <= windows.fnec_s and agg_s <= windows.bnec_s and taken == 0.0:
+        return 0.0
+    forward_s = compute_seconds(split.tokens.sum(axis=0), context)
+    exposed_s = max(0.0, trans_s - windows.forward_s(forward_s))
+    return exposed_s + felt_seconds(agg_s, windows.backward_s(forward_s), taken)
+
+
+def pays(
+    load: IntArray,
+    split: Split,
+    context: PlanContext,
+    trans_s: float,
+    agg_s: float,
+    *,
+    ahead: bool = True,
+    microbatches: int = 1,
+) -> bool:
+    """Whether `split` of the exact `load` [R, E] saves, over homes alone, what is left to pay for its replicas.
+
+    trans_s, agg_s, ahead: as of `unhidden_seconds`. microbatches: of a step; the others are taken to be like this one.
+    Follows from values that all ranks share, and from no clock: a run repeats bit by bit.
+    """
+    unhidden_s = unhidden_seconds(split, context, trans_s, agg_s, ahead=ahead)
     if unhidden_s <= 0.0:
         return True
     homes = Split.to_homes(load, context.homes_only())
@@ -49,19 +74,16 @@ def settled_cost(
     nothing, which lengthens the step by what hiding costs.
     """
     cost = step_cost(split, placement, context)
-    topology, forward_s = context.topology, cost.expert_s / FORWARD_AND_BACKWARD
-    window_s = context.windows.forward_s(forward_s)
-    sent_s = topology.overlap_cost * min(cost.trans_s, window_s)
-    unhidden_s = cost.exposed_trans_s - sent_s + cost.exposed_agg_s
-    if pays(load, split, context, unhidden_s=unhidden_s, microbatches=microbatches):
+    if pays(load, split, context, cost.trans_s, cost.agg_s, microbatches=microbatches):
         return split, cost
+    window_s = context.windows.forward_s(cost.expert_s / FORWARD_AND_BACKWARD)
     homes = context.homes_only()
     alone = Split.to_homes(load, homes)
     without = step_cost(alone, homes, context)
     return alone, StepCost(
         a2a_s=without.a2a_s,
         expert_s=without.expert_s,
-        exposed_trans_s=felt_seconds(min(cost.trans_s, window_s), window_s, topology.overlap_cost),
+        exposed_trans_s=felt_seconds(min(cost.trans_s, window_s), window_s, context.topology.overlap_cost),
         exposed_agg_s=0.0,
         trans_s=min(cost.trans_s, window_s),
         agg_s=0.0,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from prophet.planner.cost import felt_seconds
 from prophet.scheduler.pieces import GRAIN, HALVES, Form, held_back, meeting
 from prophet.scheduler.simulate import transfer_by_chunk
 from prophet.spec import Placement, PlanContext
@@ -79,12 +78,10 @@ class FormChooser:
         fetch_cut: tuple[int, ...] = HALVES,
         trans_cover_s: float = 0.0,
         agg_cover_s: float = 0.0,
-        ahead: bool = True,
     ) -> Form:
-        """The form of a layer's transfers with these cuts, under compute of these lengths (0: not known).
+        """The form of a layer's transfers with these cuts, under compute of these lengths (0: none, or not known).
 
-        ahead: whether Trans starts before the layer's counts are known. What its windows do not hide is then held back
-        until they are.
+        Of a Trans that starts under some, what it does not hide is held back until the layer's counts are known.
         """
         trans = agg = self._transfers == "two-phase"
         if placement.is_static:
@@ -92,11 +89,13 @@ class FormChooser:
         there, back = self.prepare(layer, placement, context)
         if self._transfers == "auto":
             trans, agg = there.two_phase(trans_cut, trans_cover_s), back.two_phase(agg_cut, agg_cover_s)
-        trans_s, agg_s = there.seconds(trans), back.seconds(agg)
-        unhidden_s = 0.0 if ahead else trans_s + agg_s
-        if ahead and trans_cover_s > 0.0 and trans_s - trans_cover_s > LEAST_HELD_BACK * trans_s:
-            unhidden_s += trans_s - trans_cover_s
+        trans_s = there.seconds(trans)
+        if trans_cover_s > 0.0 and trans_s - trans_cover_s > LEAST_HELD_BACK * trans_s:
             trans_cut = held_back(trans_cut, 1.0 - trans_cover_s / trans_s)
-        if ahead and agg_cover_s > 0.0:
-            unhidden_s += felt_seconds(agg_s, agg_cover_s, context.topology.overlap_cost)
-        return Form(trans_cut, agg_cut, trans, agg, fetch_cut, unhidden_s)
+        return Form(trans_cut, agg_cut, trans, agg, fetch_cut)
+
+    def cheapest(self, layer: int, placement: Placement, context: PlanContext) -> tuple[float, float]:
+        """Seconds of Trans and of Agg alone, in the form that takes less of those allowed; from values only."""
+        there, back = self.prepare(layer, placement, context)
+        forms = {"auto": (False, True), "direct": (False,), "two-phase": (True,)}[self._transfers]
+        return min(map(there.seconds, forms)), min(map(back.seconds, forms))

@@ -77,8 +77,7 @@ class Form:
     """How one layer's transfers of one step are cut, and whether they take the two-phase form; equal on all ranks.
 
     trans_cut, agg_cut, fetch_cut: C + 1 boundaries of C chunks, in parts of GRAIN. Trans may have one chunk more than
-    its schedule has windows: what none of them hides is held back until the counts are known. unhidden_s: seconds of
-    Trans and Agg that are not sent, or not felt, if the replicas turn out not to be worth them by then.
+    its schedule has windows: what none of them hides is held back until the counts are known.
     """
 
     trans_cut: tuple[int, ...] = HALVES
@@ -86,7 +85,6 @@ class Form:
     two_phase_trans: bool = False
     two_phase_agg: bool = False
     fetch_cut: tuple[int, ...] = HALVES
-    unhidden_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_cut(self.trans_cut)
@@ -257,7 +255,10 @@ def _exchange(phase: Phase, rank: int, pieces: Iterator[Piece]) -> Exchange:
 
 
 def held_back(cut: Sequence[int], share: float) -> tuple[int, ...]:
-    """`cut` with one chunk more at its end, of `share` of the whole; the others keep their proportions."""
+    """`cut` with one chunk more at its end, of `share` of the whole; the others keep their proportions.
+
+    In the two-phase form the first phase is never held back, since the second one has to wait for it.
+    """
     sent = GRAIN - int(GRAIN * share)
     return (*(b * sent // GRAIN for b in check_cut(cut)), GRAIN)
 

@@ -152,9 +152,11 @@ class Runtime:
         if self._states is None:
             return
         left, self._left = self._left, []
+        before = time.perf_counter()
         for trans in (*left, *(s.trans for s in self._states if s.trans is not None)):
             if wait:
                 trans.abandon()
+        self.stopwatch.add("exposed_trans", time.perf_counter() - before)
         for state in self._states:
             # what Agg has sent is zero again
             zeroed = not state.unsent and state.agg is None

@@ -40,7 +40,7 @@ class WindowClock:
         self._stopwatch = stopwatch
         self._now = now
         self._open: tuple[Window, float, float] | None = None
-        self.seconds: dict[Window, float] = {}
+        self._seconds: dict[Window, list[float]] = {}
 
     def enter(self, window: Window) -> None:
         """A window starts, and the one before it ends."""
@@ -52,11 +52,11 @@ class WindowClock:
         if self._open is not None:
             window, began_s, waited_s = self._open
             spent = self._now() - began_s - (self._stopwatch.waited() - waited_s)
-            self.seconds[window] = self.seconds.get(window, 0.0) + max(spent, 0.0)
+            self._seconds.setdefault(window, []).append(max(spent, 0.0))
             self._open = None
 
     def take(self) -> dict[Window, float]:
-        """Return what was measured, and start again."""
+        """Return every window's mean length, and start again: a step of several microbatches has each of them often."""
         self.close()
-        taken, self.seconds = self.seconds, {}
-        return taken
+        taken, self._seconds = self._seconds, {}
+        return {window: sum(seconds) / len(seconds) for window, seconds in taken.items()}

@@ -105,9 +105,13 @@ class _Told(Probe):
     def samples(self, runs: Sequence[Callable[[], float | None]]) -> list[FloatArray]:
         for run in runs:
             run()
-        found = [np.full((4, 1), lower) for lower in self.seconds.pop(0)]
-        found[-1][::2] += self.spread_s
-        return found
+        return [np.full((4, 1), lower) for lower in self.seconds.pop(0)]
+
+    def differences(self, first: Callable[[], float], second: Callable[[], float]) -> FloatArray:
+        first()
+        second()
+        alone_s, beside_s = self.seconds.pop(0)
+        return np.tile([beside_s - alone_s + self.spread_s, beside_s - alone_s], 2)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,16 @@ def test_windows_are_compute_without_waiting() -> None:
     assert clock.take() == {}
 
 
+def test_a_window_of_several_microbatches_is_as_long_as_one_of_them() -> None:
+    time = [0.0]
+    clock = WindowClock(Stopwatch(), now=lambda: time[0])
+    for seconds in (2.0, 4.0):
+        clock.enter(Window("FEC", 0))
+        time[0] += seconds
+        clock.close()
+    assert clock.take() == {Window("FEC", 0): 3.0}
+
+
 def test_windows_from_the_model() -> None:
     topology = Topology.uniform(2, flops_per_s=16e3)
     shape = LayerShape(dim=2, hidden=2)  # 16 operations per token: 1000 tokens/s

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prophet.planner import get_planner
-from prophet.planner.cost import step_cost
+from prophet.planner.cost import compute_seconds, step_cost
 from prophet.planner.presets import PRESET_NAMES, get_preset
-from prophet.planner.settle import pays, settled_cost, split_seconds
-from prophet.spec import IntArray, PlanContext, Split
+from prophet.planner.settle import pays, settled_cost, split_seconds, unhidden_seconds
+from prophet.spec import IntArray, PlanContext, Split, Windows
 
 
 def hot(ranks: int, experts: int, expert: int) -> IntArray:
@@ -36,10 +36,11 @@ def test_what_a_split_takes_is_what_the_model_says_of_it() -> None:
 
 def test_nothing_left_to_pay_always_pays() -> None:
     context, load = slow_links(), hot(8, 8, 3)
-    assert pays(load, Split.to_homes(load, context.homes_only()), context, unhidden_s=0.0)
+    assert pays(load, Split.to_homes(load, context.homes_only()), context, 0.0, 0.0)
 
 
 def test_replicas_pay_up_to_what_they_save() -> None:
+    """Transfers of a schedule that hides nothing, so that all of them is left to pay."""
     context, load = slow_links(), hot(8, 8, 3)
     planner = get_planner("prophet-search")
     placement = planner.place(load, context)
@@ -47,9 +48,26 @@ def test_replicas_pay_up_to_what_they_save() -> None:
     split = planner.split(load, placement, context)
     saved_s = split_seconds(Split.to_homes(load, context.homes_only()), context) - split_seconds(split, context)
     assert saved_s > 0
-    assert pays(load, split, context, unhidden_s=0.999 * saved_s)
-    assert not pays(load, split, context, unhidden_s=1.001 * saved_s)
-    assert pays(load, split, context, unhidden_s=2.999 * saved_s, microbatches=3)
+    assert pays(load, split, context, 0.5 * saved_s, 0.499 * saved_s, ahead=False)
+    assert not pays(load, split, context, 0.5 * saved_s, 0.501 * saved_s, ahead=False)
+    assert pays(load, split, context, 1.5 * saved_s, 1.499 * saved_s, ahead=False, microbatches=3)
+
+
+@pytest.mark.parametrize("experts", [True, False])
+@pytest.mark.parametrize("overlap_cost", [0.0, 0.25])
+def test_what_is_left_to_pay_is_what_no_window_hides(experts: bool, overlap_cost: float) -> None:
+    """Of Trans the hidden part is paid, and what hiding it costs; of Agg nothing is yet."""
+    context, load = slow_links(), hot(8, 8, 3)
+    topology = dataclasses.replace(context.topology, overlap_cost=overlap_cost)
+    context = dataclasses.replace(context, topology=topology, windows=Windows(fnec_s=2.0, bnec_s=3.0, experts=experts))
+    split = Split.to_homes(load, context.homes_only())
+    forward_s = compute_seconds(split.tokens.sum(axis=0), context) if experts else 0.0
+    assert unhidden_seconds(split, context, 1.9, 0.0) == 0.0
+    assert unhidden_seconds(split, context, 2.5 + forward_s, 0.0) == pytest.approx(0.5)
+    assert unhidden_seconds(split, context, 0.0, 2.0) == pytest.approx(overlap_cost * 2.0)
+    window_s = 3.0 + 2.0 * forward_s
+    assert unhidden_seconds(split, context, 0.0, 0.75 + window_s) == pytest.approx(0.75 + overlap_cost * window_s)
+    assert unhidden_seconds(split, context, 1.0, 2.0, ahead=False) == 3.0
 
 
 @given(

@@ -13,7 +13,7 @@ from prophet.comm import Collective
 from prophet.scheduler.actions import Window
 from prophet.scheduler.blockwise import block_wise, blocking, cover_of, runs_ahead
 from prophet.scheduler.forms import FormChooser
-from prophet.scheduler.pieces import GRAIN, held_back
+from prophet.scheduler.pieces import GRAIN, Form, held_back, phase_shares
 from prophet.scheduler.transfers import Trans
 from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, Split, Topology
 from tests.support import FixedPlanner, everywhere, on_threads
@@ -28,6 +28,14 @@ class Withdrawing(FixedPlanner):
     """Replicas that the engine may withdraw."""
 
     withdraws = True
+
+
+class Moving(Withdrawing):
+    """Every step another one of the replicas."""
+
+    def place(self, load: IntArray, context: PlanContext) -> Placement:
+        chosen = self.pairs[int(load.sum(axis=0) @ np.arange(load.shape[1])) % len(self.pairs)]
+        return Placement.with_replicas(context.home, context.ranks, [chosen])
 
 
 def train(case: Case, **options: Any) -> list[list[Step]]:
@@ -64,12 +72,13 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_replicas_that_are_not_worth_it_are_withdrawn(name: str) -> None:
     for steps in train(CASES[name]):
-        for step in steps[2:]:  # before the second step no window has been measured
+        for step in steps[1:]:
             assert step.report is not None
             assert step.report.withdrawn == (0, 1)
             assert not step.report.copies.any()
             np.testing.assert_array_equal(step.report.rank_load, step.report.rank_load_static)
             assert not any(a.startswith(("AGG", "FETCH")) for a in launched(step))
+        for step in steps[2:]:  # before the second step no window has been measured, and nothing is held back
             assert not any(re.match(r"TRANS\((\d),\d\)@FEC\(\1\)", a) for a in launched(step)), "the rest was sent"
 
 
@@ -79,13 +88,23 @@ def test_every_mixture_of_used_and_withdrawn_replicas_gives_the_same_gradients(
 ) -> None:
     """Decided by a hash of the load, which all ranks share."""
 
-    def decide(load: IntArray, split: Split, context: PlanContext, *, unhidden_s: float, microbatches: int) -> bool:
-        assert unhidden_s >= 0
+    def decide(
+        load: IntArray,
+        split: Split,
+        context: PlanContext,
+        trans_s: float,
+        agg_s: float,
+        *,
+        ahead: bool,
+        microbatches: int,
+    ) -> bool:
+        assert min(trans_s, agg_s) > 0
+        assert ahead == (name != "blocking")
         assert microbatches == CASES[name].microbatches
         return int((load * np.arange(1, load.size + 1).reshape(load.shape)).sum()) % 3 != 0
 
     monkeypatch.setattr("prophet.engine.pays", decide)
-    withdrawn = [s.report.withdrawn for s in train(replace(CASES[name], steps=8))[0][2:] if s.report]
+    withdrawn = [s.report.withdrawn for s in train(replace(CASES[name], steps=8))[0][1:] if s.report]
     assert any(withdrawn)
     assert not all(len(w) == 2 for w in withdrawn)
 
@@ -140,52 +159,78 @@ def test_other_planners_keep_what_they_placed() -> None:
 # --- how much is held back ---
 
 
-def form(cover_s: float, agg_cover_s: float = 1e9, *, ahead: bool = True, overlap_cost: float = 0.0) -> Any:
-    """Of one expert of 800 bytes sent to one other rank at 100 bytes/s: Trans and Agg take 8 s each."""
-    topology = replace(Topology.uniform(2), intra=Link(bytes_per_s=100.0), overlap_cost=overlap_cost)
+def form(cover_s: float, transfers: Any = "direct") -> Form:
+    """Of one expert of 800 bytes sent to one other rank at 100 bytes/s: Trans takes 8 s, in two phases as well."""
+    return chooser(transfers).form(0, ONE_COPY, slow_pair(), trans_cover_s=cover_s, agg_cover_s=1e9)
+
+
+ONE_COPY = Placement.with_replicas((0, 1), 2, [(0, 1)])
+
+
+def chooser(transfers: Any) -> FormChooser:
+    return FormChooser(1, transfers)
+
+
+def slow_pair() -> PlanContext:
+    topology = replace(Topology.uniform(2), intra=Link(bytes_per_s=100.0))
     shape = LayerShape(dim=10, hidden=10, param_bytes=4, grad_bytes=4, bias=False)
-    context = PlanContext(topology=topology, shape=shape, home=(0, 1), slots_per_rank=1)
-    placement = Placement.with_replicas((0, 1), 2, [(0, 1)])
-    return FormChooser(1, "direct").form(
-        0, placement, context, trans_cover_s=cover_s, agg_cover_s=agg_cover_s, ahead=ahead
-    )
+    return PlanContext(topology=topology, shape=shape, home=(0, 1), slots_per_rank=1)
 
 
 def test_as_much_is_held_back_as_no_window_hides() -> None:
-    found = form(6.0)
-    assert found.trans_cut == (0, GRAIN * 3 // 8, GRAIN * 3 // 4, GRAIN)
-    assert found.unhidden_s == pytest.approx(2.0)
+    assert form(6.0).trans_cut == (0, GRAIN * 3 // 8, GRAIN * 3 // 4, GRAIN)
     assert form(8.0).trans_cut == (0, GRAIN // 2, GRAIN)
-    assert form(8.0).unhidden_s == 0.0
     assert form(7.9).trans_cut == (0, GRAIN // 2, GRAIN), "too little for a message of its own"
-    assert form(7.9).unhidden_s == 0.0
 
 
-def test_agg_that_no_window_hides_can_be_saved_and_so_can_what_hiding_costs() -> None:
-    assert form(8.0, 5.0).unhidden_s == pytest.approx(3.0)
-    assert form(8.0, 5.0, overlap_cost=0.5).unhidden_s == pytest.approx(3.0 + 0.5 * 5.0)
-    assert form(6.0, 5.0).unhidden_s == pytest.approx(2.0 + 3.0)
+def test_where_windows_are_not_known_nothing_is_held_back() -> None:
+    assert form(0.0).trans_cut == (0, GRAIN // 2, GRAIN)
 
 
-def test_the_first_block_is_planned_without_experts_before_it() -> None:
-    def windows(group: Collective) -> list[bool]:
-        run = Run(CASE, group, Withdrawing([]))
-        found = [c.windows.experts for c in run.engine.contexts]
+def test_a_first_phase_is_never_held_back() -> None:
+    found = form(2.0, "two-phase")
+    assert found.trans_cut == (0, GRAIN // 8, GRAIN // 4, GRAIN)
+    assert phase_shares(found.trans_cut) == [(0.5, 0.0), (0.5, 0.0), (0.0, 1.0)]
+
+
+def test_the_decision_goes_by_what_transfers_take_alone() -> None:
+    for transfers in ("auto", "direct", "two-phase"):
+        assert chooser(transfers).cheapest(0, ONE_COPY, slow_pair()) == (pytest.approx(8.0), pytest.approx(8.0))
+    many = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1), (0, 2), (0, 3)])
+    context = replace(slow_pair(), topology=replace(SLOW, ranks=4, ranks_per_node=4, flops_per_s=(1.0,) * 4,
+                      free_bytes=(1,) * 4), home=(0, 1, 2, 3))  # fmt: skip
+    direct_s, two_phase_s, auto_s = (chooser(t).cheapest(0, many, context)[0] for t in ("direct", "two-phase", "auto"))
+    assert auto_s == two_phase_s < direct_s
+
+
+def test_a_run_repeats_its_decisions_and_a_resumed_one_goes_on_with_them() -> None:
+    """Windows are measured anew in every run, and must not decide which replicas are used."""
+    case = replace(CASE, steps=8)
+    # some placements are worth their transfers on these links, others are not
+    links = replace(Topology.uniform(2), intra=Link(bytes_per_s=3e6), flops_per_s=(3e5, 3e5))
+
+    def rank(group: Collective, resumed_at: int | None) -> list[Any]:
+        def begin() -> Run:
+            planner = Moving(everywhere(case.num_experts, case.ranks))
+            return Run(case, group, planner, slots_per_rank=8, topology=links)
+
+        run, seen = begin(), []
+        for s in range(case.steps):
+            if s == resumed_at:
+                saved = run.engine.state_dict(), run.model.state_dict(), run.optimizer.state_dict()
+                run.close()
+                run = begin()
+                for target, state in zip((run.engine, run.model, run.optimizer), saved, strict=True):
+                    target.load_state_dict(state)
+            step = run.whole_step(s)
+            assert step.report is not None
+            seen.append((step.report.withdrawn, float(step.loss)))
         run.close()
-        return found
+        return seen
 
-    assert on_threads(CASE.ranks, windows) == [[False, True]] * 2
-
-
-def test_before_windows_are_known_nothing_is_held_back() -> None:
-    assert form(0.0, 0.0).trans_cut == (0, GRAIN // 2, GRAIN)
-    assert form(0.0, 0.0).unhidden_s == 0.0
-
-
-def test_all_of_a_transfer_that_starts_after_the_counts_can_be_saved() -> None:
-    found = form(0.0, 0.0, ahead=False)
-    assert found.trans_cut == (0, GRAIN // 2, GRAIN)
-    assert found.unhidden_s == pytest.approx(16.0)
+    runs = [on_threads(case.ranks, lambda g, at=at: rank(g, at)) for at in (None, None, 3)]
+    assert runs[0] == runs[1] == runs[2]
+    assert len({w for w, _ in runs[0][0][1:]}) > 1, "links such that some are withdrawn and some are not"
 
 
 def test_held_back_chunks_keep_the_proportions_of_the_others() -> None:
