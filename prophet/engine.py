@@ -136,6 +136,7 @@ class Engine:
             self._depth = depth_within(wanted, config.replica_memory_bytes, self._depth)
         self.schedule = schedule_named(config.schedule, len(layers), depth=self._depth, refetch=self._refetch)
         self._notes = Notes(self.schedule, len(layers))
+        self._ahead = [runs_ahead(self.schedule, i) for i in range(len(layers))]
         self._compared = collective.size > 1 and self._planner.name != "static"
         self.runtime = Runtime(
             layers,
@@ -378,8 +379,8 @@ class Engine:
             return True
         context = self._contexts[layer]
         trans_s, agg_s = self._forms.cheapest(layer, placement, context)
-        ahead, microbatches = runs_ahead(self.schedule, layer), self.config.accumulation_steps
-        return pays(load, split, context, trans_s, agg_s, ahead=ahead, microbatches=microbatches)
+        microbatches = self.config.accumulation_steps
+        return pays(load, split, context, trans_s, agg_s, ahead=self._ahead[layer], microbatches=microbatches)
 
     def observe(self, layer: int, load: IntArray, split: Split, choices: IntArray, dropped: int) -> None:
         """Take in a microbatch's counts, and plan the next step from them on the host thread."""
@@ -412,7 +413,7 @@ class Engine:
         plan = next_plan(kept, seen, expected, self._planner, context, self.config.replan)
         placement = plan.placement
         fits = placement.experts == context.experts and placement.ranks == context.ranks
-        if fits and self.config.transfers == "auto" and not placement.is_static:
+        if fits and not placement.is_static:
             self._forms.prepare(layer, placement, context)  # remembered for the step that uses it
         return plan, time.perf_counter() - before
 

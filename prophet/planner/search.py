@@ -251,12 +251,6 @@ def with_spares(
     return grown
 
 
-@compiled
-def next_limit(slot: int) -> int:
-    """The slot limit after `slot`."""
-    return slot + max(1, slot // 2)
-
-
 @entry(INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT)
 def search(
     load_RE: IntArray,
@@ -339,7 +333,7 @@ def search(
         for r in range(ranks):
             limit[r] = min(limit_R[r], slot)
         deepest = slot
-        slot = next_limit(slot)
+        slot += max(1, slot // 2)
         allowed_s = min(allowed_s + budget_s * (FIRST_SHARE if rung < FIRST_RUNGS else LATER_SHARE), budget_s)
         rung += 1
         cost = base.copy()

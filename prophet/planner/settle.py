@@ -36,8 +36,6 @@ def unhidden_seconds(split: Split, context: PlanContext, trans_s: float, agg_s: 
     if not ahead:
         return trans_s + agg_s
     windows, taken = context.windows, context.topology.overlap_cost
-    if trans_s <= windows.fnec_s and agg_s <= windows.bnec_s and taken == 0.0:
-        return 0.0
     forward_s = compute_seconds(split.tokens.sum(axis=0), context)
     exposed_s = max(0.0, trans_s - windows.forward_s(forward_s))
     return exposed_s + felt_seconds(agg_s, windows.backward_s(forward_s), taken)
@@ -58,6 +56,12 @@ def pays(
     trans_s, agg_s, ahead: as of `unhidden_seconds`. microbatches: of a step; the others are taken to be like this one.
     Follows from values that all ranks share, and from no clock: a run repeats bit by bit.
     """
+    topology, windows = context.topology, context.windows
+    if ahead and topology.overlap_cost == 0.0:
+        # products take at least this long; most layers need no closer look, which costs a pass over the split
+        even_s = float(load.sum()) * context.shape.forward_flops_per_token / sum(topology.flops_per_s)
+        if trans_s <= windows.forward_s(even_s) and agg_s <= windows.backward_s(even_s):
+            return True
     unhidden_s = unhidden_seconds(split, context, trans_s, agg_s, ahead=ahead)
     if unhidden_s <= 0.0:
         return True

@@ -36,6 +36,8 @@ class Notes:
         first = {a.block for a in schedule if a.kind == "TRANS" and a.window == Window("START")}
         self._can_confirm = layers > 1 and first <= {0}
         # the first block's row holds the step's two ends, too
+        self._windows = [[Window(kind, layer) for kind in KINDS] for layer in range(layers)]
+        self._windows[0] += [Window(kind) for kind in _ENDS]
         self._own_us = np.zeros((layers, len(KINDS) + len(_ENDS)), dtype=np.int64)
         self._agreed_us = np.zeros_like(self._own_us)
         self.confirmed = False
@@ -43,7 +45,7 @@ class Notes:
     def write(self, layer: int, digests: Sequence[int], upcoming: int) -> list[int]:
         """What this rank tells with a layer's counts. digests: of the placements in force; upcoming: of the first
         layer's next one, or UNKNOWN."""
-        row: list[int] = self._own_us[layer, : self._width(layer)].tolist()
+        row: list[int] = self._own_us[layer, : len(self._windows[layer])].tolist()
         if layer == 0:
             row += list(digests)
         if layer == self._layers - 1:
@@ -52,7 +54,7 @@ class Notes:
 
     def read(self, layer: int, table: IntArray) -> tuple[int, list[int]] | None:
         """Take in all ranks' notes, [R, n]. Returns a layer whose placements differ, and the ranks that do."""
-        width = self._width(layer)
+        width = len(self._windows[layer])
         lengths = table[:, :width].sum(axis=0) // table.shape[0]
         known = self._agreed_us[layer, :width]
         self._agreed_us[layer, :width] = (_KEEP * known + lengths) // (_KEEP + 1) if known.any() else lengths
@@ -69,27 +71,18 @@ class Notes:
 
     def measured(self, seconds: Mapping[Window, float]) -> None:
         """This rank's windows of the step that has ended."""
-        for layer in range(self._layers):
-            for k, window in enumerate(_windows(layer)):
-                self._own_us[layer, k] = round(1e6 * seconds.get(window, 0.0))
-
-    def _width(self, layer: int) -> int:
-        return len(_windows(layer))
+        for layer, windows in enumerate(self._windows):
+            self._own_us[layer, : len(windows)] = [round(1e6 * seconds.get(w, 0.0)) for w in windows]
 
     def weights(self) -> dict[Window, int]:
         """Microseconds by window as all ranks know them; empty before the first measurement."""
         if not self._agreed_us.any():
             return {}
         return {
-            window: int(self._agreed_us[layer, k])
-            for layer in range(self._layers)
-            for k, window in enumerate(_windows(layer))
+            window: int(us)
+            for windows, row in zip(self._windows, self._agreed_us, strict=True)
+            for window, us in zip(windows, row.tolist(), strict=False)
         }
-
-
-def _windows(layer: int) -> list[Window]:
-    """The windows that a layer's notes are about."""
-    return [Window(kind, layer) for kind in KINDS] + ([Window(kind) for kind in _ENDS] if layer == 0 else [])
 
 
 def predicted_weights(contexts: Sequence[PlanContext], rank_load_LR: IntArray) -> dict[Window, int]:

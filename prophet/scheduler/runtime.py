@@ -153,8 +153,8 @@ class Runtime:
             return
         left, self._left = self._left, []
         before = time.perf_counter()
-        for trans in (*left, *(s.trans for s in self._states if s.trans is not None)):
-            if wait:
+        if wait:
+            for trans in (*left, *(s.trans for s in self._states if s.trans is not None)):
                 trans.abandon()
         self.stopwatch.add("exposed_trans", time.perf_counter() - before)
         for state in self._states:

@@ -70,6 +70,28 @@ def test_what_is_left_to_pay_is_what_no_window_hides(experts: bool, overlap_cost
     assert unhidden_seconds(split, context, 1.0, 2.0, ahead=False) == 3.0
 
 
+@pytest.mark.parametrize("overlap_cost", [0.0, 0.2])
+@pytest.mark.parametrize("experts", [True, False])
+def test_layers_that_need_no_closer_look_are_decided_alike(experts: bool, overlap_cost: float) -> None:
+    """An even load, from which nothing is saved: replicas pay while nothing is left to pay for them."""
+    context = slow_links()
+    topology = dataclasses.replace(context.topology, overlap_cost=overlap_cost)
+    context = dataclasses.replace(
+        context, topology=topology, windows=Windows(fnec_s=1e-3, bnec_s=2e-3, experts=experts)
+    )
+    load = np.full((8, 8), 512, dtype=np.int64)
+    load[0] += 8
+    split = Split.to_homes(load, context.homes_only())
+    forward_s = compute_seconds(split.tokens.sum(axis=0), context)
+    answers = set()
+    for share in (0.0, 0.5, 0.99, 1.0, 1.01):
+        for trans_s, agg_s in ((share * forward_s, 0.0), (0.0, 2.0 * share * forward_s), (1e-3, 2e-3)):
+            left_s = unhidden_seconds(split, context, trans_s, agg_s)
+            assert pays(load, split, context, trans_s, agg_s) == (left_s <= 0.0)
+            answers.add(left_s <= 0.0)
+    assert len(answers) == (2 if overlap_cost or not experts else 1)
+
+
 @given(
     preset=st.sampled_from(PRESET_NAMES),
     seed=st.integers(0, 999),

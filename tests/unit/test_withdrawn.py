@@ -14,6 +14,7 @@ from prophet.scheduler.actions import Window
 from prophet.scheduler.blockwise import block_wise, blocking, cover_of, runs_ahead
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.pieces import GRAIN, Form, held_back, phase_shares
+from prophet.scheduler.runtime import Runtime
 from prophet.scheduler.transfers import Trans
 from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, Split, Topology
 from tests.support import FixedPlanner, everywhere, on_threads
@@ -139,6 +140,27 @@ def test_what_no_window_hides_follows_once_the_counts_are_known(monkeypatch: pyt
                 "TRANS(1,1)@FNEC(0)",
                 "TRANS(1,2)@FEC(1)",
             ]
+
+
+def test_in_every_microbatch_what_was_held_back_goes_before_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refetched replicas are sent again for each of them."""
+    launched_there: list[tuple[int, int]] = []
+    counted = Runtime.counted
+
+    def watched(self: Runtime, block: int) -> None:
+        assert self._states is not None
+        trans = self._states[block].trans
+        before = trans.launched if trans else -1
+        counted(self, block)
+        launched_there.append((before, trans.launched if trans else -1))
+
+    monkeypatch.setattr("prophet.engine.pays", lambda *_, **__: True)
+    monkeypatch.setattr(Runtime, "counted", watched)
+    case = replace(CASE, replica_memory="refetch", microbatches=2, steps=6)
+    train(case, transfers="direct")
+    steps_ranks_microbatches = 5 * 2 * 2
+    assert len(launched_there) == steps_ranks_microbatches * case.blocks
+    assert launched_there.count((2, 3)) >= 0.6 * len(launched_there), "but for the first steps, and the last block"
 
 
 def test_other_planners_keep_what_they_placed() -> None:
