@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prophet.planner.compiled import compiled
+from prophet.planner.compiled import bare, compiled
 from prophet.planner.descent import Flow, attach, plain, redirect, sweep
 from prophet.planner.export import export_excess
 from prophet.planner.shortest import SETTLE_S, affordable, best_split, copies_moved, guide_of, make_flow, reprice
@@ -118,7 +118,7 @@ def outline(problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: in
         following[e] = experts + i
     flow = Flow(
         problem.node_R, nothing, nothing, nothing, nothing, np.empty(4), following, rank, rank,
-        np.empty((0, 0), np.int64), counters,
+        np.empty((0, 0), np.int64), counters, np.empty(problem.node_R.size, np.int64),
     )  # fmt: skip
     busiest = np.zeros(6)
     copies_moved(flow, np.empty((2, 6, problem.node_R.size)), busiest)
@@ -263,7 +263,7 @@ def try_exports(
     return best_used, short, best_above_s
 
 
-@compiled
+@bare
 def keep_better(
     cost: FloatArray,
     now_expert: IntArray,
@@ -277,9 +277,11 @@ def keep_better(
     """Take a placement over, in place, if its `cost` is below `best` (both [5]); return the replicas held now."""
     if cost[0] >= best[0]:
         return best_used
-    best[:] = cost
-    best_expert[:used] = now_expert[:used]
-    best_rank[:used] = now_rank[:used]
+    for i in range(cost.size):
+        best[i] = cost[i]
+    for i in range(used):
+        best_expert[i] = now_expert[i]
+        best_rank[i] = now_rank[i]
     return used
 
 

@@ -30,7 +30,7 @@ INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 
 KERNELS = (
     "flow.py", "timing.py", "descent.py", "shortest.py", "moves.py", "export.py", "candidates.py", "outlets.py",
-    "search.py",
+    "search.py", "compiled.py",
 )  # fmt: skip
 
 
@@ -61,6 +61,13 @@ def _dispatcher(function: Callable[..., Any], **options: Any) -> Any:
 def compiled(function: _Function) -> _Function:
     """Compile `function` with numba when a kernel first calls it."""
     return cast(_Function, _dispatcher(function, no_cfunc_wrapper=True, no_cpython_wrapper=True))
+
+
+def bare(function: _Function) -> _Function:
+    """`compiled` for functions that make no arrays: references to those they are given are not counted, which took
+    longer than the sums of small problems. They copy no slices either, as that may take room for a copy.
+    """
+    return cast(_Function, _dispatcher(function, no_cfunc_wrapper=True, no_cpython_wrapper=True, _nrt=False))
 
 
 def entry(*arguments: Any) -> Callable[[_Function], _Function]:

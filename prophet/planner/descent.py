@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prophet.planner.compiled import compiled
+from prophet.planner.compiled import bare, compiled
 from prophet.spec import FloatArray, IntArray
 
 LEVEL_PRICES = 0.01  # a token does not move for less; at high q this is next to nothing in seconds
@@ -29,7 +29,7 @@ class Flow(NamedTuple):
 
     `busy` [K, R] counts tokens on every resource, `rate` seconds per token, `base` the seconds it takes in any case
     (latency, fixed cost of an expert). `scale` holds the reference seconds and the weight of the products and of the
-    exchanges, `counters` the arcs in use and the experts.
+    exchanges, `counters` the arcs in use and the experts. `scratch` [max(R, 12)] is room to work in.
     """
 
     node_R: IntArray
@@ -43,15 +43,16 @@ class Flow(NamedTuple):
     expert_A: IntArray
     tokens_AR: IntArray
     counters: IntArray
+    scratch: IntArray
 
 
-@compiled
+@bare
 def plain(number: int) -> int:
     """`number` as any integer: numba would compile a callee once more for every literal."""
     return number
 
 
-@compiled
+@bare
 def power(value: float, q: int) -> float:
     """`value` to the power q, a power of two."""
     while q > 1:
@@ -60,7 +61,7 @@ def power(value: float, q: int) -> float:
     return value
 
 
-@compiled
+@bare
 def root(value: float, q: int) -> float:
     """The q-th root of `value`, q a power of two."""
     while q > 1:
@@ -69,7 +70,7 @@ def root(value: float, q: int) -> float:
     return value
 
 
-@compiled
+@bare
 def norms(flow: Flow, q: int) -> tuple[float, float, float, float]:
     """Largest and q-norm seconds of the exchanges, then of the products."""
     busy, rate, base = flow.busy, flow.rate, flow.base
@@ -98,7 +99,7 @@ def norms(flow: Flow, q: int) -> tuple[float, float, float, float]:
     return longest, longest * root(total, q), forward, forward_q
 
 
-@compiled
+@bare
 def set_prices(
     flow: Flow,
     q: int,
@@ -126,7 +127,7 @@ def set_prices(
             price[k, r] = scale[2 + group] * c * power((busy[k, r] * c + base[k, r]) / scale[group], q)
 
 
-@compiled
+@bare
 def token_price(here: bool, near: bool, own: float, near_s: float, far_s: float) -> float:
     """What a token pays on a holder that is its own rank (`here`), in its node (`near`) or elsewhere.
 
@@ -138,7 +139,7 @@ def token_price(here: bool, near: bool, own: float, near_s: float, far_s: float)
     return own + (near_s if near else far_s)
 
 
-@compiled
+@bare
 def settle(
     first: int,
     last: int,
@@ -152,13 +153,14 @@ def settle(
     following_A: IntArray,
     rank_A: IntArray,
     tokens_AR: IntArray,
+    scratch: IntArray,
 ) -> int:
     """Let every rank move tokens of experts first..last-1, each from its dearest holder to its cheapest; return the
     number of moves.
     """
     moves = 0
-    kind = np.empty(6, np.int64)
-    place = np.empty(6, np.int64)
+    kind = scratch[:6]
+    place = scratch[6:12]
     ranks = node_R.size
     own, out_near, in_near, out_far, in_far = price[0], price[1], price[2], price[3], price[4]
     for j in range(first, last):
@@ -246,39 +248,40 @@ def settle(
     return moves
 
 
-@compiled
+@bare
 def settle_expert(flow: Flow, j: int, q: int) -> int:
     """`settle` for a whole flow."""
     return settle(
         j, j + 1, q, flow.node_R, flow.rate, flow.base, flow.busy, flow.price, flow.scale, flow.following_A,
-        flow.rank_A, flow.tokens_AR,
+        flow.rank_A, flow.tokens_AR, flow.scratch,
     )  # fmt: skip
 
 
-@compiled
+@bare
 def sweep(flow: Flow, q: int) -> int:
     """Settle every expert with several holders once; return the number of moves."""
     return settle(
         0, flow.counters[1], q, flow.node_R, flow.rate, flow.base, flow.busy, flow.price, flow.scale, flow.following_A,
-        flow.rank_A, flow.tokens_AR,
+        flow.rank_A, flow.tokens_AR, flow.scratch,
     )  # fmt: skip
 
 
-@compiled
+@bare
 def attach(flow: Flow, j: int, rank: int, overhead_s: float) -> int:
     """Give expert j a further holder, without tokens yet; return its arc."""
     a = flow.counters[0]
     flow.counters[0] = a + 1
     flow.rank_A[a] = rank
     flow.expert_A[a] = j
-    flow.tokens_AR[a, :] = 0
+    for r in range(flow.node_R.size):
+        flow.tokens_AR[a, r] = 0
     flow.following_A[a] = flow.following_A[j]
     flow.following_A[j] = a
     flow.base[0, rank] += overhead_s
     return int(a)
 
 
-@compiled
+@bare
 def redirect(busy: FloatArray, node_R: IntArray, source: int, giver: int, taker: int, tokens: float) -> None:
     """Tokens of `source` go to `taker` instead of `giver`: the exchange rows of `busy`, the products not."""
     back = 0
@@ -296,7 +299,7 @@ def redirect(busy: FloatArray, node_R: IntArray, source: int, giver: int, taker:
             busy[to, source] += tokens
 
 
-@compiled
+@bare
 def detach(flow: Flow, a: int, overhead_s: float) -> None:
     """Take replica `a` away; its tokens go to the holder that is cheapest for them at the present prices."""
     price, node_R, busy, tokens_AR = flow.price, flow.node_R, flow.busy, flow.tokens_AR
@@ -338,19 +341,26 @@ def detach(flow: Flow, a: int, overhead_s: float) -> None:
         flow.following_A[a] = flow.following_A[last]
         flow.rank_A[a] = flow.rank_A[last]
         flow.expert_A[a] = flow.expert_A[last]
-        flow.tokens_AR[a, :] = flow.tokens_AR[last, :]
+        for r in range(node_R.size):
+            tokens_AR[a, r] = tokens_AR[last, r]
 
 
-@compiled
+@bare
 def copy_flow(source: Flow, target: Flow) -> None:
     """Overwrite `target` by `source` (of the same sizes)."""
     arcs = source.counters[0]
-    target.base[0, :] = source.base[0, :]
-    target.busy[:] = source.busy
-    target.following_A[:arcs] = source.following_A[:arcs]
-    target.rank_A[:arcs] = source.rank_A[:arcs]
-    target.expert_A[:arcs] = source.expert_A[:arcs]
-    target.tokens_AR[:arcs] = source.tokens_AR[:arcs]
+    ranks = source.node_R.size
+    for r in range(ranks):
+        target.base[0, r] = source.base[0, r]
+    for k in range(RESOURCES):
+        for r in range(ranks):
+            target.busy[k, r] = source.busy[k, r]
+    for a in range(arcs):
+        target.following_A[a] = source.following_A[a]
+        target.rank_A[a] = source.rank_A[a]
+        target.expert_A[a] = source.expert_A[a]
+        for r in range(ranks):
+            target.tokens_AR[a, r] = source.tokens_AR[a, r]
     target.counters[0] = arcs
 
 
@@ -360,4 +370,5 @@ def twin(flow: Flow) -> Flow:
     return Flow(
         flow.node_R, flow.rate, flow.base.copy(), flow.busy.copy(), flow.price.copy(), flow.scale.copy(),
         flow.following_A.copy(), flow.rank_A.copy(), flow.expert_A.copy(), flow.tokens_AR.copy(), flow.counters.copy(),
+        flow.scratch.copy(),
     )  # fmt: skip

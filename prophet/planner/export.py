@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from prophet.planner.compiled import compiled
+from prophet.planner.compiled import bare, compiled
 from prophet.planner.timing import Problem
 from prophet.spec import BoolArray, IntArray
 
 
-@compiled
+@bare
 def pick_taker(
     room: IntArray,
     ask: int,

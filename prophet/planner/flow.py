@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prophet.planner.compiled import BOOLS_2D, FLOATS, INTS, INTS_2D, OUT_INTS_3D, compiled, entry
+from prophet.planner.compiled import BOOLS_2D, FLOATS, INTS, INTS_2D, OUT_INTS_3D, bare, compiled, entry
 from prophet.spec import BoolArray, FloatArray, IntArray
 
 FAR = np.int64(1) << 60
@@ -80,7 +80,7 @@ def fixed_load(total_E: IntArray, home_E: IntArray, multi: IntArray, ranks: int)
     return load
 
 
-@compiled
+@bare
 def raised_level(need: int, chosen: BoolArray, speed: FloatArray, everyone: bool) -> float:
     """Smallest T at which floor(T * speed) summed over the chosen ranks reaches `need`."""
     ranks = speed.size
@@ -102,7 +102,7 @@ def raised_level(need: int, chosen: BoolArray, speed: FloatArray, everyone: bool
         level = following
 
 
-@compiled
+@bare
 def _pour(amount: int, first: int, last: int, arc_rank: IntArray, x: IntArray, load: IntArray, cap: IntArray) -> None:
     """Give `amount` tokens to the arcs first..last-1, each time to the roomiest rank, lower rank on ties."""
     while amount > 0:

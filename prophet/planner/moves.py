@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prophet.planner.compiled import compiled
+from prophet.planner.compiled import bare, compiled
 from prophet.planner.descent import Flow, attach, copy_flow, detach, plain, settle_expert, sweep, token_price
 from prophet.planner.shortest import LEVELS, copies_moved, guide_of, reprice, shorten
 from prophet.planner.timing import OVERHEAD_S, exposed_seconds
@@ -33,6 +33,10 @@ class Search(NamedTuple):
     units: FloatArray
     value_JR: FloatArray
     barred_JR: BoolArray
+    promise_J: FloatArray
+    held_R: BoolArray
+    gain_R: FloatArray
+    tokens_R: FloatArray
     tries: IntArray
 
 
@@ -44,7 +48,8 @@ def make_search(figures: FloatArray, limit_R: IntArray, experts: int, tries: int
     left[0] = tries
     return Search(
         figures, limit_R, np.zeros((2, 6, ranks)), np.zeros(6), np.zeros(6), np.empty((experts, ranks)),
-        np.zeros((experts, ranks), np.bool_), left,
+        np.zeros((experts, ranks), np.bool_), np.empty(experts), np.empty(ranks, np.bool_), np.empty(ranks),
+        np.empty(ranks), left,
     )  # fmt: skip
 
 
@@ -57,7 +62,7 @@ def free_slots(flow: Flow, limit_R: IntArray) -> IntArray:
     return free
 
 
-@compiled
+@bare
 def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, experts: IntArray) -> int:
     """Value every possible replica of the most promising experts; return how many experts `experts` names.
 
@@ -77,8 +82,9 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
         floor = min(floor, own[r])
         forward_s = max(forward_s, busy[r] * rate[r] + base[r])
     trans_s, agg_s = exposed_seconds(busiest, forward_s, figures)
-    promise = np.zeros(flow.counters[1])
+    promise, held, gain_R, tokens_R = search.promise_J, search.held_R, search.gain_R, search.tokens_R
     for j in range(promise.size):
+        promise[j] = 0.0
         a = j
         while a >= 0:
             d = rank_A[a]
@@ -88,7 +94,8 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
                     near_s, far_s = out_near[r] + in_near[d], out_far[r] + in_far[d]
                     promise[j] += n * (token_price(d == r, node_R[d] == node_R[r], own[d], near_s, far_s) - floor)
             a = following_A[a]
-    held = np.zeros(ranks, np.bool_)
+    for r in range(ranks):
+        held[r] = False
     for c in range(experts.size):
         j = -1
         for e in range(promise.size):
@@ -111,25 +118,29 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
             steepest = max(steepest, q * own[d] * rate[d] / (max(busy[d], 1.0) * rate[d] + base[d]))
             a = following_A[a]
         for d in range(ranks):
+            gain_R[d] = 0.0
+            tokens_R[d] = 0.0
+        a = j
+        while a >= 0:
+            h = rank_A[a]
+            for r in range(ranks):
+                n = tokens_AR[a, r]
+                if n > 0:
+                    near_s, far_s = out_near[r] + in_near[h], out_far[r] + in_far[h]
+                    now = token_price(h == r, node_R[h] == node_R[r], own[h], near_s, far_s)
+                    for d in range(ranks):
+                        if free[d] > 0:
+                            near_s, far_s = out_near[r] + in_near[d], out_far[r] + in_far[d]
+                            p = now - token_price(d == r, node_R[d] == node_R[r], own[d], near_s, far_s)
+                            if p > 0.0:
+                                gain_R[d] += p * n
+                                tokens_R[d] += n
+            a = following_A[a]
+        for d in range(ranks):
             value[j, d] = NOTHING
             if held[d] or free[d] <= 0 or barred_JR[j, d]:
                 continue
-            gain = 0.0
-            tokens = 0.0
-            a = j
-            while a >= 0:
-                h = rank_A[a]
-                for r in range(ranks):
-                    n = tokens_AR[a, r]
-                    if n > 0:
-                        near_s, far_s = out_near[r] + in_near[h], out_far[r] + in_far[h]
-                        p = token_price(h == r, node_R[h] == node_R[r], own[h], near_s, far_s)
-                        near_s, far_s = out_near[r] + in_near[d], out_far[r] + in_far[d]
-                        p -= token_price(d == r, node_R[d] == node_R[r], own[d], near_s, far_s)
-                        if p > 0.0:
-                            gain += p * n
-                            tokens += n
-                a = following_A[a]
+            gain, tokens = gain_R[d], tokens_R[d]
             if gain <= 0.0:
                 continue
             bend = steepest + q * own[d] * rate[d] / (max(busy[d], 1.0) * rate[d] + base[d])
@@ -137,7 +148,8 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
             part = min(1.0, gain / bend) if bend > 0.0 else 1.0
             gain = part * gain - 0.5 * part * part * bend
             # What this copy adds to the busiest rank's transfers.
-            units[:] = busiest
+            for i in range(6):
+                units[i] = busiest[i]
             level = 0 if node_R[d] == node_R[home] else 1
             units[level] = max(units[level], sent[level, home] + 1.0, received[level, d] + 1.0)
             share = 1.0 / (copies + 1)
@@ -156,7 +168,7 @@ def appraise(flow: Flow, search: Search, q: int, free: IntArray, weight: float, 
     return experts.size
 
 
-@compiled
+@bare
 def take_best(value_JR: FloatArray, experts: IntArray, used: int) -> tuple[int, int]:
     """The expert and rank of highest value, which is struck out; (-1, -1): none is left."""
     expert = -1
@@ -173,7 +185,7 @@ def take_best(value_JR: FloatArray, experts: IntArray, used: int) -> tuple[int, 
     return expert, rank
 
 
-@compiled
+@bare
 def add(flow: Flow, search: Search, j: int, rank: int, q: int, sweeps: int) -> float:
     """Add a replica and let tokens settle; return the guide."""
     figures = search.figures
@@ -189,7 +201,7 @@ def add(flow: Flow, search: Search, j: int, rank: int, q: int, sweeps: int) -> f
     return guide_of(flow, figures, search.busiest, q)
 
 
-@compiled
+@bare
 def drop(flow: Flow, search: Search, a: int, q: int, sweeps: int) -> float:
     """Take a replica away and let tokens settle; return the guide. Prices must be set."""
     figures = search.figures
@@ -203,7 +215,7 @@ def drop(flow: Flow, search: Search, a: int, q: int, sweeps: int) -> float:
     return guide_of(flow, figures, search.busiest, q)
 
 
-@compiled
+@bare
 def look(flow: Flow, search: Search, q: int, sweeps: int) -> float:
     """Let tokens settle as they are; return the guide."""
     copies_moved(flow, search.moved, search.busiest)
@@ -239,7 +251,7 @@ def grow(flow: Flow, best: Flow, search: Search, q: int, weight: float, sweeps: 
     return low
 
 
-@compiled
+@bare
 def least_missed(flow: Flow, rank: int) -> int:
     """The replica, on `rank` or anywhere (-1), whose tokens would pay least to go elsewhere; -1: there is none.
 
@@ -353,7 +365,7 @@ def swap(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, rounds: in
     return low
 
 
-@compiled
+@bare
 def holds(flow: Flow, j: int, rank: int) -> bool:
     """Whether `rank` holds expert j."""
     a = j

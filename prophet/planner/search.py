@@ -18,7 +18,7 @@ from prophet.planner.candidates import (
     transfers_added,
     try_exports,
 )
-from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, compiled, entry
+from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, bare, compiled, entry
 from prophet.planner.descent import Flow, attach, copy_flow, plain, twin
 from prophet.planner.export import export_excess
 from prophet.planner.moves import grow, holds, look, make_search, polish, shrink, swap
@@ -51,7 +51,7 @@ TRIAL_S, TRIAL_PAIR_S = 5e-6, 5e-8  # a trial move: every time, and per rank and
 LAYER_S, LAYER_PAIR_S = 5e-6, 1e-8  # a layer of local replicas: the same
 
 
-@compiled
+@bare
 def replicas_of(flow: Flow, rep_expert: IntArray, rep_rank: IntArray) -> int:
     """Write the replicas of a flow over all experts; return how many there are."""
     first = flow.counters[1]
@@ -61,7 +61,7 @@ def replicas_of(flow: Flow, rep_expert: IntArray, rep_rank: IntArray) -> int:
     return int(flow.counters[0] - first)
 
 
-@compiled
+@bare
 def attach_everywhere(flow: Flow, problem: Problem, limit_R: IntArray) -> None:
     """Give the heaviest expert a holder on every rank: sent in two phases, many copies can cost less than a few."""
     heaviest = 0
@@ -73,7 +73,7 @@ def attach_everywhere(flow: Flow, problem: Problem, limit_R: IntArray) -> None:
             attach(flow, heaviest, r, problem.figures[OVERHEAD_S])
 
 
-@compiled
+@bare
 def drawn(seed: int) -> int:
     """The number after `seed` in a fixed sequence, the same on every machine; its upper bits are the better ones."""
     return (seed * 1103515245 + 12345) & 0x7FFFFFFF

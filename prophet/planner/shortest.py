@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prophet.planner.compiled import BOOLS_2D, FLOAT, FLOATS, INTS, INTS_2D, compiled, entry
+from prophet.planner.compiled import BOOLS_2D, FLOAT, FLOATS, INTS, INTS_2D, bare, compiled, entry
 from prophet.planner.descent import RESOURCES, Flow, attach, norms, plain, set_prices, sweep
 from prophet.planner.flow import expand, index_holders, solve_totals
 from prophet.planner.timing import (
@@ -74,11 +74,11 @@ def make_flow(problem: Problem, chosen_J: IntArray, spare_arcs: int) -> Flow:
     counters[1] = chosen
     return Flow(
         problem.node_R, rate, base, busy, np.empty((RESOURCES, ranks)), np.empty(4), following, rank, expert, tokens,
-        counters,
+        counters, np.empty(max(ranks, 12), np.int64),
     )  # fmt: skip
 
 
-@compiled
+@bare
 def copies_moved(flow: Flow, moved: FloatArray, busiest: FloatArray) -> None:
     """Copies of experts that Trans moves: `moved` [2, 6, R] sent and received by every rank, `busiest` [6].
 
@@ -86,10 +86,15 @@ def copies_moved(flow: Flow, moved: FloatArray, busiest: FloatArray) -> None:
     """
     node_R = flow.node_R
     ranks = node_R.size
-    moved[:] = 0.0
     sent = moved[0]
     received = moved[1]
-    in_node = np.zeros(node_R[ranks - 1] + 1)
+    for i in range(6):
+        for r in range(ranks):
+            sent[i, r] = 0.0
+            received[i, r] = 0.0
+    in_node = flow.scratch
+    for n in range(node_R[ranks - 1] + 1):
+        in_node[n] = 0
     for j in range(flow.counters[1]):
         a = flow.following_A[j]
         if a < 0:
@@ -157,7 +162,7 @@ def cost_of(flow: Flow, problem: Problem, chosen_J: IntArray, busiest: FloatArra
     return cost_with(flow, groups, busiest, problem.figures)
 
 
-@compiled
+@bare
 def guide_of(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> float:
     """Seconds of a step with q-norms in place of the largest exchange and product (q = 0: the largest themselves)."""
     _, longest, forward_s, forward_q = norms(flow, q)
@@ -165,7 +170,7 @@ def guide_of(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> fl
     return 4.0 * longest + 3.0 * forward_q + trans_s + agg_s
 
 
-@compiled
+@bare
 def reprice(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> None:
     """Set the prices of `descent.py`; longer products hide more of an exposed transfer and are cheaper for it."""
     trans_s, agg_s = transfers(busiest, figures)
@@ -211,7 +216,7 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
     return low
 
 
-@compiled
+@bare
 def affordable(above_s: float, effort: float, settled: int) -> int:
     """How many sweeps over `settled` pairs of rank and expert fit into this share of what they could save at best."""
     if settled <= 0:
@@ -265,7 +270,7 @@ def exchange_floor(flow: Flow, problem: Problem, chosen_J: IntArray) -> float:
     return seconds
 
 
-@compiled
+@bare
 def count_rows(
     flows: IntArray, rows: int, home_E: IntArray, node_R: IntArray, rank_load: IntArray, busy: FloatArray
 ) -> None:

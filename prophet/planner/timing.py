@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prophet.planner.compiled import compiled
+from prophet.planner.compiled import bare, compiled
 from prophet.planner.flow import expert_totals
 from prophet.spec import FloatArray, IntArray
 
@@ -78,7 +78,7 @@ def home_traffic(
     return rank_load, groups, moved
 
 
-@compiled
+@bare
 def negative(load_RE: IntArray) -> bool:
     """Whether any count is negative."""
     low = np.int64(0)
@@ -88,7 +88,7 @@ def negative(load_RE: IntArray) -> bool:
     return bool(low < 0)
 
 
-@compiled
+@bare
 def level_seconds(units: float, n_bytes: float, bytes_per_s: float, latency_s: float) -> float:
     """Seconds to move `units` pieces of `n_bytes` over a link; nothing to move takes no time."""
     if units <= 0:
@@ -96,7 +96,7 @@ def level_seconds(units: float, n_bytes: float, bytes_per_s: float, latency_s: f
     return latency_s + units * n_bytes / bytes_per_s
 
 
-@compiled
+@bare
 def exchange_seconds(intra_units: float, inter_units: float, n_bytes: float, figures: FloatArray) -> float:
     """Seconds of an exchange whose busiest rank moves so many pieces over each level; levels work at once."""
     intra_s = level_seconds(intra_units, n_bytes, figures[INTRA_BYTES_PER_S], figures[INTRA_LATENCY_S])
@@ -104,7 +104,7 @@ def exchange_seconds(intra_units: float, inter_units: float, n_bytes: float, fig
     return max(intra_s, inter_s)
 
 
-@compiled
+@bare
 def transfer_seconds(units: FloatArray, n_bytes: float, figures: FloatArray) -> float:
     """Seconds of Trans or Agg in its cheaper form; `units` [6] are the copies that the busiest rank moves: direct,
     scatter, gather, each within and between nodes.
@@ -140,7 +140,7 @@ def make_problem(
     )
 
 
-@compiled
+@bare
 def transfers(units: FloatArray, figures: FloatArray) -> tuple[float, float]:
     """Seconds of Trans and Agg for the copies `units` [6]."""
     return (
@@ -149,14 +149,14 @@ def transfers(units: FloatArray, figures: FloatArray) -> tuple[float, float]:
     )
 
 
-@compiled
+@bare
 def windows(forward_s: float, figures: FloatArray) -> tuple[float, float]:
     """Seconds of compute beside Trans and beside Agg, for so many of forward products."""
     beside_s = (1.0 - figures[NO_EXPERTS]) * forward_s
     return beside_s + figures[FNEC_S], 2.0 * beside_s + figures[BNEC_S]
 
 
-@compiled
+@bare
 def felt(trans_s: float, agg_s: float, forward_s: float, figures: FloatArray) -> tuple[float, float]:
     """By how much Trans and Agg lengthen a step, beside so many seconds of products: what no window covers, and what
     the covered part costs.
@@ -169,14 +169,14 @@ def felt(trans_s: float, agg_s: float, forward_s: float, figures: FloatArray) ->
     )
 
 
-@compiled
+@bare
 def exposed_seconds(units: FloatArray, forward_s: float, figures: FloatArray) -> tuple[float, float]:
     """`felt` for the copies `units` [6]."""
     trans_s, agg_s = transfers(units, figures)
     return felt(trans_s, agg_s, forward_s, figures)
 
 
-@compiled
+@bare
 def hiding(trans_s: float, agg_s: float, forward_s: float, figures: FloatArray) -> float:
     """Seconds of Trans and Agg that one more second of forward products would hide."""
     seconds = 0.0
