@@ -15,8 +15,17 @@ import numpy as np
 from prophet.planner.compiled import bare, compiled
 from prophet.planner.descent import Flow, attach, plain, redirect, sweep
 from prophet.planner.export import export_excess
-from prophet.planner.shortest import SETTLE_S, affordable, best_split, copies_moved, guide_of, make_flow, reprice
-from prophet.planner.timing import OVERHEAD_S, TOKEN_BYTES, Problem, exchange_seconds, exposed_seconds
+from prophet.planner.shortest import SETTLE_S, best_split, copies_moved, guide_of, make_flow, reprice
+from prophet.planner.timing import (
+    OVERHEAD_S,
+    TOKEN_BYTES,
+    Problem,
+    exchange_seconds,
+    exposed_seconds,
+    felt,
+    transfers,
+    windows,
+)
 from prophet.spec import BoolArray, FloatArray, IntArray
 
 
@@ -84,9 +93,8 @@ def placement_cost(
     The other figure is the seconds that its descent is assumed to take.
     """
     multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
-    _, cost, above_s, _, _ = best_split(problem, multi, start, arc_rank, split_effort, False)
-    settled = multi.size * problem.node_R.size
-    return cost, affordable(above_s, split_effort, settled) * SETTLE_S * settled
+    _, cost, _, _, _, made = best_split(problem, multi, start, arc_rank, split_effort, False)
+    return cost, made * SETTLE_S * multi.size * problem.node_R.size
 
 
 @compiled
@@ -95,7 +103,7 @@ def exact_cost(
 ) -> tuple[FloatArray, float]:
     """Cost [5] under the exact split, and how much less it can be, at most, under the split it will get."""
     multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
-    _, cost, above_s, _, _ = best_split(problem, multi, start, arc_rank, split_effort, True)
+    _, cost, above_s, _, _, _ = best_split(problem, multi, start, arc_rank, split_effort, True)
     return cost, above_s
 
 
@@ -283,6 +291,55 @@ def keep_better(
         best_expert[i] = now_expert[i]
         best_rank[i] = now_rank[i]
     return used
+
+
+@compiled
+def local_copies(
+    problem: Problem, limit_R: IntArray, rep_expert: IntArray, rep_rank: IntArray, least_s: float
+) -> tuple[int, float, bool]:
+    """Give every rank the experts that it routes most tokens to and lacks, up to its limit.
+
+    Returns (replicas, estimated seconds of the step, whether all of Trans and Agg is hidden). The estimate lets every
+    rank keep what it can and levels the products, which take `least_s` forward at least.
+    """
+    load_RE, home_E, node_R, figures = problem.load_RE, problem.home_E, problem.node_R, problem.figures
+    ranks, experts = load_RE.shape
+    busy = np.zeros((5, ranks))
+    for k in range(4):
+        for r in range(ranks):
+            busy[1 + k, r] = problem.home_moved[k, r]
+    taken = np.empty(experts, np.bool_)
+    used = 0
+    groups = 0
+    near = 0.0
+    far = 0.0
+    for r in range(ranks):
+        for e in range(experts):
+            taken[e] = home_E[e] == r
+        before = used
+        for _ in range(limit_R[r]):
+            wanted = -1
+            for e in range(experts):
+                if not taken[e] and load_RE[r, e] > 0 and (wanted < 0 or load_RE[r, e] > load_RE[r, wanted]):
+                    wanted = e
+            if wanted < 0:
+                break
+            taken[wanted] = True
+            rep_expert[used] = wanted
+            rep_rank[used] = r
+            used += 1
+            redirect(busy, node_R, r, home_E[wanted], r, float(load_RE[r, wanted]))
+        groups = max(groups, problem.home_groups[r] + used - before)
+    for r in range(ranks):
+        near = max(near, busy[1, r], busy[2, r])
+        far = max(far, busy[3, r], busy[4, r])
+    forward_s = least_s + groups * figures[OVERHEAD_S]
+    busiest = outline(problem, rep_expert, rep_rank, used)
+    trans_s, agg_s = transfers(busiest, figures)
+    trans_window_s, agg_window_s = windows(forward_s, figures)
+    trans_felt_s, agg_felt_s = felt(trans_s, agg_s, forward_s, figures)
+    seconds = 4.0 * exchange_seconds(near, far, figures[TOKEN_BYTES], figures) + 3.0 * forward_s
+    return used, seconds + trans_felt_s + agg_felt_s, trans_s <= trans_window_s and agg_s <= agg_window_s
 
 
 class Layers(NamedTuple):

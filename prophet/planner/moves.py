@@ -21,6 +21,8 @@ from prophet.planner.timing import OVERHEAD_S, exposed_seconds
 from prophet.spec import BoolArray, FloatArray, IntArray
 
 NOTHING = -1e300
+NEARLY = 0.1  # a step this far above the best after a few sweeps is not descended from further
+SWEEPS_PER_TRY = 6  # sweeps that take as long as a trial move
 
 
 class Search(NamedTuple):
@@ -377,11 +379,12 @@ def holds(flow: Flow, j: int, rank: int) -> bool:
 
 
 @compiled
-def judge(flow: Flow, search: Search) -> float:
-    """Seconds of the step after a full descent of the tokens; counts as several tries."""
+def judge(flow: Flow, search: Search, sweeps: int) -> float:
+    """Seconds of the step after a descent of at most so many sweeps; counts as so many tries as they take."""
     copies_moved(flow, search.moved, search.busiest)
-    search.tries[0] -= 4
-    return shorten(flow, search.figures, search.busiest, plain(2 * LEVELS))
+    seconds, made = shorten(flow, search.figures, search.busiest, sweeps)
+    search.tries[0] -= 1 + made // SWEEPS_PER_TRY
+    return seconds
 
 
 @compiled
@@ -395,7 +398,7 @@ def polish(flow: Flow, best: Flow, spare: Flow, search: Search, q: int, width: i
     first = flow.counters[1]
     experts = np.empty(min(8, first), np.int64)
     overhead_s = search.figures[OVERHEAD_S]
-    low = judge(flow, search)
+    low = judge(flow, search, plain(2 * LEVELS))
     copy_flow(flow, best)
     for j in range(first):
         if search.tries[0] <= 0:
@@ -485,8 +488,22 @@ def one_more(flow: Flow, best: Flow, search: Search, q: int, free: IntArray, low
 
 @compiled
 def judged(flow: Flow, best: Flow, search: Search, low: float) -> float:
-    """`judge`, and the state becomes `best` where it is below `low`; returns the lower of the two."""
-    now = judge(flow, search)
+    """`judge`, and the state becomes `best` where it is below `low`; returns the lower of the two.
+
+    A few sweeps, which go on from the state that was changed, rule out most.
+    """
+    copies_moved(flow, search.moved, search.busiest)
+    search.tries[0] -= 1
+    now = np.inf
+    for i in range(3):
+        q = plain(8) << (2 * i)
+        for _ in range(2):
+            reprice(flow, search.figures, search.busiest, q)
+            sweep(flow, q)
+        now = min(now, guide_of(flow, search.figures, search.busiest, plain(0)))
+    if now > low * (1.0 + NEARLY):
+        return low
+    now = judge(flow, search, plain(2 * LEVELS))
     if now < low * (1.0 - 1e-5):
         copy_flow(flow, best)
         return now

@@ -12,6 +12,7 @@ from prophet.planner.candidates import (
     holders_of,
     index_replicas,
     keep_better,
+    local_copies,
     local_layers,
     make_layers,
     placement_cost,
@@ -21,7 +22,7 @@ from prophet.planner.candidates import (
 from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, bare, compiled, entry
 from prophet.planner.descent import Flow, attach, copy_flow, plain, twin
 from prophet.planner.export import export_excess
-from prophet.planner.moves import grow, holds, look, make_search, polish, shrink, swap
+from prophet.planner.moves import grow, holds, judge, look, make_search, polish, shrink, swap
 from prophet.planner.outlets import add_outlets
 from prophet.planner.shortest import (
     MOST_SWEEPS,
@@ -31,7 +32,6 @@ from prophet.planner.shortest import (
     cost_of,
     exchange_floor,
     make_flow,
-    shorten,
 )
 from prophet.planner.timing import OVERHEAD_S, Problem, make_problem, negative
 from prophet.spec import BoolArray, FloatArray, IntArray
@@ -39,15 +39,18 @@ from prophet.spec import BoolArray, FloatArray, IntArray
 EVEN = 1.005  # products this close to the even level count as level
 LITTLE_LEFT = 1.06  # a step this close to even products alone is not searched for more
 SURELY_BETTER = 0.8  # an estimated step this far below that of no replicas needs no exact comparison
-STARTS = 6
+STARTS = 7
+POLISHED = 2  # starts
 KICKS = 6  # further starts, each from the best so far with about half of its replicas changed
-FIRST_RUNGS, FIRST_SHARE, LATER_SHARE = 2, 0.3, 0.1  # of an effort, for the first slot limits and for each later one
+FIRST_SHARE, SECOND_SHARE, LATER_SHARE = 0.5, 0.25, 0.1  # of an effort, for the first slot limits and each later one
 EXCHANGE_MATTERS = 0.02  # share of the step that the all-to-alls must have for local replicas to be tried
+COPIES_FROM = 6  # slots: with fewer copies for its own tokens on every rank products are not level
+COPIES_GAIN = 0.05  # share of the step that such copies must save by an estimate for an exact look at them
 SPLIT_GLADLY = 2048  # ranks x experts up to which every slot limit's plan is split to be compared
 FEWEST_TRIES = 8  # fewer trial moves are not worth a start
 
 # Assumed seconds, about those of one core of 2020; they only fix what an effort buys.
-TRIAL_S, TRIAL_PAIR_S = 5e-6, 5e-8  # a trial move: every time, and per rank and expert (2 R experts at most)
+TRIAL_S, TRIAL_PAIR_S = 4e-6, 4e-8  # a trial move: every time, and per rank and expert (2 R experts at most)
 LAYER_S, LAYER_PAIR_S = 5e-6, 1e-8  # a layer of local replicas: the same
 
 
@@ -59,6 +62,13 @@ def replicas_of(flow: Flow, rep_expert: IntArray, rep_rank: IntArray) -> int:
         rep_expert[a - first] = flow.expert_A[a]
         rep_rank[a - first] = flow.rank_A[a]
     return int(flow.counters[0] - first)
+
+
+@bare
+def attach_all(flow: Flow, rep_expert: IntArray, rep_rank: IntArray, used: int, overhead_s: float) -> None:
+    """Attach the first `used` of these replicas."""
+    for i in range(used):
+        attach(flow, rep_expert[i], rep_rank[i], overhead_s)
 
 
 @bare
@@ -118,13 +128,13 @@ def explore(
     best_rank: IntArray,
     best_used: int,
 ) -> tuple[int, int]:
-    """Grow, shrink and swap from several starts; writes the best placement met to `rep_*`.
+    """Grow and shrink from several starts, swap and polish the best; writes the best placement met to `rep_*`.
 
     Returns (its replicas, the tries made of those given).
 
-    Starts: the best so far, no replicas, exports, no replicas under a smoother norm and without regard for transfers,
-    the heaviest expert everywhere. The best of all is polished; then, while tries last, others are made from it by
-    kicks, swapped and polished.
+    Starts: the best so far, no replicas under norms of two kinds and without regard for transfers, what every rank
+    routes most tokens to, the heaviest expert everywhere, exports. The shortest two are swapped and polished, since
+    that takes many more tries than to begin does; then, while tries last, others are made from the best by kicks.
     """
     homes = make_flow(problem, np.arange(problem.home_E.size), rep_expert.size)
     flow = twin(homes)
@@ -132,59 +142,73 @@ def explore(
     spare = twin(homes)
     search = make_search(problem.figures, limit_R, problem.home_E.size, tries)
     overhead_s = problem.figures[OVERHEAD_S]
-    kept_expert = np.empty_like(rep_expert)
-    kept_rank = np.empty_like(rep_rank)
-    kept = 0
+    begun_expert = np.empty((STARTS, rep_expert.size), np.int64)
+    begun_rank = np.empty((STARTS, rep_expert.size), np.int64)
+    begun_used = np.zeros(STARTS, np.int64)
+    begun_s = np.full(STARTS, np.inf)
+    kept = -1
     low = np.inf
-    left = tries
     sweeps = plain(4)
-    rounds = plain(3)
     for start in range(STARTS):
-        if left <= 0 or (start == 0 and best_used == 0):
+        if search.tries[0] <= 0 or (start == 0 and best_used == 0):
             continue
         copy_flow(homes, flow)
-        q = plain(2 if start == 3 else 4)
         if start == 0:
-            for i in range(best_used):
-                attach(flow, best_expert[i], best_rank[i], overhead_s)
-        elif start == 2:
-            used, _ = export_excess(problem, 0.0, False, limit_R, rep_expert, rep_rank, rep_tokens)
-            for i in range(used):
-                attach(flow, rep_expert[i], rep_rank[i], overhead_s)
-        elif start == 5:
+            attach_all(flow, best_expert, best_rank, best_used, overhead_s)
+        elif start == 3:
+            used = local_copies(problem, limit_R, rep_expert, rep_rank, 0.0)[0]
+            attach_all(flow, rep_expert, rep_rank, used, overhead_s)
+        elif start == 4:
             attach_everywhere(flow, problem, limit_R)
-        search.tries[0] = left
-        reached = grow(flow, best, search, q, 0.0 if start == 4 else 1.0, sweeps)
+        elif start == 5:
+            used, _ = export_excess(problem, 0.0, False, limit_R, rep_expert, rep_rank, rep_tokens)
+            attach_all(flow, rep_expert, rep_rank, used, overhead_s)
+        q = plain(2 if start == 1 else 4)
+        reached = grow(flow, best, search, q, 0.0 if start == 6 else 1.0, sweeps)
         shrink(flow, best, search, q, reached, sweeps)
         copy_flow(best, flow)
-        swap(flow, best, spare, search, plain(16), rounds, sweeps)
-        left = search.tries[0]
-        copies_moved(flow, search.moved, search.busiest)
-        seconds = shorten(flow, problem.figures, search.busiest, plain(MOST_SWEEPS))
-        if seconds < low:
-            low = seconds
-            kept = replicas_of(flow, kept_expert, kept_rank)
+        begun_s[start] = judge(flow, search, plain(MOST_SWEEPS))
+        begun_used[start] = replicas_of(flow, begun_expert[start], begun_rank[start])
+    kept_expert = np.empty_like(rep_expert)
+    kept_rank = np.empty_like(rep_rank)
     seed = plain(1)
-    for kick in range(KICKS + 1):
-        if left <= 0 or (kick == 0 and kept == 0):
-            continue
+    for turn in range(POLISHED + KICKS):
+        if turn > 0 and search.tries[0] <= 0:
+            break
+        start = 0
+        for other in range(STARTS):
+            if begun_s[other] < begun_s[start]:
+                start = other
         copy_flow(homes, flow)
-        search.tries[0] = left
-        if kick == 0:
-            for i in range(kept):
-                attach(flow, kept_expert[i], kept_rank[i], overhead_s)
+        if turn < POLISHED and begun_s[start] < np.inf:
+            seconds = begun_s[start]
+            if turn == 0:
+                low = seconds
+                kept = begun_used[start]
+                kept_expert[:kept] = begun_expert[start, :kept]
+                kept_rank[:kept] = begun_rank[start, :kept]
+            for other in range(STARTS):  # different starts can lead to the same
+                if begun_s[other] <= seconds:
+                    begun_s[other] = np.inf
+            attach_all(flow, begun_expert[start], begun_rank[start], begun_used[start], overhead_s)
+            if search.tries[0] <= 0:
+                break
+            look(flow, search, plain(4), sweeps)
+            q = plain(16)
+        elif turn < POLISHED:
+            continue
         else:
             seed = attach_kicked(flow, problem, limit_R, kept_expert, kept_rank, kept, seed)
-            look(flow, search, plain(8), sweeps)
-            swap(flow, best, spare, search, plain(8), rounds, sweeps)
+            q = plain(8)
+        look(flow, search, plain(8), sweeps)
+        swap(flow, best, spare, search, q, plain(3), sweeps)
         seconds = polish(flow, best, spare, search, plain(8), plain(6))
         if seconds < low:
             low = seconds
             kept = replicas_of(flow, kept_expert, kept_rank)
-        left = search.tries[0]
     rep_expert[:kept] = kept_expert[:kept]
     rep_rank[:kept] = kept_rank[:kept]
-    return kept, tries - left
+    return int(kept), tries - search.tries[0]
 
 
 @compiled
@@ -326,6 +350,8 @@ def search(
     # The fast plan goes by exact splits; a further slot must gain more than the split one will get could save without.
     costing = split_effort if searching else 0.0
     best_above_s = 0.0
+    local = not frugal and most >= COPIES_FROM and base[1] > COPIES_GAIN * base[0]
+    lacking = True  # slots for exports
     limit = limit_R.copy()
     slot = 1
     rung = 0
@@ -334,13 +360,17 @@ def search(
             limit[r] = min(limit_R[r], slot)
         deepest = slot
         slot += max(1, slot // 2)
-        allowed_s = min(allowed_s + budget_s * (FIRST_SHARE if rung < FIRST_RUNGS else LATER_SHARE), budget_s)
+        share = FIRST_SHARE if rung == 0 else (SECOND_SHARE if rung == 1 else LATER_SHARE)
+        allowed_s = min(allowed_s + budget_s * share, budget_s)
         rung += 1
         cost = base.copy()
-        used, short, above_s = try_exports(
-            problem, limit, rep_expert, rep_rank, rep_tokens, now_expert, now_rank, now_tokens, cost, split_effort,
-            frugal,
-        )  # fmt: skip
+        used, short, above_s = 0, False, 0.0
+        if lacking or searching:
+            used, short, above_s = try_exports(
+                problem, limit, rep_expert, rep_rank, rep_tokens, now_expert, now_rank, now_tokens, cost,
+                split_effort, frugal,
+            )  # fmt: skip
+        lacking = short
         if used > 0 and searching:
             cost, split_s = placement_cost(problem, now_expert, now_rank, used, costing)
             spent_s += split_s
@@ -352,6 +382,20 @@ def search(
                 best_above_s = above_s
                 best_tokens[:used] = now_tokens[:used]
             best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
+        if local and deepest >= COPIES_FROM:
+            used, seconds, local = local_copies(problem, limit, now_expert, now_rank, even_s / 3.0)
+            if local and seconds < best[0] * (1.0 - COPIES_GAIN):
+                least_s = best[0]
+                if searching:
+                    cost, split_s = placement_cost(problem, now_expert, now_rank, used, costing)
+                    spent_s += split_s
+                else:
+                    cost, above_s = exact_cost(problem, now_expert, now_rank, used, split_effort)
+                    least_s -= best_above_s
+                if cost[0] < least_s:
+                    known = False
+                    best_above_s = above_s
+                    best_used = keep_better(cost, now_expert, now_rank, used, best_expert, best_rank, best_used, best)
         if layered and allowed_s - spent_s > split_s:
             before = layers.state[0]
             deepest = min(deepest, before + int((allowed_s - spent_s - split_s) / layer_s))
@@ -378,7 +422,7 @@ def search(
             for r in range(ranks):
                 short = short or (taken[r] >= limit[r] and limit[r] < limit_R[r])
         even = best[2] <= even_s * EVEN and best[3] + best[4] <= 0.0
-        if not short or (even and best[1] <= 0.05 * best[0]):
+        if not (short or local) or (even and best[1] <= 0.05 * best[0]):
             break
     if frugal and best_used > 0 and best[0] > SURELY_BETTER * base[0]:
         best[:] = placement_cost(problem, best_expert, best_rank, best_used, costing)[0]

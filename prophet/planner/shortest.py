@@ -180,14 +180,18 @@ def reprice(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> Non
 
 
 @compiled
-def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -> float:
-    """Descend with growing q for at most `sweeps` sweeps; the best found stays in place. Returns its guide (q = 0)."""
+def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -> tuple[float, int]:
+    """Descend with growing q for at most `sweeps` sweeps; the best found stays in place.
+
+    Returns its guide (q = 0), and the sweeps made.
+    """
     low = guide_of(flow, figures, busiest, plain(0))
     trans_s, agg_s = transfers(busiest, figures)
     arcs = flow.counters[0]
     best_tokens = flow.tokens_AR[:arcs].copy()
     best_busy = flow.busy.copy()
     done = 0
+    made = 0
     for i in range(LEVELS):
         q = plain(2) << i
         share = (sweeps * (i + 1)) // LEVELS
@@ -196,6 +200,7 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
             longest, longest_q, forward_s, forward_q = norms(flow, q)
         while done < share:
             done += 1
+            made += 1
             weight = max(3.0 - hiding(trans_s, agg_s, forward_s, figures), 0.1)
             set_prices(flow, q, 4.0, weight, longest, longest_q, forward_s, forward_q)
             moves = sweep(flow, q)
@@ -213,7 +218,7 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
         done = max(done, share)
     flow.tokens_AR[:arcs] = best_tokens
     flow.busy[:] = best_busy
-    return low
+    return low, made
 
 
 @bare
@@ -337,10 +342,10 @@ def send_home(flow: Flow, problem: Problem, multi: IntArray) -> float:
 @compiled
 def best_split(
     problem: Problem, multi: IntArray, start: IntArray, arc_rank: IntArray, effort: float, exact: bool
-) -> tuple[Flow, FloatArray, float, float, IntArray]:
+) -> tuple[Flow, FloatArray, float, float, IntArray, int]:
     """The split over given holders (`flow.index_holders`): what is busy, its cost [5], the seconds that the descent
     which `effort` buys could save at most (none is made for an `exact` split), the bottleneck T, and its rows as of
-    `flow.expand`, or none where descent has changed it: then the flow has the tokens.
+    `flow.expand`, or none where descent has changed it: then the flow has the tokens. The last are the sweeps made.
     """
     ranks = problem.node_R.size
     fixed = problem.home_load.copy()
@@ -369,6 +374,7 @@ def best_split(
     count_rows(flows, rows, problem.home_E, flow.node_R, rank_load, flow.busy)
     cost = cost_with(flow, groups, busiest, problem.figures)
     sweeps = 0
+    made = 0
     above_s = 0.0
     if effort > 0.0 and cost[1] > WORTH_IT * cost[0]:
         above_s = cost[1] - 4.0 * exchange_floor(flow, problem, multi)
@@ -378,7 +384,7 @@ def best_split(
         lay_out(flow, multi, flows, rows)
         tokens = flow.tokens_AR.copy()
         before = flow.busy.copy()
-        shorten(flow, problem.figures, busiest, sweeps)
+        made = shorten(flow, problem.figures, busiest, sweeps)[1]
         other = cost_of(flow, problem, multi, busiest)
         if other[0] < cost[0]:
             cost = other
@@ -393,7 +399,7 @@ def best_split(
         cost = unused
         rows = 0
         level = send_home(flow, problem, multi)
-    return flow, cost, above_s if sweeps > 0 else 0.0, level, flows[:rows]
+    return flow, cost, above_s if sweeps > 0 else 0.0, level, flows[:rows], made
 
 
 @entry(INTS_2D, BOOLS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, FLOAT)
@@ -415,7 +421,7 @@ def timed_flows(
         return np.empty(0, np.int64), np.empty((0, 4), np.int64), np.empty(0, np.int64), -1.0, np.empty(5)
     problem = make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures)
     multi, start, arc_rank = index_holders(holds_ER, home_E)
-    flow, cost, _, level, unchanged = best_split(problem, multi, start, arc_rank, effort, False)
+    flow, cost, _, level, unchanged, _ = best_split(problem, multi, start, arc_rank, effort, False)
     ranks = node_R.size
     if unchanged.size > 0 or multi.size == 0:
         return multi, unchanged, flow.busy[0].astype(np.int64), level, cost
