@@ -102,10 +102,11 @@ class ProphetPlanner:
     found. `gain_margin`: replicas are used only when the prediction gains at least this fraction over none.
     `spare`: replicas are added until every rank can drain this share of the mean load to any other, where that costs
     at most `spare_margin` of the step (0: no spare replicas).
-    `effort`: the share of the predicted step that one core may search beyond the fast plan, which levels products. Work
-    is counted by assumed times, so that every rank does the same; a share that buys next to nothing is not spent. 0,
-    the default, is the fast plan; more pays where exchanges take much of a step and hidden transfers cost nothing,
-    which the model takes for granted and not every machine keeps.
+    `effort`: the share of the predicted step that one core may search beyond the fast plan, which levels products, and
+    with six or more slots keeps tokens local where that shortens the step and all transfers are hidden. Work is
+    counted by assumed times, so that every rank does the same; a share that buys next to nothing is not spent. 0, the
+    default, is the fast plan; more pays where exchanges take much of a step and hidden transfers cost nothing, which
+    the model takes for granted and not every machine keeps.
     `split_effort`: the share of the seconds by which exchanges exceed their floor that the split may take to bring them
     down, counted by an assumed time, too; 0 always minimises the bottleneck.
     `withdraws`: whether a step goes on without its replicas where the exact load turns out not to be worth the rest of

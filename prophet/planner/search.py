@@ -28,7 +28,6 @@ from prophet.planner.shortest import (
     MOST_SWEEPS,
     SETTLE_S,
     best_split,
-    copies_moved,
     cost_of,
     exchange_floor,
     make_flow,

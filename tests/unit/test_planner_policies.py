@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 from prophet.planner import PLANNER_NAMES, Planner, get_planner, warm
+from prophet.planner.cost import step_cost
 from prophet.planner.greedy import ProphetPlanner
-from prophet.spec import LayerShape, Link, Placement, PlanContext, SpecError, Topology, Windows
+from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, SpecError, Split, Topology, Windows
 
 # One expert of 4 is hot; a replica is cheap and hidden, so compute decides.
 HOT = np.tile(np.array([600, 100, 50, 50], dtype=np.int64), (4, 1))
@@ -166,3 +168,47 @@ def test_no_experts_hide_the_transfers_of_the_first_block(policy: str) -> None:
     assert planner.place(load, first).is_static
     covered = dataclasses.replace(context, windows=Windows(fnec_s=2e-3, bnec_s=4e-3, experts=False))
     assert not planner.place(load, covered).is_static
+
+
+# Products are nothing and exchanges all of a step; every rank routes to ten experts of its own, mostly far away.
+RANKS, EXPERTS = 8, 32
+FAR_LOAD = np.array(
+    [[100 + 10 * n if (n := (e - 4 * r - 6) % EXPERTS) < 10 else 0 for e in range(EXPERTS)] for r in range(RANKS)]
+)
+FAR = PlanContext(
+    topology=Topology.uniform(RANKS, flops_per_s=1e10, intra=Link(bytes_per_s=1e7)),
+    shape=LayerShape(dim=16, hidden=64),
+    home=tuple(e // (EXPERTS // RANKS) for e in range(EXPERTS)),
+    windows=Windows(fnec_s=1.0, bnec_s=1.0),
+    slots_per_rank=16,
+)
+
+
+def step_s(context: PlanContext, load: IntArray) -> float:
+    planner = ProphetPlanner(spare=0.0)
+    placement = planner.place(load, context)
+    return step_cost(planner.split(load, placement, context), placement, context).total_s
+
+
+def test_the_fast_plan_keeps_tokens_local_where_copies_are_hidden() -> None:
+    placement = ProphetPlanner().place(FAR_LOAD, FAR)
+    own = np.take_along_axis(placement.holds.T, np.argsort(-FAR_LOAD, axis=1)[:, :4], axis=1)
+    assert own.all()  # every rank holds the experts that it routes most tokens to
+    assert (
+        step_s(FAR, FAR_LOAD)
+        < 0.5 * step_cost(Split.to_homes(FAR_LOAD, FAR.homes_only()), FAR.homes_only(), FAR).total_s
+    )
+    # not where windows are too short to hide them, and not with slots for a few only
+    for other in (
+        dataclasses.replace(FAR, windows=Windows(fnec_s=1e-6, bnec_s=1e-6)),
+        dataclasses.replace(FAR, slots_per_rank=5),
+    ):
+        assert ProphetPlanner().place(FAR_LOAD, other).copies_per_rank().max() < 5
+
+
+def test_further_slots_for_local_copies_never_make_the_prediction_worse() -> None:
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        load = rng.multinomial(2000, rng.dirichlet(np.full(EXPERTS, 0.3)), size=RANKS).astype(np.int64)
+        seconds = [step_s(dataclasses.replace(FAR, slots_per_rank=s), load) for s in range(1, 17)]
+        assert all(b <= a * (1 + 1e-9) for a, b in itertools.pairwise(seconds))
