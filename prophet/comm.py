@@ -2,8 +2,8 @@
 
 Logic is handed a `Collective` and never calls `torch.distributed`. There are three implementations: a process group
 (`ProcessGroupCollective`), R ranks as threads of one process (`ThreadWorld`), and a recorder without peers
-(`RecordingCollective`). Each has two channels that never block one another: "tokens" carries the all-to-alls of
-dispatch and combine, "weights" carries Trans and Agg.
+(`prophet.recorder`). Each has two channels that never block one another: "tokens" carries the all-to-alls of dispatch
+and combine, "weights" carries Trans and Agg.
 
 Every wait ends: after `timeout_s` a `CollectiveTimeout` names the rank, the layer and the operation.
 
@@ -12,12 +12,17 @@ Shape legend: R ranks.
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Self, TypeVar
 
@@ -25,10 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from prophet.waiting import Waiter
+
 Channel = Literal["tokens", "weights"]
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 300.0
+_TAGS = 1 << 20  # tags of single messages come again after so many all-to-alls
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +173,7 @@ class Collective(ABC):
         return self  # a copied model communicates over the same ranks
 
 
-def _check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int) -> None:
+def check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int) -> None:
     if len(send_rows) != size or len(recv_rows) != size:
         raise ValueError(f"expected one row count per rank ({size}), got {len(send_rows)} and {len(recv_rows)}")
     if sum(send_rows) != x.shape[0]:
@@ -177,6 +185,20 @@ def _check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], s
 
 # torch 2.13 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _over_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether gloo moves the group's tensors on the host."""
+    return "cpu:gloo" in str(dist.get_backend_config(group))
+
+
+def _place() -> int:
+    """A number that processes on one host share: they have its name and its network in common."""
+    network = ""
+    with suppress(OSError):  # containers on one machine have networks of their own; not every system tells
+        network = str(os.stat("/proc/self/ns/net").st_ino)
+    name = f"{socket.gethostname()} {network}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little")
 
 
 class _WorkPending(Pending):
@@ -212,14 +234,46 @@ class _WorkPending(Pending):
         return self._result
 
 
+class _FuturePending(Pending):
+    def __init__(self, owner: ProcessGroupCollective, future: Future[None], result: Tensor, op: Operation) -> None:
+        self._owner = owner
+        self._future = future
+        self._result = result
+        self._op = op
+
+    def watch(self) -> None:
+        def over(_: Any) -> None:
+            self.arrived_s = time.perf_counter()
+
+        self._future.add_done_callback(over)
+
+    def ended(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> Tensor:
+        self._owner.guard(self._future.result, self._op)
+        return self._result
+
+
 class ProcessGroupCollective(Collective):
     """Ranks are processes of a `torch.distributed` group (gloo or NCCL).
 
     Two communicators over the same ranks are created with `timeout_s` of their own, so a long limit on the user's
     group does not make a lost peer wait. Creation is collective over the members of `group`.
+
+    receive_first: an all-to-all of tensors on the host posts all receives before it sends anything. In gloo's own, a
+    rank that comes late has its data to a peer on the way before it says that it is ready for the peer's, which then
+    waits on the same connection: the two directions of a link take turns. None: where gloo connects several hosts.
+    Within one host, where bytes are copied and not sent, gloo's own is the faster one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        receive_first: bool | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
         base = group if group is not None else dist.group.WORLD
@@ -236,6 +290,15 @@ class ProcessGroupCollective(Collective):
             for channel in ("tokens", "weights")
         }
         self._broken: CollectiveError | None = None
+        self._receive_first = receive_first
+        if receive_first is None:
+            self._receive_first = _over_gloo(base) and self._on_several_hosts()
+        self._waiters: dict[Channel, Waiter] = {c: Waiter(f"gloo {c}") for c in self._groups}
+        self._posted: dict[Channel, int] = dict.fromkeys(self._groups, 0)
+
+    def _on_several_hosts(self) -> bool:
+        places = self.all_gather(torch.tensor([_place()]), op=Operation("where ranks are"))
+        return bool((places != places[0]).any())
 
     def guard(self, call: Callable[[], T], op: Operation) -> T:
         """Run `call`, turning the backend's failures into errors that name rank, layer and operation."""
@@ -265,11 +328,13 @@ class ProcessGroupCollective(Collective):
         op: Operation,
         channel: Channel = "tokens",
     ) -> Pending:
-        _check_rows(x, send_rows, recv_rows, self.size)
+        check_rows(x, send_rows, recv_rows, self.size)
         if self.size == 1:
             return Done(x)
         source = x.contiguous()
         out = x.new_empty((sum(recv_rows), *x.shape[1:]))
+        if self._receive_first and x.device.type == "cpu":
+            return self._post(source.detach(), out, send_rows, recv_rows, op, channel)
         work = self.guard(
             lambda: dist.all_to_all_single(
                 out, source, list(recv_rows), list(send_rows), group=self._groups[channel], async_op=True
@@ -277,6 +342,36 @@ class ProcessGroupCollective(Collective):
             op,
         )
         return _WorkPending(self, [work], out, source, op)
+
+    def _post(
+        self,
+        source: Tensor,
+        out: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        op: Operation,
+        channel: Channel,
+    ) -> Pending:
+        """An all-to-all of single messages, receives before sends; another peer comes first on every rank."""
+        group, rank = self._groups[channel], self.rank
+        self._posted[channel] += 1
+        tag = self._posted[channel] % _TAGS + 1  # `exchange` has 0
+        sent, received = source.split(list(send_rows)), out.split(list(recv_rows))
+        peers = [(rank + i) % self.size for i in range(1, self.size)]
+
+        def post() -> list[Any]:
+            works = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers if recv_rows[p]]
+            return works + [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers if send_rows[p]]
+
+        works = self.guard(post, op)
+
+        def finish() -> None:
+            with torch.no_grad():
+                received[rank].copy_(sent[rank])
+            for work in works:
+                work.wait()
+
+        return _FuturePending(self, self._waiters[channel].submit(finish), out, op)
 
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         if self.size == 1:
@@ -317,6 +412,8 @@ class ProcessGroupCollective(Collective):
         if dist.is_initialized():
             for group in self._groups.values():
                 dist.destroy_process_group(group)
+        for waiter in self._waiters.values():
+            waiter.close()
         self._groups.clear()
         self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
 
@@ -442,7 +539,7 @@ class ThreadCollective(Collective):
         op: Operation,
         channel: Channel = "tokens",
     ) -> Pending:
-        _check_rows(x, send_rows, recv_rows, self.size)
+        check_rows(x, send_rows, recv_rows, self.size)
         if self.size == 1:
             return Done(x)
         number = self._next(channel)
@@ -492,70 +589,6 @@ class ThreadCollective(Collective):
             return torch.empty(0)
 
         return _ThreadPending(collect, lambda: self._world.has(expected))
-
-
-# --- a recorder without peers ---
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One call made on a `RecordingCollective`; bytes are counted by destination rank."""
-
-    kind: Literal["all_to_all", "all_gather", "exchange"]
-    op: Operation
-    channel: Channel
-    sent_bytes: tuple[int, ...] = field(default=())
-
-
-class RecordingCollective(Collective):
-    """Remembers every call. Peers are imagined: they route as this rank does and send zeros."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size, timeout_s=1.0)
-        self.calls: list[Recorded] = []
-
-    def _renewed(self, timeout_s: float) -> Collective:
-        self.timeout_s = timeout_s
-        return self
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
-    ) -> Pending:
-        _check_rows(x, send_rows, recv_rows, self.size)
-        row_bytes = x[0].numel() * x.element_size() if x.shape[0] else 0
-        self.calls.append(Recorded("all_to_all", op, channel, tuple(n * row_bytes for n in send_rows)))
-        out = x.new_zeros((sum(recv_rows), *x.shape[1:]))
-        mine = sum(send_rows[: self.rank])
-        start = sum(recv_rows[: self.rank])
-        kept = min(send_rows[self.rank], recv_rows[self.rank])
-        out[start : start + kept] = x[mine : mine + kept]
-        return Done(out)
-
-    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
-        self.calls.append(Recorded("all_gather", op, channel, (x.numel() * x.element_size(),) * self.size))
-        return torch.stack([x] * self.size)
-
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
-        sent = [0] * self.size
-        for peer, x in sends:
-            sent[peer] += x.numel() * x.element_size()
-        self.calls.append(Recorded("exchange", op, channel, tuple(sent)))
-        for _, out in recvs:
-            out.zero_()
-        return Done(torch.empty(0))
 
 
 # --- which collective a layer gets ---

@@ -220,6 +220,7 @@ class Bench:
             transfers=p.transfers,
             replica_memory=p.memory,
             replan=ReplanConfig() if p.keep_plans else None,
+            predict=p.predict,
         )
 
     def _attached(self, p: Policy, stack: ExitStack) -> tuple[torch.optim.Optimizer, Engine | None]:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prophet.comm import Done, Operation, RecordingCollective, _ThreadPending
+from prophet.comm import Done, Operation, _ThreadPending
 from prophet.planner.cost import transfer_cost
+from prophet.recorder import RecordingCollective
 from prophet.scheduler.forms import FormChooser, Seconds
 from prophet.scheduler.pieces import GRAIN, HALVES
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
