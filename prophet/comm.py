@@ -293,7 +293,11 @@ class ProcessGroupCollective(Collective):
         self._receive_first = receive_first
         if receive_first is None:
             self._receive_first = _over_gloo(base) and self._on_several_hosts()
-        self._waiters: dict[Channel, Waiter] = {c: Waiter(f"gloo {c}") for c in self._groups}
+        self._posters: dict[Channel, Waiter] = {}
+        self._waiters: dict[Channel, Waiter] = {}
+        if self._receive_first:
+            self._posters = {c: Waiter(f"gloo posts {c}") for c in self._groups}
+            self._waiters = {c: Waiter(f"gloo waits for {c}") for c in self._groups}
         self._posted: dict[Channel, int] = dict.fromkeys(self._groups, 0)
 
     def _on_several_hosts(self) -> bool:
@@ -334,7 +338,7 @@ class ProcessGroupCollective(Collective):
         source = x.contiguous()
         out = x.new_empty((sum(recv_rows), *x.shape[1:]))
         if self._receive_first and x.device.type == "cpu":
-            return self._post(source.detach(), out, send_rows, recv_rows, op, channel)
+            return self.guard(lambda: self._post(source.detach(), out, send_rows, recv_rows, channel, op), op)
         work = self.guard(
             lambda: dist.all_to_all_single(
                 out, source, list(recv_rows), list(send_rows), group=self._groups[channel], async_op=True
@@ -349,10 +353,13 @@ class ProcessGroupCollective(Collective):
         out: Tensor,
         send_rows: Sequence[int],
         recv_rows: Sequence[int],
-        op: Operation,
         channel: Channel,
+        op: Operation,
     ) -> Pending:
-        """An all-to-all of single messages, receives before sends; another peer comes first on every rank."""
+        """An all-to-all of single messages, receives before sends; another peer comes first on every rank.
+
+        Posting writes to sockets what they take, and so has a thread of its own beside the one that waits.
+        """
         group, rank = self._groups[channel], self.rank
         self._posted[channel] += 1
         tag = self._posted[channel] % _TAGS + 1  # `exchange` has 0
@@ -361,14 +368,15 @@ class ProcessGroupCollective(Collective):
 
         def post() -> list[Any]:
             works = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers if recv_rows[p]]
-            return works + [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers if send_rows[p]]
-
-        works = self.guard(post, op)
-
-        def finish() -> None:
+            works += [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers if send_rows[p]]
             with torch.no_grad():
                 received[rank].copy_(sent[rank])
-            for work in works:
+            return works
+
+        posted = self._posters[channel].submit(post)
+
+        def finish() -> None:
+            for work in posted.result():
                 work.wait()
 
         return _FuturePending(self, self._waiters[channel].submit(finish), out, op)
@@ -412,7 +420,7 @@ class ProcessGroupCollective(Collective):
         if dist.is_initialized():
             for group in self._groups.values():
                 dist.destroy_process_group(group)
-        for waiter in self._waiters.values():
+        for waiter in (*self._posters.values(), *self._waiters.values()):
             waiter.close()
         self._groups.clear()
         self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")

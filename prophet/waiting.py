@@ -1,4 +1,4 @@
-"""A thread that waits: for transfers that cannot say by themselves whether they have ended."""
+"""Threads that call one thing after the other: for transfers that cannot say by themselves whether they have ended."""
 
 from __future__ import annotations
 
@@ -7,46 +7,40 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
-_Item = tuple[Future[None], Callable[[], None]]
+T = TypeVar("T")
+_Items = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
-def _serve(items: queue.SimpleQueue[_Item | None]) -> None:
+def _serve(items: _Items) -> None:
     while (item := items.get()) is not None:
         future, call = item
         try:
-            call()
+            future.set_result(call())
         except Exception as error:
             future.set_exception(error)
-        else:
-            future.set_result(None)
-        del item, future, call  # what was waited for is not kept until the next one comes
+        del item, future, call  # what was called is not kept until the next one comes
 
 
 class Waiter:
-    """Calls what it is given on a thread of its own, one after the other; the thread starts with the first call.
+    """A thread that calls what it is given, in that order. The calls have time limits themselves.
 
-    The calls have time limits themselves. The thread ends with `close`, or with this object.
+    The thread ends with `close`, or with this object.
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
-        self._finalizer: Any = None
+        self._items: _Items = queue.SimpleQueue()
+        # daemon: what a lost peer still owes must not keep the program from ending
+        threading.Thread(target=_serve, args=(self._items,), name=name, daemon=True).start()
+        self._end = weakref.finalize(self, self._items.put, None)
 
-    def submit(self, call: Callable[[], None]) -> Future[None]:
+    def submit(self, call: Callable[[], T]) -> Future[T]:
         """What becomes of `call`."""
-        if self._finalizer is None:
-            # daemon: what a lost peer still owes must not keep the program from ending
-            threading.Thread(target=_serve, args=(self._items,), name=self._name, daemon=True).start()
-            self._finalizer = weakref.finalize(self, self._items.put, None)
-        future: Future[None] = Future()
+        future: Future[T] = Future()
         self._items.put((future, call))
         return future
 
     def close(self) -> None:
         """End the thread once it has called what it was given so far."""
-        if self._finalizer is not None:
-            self._finalizer()
-            self._finalizer = None
+        self._end()
