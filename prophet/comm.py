@@ -15,169 +15,54 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import threading
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from prophet.collective import (
+    DEFAULT_TIMEOUT_S,
+    Channel,
+    Collective,
+    CollectiveError,
+    CollectiveTimeout,
+    Done,
+    Operation,
+    PeerLost,
+    Pending,
+    check_rows,
+)
+from prophet.thread_ranks import ThreadCollective, ThreadWorld
 from prophet.waiting import Waiter
 
-Channel = Literal["tokens", "weights"]
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Channel",
+    "Collective",
+    "CollectiveError",
+    "CollectiveTimeout",
+    "Done",
+    "Operation",
+    "PeerLost",
+    "Pending",
+    "ProcessGroupCollective",
+    "ThreadCollective",
+    "ThreadWorld",
+    "collective_for",
+    "process_rank",
+    "processes",
+    "world_groups",
+]
+
 T = TypeVar("T")
-
-DEFAULT_TIMEOUT_S = 300.0
 _TAGS = 1 << 20  # tags of single messages come again after so many all-to-alls
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What is being communicated, for error messages and timelines."""
-
-    name: str
-    layer: int | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed; carries the rank that noticed, and the operation it was in."""
-
-    def __init__(self, rank: int, operation: Operation, reason: str) -> None:
-        super().__init__(f"rank {rank}: {operation} failed: {reason}")
-        self.rank = rank
-        self.operation = operation
-
-
-class CollectiveTimeout(CollectiveError):
-    """A collective did not finish within its time limit."""
-
-
-class PeerLost(CollectiveError):
-    """A peer ended or closed its connection in the middle of a collective."""
-
-
-class Pending(ABC):
-    """A collective under way.
-
-    arrived_s: when the result had arrived, on the clock of `time.perf_counter`; None where that is not known (see
-    `watch`).
-    """
-
-    arrived_s: float | None = None
-
-    def watch(self) -> None:  # noqa: B027 (not every collective can tell)
-        """Note in `arrived_s` when the result arrives. Costs a callback; for timelines, on backends of the host."""
-
-    @abstractmethod
-    def wait(self) -> Tensor:
-        """Return the result, waiting for it at most the collective's time limit; may be called again."""
-
-    @abstractmethod
-    def ended(self) -> bool:
-        """Whether `wait` would return, or raise, at once. Ranks may see different answers at the same place."""
-
-
-class Done(Pending):
-    """A collective that had nothing to wait for."""
-
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
-
-    def ended(self) -> bool:
-        return True
-
-    def wait(self) -> Tensor:
-        return self._result
-
-
-class Collective(ABC):
-    """A group of ranks that communicate. All ranks issue the same operations on a channel in the same order."""
-
-    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
-        self.rank = rank
-        self.size = size
-        self.timeout_s = timeout_s
-
-    @abstractmethod
-    def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
-    ) -> Pending:
-        """Send `send_rows[d]` consecutive rows of `x` to each rank d; the result has `recv_rows[s]` rows from each s.
-
-        `x` must not be written to before the result was waited for.
-        """
-
-    @abstractmethod
-    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
-        """Gather equal-shaped `x` from all ranks, [R, *x.shape]; blocks."""
-
-    @abstractmethod
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
-        """Point-to-point: send contiguous tensors to peers while filling tensors from peers, in place.
-
-        Between two ranks messages match in the order in which they are listed. Only the ranks involved take part.
-        """
-
-    def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
-        """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""
-        if self.size == 1 or not tensors:
-            return
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        gathered = self.all_gather(flat, op=op or Operation("mean over ranks"))
-        total = gathered[0].clone()
-        for r in range(1, self.size):
-            total += gathered[r]
-        total /= self.size
-        for t, piece in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
-            t.copy_(piece.view_as(t))
-
-    def with_timeout(self, timeout_s: float) -> Collective:
-        """A collective over the same ranks with another time limit; itself where the limit is the same already."""
-        if timeout_s == self.timeout_s:
-            return self
-        return self._renewed(timeout_s)
-
-    @abstractmethod
-    def _renewed(self, timeout_s: float) -> Collective: ...
-
-    def close(self) -> None:  # noqa: B027 (most collectives own nothing)
-        """Release communicators. The collective cannot be used afterwards."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # a copied model communicates over the same ranks
-
-
-def check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int) -> None:
-    if len(send_rows) != size or len(recv_rows) != size:
-        raise ValueError(f"expected one row count per rank ({size}), got {len(send_rows)} and {len(recv_rows)}")
-    if sum(send_rows) != x.shape[0]:
-        raise ValueError(f"send_rows add up to {sum(send_rows)}, but there are {x.shape[0]} rows")
 
 
 # --- a process group ---
@@ -424,179 +309,6 @@ class ProcessGroupCollective(Collective):
             waiter.close()
         self._groups.clear()
         self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
-
-
-# --- R ranks as threads of one process ---
-
-
-class ThreadWorld:
-    """R ranks in one process: real blocking semantics and real time limits, without processes or sockets.
-
-    `run(fn)` calls `fn(collective)` on R threads and returns their results by rank. If one raises, the others are
-    woken and the first error is raised.
-    """
-
-    def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
-        if size < 1:
-            raise ValueError(f"a world needs at least one rank, got {size}")
-        self.size = size
-        self.timeout_s = timeout_s
-        self._mail: dict[tuple[Channel, int, int, int], tuple[Operation, Tensor]] = {}
-        self._arrived = threading.Condition()
-        self._failure: BaseException | None = None
-
-    def collective(self, rank: int) -> ThreadCollective:
-        """The collective of one rank."""
-        return ThreadCollective(self, rank)
-
-    def run(self, fn: Callable[[ThreadCollective], T]) -> list[T]:
-        """Run `fn` on all ranks at once; their results by rank. Raises what the first rank to fail raised."""
-        results: dict[int, T] = {}
-
-        def body(rank: int) -> None:
-            try:
-                results[rank] = fn(self.collective(rank))
-            except BaseException as error:
-                self.abort(error)
-
-        threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(self.size)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        if self._failure is not None:
-            raise self._failure
-        return [results[r] for r in range(self.size)]
-
-    def abort(self, error: BaseException) -> None:
-        """Wake every waiting rank: `error` happened on one of them."""
-        with self._arrived:
-            self._failure = self._failure or error
-            self._arrived.notify_all()
-
-    def put(self, key: tuple[Channel, int, int, int], op: Operation, x: Tensor) -> None:
-        """Leave a copy of `x` for (channel, number, source, destination)."""
-        with self._arrived:
-            self._mail[key] = (op, x.detach().clone())
-            self._arrived.notify_all()
-
-    def has(self, keys: Sequence[tuple[Channel, int, int, int]]) -> bool:
-        """Whether all this was put, or will never be."""
-        with self._arrived:
-            return self._failure is not None or all(key in self._mail for key in keys)
-
-    def take(self, key: tuple[Channel, int, int, int], op: Operation, timeout_s: float) -> Tensor:
-        """Wait for what was put under `key`; CollectiveError where its sender is in another operation, or gone."""
-        _, _, source, rank = key
-        deadline = time.monotonic() + timeout_s
-        with self._arrived:
-            while key not in self._mail:
-                if self._failure is not None:
-                    raise PeerLost(rank, op, f"a peer ended ({self._failure})") from self._failure
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise CollectiveTimeout(rank, op, f"no answer from rank {source} within {timeout_s:g} s")
-                self._arrived.wait(left)
-            theirs, x = self._mail.pop(key)
-        if theirs != op:
-            raise CollectiveError(rank, op, f"rank {source} is in {theirs} instead")
-        return x
-
-
-class _ThreadPending(Pending):
-    def __init__(self, collect: Callable[[], Tensor], ended: Callable[[], bool]) -> None:
-        self._collect = collect
-        self._ended = ended
-        self._result: Tensor | None = None
-
-    def ended(self) -> bool:
-        return self._result is not None or self._ended()
-
-    def wait(self) -> Tensor:
-        if self._result is None:
-            self._result = self._collect()
-        return self._result
-
-
-class ThreadCollective(Collective):
-    """One rank of a `ThreadWorld`."""
-
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        super().__init__(rank, world.size, world.timeout_s)
-        self._world = world
-        self._issued: dict[Channel, int] = {"tokens": 0, "weights": 0}
-        self._exchanged: dict[tuple[Channel, int, int], int] = {}
-
-    def _renewed(self, timeout_s: float) -> Collective:
-        self.timeout_s = timeout_s
-        return self
-
-    def _take(self, key: tuple[Channel, int, int, int], op: Operation) -> Tensor:
-        return self._world.take(key, op, self.timeout_s)
-
-    def _next(self, channel: Channel) -> int:
-        self._issued[channel] += 1
-        return self._issued[channel]
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
-    ) -> Pending:
-        check_rows(x, send_rows, recv_rows, self.size)
-        if self.size == 1:
-            return Done(x)
-        number = self._next(channel)
-        for d, piece in enumerate(x.split(list(send_rows))):
-            self._world.put((channel, number, self.rank, d), op, piece)
-
-        def collect() -> Tensor:
-            pieces = [self._take((channel, number, s, self.rank), op) for s in range(self.size)]
-            for s, piece in enumerate(pieces):
-                if piece.shape[0] != recv_rows[s]:
-                    reason = f"rank {s} sent {piece.shape[0]} rows, expected {recv_rows[s]}"
-                    raise CollectiveError(self.rank, op, reason)
-            return torch.cat(pieces)
-
-        keys = [(channel, number, s, self.rank) for s in range(self.size)]
-        return _ThreadPending(collect, lambda: self._world.has(keys))
-
-    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
-        if self.size == 1:
-            return x.unsqueeze(0)
-        number = self._next(channel)
-        for d in range(self.size):
-            self._world.put((channel, number, self.rank, d), op, x)
-        return torch.stack([self._take((channel, number, s, self.rank), op) for s in range(self.size)])
-
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
-        # Numbers below zero keep point-to-point messages apart from the collectives'.
-        def number(source: int, target: int) -> int:
-            key = (channel, source, target)
-            self._exchanged[key] = self._exchanged.get(key, 0) + 1
-            return -self._exchanged[key]
-
-        for peer, x in sends:
-            self._world.put((channel, number(self.rank, peer), self.rank, peer), op, x)
-        expected = [(channel, number(peer, self.rank), peer, self.rank) for peer, _ in recvs]
-
-        def collect() -> Tensor:
-            for key, (_, out) in zip(expected, recvs, strict=True):
-                out.copy_(self._take(key, op))
-            return torch.empty(0)
-
-        return _ThreadPending(collect, lambda: self._world.has(expected))
 
 
 # --- which collective a layer gets ---

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prophet.comm import Channel, Collective, Done, Operation, Pending, check_rows
+from prophet.collective import Channel, Collective, Done, Operation, Pending, check_rows
 
 
 @dataclass(frozen=True, slots=True)
