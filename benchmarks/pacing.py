@@ -13,6 +13,7 @@ import functools
 import os
 import platform
 import struct
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -75,9 +76,10 @@ def compute_apart() -> None:
     if half == 0:
         return
     os.sched_setaffinity(0, cores[:half])
+    waiting = {str(t.native_id) for t in threading.enumerate() if t.name.startswith("gloo")}  # of `prophet.comm`
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
-            if "gloo" in (task / "comm").read_text():
+            if task.name in waiting or "gloo" in (task / "comm").read_text():
                 os.sched_setaffinity(int(task.name), cores[half:])
                 os.setpriority(os.PRIO_PROCESS, int(task.name), NETWORK_NICE)
 

@@ -2,8 +2,8 @@
 
 Logic is handed a `Collective` and never calls `torch.distributed`. There are three implementations: a process group
 (`ProcessGroupCollective`), R ranks as threads of one process (`ThreadWorld`), and a recorder without peers
-(`RecordingCollective`). Each has two channels that never block one another: "tokens" carries the all-to-alls of
-dispatch and combine, "weights" carries Trans and Agg.
+(`prophet.recorder`). Each has two channels that never block one another: "tokens" carries the all-to-alls of dispatch
+and combine, "weights" carries Trans and Agg.
 
 Every wait ends: after `timeout_s` a `CollectiveTimeout` names the rank, the layer and the operation.
 
@@ -12,164 +12,57 @@ Shape legend: R ranks.
 
 from __future__ import annotations
 
-import threading
+import hashlib
+import os
+import socket
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Channel = Literal["tokens", "weights"]
+from prophet.collective import (
+    DEFAULT_TIMEOUT_S,
+    Channel,
+    Collective,
+    CollectiveError,
+    CollectiveTimeout,
+    Done,
+    Operation,
+    PeerLost,
+    Pending,
+    check_rows,
+)
+from prophet.thread_ranks import ThreadCollective, ThreadWorld
+from prophet.waiting import Waiter
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "Channel",
+    "Collective",
+    "CollectiveError",
+    "CollectiveTimeout",
+    "Done",
+    "Operation",
+    "PeerLost",
+    "Pending",
+    "ProcessGroupCollective",
+    "ThreadCollective",
+    "ThreadWorld",
+    "collective_for",
+    "process_rank",
+    "processes",
+    "world_groups",
+]
+
 T = TypeVar("T")
-
-DEFAULT_TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What is being communicated, for error messages and timelines."""
-
-    name: str
-    layer: int | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed; carries the rank that noticed, and the operation it was in."""
-
-    def __init__(self, rank: int, operation: Operation, reason: str) -> None:
-        super().__init__(f"rank {rank}: {operation} failed: {reason}")
-        self.rank = rank
-        self.operation = operation
-
-
-class CollectiveTimeout(CollectiveError):
-    """A collective did not finish within its time limit."""
-
-
-class PeerLost(CollectiveError):
-    """A peer ended or closed its connection in the middle of a collective."""
-
-
-class Pending(ABC):
-    """A collective under way.
-
-    arrived_s: when the result had arrived, on the clock of `time.perf_counter`; None where that is not known (see
-    `watch`).
-    """
-
-    arrived_s: float | None = None
-
-    def watch(self) -> None:  # noqa: B027 (not every collective can tell)
-        """Note in `arrived_s` when the result arrives. Costs a callback; for timelines, on backends of the host."""
-
-    @abstractmethod
-    def wait(self) -> Tensor:
-        """Return the result, waiting for it at most the collective's time limit; may be called again."""
-
-    @abstractmethod
-    def ended(self) -> bool:
-        """Whether `wait` would return, or raise, at once. Ranks may see different answers at the same place."""
-
-
-class Done(Pending):
-    """A collective that had nothing to wait for."""
-
-    def __init__(self, result: Tensor) -> None:
-        self._result = result
-
-    def ended(self) -> bool:
-        return True
-
-    def wait(self) -> Tensor:
-        return self._result
-
-
-class Collective(ABC):
-    """A group of ranks that communicate. All ranks issue the same operations on a channel in the same order."""
-
-    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
-        self.rank = rank
-        self.size = size
-        self.timeout_s = timeout_s
-
-    @abstractmethod
-    def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
-    ) -> Pending:
-        """Send `send_rows[d]` consecutive rows of `x` to each rank d; the result has `recv_rows[s]` rows from each s.
-
-        `x` must not be written to before the result was waited for.
-        """
-
-    @abstractmethod
-    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
-        """Gather equal-shaped `x` from all ranks, [R, *x.shape]; blocks."""
-
-    @abstractmethod
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
-        """Point-to-point: send contiguous tensors to peers while filling tensors from peers, in place.
-
-        Between two ranks messages match in the order in which they are listed. Only the ranks involved take part.
-        """
-
-    def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
-        """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""
-        if self.size == 1 or not tensors:
-            return
-        flat = torch.cat([t.reshape(-1) for t in tensors])
-        gathered = self.all_gather(flat, op=op or Operation("mean over ranks"))
-        total = gathered[0].clone()
-        for r in range(1, self.size):
-            total += gathered[r]
-        total /= self.size
-        for t, piece in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
-            t.copy_(piece.view_as(t))
-
-    def with_timeout(self, timeout_s: float) -> Collective:
-        """A collective over the same ranks with another time limit; itself where the limit is the same already."""
-        if timeout_s == self.timeout_s:
-            return self
-        return self._renewed(timeout_s)
-
-    @abstractmethod
-    def _renewed(self, timeout_s: float) -> Collective: ...
-
-    def close(self) -> None:  # noqa: B027 (most collectives own nothing)
-        """Release communicators. The collective cannot be used afterwards."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self  # a copied model communicates over the same ranks
-
-
-def _check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int) -> None:
-    if len(send_rows) != size or len(recv_rows) != size:
-        raise ValueError(f"expected one row count per rank ({size}), got {len(send_rows)} and {len(recv_rows)}")
-    if sum(send_rows) != x.shape[0]:
-        raise ValueError(f"send_rows add up to {sum(send_rows)}, but there are {x.shape[0]} rows")
+_TAGS = 1 << 20  # tags of single messages come again after so many all-to-alls
 
 
 # --- a process group ---
@@ -177,6 +70,20 @@ def _check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], s
 
 # torch 2.13 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _over_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether gloo moves the group's tensors on the host."""
+    return "cpu:gloo" in str(dist.get_backend_config(group))
+
+
+def _place() -> int:
+    """A number that processes on one host share: they have its name and its network in common."""
+    network = ""
+    with suppress(OSError):  # containers on one machine have networks of their own; not every system tells
+        network = str(os.stat("/proc/self/ns/net").st_ino)
+    name = f"{socket.gethostname()} {network}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little")
 
 
 class _WorkPending(Pending):
@@ -212,14 +119,46 @@ class _WorkPending(Pending):
         return self._result
 
 
+class _FuturePending(Pending):
+    def __init__(self, owner: ProcessGroupCollective, future: Future[None], result: Tensor, op: Operation) -> None:
+        self._owner = owner
+        self._future = future
+        self._result = result
+        self._op = op
+
+    def watch(self) -> None:
+        def over(_: Any) -> None:
+            self.arrived_s = time.perf_counter()
+
+        self._future.add_done_callback(over)
+
+    def ended(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> Tensor:
+        self._owner.guard(self._future.result, self._op)
+        return self._result
+
+
 class ProcessGroupCollective(Collective):
     """Ranks are processes of a `torch.distributed` group (gloo or NCCL).
 
     Two communicators over the same ranks are created with `timeout_s` of their own, so a long limit on the user's
     group does not make a lost peer wait. Creation is collective over the members of `group`.
+
+    receive_first: an all-to-all of tensors on the host posts all receives before it sends anything. In gloo's own, a
+    rank that comes late has its data to a peer on the way before it says that it is ready for the peer's, which then
+    waits on the same connection: the two directions of a link take turns. None: where gloo connects several hosts.
+    Within one host, where bytes are copied and not sent, gloo's own is the faster one.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        receive_first: bool | None = None,
+    ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
         base = group if group is not None else dist.group.WORLD
@@ -236,6 +175,19 @@ class ProcessGroupCollective(Collective):
             for channel in ("tokens", "weights")
         }
         self._broken: CollectiveError | None = None
+        self._receive_first = receive_first
+        if receive_first is None:
+            self._receive_first = _over_gloo(base) and self._on_several_hosts()
+        self._posters: dict[Channel, Waiter] = {}
+        self._waiters: dict[Channel, Waiter] = {}
+        if self._receive_first:
+            self._posters = {c: Waiter(f"gloo posts {c}") for c in self._groups}
+            self._waiters = {c: Waiter(f"gloo waits for {c}") for c in self._groups}
+        self._posted: dict[Channel, int] = dict.fromkeys(self._groups, 0)
+
+    def _on_several_hosts(self) -> bool:
+        places = self.all_gather(torch.tensor([_place()]), op=Operation("where ranks are"))
+        return bool((places != places[0]).any())
 
     def guard(self, call: Callable[[], T], op: Operation) -> T:
         """Run `call`, turning the backend's failures into errors that name rank, layer and operation."""
@@ -265,11 +217,13 @@ class ProcessGroupCollective(Collective):
         op: Operation,
         channel: Channel = "tokens",
     ) -> Pending:
-        _check_rows(x, send_rows, recv_rows, self.size)
+        check_rows(x, send_rows, recv_rows, self.size)
         if self.size == 1:
             return Done(x)
         source = x.contiguous()
         out = x.new_empty((sum(recv_rows), *x.shape[1:]))
+        if self._receive_first and x.device.type == "cpu":
+            return self.guard(lambda: self._post(source.detach(), out, send_rows, recv_rows, channel, op), op)
         work = self.guard(
             lambda: dist.all_to_all_single(
                 out, source, list(recv_rows), list(send_rows), group=self._groups[channel], async_op=True
@@ -277,6 +231,40 @@ class ProcessGroupCollective(Collective):
             op,
         )
         return _WorkPending(self, [work], out, source, op)
+
+    def _post(
+        self,
+        source: Tensor,
+        out: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        channel: Channel,
+        op: Operation,
+    ) -> Pending:
+        """An all-to-all of single messages, receives before sends; another peer comes first on every rank.
+
+        Posting writes to sockets what they take, and so has a thread of its own beside the one that waits.
+        """
+        group, rank = self._groups[channel], self.rank
+        self._posted[channel] += 1
+        tag = self._posted[channel] % _TAGS + 1  # `exchange` has 0
+        sent, received = source.split(list(send_rows)), out.split(list(recv_rows))
+        peers = [(rank + i) % self.size for i in range(1, self.size)]
+
+        def post() -> list[Any]:
+            works = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers if recv_rows[p]]
+            works += [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers if send_rows[p]]
+            with torch.no_grad():
+                received[rank].copy_(sent[rank])
+            return works
+
+        posted = self._posters[channel].submit(post)
+
+        def finish() -> None:
+            for work in posted.result():
+                work.wait()
+
+        return _FuturePending(self, self._waiters[channel].submit(finish), out, op)
 
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         if self.size == 1:
@@ -317,245 +305,10 @@ class ProcessGroupCollective(Collective):
         if dist.is_initialized():
             for group in self._groups.values():
                 dist.destroy_process_group(group)
+        for waiter in (*self._posters.values(), *self._waiters.values()):
+            waiter.close()
         self._groups.clear()
         self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
-
-
-# --- R ranks as threads of one process ---
-
-
-class ThreadWorld:
-    """R ranks in one process: real blocking semantics and real time limits, without processes or sockets.
-
-    `run(fn)` calls `fn(collective)` on R threads and returns their results by rank. If one raises, the others are
-    woken and the first error is raised.
-    """
-
-    def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
-        if size < 1:
-            raise ValueError(f"a world needs at least one rank, got {size}")
-        self.size = size
-        self.timeout_s = timeout_s
-        self._mail: dict[tuple[Channel, int, int, int], tuple[Operation, Tensor]] = {}
-        self._arrived = threading.Condition()
-        self._failure: BaseException | None = None
-
-    def collective(self, rank: int) -> ThreadCollective:
-        """The collective of one rank."""
-        return ThreadCollective(self, rank)
-
-    def run(self, fn: Callable[[ThreadCollective], T]) -> list[T]:
-        """Run `fn` on all ranks at once; their results by rank. Raises what the first rank to fail raised."""
-        results: dict[int, T] = {}
-
-        def body(rank: int) -> None:
-            try:
-                results[rank] = fn(self.collective(rank))
-            except BaseException as error:
-                self.abort(error)
-
-        threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(self.size)]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        if self._failure is not None:
-            raise self._failure
-        return [results[r] for r in range(self.size)]
-
-    def abort(self, error: BaseException) -> None:
-        """Wake every waiting rank: `error` happened on one of them."""
-        with self._arrived:
-            self._failure = self._failure or error
-            self._arrived.notify_all()
-
-    def put(self, key: tuple[Channel, int, int, int], op: Operation, x: Tensor) -> None:
-        """Leave a copy of `x` for (channel, number, source, destination)."""
-        with self._arrived:
-            self._mail[key] = (op, x.detach().clone())
-            self._arrived.notify_all()
-
-    def has(self, keys: Sequence[tuple[Channel, int, int, int]]) -> bool:
-        """Whether all this was put, or will never be."""
-        with self._arrived:
-            return self._failure is not None or all(key in self._mail for key in keys)
-
-    def take(self, key: tuple[Channel, int, int, int], op: Operation, timeout_s: float) -> Tensor:
-        """Wait for what was put under `key`; CollectiveError where its sender is in another operation, or gone."""
-        _, _, source, rank = key
-        deadline = time.monotonic() + timeout_s
-        with self._arrived:
-            while key not in self._mail:
-                if self._failure is not None:
-                    raise PeerLost(rank, op, f"a peer ended ({self._failure})") from self._failure
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise CollectiveTimeout(rank, op, f"no answer from rank {source} within {timeout_s:g} s")
-                self._arrived.wait(left)
-            theirs, x = self._mail.pop(key)
-        if theirs != op:
-            raise CollectiveError(rank, op, f"rank {source} is in {theirs} instead")
-        return x
-
-
-class _ThreadPending(Pending):
-    def __init__(self, collect: Callable[[], Tensor], ended: Callable[[], bool]) -> None:
-        self._collect = collect
-        self._ended = ended
-        self._result: Tensor | None = None
-
-    def ended(self) -> bool:
-        return self._result is not None or self._ended()
-
-    def wait(self) -> Tensor:
-        if self._result is None:
-            self._result = self._collect()
-        return self._result
-
-
-class ThreadCollective(Collective):
-    """One rank of a `ThreadWorld`."""
-
-    def __init__(self, world: ThreadWorld, rank: int) -> None:
-        super().__init__(rank, world.size, world.timeout_s)
-        self._world = world
-        self._issued: dict[Channel, int] = {"tokens": 0, "weights": 0}
-        self._exchanged: dict[tuple[Channel, int, int], int] = {}
-
-    def _renewed(self, timeout_s: float) -> Collective:
-        self.timeout_s = timeout_s
-        return self
-
-    def _take(self, key: tuple[Channel, int, int, int], op: Operation) -> Tensor:
-        return self._world.take(key, op, self.timeout_s)
-
-    def _next(self, channel: Channel) -> int:
-        self._issued[channel] += 1
-        return self._issued[channel]
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
-    ) -> Pending:
-        _check_rows(x, send_rows, recv_rows, self.size)
-        if self.size == 1:
-            return Done(x)
-        number = self._next(channel)
-        for d, piece in enumerate(x.split(list(send_rows))):
-            self._world.put((channel, number, self.rank, d), op, piece)
-
-        def collect() -> Tensor:
-            pieces = [self._take((channel, number, s, self.rank), op) for s in range(self.size)]
-            for s, piece in enumerate(pieces):
-                if piece.shape[0] != recv_rows[s]:
-                    reason = f"rank {s} sent {piece.shape[0]} rows, expected {recv_rows[s]}"
-                    raise CollectiveError(self.rank, op, reason)
-            return torch.cat(pieces)
-
-        keys = [(channel, number, s, self.rank) for s in range(self.size)]
-        return _ThreadPending(collect, lambda: self._world.has(keys))
-
-    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
-        if self.size == 1:
-            return x.unsqueeze(0)
-        number = self._next(channel)
-        for d in range(self.size):
-            self._world.put((channel, number, self.rank, d), op, x)
-        return torch.stack([self._take((channel, number, s, self.rank), op) for s in range(self.size)])
-
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
-        # Numbers below zero keep point-to-point messages apart from the collectives'.
-        def number(source: int, target: int) -> int:
-            key = (channel, source, target)
-            self._exchanged[key] = self._exchanged.get(key, 0) + 1
-            return -self._exchanged[key]
-
-        for peer, x in sends:
-            self._world.put((channel, number(self.rank, peer), self.rank, peer), op, x)
-        expected = [(channel, number(peer, self.rank), peer, self.rank) for peer, _ in recvs]
-
-        def collect() -> Tensor:
-            for key, (_, out) in zip(expected, recvs, strict=True):
-                out.copy_(self._take(key, op))
-            return torch.empty(0)
-
-        return _ThreadPending(collect, lambda: self._world.has(expected))
-
-
-# --- a recorder without peers ---
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """One call made on a `RecordingCollective`; bytes are counted by destination rank."""
-
-    kind: Literal["all_to_all", "all_gather", "exchange"]
-    op: Operation
-    channel: Channel
-    sent_bytes: tuple[int, ...] = field(default=())
-
-
-class RecordingCollective(Collective):
-    """Remembers every call. Peers are imagined: they route as this rank does and send zeros."""
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size, timeout_s=1.0)
-        self.calls: list[Recorded] = []
-
-    def _renewed(self, timeout_s: float) -> Collective:
-        self.timeout_s = timeout_s
-        return self
-
-    def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
-    ) -> Pending:
-        _check_rows(x, send_rows, recv_rows, self.size)
-        row_bytes = x[0].numel() * x.element_size() if x.shape[0] else 0
-        self.calls.append(Recorded("all_to_all", op, channel, tuple(n * row_bytes for n in send_rows)))
-        out = x.new_zeros((sum(recv_rows), *x.shape[1:]))
-        mine = sum(send_rows[: self.rank])
-        start = sum(recv_rows[: self.rank])
-        kept = min(send_rows[self.rank], recv_rows[self.rank])
-        out[start : start + kept] = x[mine : mine + kept]
-        return Done(out)
-
-    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
-        self.calls.append(Recorded("all_gather", op, channel, (x.numel() * x.element_size(),) * self.size))
-        return torch.stack([x] * self.size)
-
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
-        sent = [0] * self.size
-        for peer, x in sends:
-            sent[peer] += x.numel() * x.element_size()
-        self.calls.append(Recorded("exchange", op, channel, tuple(sent)))
-        for _, out in recvs:
-            out.zero_()
-        return Done(torch.empty(0))
 
 
 # --- which collective a layer gets ---

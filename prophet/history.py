@@ -62,12 +62,14 @@ class History:
         self.layers, self.ranks, self.experts, self.window = layers, ranks, experts, window
         self.adaptive = adaptive
         weights = (ema_weight_256, *_BEST_WEIGHTS_256) if adaptive else (ema_weight_256,)
-        self._weights = np.array(weights, dtype=np.int64)[:, np.newaxis, np.newaxis]
+        self._weights = np.array(weights, dtype=np.int64)
         self._ring = np.zeros((layers, window, ranks, experts), dtype=np.int32)
         self._ema = np.zeros((layers, len(weights), ranks, experts), dtype=np.int64)  # 47.16 fixed point
         # of last, mean and every moving average, in this order
         self._errors = np.zeros((layers, 2 + len(weights)), dtype=np.int64)
         self._observed = np.zeros(layers, dtype=np.int64)
+        # what they foretell for every expert, summed over ranks: follows from the rest
+        self._foretold = np.zeros((layers, 2 + len(weights), experts if adaptive else 0), dtype=np.int64)
 
     def observe(self, layer: int, load: npt.NDArray[Any]) -> None:
         """Remember `load` ([R, E] non-negative integers below 2**31) as the newest step of `layer`."""
@@ -81,16 +83,25 @@ class History:
         if self.adaptive:
             self._errors[layer] = self._scored(layer, array)
         self._ring[layer, seen % self.window] = array
-        self._ema[layer] = self._averaged(layer, array)
+        for i in range(len(self._weights)):
+            self._ema[layer, i] = self._averaged(layer, array, i)
         self._observed[layer] = seen + 1
+        self._foretell(layer)
 
-    def _averaged(self, layer: int, load: IntArray) -> IntArray:
-        """The moving averages with `load` as their newest step, in fixed point, [weights, R, E]."""
+    def _foretell(self, layer: int) -> None:
+        """Set what every forecaster says of the next step."""
+        if self.adaptive:
+            self._foretold[layer, 0] = self.predict(layer, "last").sum(axis=0)
+            self._foretold[layer, 1] = self.predict(layer, "mean").sum(axis=0)
+            self._foretold[layer, 2:] = _rounded(self._ema[layer]).sum(axis=1)
+
+    def _averaged(self, layer: int, load: IntArray, i: int) -> IntArray:
+        """The i-th moving average with `load` as its newest step, in fixed point, [R, E]."""
         scaled = load << _FRACTION_BITS
         if not self._observed[layer]:
-            return np.repeat(scaled[np.newaxis], len(self._weights), axis=0)
+            return scaled
         # ema += (x - ema) * w / 256, rounded down by the shift: integers, hence equal on every rank.
-        average: IntArray = self._ema[layer] + (((scaled - self._ema[layer]) * self._weights) >> 8)
+        average: IntArray = self._ema[layer, i] + (((scaled - self._ema[layer, i]) * self._weights[i]) >> 8)
         return average
 
     def _scored(self, layer: int, load: IntArray) -> IntArray:
@@ -100,11 +111,9 @@ class History:
         errors: IntArray = self._errors[layer]
         if not self._observed[layer]:
             return errors
-        foretold = np.stack(
-            [self.predict(layer, "last"), self.predict(layer, "mean"), *_rounded(self._ema[layer])]
-        ).sum(axis=1)
-        missed = np.abs(foretold - load.sum(axis=0)).sum(axis=1)
-        error = (missed << _ERROR_BITS) // max(1, int(load.sum()))
+        came = load.sum(axis=0)
+        missed = np.abs(self._foretold[layer] - came).sum(axis=1)
+        error = (missed << _ERROR_BITS) // max(1, int(came.sum()))
         if self._observed[layer] == 1:
             return np.asarray(error, dtype=np.int64)
         scored: IntArray = errors + (((error - errors) * _ERROR_WEIGHT_256) >> 8)
@@ -127,7 +136,7 @@ class History:
             seen = int(self._observed[layer])
             kept = [i for i in range(min(seen, self.window)) if seen < self.window or i != seen % self.window]
             return _mean(np.concatenate([self._ring[layer, kept], array[np.newaxis]]))
-        return _rounded(self._averaged(layer, array)[choice - 2])
+        return _rounded(self._averaged(layer, array, choice - 2))
 
     def observed(self, layer: int) -> int:
         """Steps that `layer` has been observed for, including those the ring has forgotten."""
@@ -157,7 +166,7 @@ class History:
         self._check_layer(layer)
         self._check_mode("best", "chosen")
         choice = int(self._errors[layer].argmin())
-        return ("last", "mean")[choice] if choice < 2 else f"ema/{int(self._weights[choice - 2, 0, 0])}"
+        return ("last", "mean")[choice] if choice < 2 else f"ema/{int(self._weights[choice - 2])}"
 
     def _check_mode(self, mode: str, what: str) -> None:
         if mode not in PREDICT_MODES:
@@ -200,11 +209,14 @@ class History:
                 raise SpecError(f"History.{name}: must not be negative")
         for name in _REMEMBERED:
             getattr(self, f"_{name}")[...] = arrays[name]
+        for layer in range(self.layers):
+            self._foretell(layer)
 
     @property
     def nbytes(self) -> int:
         """Bytes held; constant from the start."""
-        return self._ring.nbytes + self._ema.nbytes + self._errors.nbytes + self._observed.nbytes
+        arrays = (self._ring, self._ema, self._errors, self._observed, self._foretold)
+        return sum(a.nbytes for a in arrays)
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.layers:

@@ -13,9 +13,10 @@ import torch
 from prophet.calibrate import Probe, discard
 from prophet.comm import Collective, Operation
 from prophet.lines import Point, fit_line, least_relative
-from prophet.spec import FloatArray, IntArray, LayerShape, Link, Topology, Windows
+from prophet.spec import BoolArray, FloatArray, IntArray, LayerShape, Link, Topology, Windows
 
 PROBE_BYTES = (1 << 18, 1 << 19, 1 << 20)  # sent by each rank in all: as layers do, and more than a bucket's burst
+POPULAR = 3.0  # how many times as much as another rank a popular one is sent
 SAME_RATE = 0.2  # rates closer than this are not told apart
 
 
@@ -41,28 +42,42 @@ def fit_link(bytes_seconds: list[tuple[float, float]]) -> Link:
     return Link(bytes_per_s=1.0 / max(line.unit_s, 1e-12), latency_s=line.fixed_s)
 
 
+def probe_pairs(between: BoolArray, n_bytes: int, wanted: FloatArray) -> IntArray:
+    """Bytes from every rank to every other, [R, R]: from all where `between` [R, R] allows it, to each in proportion to
+    `wanted` [R], and `n_bytes` to the one that gets most.
+    """
+    weight = between * wanted
+    pairs: IntArray = (weight * (n_bytes / weight.sum(axis=0).max())).astype(np.int64)
+    return pairs
+
+
 def probe_links(collective: Collective, ranks_per_node: int, *, repeats: int = 6) -> tuple[Link, Link]:
     """(within a node, between nodes) as the slowest rank sees them while all ranks exchange; collective.
 
-    Of a size's samples the lower quartile counts: other work only ever adds time.
+    Of a size's samples the lower quartile counts: other work only ever adds time. Even exchanges count as much as those
+    in which a rank is popular: where data flows both ways, what acknowledges it takes its part of the link.
     """
     ranks, rank = collective.size, collective.rank
     node = np.arange(ranks) // ranks_per_node
-    inside = (node == node[rank]) & (np.arange(ranks) != rank)
+    inside = (node[:, None] == node) & ~np.eye(ranks, dtype=np.bool_)
+    even = np.ones(ranks)
+    popular = np.where(np.arange(ranks) % ranks_per_node == 0, POPULAR, 1.0)  # every node's first rank
     probe = Probe(collective, torch.device("cpu"), repeats)
     op = Operation("probe of links")
     found = []
-    for peers in (inside, node != node[rank]):
-        if not peers.any():
+    for between in (inside, node[:, None] != node):
+        if not between.any():
             found.append(Link(bytes_per_s=1e12))
             continue
-        sent, runs = [], []
+        runs = []
         for n_bytes in PROBE_BYTES:
-            rows = [n_bytes // int(peers.sum()) if p else 0 for p in peers]
-            x = torch.zeros(sum(rows), dtype=torch.uint8)
-            sent.append(float(x.numel()))
-            runs.append(lambda x=x, rows=rows: discard(collective.all_to_all(x, rows, rows, op=op).wait()))
-        found.append(fit_link(list(zip(sent, probe.lower(runs), strict=True))))
+            for wanted in (even, popular):
+                pairs = probe_pairs(between, n_bytes, wanted)
+                send, recv = pairs[rank].tolist(), pairs[:, rank].tolist()
+                x = torch.zeros(sum(send), dtype=torch.uint8)
+                runs.append(lambda x=x, s=send, r=recv: discard(collective.all_to_all(x, s, r, op=op).wait()))
+        seconds = np.array(probe.lower(runs)).reshape(-1, 2).mean(axis=1)
+        found.append(fit_link(list(zip(PROBE_BYTES, seconds.tolist(), strict=True))))
     intra, inter = found
     if ranks_per_node >= ranks:
         inter = intra

@@ -25,13 +25,16 @@ from benchmarks.cluster.profiles import Profile
 
 CGROUPS = Path("/sys/fs/cgroup")
 PERIOD_US = 10_000  # short, so that a host is slow evenly and not stopped for tenths of a second
-BURST_KB = 128
+BURST_S = 0.002  # of a link's time that it may catch up on at once
+LEAST_BURST_KB = 16  # two packets
 # As in a machine room, whatever this machine's own settings are: full speed after a pause, no probing for the rate, and
-# a connection gives the next one its turn instead of filling the link's queue alone.
+# a connection gives the next one its turn instead of filling the link's queue alone. A network card takes small pieces
+# from its queues in turn; here a packet may be 8 KB, and a connection may have four of them under way.
+PIECE_BYTES = 8000
 TCP_SETTINGS = {
     "tcp_slow_start_after_idle": "0",
     "tcp_congestion_control": "reno",
-    "tcp_limit_output_bytes": str(1 << 16),
+    "tcp_limit_output_bytes": str(1 << 15),
 }
 NETWORK = "10.77"  # the first half of every host's address
 PREFIX = re.compile(r"^mp\d+-[0-9a-f]{4}-$")
@@ -101,7 +104,7 @@ def setup_commands(profile: Profile, prefix: str) -> list[tuple[str, list[str]]]
         lines = [
             "link set lo up",
             f"address add {address(host)}/16 dev eth0 noprefixroute",
-            "link set eth0 up",
+            f"link set eth0 gso_max_size {PIECE_BYTES} up",
             f"route add {NETWORK}.0.0/16 dev eth0 src {address(host)} quickack 1 initcwnd 64 initrwnd 64",
         ]
         commands.append((namespace(prefix, host), lines))
@@ -111,7 +114,8 @@ def setup_commands(profile: Profile, prefix: str) -> list[tuple[str, list[str]]]
 def bucket(device: str, mbit_per_s: float, queue_s: float) -> str:
     """The `tc` line of a token bucket on `device`."""
     rate = max(1, round(mbit_per_s * 1000))
-    return f"qdisc replace dev {device} root tbf rate {rate}kbit burst {BURST_KB}kb latency {round(queue_s * 1000)}ms"
+    burst = max(LEAST_BURST_KB, round(rate * BURST_S / 8))
+    return f"qdisc replace dev {device} root tbf rate {rate}kbit burst {burst}kb latency {round(queue_s * 1000)}ms"
 
 
 def rate_commands(profile: Profile, prefix: str, host: int, mbit_per_s: float) -> list[tuple[str, str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from prophet.history import PredictMode
+
 System = Literal["prophet", "deepspeed", "tutel"]
 
 
@@ -16,6 +18,7 @@ class Policy:
     is replaced by a perfectly even one. plain: our layer without the engine. use_windows: whether the planner knows
     of the compute under which transfers hide (Eq. 8). transfers: the form of Trans and Agg. memory: whether replicas'
     parameters are kept for the backward pass or fetched again. keep_plans: placements stay while they are worth it.
+    predict: the load that placements are planned for (`EngineConfig.predict`).
     """
 
     name: str
@@ -28,6 +31,7 @@ class Policy:
     plain: bool = False
     use_windows: bool = True
     keep_plans: bool = False
+    predict: PredictMode = "last"
 
 
 _ALL = (
@@ -49,6 +53,7 @@ _ALL = (
     Policy(name="prophet-two-phase", planner="prophet", transfers="two-phase"),
     Policy(name="prophet-refetch", planner="prophet", memory="refetch"),
     Policy(name="prophet-no-windows", planner="prophet", use_windows=False),
+    Policy(name="prophet-best-prediction", planner="prophet", predict="best"),
     Policy(name="forced-balance", even=True, plain=True),
     Policy(name="forced-balance-prophet", planner="prophet", even=True),
     Policy(name="deepspeed", system="deepspeed"),

@@ -141,23 +141,23 @@ class Bench:
             return self.calibration
         intra, inter = calibrate.probe_links(self.collective, self.ranks_per_node)
         recorder = Recorder(self.host.rank)
-        reports: list[StepReport] = []
-        marks = self._watched_steps(policy("static"), recorder, self.skip + 4, reports.append)[self.skip :]
-        reports = reports[self.skip :]
-        spans = recorder.spans()
         blocks = self.workload.blocks
-        windows = [seconds_by_window(compute_spans(spans, m, self.host.rank, blocks)) for m in marks]
+        reports: list[StepReport] = []
+        windows: list[dict[str, float]] = []
+        # What a host computes while others wait for a busy one, and beside all the others: half of the steps each.
+        for p in (policy("static"), Policy(name="even", even=True)):
+            seen: list[StepReport] = []
+            marks = self._watched_steps(p, recorder, self.skip + 4, seen.append)[self.skip :]
+            reports += seen[self.skip :]
+            spans = recorder.spans()
+            windows += [seconds_by_window(compute_spans(spans, m, self.host.rank, blocks)) for m in marks]
+        even = windows[len(windows) // 2 :]
         counts_s = [s.seconds for s in spans if s.name.startswith("exchange of counts")]
 
         def median(name: str) -> float:
             return float(np.median([w.get(name, 0.0) for w in windows]))
 
-        even = self._watched_steps(Policy(name="even", even=True), recorder, self.skip + 3)[self.skip :]
-        spans = recorder.spans()
-        even_s = [
-            sum(w.get(f"{kind}({i})", 0.0) for kind in ("FEC", "BEC") for i in range(blocks))
-            for w in (seconds_by_window(compute_spans(spans, m, self.host.rank, blocks)) for m in even)
-        ]
+        even_s = [sum(w.get(f"{kind}({i})", 0.0) for kind in ("FEC", "BEC") for i in range(blocks)) for w in even]
         last = blocks - 1
         fnec = [median(f"FNEC({i})") + median(f"route({i + 1})") for i in range(last)] or [median("FNEC(0)")]
         bnec = [median(f"BNEC({i})") for i in range(last)] or [median("BNEC(0)")]
@@ -220,6 +220,7 @@ class Bench:
             transfers=p.transfers,
             replica_memory=p.memory,
             replan=ReplanConfig() if p.keep_plans else None,
+            predict=p.predict,
         )
 
     def _attached(self, p: Policy, stack: ExitStack) -> tuple[torch.optim.Optimizer, Engine | None]:

@@ -20,6 +20,18 @@ def who(host: Host, args: dict[str, Any]) -> dict[str, Any]:
     return {"rank": host.rank, "hosts": host.hosts, "word": args["word"], "interfaces": interfaces}
 
 
+def receives_first(host: Host, args: dict[str, Any]) -> bool:
+    """Whether the collective of all hosts posts its receives first, and delivers."""
+    import torch
+
+    from prophet.comm import Operation, ProcessGroupCollective, collective_for
+
+    with host.process_group(timeout_s=30):
+        group = collective_for(None, timeout_s=30)
+        found = group.all_to_all(torch.full((2,), float(host.rank)), [1, 1], [1, 1], op=Operation("test")).wait()
+        return isinstance(group, ProcessGroupCollective) and bool(group._receive_first) and found.tolist() == [0.0, 1.0]
+
+
 def paced_products(host: Host, args: dict[str, Any]) -> tuple[float, str]:
     """How many times longer than their processor time matrix products take, and the host's control groups."""
     import torch

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.cluster import __main__ as cli
-from benchmarks.cluster.calibrate import fit_experts, fit_link, slowness_of
+from benchmarks.cluster.calibrate import fit_experts, fit_link, probe_links, probe_pairs, slowness_of
 from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, policy
 from benchmarks.cluster.profiles import uniform
 from benchmarks.cluster.rows import summarise, table
@@ -132,6 +132,27 @@ def test_a_link_is_fitted_by_a_line() -> None:
     assert link.bytes_per_s == pytest.approx(25e6)
     assert link.latency_s == pytest.approx(0.004)
     assert fit_link([(1e5, 0.001), (1e6, 0.04)]).latency_s == 0.0  # no negative latency
+
+
+def test_probes_of_links_keep_to_their_level_and_fill_the_busiest_rank() -> None:
+    node = np.arange(4) // 2
+    between = node[:, None] != node
+    pairs = probe_pairs(between, 600, np.array([3.0, 1.0, 3.0, 1.0]))
+    assert pairs.tolist() == [[0, 0, 300, 100], [0, 0, 300, 100], [300, 100, 0, 0], [300, 100, 0, 0]]
+    assert probe_pairs(between, 600, np.ones(4)).sum(axis=0).tolist() == [600] * 4
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(3, 3), (4, 2), (2, 1)])
+def test_links_of_one_and_of_several_nodes_are_probed(ranks: int, per_node: int) -> None:
+    def body(c: ThreadCollective) -> tuple[float, float]:
+        intra, inter = probe_links(c, per_node, repeats=1)
+        return intra.bytes_per_s, inter.bytes_per_s
+
+    found = on_threads(ranks, body)
+    assert len(set(found)) == 1  # the slowest rank's figures, everywhere
+    assert all(rate > 0 for rate in found[0])
+    assert (found[0][0] == 1e12) == (per_node == 1)  # nobody to talk to within a node
+    assert (found[0][0] == found[0][1]) == (ranks == per_node)
 
 
 def test_rates_and_overhead_are_fitted_together() -> None:

@@ -107,8 +107,8 @@ def test_commands_of_two_nodes() -> None:
     assert "link add p3 type veth peer name eth0 netns mp1-aaaa-h3" in in_switch_1[0]
     assert not any("add p1 " in line for line in in_switch_1[0])
     assert kernel.uplink_commands(profile, "mp1-aaaa-", 1, 100) == [
-        ("mp1-aaaa-s1", "qdisc replace dev up0 root tbf rate 100000kbit burst 128kb latency 500ms"),
-        ("mp1-aaaa-spine", "qdisc replace dev n1 root tbf rate 100000kbit burst 128kb latency 500ms"),
+        ("mp1-aaaa-s1", "qdisc replace dev up0 root tbf rate 100000kbit burst 25kb latency 500ms"),
+        ("mp1-aaaa-spine", "qdisc replace dev n1 root tbf rate 100000kbit burst 25kb latency 500ms"),
     ]
 
 

@@ -12,11 +12,11 @@ from prophet.comm import (
     CollectiveTimeout,
     Operation,
     PeerLost,
-    RecordingCollective,
     ThreadCollective,
     ThreadWorld,
     collective_for,
 )
+from prophet.recorder import RecordingCollective
 
 OP = Operation("dispatch", 3)
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import prophet
-from prophet.comm import Collective, RecordingCollective
+from prophet.comm import Collective
+from prophet.recorder import RecordingCollective
 from tests import oracle
 from tests.paths import PATHS, PATHS_ON_THREADS, Path, one_kernel_at_a_time
 from tests.support import FixedPlanner, RandomPlanner, TinyModel, everywhere, next_id_loss, on_threads

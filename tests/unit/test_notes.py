@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prophet.comm import RecordingCollective
+from prophet.recorder import RecordingCollective
 from prophet.scheduler.actions import Window
 from prophet.scheduler.blockwise import block_wise, blocking, cut_of
 from prophet.scheduler.notes import KINDS, UNKNOWN, Notes, predicted_weights

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import prophet
-from prophet.comm import Collective, Operation, RecordingCollective, ThreadWorld
+from prophet.comm import Collective, Operation, ThreadWorld
 from prophet.experts import ExpertBank, ReplicaPool
+from prophet.recorder import RecordingCollective
 from prophet.scheduler.blockwise import block_wise, blocking
 from prophet.scheduler.runtime import Runtime
 from prophet.spec import Placement

@@ -8,11 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prophet.comm import Done, Operation, RecordingCollective, _ThreadPending
+from prophet.comm import Done, Operation
 from prophet.planner.cost import transfer_cost
+from prophet.recorder import RecordingCollective
 from prophet.scheduler.forms import FormChooser, Seconds
 from prophet.scheduler.pieces import GRAIN, HALVES
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
+from prophet.thread_ranks import _ThreadPending
 from tests.support import FixedPlanner, on_processes, on_threads
 from tests.training import Case, Run, Step, compare, expected, train, train_in_process
 

@@ -1,0 +1,125 @@
+"""All-to-alls over gloo that post their receives first: the same results, and what hangs on them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.cluster.profiles import uniform
+from benchmarks.cluster.testbed import Testbed
+from prophet.comm import CollectiveTimeout, Operation, ProcessGroupCollective, collective_for
+from tests.distributed.cluster_testbed import needs_testbed
+from tests.support import on_processes
+
+OP = Operation("dispatch", 3)
+
+
+def same_as_gloos_own() -> list[str]:
+    """What differs between the two ways, for uneven and empty pieces of several types, several at a time."""
+    wrong = []
+    ours = ProcessGroupCollective(timeout_s=30, receive_first=True)
+    gloos = ProcessGroupCollective(timeout_s=30, receive_first=False)
+    rank, size = ours.rank, ours.size
+    generator = torch.Generator().manual_seed(5)
+    counts = torch.randint(0, 5, (6, size, size), generator=generator)
+    counts[0] = 0
+    counts[1, 0], counts[1, :, 1] = 0, 0  # a rank that sends nothing, and one that gets nothing
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for shape in ((), (3,), (2, 2)):
+            expected, under_way = [], []
+            for k, table in enumerate(counts.tolist()):
+                send, recv = table[rank], [row[rank] for row in table]
+                x = (torch.arange(sum(send) * max(1, torch.Size(shape).numel())) + 100 * rank).to(dtype)
+                x = x.reshape(sum(send), *shape).requires_grad_(dtype.is_floating_point)
+                channel: Any = "weights" if k % 2 else "tokens"
+                expected.append(gloos.all_to_all(x.detach(), send, recv, op=OP).wait())
+                under_way.append(ours.all_to_all(x, send, recv, op=OP, channel=channel))
+            for k in reversed(range(len(under_way))):  # waited for in another order than they were made
+                found = under_way[k].wait()
+                if not torch.equal(found, expected[k]) or found.requires_grad or not under_way[k].ended():
+                    wrong.append(f"{dtype} {shape} {k}: {found} for {expected[k]}")
+    ours.close()
+    gloos.close()
+    return wrong
+
+
+def test_the_same_rows_arrive_as_by_gloos_own() -> None:
+    assert on_processes(3, same_as_gloos_own) == [[]] * 3
+
+
+def order_of_posts() -> list[str]:
+    seen = []
+    group = ProcessGroupCollective(timeout_s=30, receive_first=True)
+    isend, irecv = dist.isend, dist.irecv
+
+    def noted(name: str, call: Any) -> Any:
+        return lambda *args, **kwargs: (seen.append(name), call(*args, **kwargs))[1]
+
+    with mock.patch.object(dist, "isend", noted("s", isend)), mock.patch.object(dist, "irecv", noted("r", irecv)):
+        group.all_to_all(torch.ones(3), [1, 1, 1], [1, 1, 1], op=OP).wait()
+    return seen
+
+
+def test_receives_are_posted_before_sends() -> None:
+    assert on_processes(3, order_of_posts) == [["r", "r", "s", "s"]] * 3
+
+
+def known_progress() -> list[bool]:
+    """Whether a transfer has ended, and when, while its peer is late."""
+    group = ProcessGroupCollective(timeout_s=30, receive_first=True)
+    began = time.perf_counter()
+    if group.rank == 1:
+        time.sleep(0.5)
+    pending = group.all_to_all(torch.ones(2), [1, 1], [1, 1], op=OP, channel="weights")
+    pending.watch()
+    at_once = pending.ended()
+    deadline = time.monotonic() + 20
+    while not pending.ended() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    arrived = pending.arrived_s is not None and pending.arrived_s > began + 0.4
+    found = [at_once and group.rank == 0, pending.ended(), arrived, pending.wait().tolist() == [1.0, 1.0]]
+    group.close()
+    deadline = time.monotonic() + 20
+    while any(t.name.startswith("gloo ") for t in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return [*found, not any(t.name.startswith("gloo ") for t in threading.enumerate())]
+
+
+def test_progress_is_known_and_the_thread_ends_with_the_collective() -> None:
+    assert on_processes(2, known_progress) == [[False, True, True, True, True]] * 2
+
+
+def missing_peer() -> str:
+    group = ProcessGroupCollective(timeout_s=1.0, receive_first=True)
+    if group.rank == 1:
+        time.sleep(4)
+        return "late"
+    with pytest.raises(CollectiveTimeout, match=r"rank 0: dispatch of layer 3 failed: no answer within 1 s") as caught:
+        group.all_to_all(torch.ones(2), [1, 1], [1, 1], op=OP).wait()
+    return type(caught.value).__name__
+
+
+def test_a_peer_that_does_not_come_is_a_named_error_in_time() -> None:
+    assert on_processes(2, missing_peer) == ["CollectiveTimeout", "late"]
+
+
+def chosen() -> bool:
+    group = collective_for(None)
+    assert isinstance(group, ProcessGroupCollective)
+    return bool(group._receive_first)
+
+
+def test_ranks_on_one_host_keep_gloos_own() -> None:
+    assert on_processes(2, chosen) == [False, False]
+
+
+@needs_testbed
+def test_ranks_on_several_hosts_receive_first() -> None:
+    with Testbed(uniform("two", hosts=2, share=0.3)) as bed:
+        assert bed.run("tests.distributed.cluster_programs:receives_first", {}, timeout_s=60) == [True, True]
