@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import numba
 from numba import types
 from numba.core.caching import FunctionCache
+from numba.core.options import DefaultOptions
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -29,8 +30,8 @@ INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 
 
 KERNELS = (
-    "flow.py", "timing.py", "descent.py", "shortest.py", "moves.py", "export.py", "candidates.py", "outlets.py",
-    "search.py", "compiled.py",
+    "flow.py", "timing.py", "descent.py", "shortest.py", "moves.py", "polish.py", "export.py", "candidates.py",
+    "outlets.py", "search.py", "compiled.py",
 )  # fmt: skip
 
 
@@ -63,11 +64,15 @@ def compiled(function: _Function) -> _Function:
     return cast(_Function, _dispatcher(function, no_cfunc_wrapper=True, no_cpython_wrapper=True))
 
 
+# An option that numba keeps to itself; where a release does not know it, references are counted as elsewhere.
+_UNCOUNTED = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
+
+
 def bare(function: _Function) -> _Function:
     """`compiled` for functions that make no arrays: references to those they are given are not counted, which took
     longer than the sums of small problems. They copy no slices either, as that may take room for a copy.
     """
-    return cast(_Function, _dispatcher(function, no_cfunc_wrapper=True, no_cpython_wrapper=True, _nrt=False))
+    return cast(_Function, _dispatcher(function, no_cfunc_wrapper=True, no_cpython_wrapper=True, **_UNCOUNTED))
 
 
 def entry(*arguments: Any) -> Callable[[_Function], _Function]:

@@ -22,8 +22,9 @@ from prophet.planner.candidates import (
 from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, bare, compiled, entry
 from prophet.planner.descent import Flow, attach, copy_flow, plain, twin
 from prophet.planner.export import export_excess
-from prophet.planner.moves import grow, holds, judge, look, make_search, polish, shrink, swap
+from prophet.planner.moves import grow, holds, look, make_search, shrink, swap
 from prophet.planner.outlets import add_outlets
+from prophet.planner.polish import judge, polish
 from prophet.planner.shortest import (
     MOST_SWEEPS,
     SETTLE_S,
