@@ -79,9 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout-s", type=float, default=60.0, help="limit of one operation")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the rows to this file")
     args = parser.parse_args(argv)
+    if args.repeats < 1 or not args.timeout_s > 0:
+        parser.error(
+            f"expected repeats of at least 1 and a positive limit, got {args.repeats} and {args.timeout_s:g} s"
+        )
     try:
-        if args.repeats < 1:
-            raise ProfileError(f"--repeats must be at least 1, got {args.repeats}")
         profile = load_profile(args.profile)
         with unwound_when_ended(), Testbed(profile, paced=True) as bed:
             job = {"repeats": args.repeats, "timeout_s": args.timeout_s}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 from benchmarks.cluster import __main__ as cli
-from benchmarks.cluster.calibrate import fit_experts, fit_link, probe_links, probe_pairs, slowness_of
+from benchmarks.cluster import links
+from benchmarks.cluster.calibrate import PROBE_BYTES, fit_experts, fit_link, probe_links, probe_pairs, slowness_of
 from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, policy
 from benchmarks.cluster.profiles import uniform
 from benchmarks.cluster.rows import summarise, table
@@ -153,6 +155,29 @@ def test_links_of_one_and_of_several_nodes_are_probed(ranks: int, per_node: int)
     assert all(rate > 0 for rate in found[0])
     assert (found[0][0] == 1e12) == (per_node == 1)  # nobody to talk to within a node
     assert (found[0][0] == found[0][1]) == (ranks == per_node)
+
+
+@pytest.mark.parametrize("argv", [["--repeats", "0"], ["--timeout-s", "0"], ["--profile", "five-hosts"]])
+def test_bad_arguments_of_the_benchmark_of_links(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = links.main(argv)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert re.search(r"expected repeats of at least 1|there are four-hosts", capsys.readouterr().err)
+
+
+@needs_testbed
+def test_both_ways_of_an_all_to_all_are_timed_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, out = tmp_path / "pair.toml", tmp_path / "links.json"
+    profile.write_text("nodes = 1\nhosts_per_node = 2\nlink_mbit_per_s = 400\nshare = 0.2\n", encoding="utf-8")
+    assert links.main(["--profile", str(profile), "--repeats", "1", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert [r["way"] for r in rows] == ["gloo's own", "receives first"] * (len(rows) // 2)
+    assert len(rows) == 2 * 2 * len(PROBE_BYTES)
+    for row in rows:  # no faster than the link is, less what it may catch up on
+        assert row["seconds_p10"] > 0.8 * (row["bytes"] / 50e6 - 0.004)
+    assert capsys.readouterr().out.count("| one rank popular |") == len(PROBE_BYTES)
 
 
 def test_rates_and_overhead_are_fitted_together() -> None:
