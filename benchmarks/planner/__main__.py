@@ -152,6 +152,7 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "prophet": {},
             "prophet-search": {},
             "prophet-search, bare": bare,
+            "prophet-search, effort 0.2, bare": {**bare, "effort": 0.2},
             "prophet-search, effort 1, bare": {**bare, "effort": 1.0},
             "prophet-search, effort 10, bare": {**bare, "effort": 10.0},
             "static": {},

@@ -25,7 +25,8 @@ PLANNER_NAMES: tuple[str, ...] = (
     "fine-ep",
 )
 
-SEARCH = {"effort": 0.2, "split_effort": 0.1}  # the options of "prophet-search", as of `ProphetPlanner`
+# The options of "prophet-search", as of `ProphetPlanner`.
+SEARCH = {"effort": 0.4, "least_search_s": 3e-3, "split_effort": 0.2}
 
 __all__ = ["PLANNER_NAMES", "Planner", "get_planner", "warm"]
 

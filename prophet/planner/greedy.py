@@ -107,6 +107,8 @@ class ProphetPlanner:
     counted by assumed times, so that every rank does the same; a share that buys next to nothing is not spent. 0, the
     default, is the fast plan; more pays where exchanges take much of a step and hidden transfers cost nothing, which
     the model takes for granted and not every machine keeps.
+    `least_search_s`: the seconds that it may search however short the step, counted alike; a share of a very short step
+    buys next to nothing.
     `split_effort`: the share of the seconds by which exchanges exceed their floor that the split may take to bring them
     down, counted by an assumed time, too; 0 always minimises the bottleneck.
     `withdraws`: whether a step goes on without its replicas where the exact load turns out not to be worth the rest of
@@ -118,13 +120,14 @@ class ProphetPlanner:
     spare: float = 0.2
     spare_margin: float = 0.02
     effort: float = 0.0
+    least_search_s: float = 0.0
     split_effort: float = 0.03
     withdraws: bool = True
     name: str = "prophet"
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        low = min(self.keep_margin, self.spare, self.spare_margin, self.effort, self.split_effort)
+        low = min(self.keep_margin, self.spare, self.spare_margin, self.effort, self.least_search_s, self.split_effort)
         if not low >= 0 or not 0 <= self.gain_margin < 1:
             raise SpecError(f"prophet planner: no option may be negative, and gain_margin must be below 1, got {self}")
 
@@ -160,6 +163,7 @@ class ProphetPlanner:
             self.spare,
             self.spare_margin,
             self.effort,
+            self.least_search_s,
             self.split_effort,
             MOST_TRIES,
         )

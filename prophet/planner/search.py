@@ -275,7 +275,10 @@ def with_spares(
     return grown
 
 
-@entry(INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT)
+@entry(
+    INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL,
+    FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT,
+)  # fmt: skip
 def search(
     load_RE: IntArray,
     home_E: IntArray,
@@ -291,6 +294,7 @@ def search(
     spare: float,
     spare_margin: float,
     effort: float,
+    least_s: float,
     split_effort: float,
     most_tries: int,
 ) -> tuple[BoolArray, float, float]:
@@ -299,9 +303,9 @@ def search(
     Both costs are -1 for a negative load.
 
     Slot limits grow step by step up to `limit_R`; the best placement so far goes along. A further slot does not make
-    the prediction worse: what a limit is given of the effort follows from its place alone. `effort` is the share of the
-    step that searching may take. Work is counted by assumed seconds, so that all ranks and machines do the same; no
-    slot limit is given more than `most_tries` trial moves.
+    the prediction worse: what a limit is given of the effort follows from its place alone. `effort` is the share of
+    the step that searching may take, and `least_s` what it may take however short the step. Work is counted by assumed
+    seconds, so that all ranks and machines do the same; no slot limit is given more than `most_tries` trial moves.
     """
     ranks, experts = load_RE.shape
     if negative(load_RE):
@@ -333,7 +337,7 @@ def search(
     homes = make_flow(problem, nothing, plain(0))
     base = cost_of(homes, problem, nothing, np.zeros(6))
     best = base.copy()
-    budget_s = effort * base[0]
+    budget_s = max(effort * base[0], least_s)
     # What it takes to compare a placement by the split it will get: a guess from the homes, then as it was last time.
     above_s = max(0.0, base[1] - 4.0 * exchange_floor(homes, problem, nothing))
     split_s = min(split_effort * above_s, MOST_SWEEPS * SETTLE_S * ranks * min(experts, slots))

@@ -66,10 +66,17 @@ def test_prophet_is_never_worse_than_no_replicas(case: Case) -> None:
 
 
 @MANY
-@given(cases(), st.sampled_from([0.0, 1.0, 1000.0]), st.sampled_from([0.0, 0.03, 10.0]))
-@example(SLOT_CASE, 0.0, 0.03)
-def test_a_further_slot_never_makes_the_prediction_worse(case: Case, effort: float, split_effort: float) -> None:
-    planner = ProphetPlanner(gain_margin=0.0, spare=0.0, effort=effort, split_effort=split_effort)
+@given(
+    cases(), st.sampled_from([(0.0, 0.0), (0.0, 1e-3), (1.0, 0.0), (1000.0, 0.0)]), st.sampled_from([0.0, 0.03, 10.0])
+)
+@example(SLOT_CASE, (0.0, 0.0), 0.03)
+def test_a_further_slot_never_makes_the_prediction_worse(
+    case: Case, effort: tuple[float, float], split_effort: float
+) -> None:
+    share, least_s = effort
+    planner = ProphetPlanner(
+        gain_margin=0.0, spare=0.0, effort=share, least_search_s=least_s, split_effort=split_effort
+    )
 
     def predicted_with(slots: int) -> float:
         context = dataclasses.replace(case.context, slots_per_rank=slots)

@@ -38,6 +38,7 @@ def test_unknown_names_and_options_are_refused() -> None:
         get_planner("static", speed=1)
     for name, options in (
         ("prophet", {"effort": -1.0}),
+        ("prophet-search", {"least_search_s": -1e-3}),
         ("prophet", {"gain_margin": 1.0}),
         ("top-k", {"k": -1}),
         ("pro-prophet", {"alpha": -1.0}),
