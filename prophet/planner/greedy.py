@@ -117,7 +117,7 @@ class ProphetPlanner:
 
     keep_margin: float = 0.005
     gain_margin: float = 0.01
-    spare: float = 0.2
+    spare: float = 0.4
     spare_margin: float = 0.02
     effort: float = 0.0
     least_search_s: float = 0.0

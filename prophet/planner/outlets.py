@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from prophet.planner.compiled import compiled
+from prophet.planner.compiled import bare, compiled
 from prophet.spec import BoolArray, IntArray
 
 
-@compiled
+@bare
 def spread(
     seen: BoolArray,
     origin: int,
@@ -29,10 +29,15 @@ def spread(
     next_of_expert: IntArray,
     first_of_rank: IntArray,
     first_of_expert: IntArray,
+    queue: IntArray,
+    met: BoolArray,
 ) -> None:
-    """Add `origin` to `seen` [R], and all ranks that it can drain to (`forward`) or that can drain to it."""
-    queue = np.empty(seen.size, np.int64)
-    met = np.zeros(first_of_expert.size, np.bool_)
+    """Add `origin` to `seen` [R], and all ranks that it can drain to (`forward`) or that can drain to it.
+
+    `queue` [R] and `met` [E] are overwritten.
+    """
+    for e in range(met.size):
+        met[e] = False
     seen[origin] = True
     queue[0] = origin
     head = 0
@@ -55,7 +60,7 @@ def spread(
             i = next_of_rank[i]
 
 
-@compiled
+@bare
 def choose_target(
     holds: BoolArray, giver: int, allowed: BoolArray, free: IntArray, local: IntArray, node_R: IntArray
 ) -> int:
@@ -139,19 +144,23 @@ def add_outlets(
         free[rep_rank[i]] -= 1
     root = home_E[hottest]
     holds = np.zeros(ranks, np.bool_)
+    core = np.empty(ranks, np.bool_)
+    region = np.empty(ranks, np.bool_)
+    queue = np.empty(ranks, np.int64)
+    met = np.empty(experts, np.bool_)
     for inward in range(2):  # first every rank must drain to the root, then the root to every rank
-        core = np.zeros(ranks, np.bool_)
+        core[:] = False
         spread(
             core, root, inward == 1, floor, item_expert, item_rank, item_tokens, next_of_rank, next_of_expert,
-            first_of_rank, first_of_expert,
+            first_of_rank, first_of_expert, queue, met,
         )  # fmt: skip
         for lost in range(ranks):
             if core[lost] or used == rep_expert.size:
                 continue
-            region = np.zeros(ranks, np.bool_)
+            region[:] = False
             spread(
                 region, lost, inward == 0, floor, item_expert, item_rank, item_tokens, next_of_rank, next_of_expert,
-                first_of_rank, first_of_expert,
+                first_of_rank, first_of_expert, queue, met,
             )  # fmt: skip
             givers = core if inward == 1 else region
             takers = region if inward == 1 else core
@@ -199,6 +208,6 @@ def add_outlets(
             used += 1
             spread(
                 core, giver if inward == 0 else target, inward == 1, floor, item_expert, item_rank, item_tokens,
-                next_of_rank, next_of_expert, first_of_rank, first_of_expert,
+                next_of_rank, next_of_expert, first_of_rank, first_of_expert, queue, met,
             )  # fmt: skip
     return used, short
