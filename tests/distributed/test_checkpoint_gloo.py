@@ -179,10 +179,15 @@ def converted(ep_size: int, folder: str, save: bool) -> dict[str, Any]:
     model = Net()
     prophet.convert(model, group=expert_groups(ep_size)[0])
     optimizer = torch.optim.AdamW(model.parameters())
-    loss, _ = net_loss(model, batches(1, seed=int(save))[0])
+    engine = prophet.attach(model, optimizer)
+    # what the ranks share stays equal on all of them only where gradients are averaged
+    wrapped = DistributedDataParallel(model) if processes() > 1 else model
+    rank = torch.distributed.get_rank() if processes() > 1 else 0
+    loss, _ = net_loss(wrapped, batches(processes(), seed=int(save))[rank])
     loss.backward()
     optimizer.step()
-    (checkpoint.save if save else checkpoint.load)(folder, model, optimizer)
+    (checkpoint.save if save else checkpoint.load)(folder, wrapped, optimizer)
+    engine.close()
     prophet.revert(model)
     return {n: p.detach().numpy().copy() for n, p in model.named_parameters()}
 
