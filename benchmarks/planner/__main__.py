@@ -75,7 +75,7 @@ def row_of(
 ) -> dict[str, Any]:
     """One row of the table; `static_s` are the cases' seconds without replicas."""
     planner = get_planner(policy) if policy != "forced-balance" else None
-    max_mean, copies, seconds, fraction, plan_us, split_us = ([] for _ in range(6))  # type: list[list[float]]
+    max_mean, copies, seconds, fraction, experts, plan_us, split_us = ([] for _ in range(7))  # type: list[list[float]]
     for case in cases:
         ceiling, homes = forced_balance(case.present, context)
         ceiling_s = step_cost(ceiling, homes, context).total_s
@@ -92,6 +92,7 @@ def row_of(
         copies.append(float(placement.copies_per_rank().mean()))
         seconds.append(cost.total_s)
         fraction.append(ceiling_s / seconds[-1])
+        experts.append(cost.expert_s / cost.total_s)
     return {
         "trace": trace,
         "preset": preset,
@@ -106,6 +107,7 @@ def row_of(
         "step_s_median": float(np.median(seconds)),
         "step_s_geomean": float(np.exp(np.mean(np.log(seconds)))),
         "slowest_against_static": float(max(s / b for s, b in zip(seconds, static_s, strict=True))),
+        "expert_share_median": float(np.median(experts)),
         "copies_per_rank_mean": float(np.mean(copies)),
         "plan_us_median": float(np.median(plan_us)) if plan_us else 0.0,
         "plan_us_p99": float(np.percentile(plan_us, 99)) if plan_us else 0.0,
@@ -143,6 +145,7 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             limit_s=arguments.limit,
             path=arguments.optima,
             processes=arguments.processes,
+            first=arguments.first_case,
         )
     )
     bare = {"gain_margin": 0.0, "spare": 0.0}
@@ -252,6 +255,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--optima", type=Path, metavar="FILE", help="solved optima, read and added to (--optimum)")
     parser.add_argument("--limit", type=float, default=10.0, help="solver's seconds per form (--optimum, default 10)")
     parser.add_argument("--processes", type=_count, default=1, help="solvers at a time (--optimum, default 1)")
+    parser.add_argument(
+        "--first-case", type=int, default=0, metavar="K", help="number of the first small case (--optimum, default 0)"
+    )
     parser.add_argument("--scale", action="store_true", help="time planning and splitting at several sizes instead")
     parser.add_argument("--break-even", action="store_true", help="where replicas pay: tokens, link rate, skew instead")
     parser.add_argument("--plot", type=Path, help="write the picture of --break-even here (PNG)")
@@ -263,6 +269,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--plot goes with --break-even")
     if not arguments.limit > 0:
         parser.error(f"--limit: expected a positive number of seconds, got {arguments.limit}")
+    if arguments.first_case < 0:
+        parser.error(f"--first-case: expected a case's number, at least 0, got {arguments.first_case}")
     chosen = arguments.preset or (list(SCALE_PRESETS) if arguments.break_even else ["all"])
     arguments.preset = list(PRESET_NAMES) if "all" in chosen else chosen
     policies = arguments.policy or (["prophet"] if arguments.break_even else ["all"])

@@ -83,15 +83,15 @@ def _solve(task: tuple[SmallCase, float]) -> dict[str, Any]:
 
 
 def optima(
-    trace: RoutingTrace | None, proven: int, *, limit_s: float, path: Path | None, processes: int
+    trace: RoutingTrace | None, proven: int, *, limit_s: float, path: Path | None, processes: int, first: int = 0
 ) -> Iterator[tuple[SmallCase, dict[str, Any]]]:
-    """Solved cases, counting up until `proven` of them are; those in `path` are not solved again."""
+    """Solved cases, counting up from `first` until `proven` of them are; those in `path` are not solved again."""
     known: dict[int, dict[str, Any]] = {}
     if path is not None and path.exists():
         known = {row["case"]: row for row in map(json.loads, path.read_text().splitlines())}
     count = 0
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        number = 0
+        number = first
         while count < proven:
             batch = [small_case(n, trace) for n in range(number, number + 4 * processes)]
             number += len(batch)

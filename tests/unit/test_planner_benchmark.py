@@ -44,6 +44,8 @@ def test_optima_are_solved_once_and_only_proven_ones_count(tmp_path: Path, monke
     found = list(optima(None, 4, limit_s=1.0, path=file, processes=1))
     assert [case.number for case, _ in found] == [1, 3, 5, 7]
     assert len(file.read_text().splitlines()) == 12
+    found = list(optima(None, 2, limit_s=1.0, path=file, processes=1, first=4))
+    assert [case.number for case, _ in found] == [5, 7]
 
 
 def test_gaps_are_measured_from_the_solved_optimum(tmp_path: Path) -> None:
@@ -111,6 +113,7 @@ def test_replicas_pay_with_many_tokens_and_not_where_routing_is_even() -> None:
         (["--optimum", "0"], "expected a positive integer, got 0"),
         (["--optimum", "3", "--processes", "-1"], "expected a positive integer, got -1"),
         (["--optimum", "3", "--limit", "0"], "expected a positive number of seconds"),
+        (["--optimum", "3", "--first-case", "-1"], "expected a case's number, at least 0, got -1"),
         (["--scale", "--plot", "x.png"], "--plot goes with --break-even"),
         (["--trace", "nowhere.npz"], "nowhere.npz"),
         (["--break-even", "--preset", "nothing"], "nothing"),
