@@ -32,22 +32,27 @@ $(BIN)/python:
 # Stamps: a second `make` installs nothing. The interpreter is order-only, it is older than everything else.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
-	$(INSTALL) -e '.[test]'
+	$(INSTALL) -e '.[report]'
 	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	$(INSTALL) -e '.[test]'
+	@touch $(VENV)/.installed $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[dev]'
-	@touch $(VENV)/.installed $@
+	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
 demo: $(VENV)/.installed
 	$(BIN)/prophet demo $(ARGS)
 
 test test-all: export OMP_NUM_THREADS ?= 1
-test: $(VENV)/.installed
+test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
-test-all: $(VENV)/.installed
+test-all: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev
@@ -55,7 +60,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/.installed
+bench: $(VENV)/.installed-test
 	@for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:

@@ -44,7 +44,6 @@ INTERPRETER = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu runs on it")
 @INTERPRETER
 def test_kernels_agree_with_their_definitions_in_the_interpreter() -> None:
@@ -53,7 +52,6 @@ def test_kernels_agree_with_their_definitions_in_the_interpreter() -> None:
     assert " passed" in done.stdout
 
 
-@pytest.mark.slow
 @INTERPRETER
 def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter() -> None:
     done = run(["-m", "pytest", "-q", "-x", "tests/unit/test_layer.py", "-k", "triton"], TRITON_INTERPRET="1")
@@ -90,7 +88,6 @@ def test_every_tile_shape_compiles_for_hopper_and_fits(dtype: str) -> None:
     assert all(row["spilled_bytes"] <= 64 for row in ruled), ruled
 
 
-@pytest.mark.slow
 def test_the_other_kernels_compile_for_hopper() -> None:
     rows = hopper("others")
     assert len(rows) == 13
