@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from prophet.planner.arcs import index_replicas
 from prophet.planner.compiled import bare, compiled
 from prophet.planner.descent import Flow, attach, plain, redirect, sweep
 from prophet.planner.export import export_excess
@@ -38,50 +39,6 @@ def holders_of(rep_expert: IntArray, rep_rank: IntArray, used: int, home_E: IntA
     for i in range(used):
         holds[rep_expert[i], rep_rank[i]] = True
     return holds
-
-
-@compiled
-def index_replicas(
-    rep_expert: IntArray, rep_rank: IntArray, used: int, home_E: IntArray
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Like `flow.index_holders`, from a list of replicas in any order."""
-    experts = home_E.size
-    count = np.zeros(experts, np.int64)
-    for i in range(used):
-        count[rep_expert[i]] += 1
-    many = 0
-    for e in range(experts):
-        if count[e] > 0:
-            many += 1
-    multi = np.empty(many, np.int64)
-    start = np.empty(many + 1, np.int64)
-    arc_rank = np.empty(used + many, np.int64)
-    a = 0
-    j = 0
-    for e in range(experts):
-        n = count[e]
-        if n > 0:
-            multi[j] = e
-            start[j] = a
-            arc_rank[a] = home_E[e]
-            count[e] = a + 1
-            a += n + 1
-            j += 1
-    start[many] = a
-    for i in range(used):
-        e = rep_expert[i]
-        k = count[e]
-        arc_rank[k] = rep_rank[i]
-        count[e] += 1
-    for j in range(many):
-        for k in range(start[j] + 1, start[j + 1]):
-            r = arc_rank[k]
-            q = k
-            while q > start[j] and arc_rank[q - 1] > r:
-                arc_rank[q] = arc_rank[q - 1]
-                q -= 1
-            arc_rank[q] = r
-    return multi, start, arc_rank
 
 
 @compiled
@@ -125,7 +82,7 @@ def outline(problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: in
         following[experts + i] = following[e]
         following[e] = experts + i
     flow = Flow(
-        problem.node_R, nothing, nothing, nothing, nothing, np.empty(4), following, rank, rank,
+        problem.node_R, nothing, nothing, nothing, nothing, nothing, np.empty(4), following, rank, rank,
         np.empty((0, 0), np.int64), counters, np.empty(problem.node_R.size, np.int64),
     )  # fmt: skip
     busiest = np.zeros(6)

@@ -30,8 +30,8 @@ INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 
 
 KERNELS = (
-    "flow.py", "timing.py", "descent.py", "shortest.py", "moves.py", "polish.py", "export.py", "candidates.py",
-    "outlets.py", "search.py", "compiled.py",
+    "arcs.py", "flow.py", "timing.py", "descent.py", "shortest.py", "moves.py", "polish.py", "export.py",
+    "candidates.py", "outlets.py", "search.py", "compiled.py",
 )  # fmt: skip
 
 

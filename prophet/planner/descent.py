@@ -21,6 +21,7 @@ from prophet.planner.compiled import bare, compiled
 from prophet.spec import FloatArray, IntArray
 
 LEVEL_PRICES = 0.01  # a token does not move for less; at high q this is next to nothing in seconds
+LEAST_S = 1e-30  # seconds that stand for none where they divide
 RESOURCES = 5  # of a rank: its products; what it sends and receives within its node; the same between nodes
 
 
@@ -28,8 +29,9 @@ class Flow(NamedTuple):
     """Tokens on their way, changed in place. The arcs of expert j are a linked list that starts with its home, arc j.
 
     `busy` [K, R] counts tokens on every resource, `rate` seconds per token, `base` the seconds it takes in any case
-    (latency, fixed cost of an expert). `scale` holds the reference seconds and the weight of the products and of the
-    exchanges, `counters` the arcs in use and the experts. `scratch` [max(R, 12)] is room to work in.
+    (latency, fixed cost of an expert); `work` is what `norms` makes of them. `scale` holds the reference seconds and
+    the weight of the products and of the exchanges, `counters` the arcs in use and the experts. `scratch` [12 + R] is
+    room to work in.
     """
 
     node_R: IntArray
@@ -37,6 +39,7 @@ class Flow(NamedTuple):
     base: FloatArray
     busy: FloatArray
     price: FloatArray
+    work: FloatArray
     scale: FloatArray
     following_A: IntArray
     rank_A: IntArray
@@ -72,8 +75,8 @@ def root(value: float, q: int) -> float:
 
 @bare
 def norms(flow: Flow, q: int) -> tuple[float, float, float, float]:
-    """Largest and q-norm seconds of the exchanges, then of the products."""
-    busy, rate, base = flow.busy, flow.rate, flow.base
+    """Largest and q-norm seconds of the exchanges, then of the products; `work` keeps the powers they are made of."""
+    busy, rate, base, work = flow.busy, flow.rate, flow.base, flow.work
     ranks = flow.node_R.size
     longest = 0.0
     forward = 0.0
@@ -85,18 +88,31 @@ def norms(flow: Flow, q: int) -> tuple[float, float, float, float]:
                 longest = max(longest, busy[k, r] * rate[k, r] + base[k, r])
     if q == 0:
         return longest, longest, forward, forward
-    total = 0.0
-    for r in range(ranks):
-        if forward > 0.0:
-            total += power((busy[0, r] * rate[0, r] + base[0, r]) / forward, q)
-    forward_q = forward * root(total, q)
-    total = 0.0
+    for k in range(RESOURCES):
+        reference = max(forward if k == 0 else longest, LEAST_S)
+        for r in range(ranks):
+            work[k, r] = (busy[k, r] * rate[k, r] + base[k, r]) / reference
+    n = q
+    while n > 1:  # as in `power`, all at once
+        for k in range(RESOURCES):
+            for r in range(ranks):
+                work[k, r] *= work[k, r]
+        n >>= 1
+    forward_q = 0.0
+    if forward > 0.0:
+        total = 0.0
+        for r in range(ranks):
+            total += work[0, r]
+        forward_q = forward * root(total, q)
+    longest_q = 0.0
     if longest > 0.0:
+        total = 0.0
         for k in range(1, RESOURCES):
             for r in range(ranks):
                 if busy[k, r] > 0:
-                    total += power((busy[k, r] * rate[k, r] + base[k, r]) / longest, q)
-    return longest, longest * root(total, q), forward, forward_q
+                    total += work[k, r]
+        longest_q = longest * root(total, q)
+    return longest, longest_q, forward, forward_q
 
 
 @bare
@@ -110,10 +126,13 @@ def set_prices(
     forward: float,
     forward_q: float,
 ) -> None:
-    """Prices of all resources: what one more token on them adds to the weighted norms, which are those of `norms`."""
-    busy, rate, base, price, scale = flow.busy, flow.rate, flow.base, flow.price, flow.scale
-    scale[0] = max(forward, 1e-30)
-    scale[1] = max(longest, 1e-30)
+    """Prices of all resources: what one more token on them adds to the weighted norms.
+
+    These, and `work`, are as `norms` has left them for this q and these tokens.
+    """
+    rate, work, price, scale = flow.rate, flow.work, flow.price, flow.scale
+    scale[0] = max(forward, LEAST_S)
+    scale[1] = max(longest, LEAST_S)
     scale[2] = forward_weight
     scale[3] = exchange_weight
     if forward > 0.0:
@@ -121,10 +140,9 @@ def set_prices(
     if longest > 0.0:
         scale[3] = exchange_weight / power(longest_q / longest, q)
     for k in range(RESOURCES):
-        group = 0 if k == 0 else 1
+        weight = scale[2] if k == 0 else scale[3]
         for r in range(flow.node_R.size):
-            c = rate[k, r]
-            price[k, r] = scale[2 + group] * c * power((busy[k, r] * c + base[k, r]) / scale[group], q)
+            price[k, r] = weight * rate[k, r] * work[k, r]
 
 
 @bare
@@ -161,30 +179,35 @@ def settle(
     moves = 0
     kind = scratch[:6]
     place = scratch[6:12]
+    arc = scratch[12:]
     ranks = node_R.size
     own, out_near, in_near, out_far, in_far = price[0], price[1], price[2], price[3], price[4]
     for j in range(first, last):
         if following_A[j] < 0:
             continue
+        holders = 0
+        a = j
+        while a >= 0:
+            arc[holders] = a
+            holders += 1
+            a = following_A[a]
         for r in range(ranks):
             dear = -1
             cheap = -1
-            high = 0.0
-            low = 0.0
-            a = j
-            while a >= 0:
+            high = -1.0
+            low = np.inf
+            for i in range(holders):
+                a = arc[i]
                 d = rank_A[a]
                 p = token_price(
                     d == r, node_R[d] == node_R[r], own[d], out_near[r] + in_near[d], out_far[r] + in_far[d]
                 )
-                if tokens_AR[a, r] > 0 and (dear < 0 or p > high):
-                    dear = a
-                    high = p
-                if cheap < 0 or p < low:
-                    cheap = a
-                    low = p
-                a = following_A[a]
-            if dear < 0 or dear == cheap or high <= low * (1.0 + LEVEL_PRICES):
+                paid = p if tokens_AR[a, r] > 0 else -1.0
+                dear = a if paid > high else dear  # no branches: which holder it is cannot be guessed
+                high = max(high, paid)
+                cheap = a if p < low else cheap
+                low = min(low, p)
+            if dear < 0 or cheap < 0 or dear == cheap or high <= low * (1.0 + LEVEL_PRICES):
                 continue
             # Resources of the giver's side (0..2) and of the taker's side (3..5): their kind (-1: none) and rank.
             for i in range(0, 6, 3):
@@ -267,18 +290,25 @@ def sweep(flow: Flow, q: int) -> int:
 
 
 @bare
-def attach(flow: Flow, j: int, rank: int, overhead_s: float) -> int:
-    """Give expert j a further holder, without tokens yet; return its arc."""
+def link(flow: Flow, j: int, rank: int, overhead_s: float) -> int:
+    """Give expert j a further holder, whose tokens are still to be written; return its arc."""
     a = flow.counters[0]
     flow.counters[0] = a + 1
     flow.rank_A[a] = rank
     flow.expert_A[a] = j
-    for r in range(flow.node_R.size):
-        flow.tokens_AR[a, r] = 0
     flow.following_A[a] = flow.following_A[j]
     flow.following_A[j] = a
     flow.base[0, rank] += overhead_s
     return int(a)
+
+
+@bare
+def attach(flow: Flow, j: int, rank: int, overhead_s: float) -> int:
+    """Give expert j a further holder, without tokens yet; return its arc."""
+    a = link(flow, j, rank, overhead_s)
+    for r in range(flow.node_R.size):
+        flow.tokens_AR[a, r] = 0
+    return a
 
 
 @bare
@@ -368,7 +398,7 @@ def copy_flow(source: Flow, target: Flow) -> None:
 def twin(flow: Flow) -> Flow:
     """A second flow of the same sizes and contents."""
     return Flow(
-        flow.node_R, flow.rate, flow.base.copy(), flow.busy.copy(), flow.price.copy(), flow.scale.copy(),
-        flow.following_A.copy(), flow.rank_A.copy(), flow.expert_A.copy(), flow.tokens_AR.copy(), flow.counters.copy(),
-        flow.scratch.copy(),
+        flow.node_R, flow.rate, flow.base.copy(), flow.busy.copy(), flow.price.copy(), flow.work.copy(),
+        flow.scale.copy(), flow.following_A.copy(), flow.rank_A.copy(), flow.expert_A.copy(), flow.tokens_AR.copy(),
+        flow.counters.copy(), flow.scratch.copy(),
     )  # fmt: skip

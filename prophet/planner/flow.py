@@ -17,45 +17,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from prophet.planner.arcs import experts_at, fewest_first, index_holders
 from prophet.planner.compiled import BOOLS_2D, FLOATS, INTS, INTS_2D, OUT_INTS_3D, bare, compiled, entry
 from prophet.spec import BoolArray, FloatArray, IntArray
 
 FAR = np.int64(1) << 60
 CROSS = np.int64(1) << 24  # cost of one token between nodes; one between ranks of a node costs 1
-
-
-@compiled
-def index_holders(holds_ER: BoolArray, home_E: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """Experts with several holders [M], where their arcs start [M + 1], the arcs' ranks [A], ascending."""
-    experts, ranks = holds_ER.shape
-    count = np.empty(experts, np.int64)
-    many = 0
-    arcs = 0
-    for e in range(experts):
-        n = 0
-        for r in range(ranks):
-            if holds_ER[e, r]:
-                n += 1
-        count[e] = n
-        if n > 1:
-            many += 1
-            arcs += n
-    multi = np.empty(many, np.int64)
-    start = np.empty(many + 1, np.int64)
-    arc_rank = np.empty(arcs, np.int64)
-    j = 0
-    a = 0
-    for e in range(experts):
-        if count[e] > 1:
-            multi[j] = e
-            start[j] = a
-            j += 1
-            for r in range(ranks):
-                if holds_ER[e, r]:
-                    arc_rank[a] = r
-                    a += 1
-    start[many] = a
-    return multi, start, arc_rank
 
 
 @compiled
@@ -119,6 +86,50 @@ def _pour(amount: int, first: int, last: int, arc_rank: IntArray, x: IntArray, l
         x[best] += part
         load[arc_rank[best]] += part
         amount -= part
+
+
+@bare
+def relax_within_node(
+    first: int,
+    last: int,
+    arc_rank: IntArray,
+    x: IntArray,
+    have: IntArray,
+    dist: IntArray,
+    came_from: IntArray,
+    came_by: IntArray,
+    at_first: IntArray,
+    at_expert: IntArray,
+    stale: BoolArray,
+) -> bool:
+    """Shorten the ways that lead through one expert, arcs first..last-1, where all ranks are in one node.
+
+    Returns whether any got shorter.
+    """
+    best = FAR
+    by = -1
+    for k in range(first, last):
+        d = dist[arc_rank[k]]
+        if d < FAR and x[k] > 0:
+            if x[k] <= have[k]:
+                d += 1
+            if d < best:
+                best = d
+                by = k
+    if by < 0:
+        return False
+    changed = False
+    for k in range(first, last):
+        r = arc_rank[k]
+        d = best - 1 if x[k] < have[k] else best
+        if d < dist[r] and k != by:
+            dist[r] = d
+            came_from[r] = by
+            came_by[r] = k
+            changed = True
+            for i in range(at_first[r], at_first[r + 1]):
+                stale[at_expert[i]] = True
+    return changed
 
 
 @compiled
@@ -189,22 +200,26 @@ def solve_totals(
     came_by = np.empty(ranks, np.int64)
     group_best = np.empty(groups, np.int64)
     group_arc = np.empty(groups, np.int64)
+    at_first, at_expert = experts_at(start, arc_rank, ranks)
+    group_order = fewest_first(group_first, groups)
+    expert_order = fewest_first(start, many)
+    stale = np.empty(many, np.bool_)  # experts with a holder whose distance fell since they were looked at
     final = False
     while True:
-        # Cheapest assignment without caps.
+        # Cheapest assignment without caps; whoever has few holders to choose from chooses first.
         for r in range(ranks):
             cap[r] = int(np.floor(level * speed_R[r] + 1e-6))
             rank_load[r] = fixed_R[r]
         for k in range(arcs):
             x[k] = have[k]
             rank_load[arc_rank[k]] += have[k]
-        for g in range(groups):
+        for g in group_order:
             rest = supply[g]
             for k in range(group_first[g], group_first[g + 1]):
                 rest -= x[k]
             _pour(rest, group_first[g], group_first[g + 1], arc_rank, x, rank_load, cap)
         if nodes > 1:
-            for j in range(many):
+            for j in expert_order:
                 rest = total_E[multi[j]]
                 for k in range(start[j], start[j + 1]):
                     rest -= x[k]
@@ -216,6 +231,8 @@ def solve_totals(
         raised = False
         while True:
             excess = False
+            for j in range(many):
+                stale[j] = False
             for r in range(ranks):
                 came_by[r] = -1
                 came_from[r] = -1
@@ -223,12 +240,32 @@ def solve_totals(
                 if rank_load[r] > cap[r]:
                     dist[r] = 0
                     excess = True
+                    for i in range(at_first[r], at_first[r + 1]):
+                        stale[at_expert[i]] = True
             if not excess:
                 break
             # Shortest paths from all overloaded ranks (Bellman-Ford: arcs have negative costs).
             for _ in range(ranks + 1):
                 changed = False
                 for j in range(many):
+                    if not stale[j]:
+                        continue
+                    stale[j] = False
+                    if nodes == 1:
+                        changed |= relax_within_node(
+                            start[j],
+                            start[j + 1],
+                            arc_rank,
+                            x,
+                            have,
+                            dist,
+                            came_from,
+                            came_by,
+                            at_first,
+                            at_expert,
+                            stale,
+                        )
+                        continue
                     out_best = FAR
                     out_arc = -1
                     for k in range(start[j], start[j + 1]):
@@ -261,11 +298,14 @@ def solve_totals(
                             by = group_arc[g]
                         if x[k] < have[k]:
                             d -= 1
-                        if by != k and d < dist[arc_rank[k]]:
-                            dist[arc_rank[k]] = d
-                            came_from[arc_rank[k]] = by
-                            came_by[arc_rank[k]] = k
+                        r = arc_rank[k]
+                        if by != k and d < dist[r]:
+                            dist[r] = d
+                            came_from[r] = by
+                            came_by[r] = k
                             changed = True
+                            for i in range(at_first[r], at_first[r + 1]):
+                                stale[at_expert[i]] = True
                 if not changed:
                     break
             nearest = FAR

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from prophet.planner.arcs import index_replicas
 from prophet.planner.candidates import (
     exact_cost,
     holders_of,
-    index_replicas,
     keep_better,
     local_copies,
     local_layers,

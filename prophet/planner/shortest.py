@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from prophet.planner.arcs import index_holders
 from prophet.planner.compiled import BOOLS_2D, FLOAT, FLOATS, INTS, INTS_2D, bare, compiled, entry
-from prophet.planner.descent import RESOURCES, Flow, attach, norms, plain, set_prices, sweep
-from prophet.planner.flow import expand, index_holders, solve_totals
+from prophet.planner.descent import RESOURCES, Flow, link, norms, plain, set_prices, sweep
+from prophet.planner.flow import expand, solve_totals
 from prophet.planner.timing import (
     INTER_BYTES_PER_S,
     INTER_LATENCY_S,
@@ -43,6 +44,27 @@ WORTH_IT = 0.01  # share of the step that an exchange must be above its floor fo
 @compiled
 def make_flow(problem: Problem, chosen_J: IntArray, spare_arcs: int) -> Flow:
     """All tokens at home; the experts `chosen_J` may get up to `spare_arcs` replicas."""
+    flow = make_frame(problem, chosen_J, spare_arcs)
+    fill_homes(flow, problem, chosen_J)
+    return flow
+
+
+@bare
+def fill_homes(flow: Flow, problem: Problem, chosen_J: IntArray) -> None:
+    """Write the tokens of all arcs: those of an expert are at its home."""
+    load_RE, tokens_AR = problem.load_RE, flow.tokens_AR
+    ranks = problem.node_R.size
+    for a in range(chosen_J.size, flow.counters[0]):
+        for r in range(ranks):
+            tokens_AR[a, r] = 0
+    for r in range(ranks):
+        for j in range(chosen_J.size):
+            tokens_AR[j, r] = load_RE[r, chosen_J[j]]
+
+
+@compiled
+def make_frame(problem: Problem, chosen_J: IntArray, spare_arcs: int) -> Flow:
+    """`make_flow` whose tokens are still to be written: what is busy counts them at home."""
     ranks = problem.node_R.size
     chosen = chosen_J.size
     figures = problem.figures
@@ -66,15 +88,12 @@ def make_flow(problem: Problem, chosen_J: IntArray, spare_arcs: int) -> Flow:
         following[j] = -1
         expert[j] = j
         rank[j] = problem.home_E[chosen_J[j]]
-    for r in range(ranks):
-        for j in range(chosen):
-            tokens[j, r] = problem.load_RE[r, chosen_J[j]]
     counters = np.empty(2, np.int64)
     counters[0] = chosen
     counters[1] = chosen
     return Flow(
-        problem.node_R, rate, base, busy, np.empty((RESOURCES, ranks)), np.empty(4), following, rank, expert, tokens,
-        counters, np.empty(max(ranks, 12), np.int64),
+        problem.node_R, rate, base, busy, np.empty((RESOURCES, ranks)), np.empty((RESOURCES, ranks)), np.empty(4),
+        following, rank, expert, tokens, counters, np.empty(12 + ranks, np.int64),
     )  # fmt: skip
 
 
@@ -308,8 +327,9 @@ def count_rows(
 
 
 @compiled
-def lay_out(flow: Flow, multi: IntArray, flows: IntArray, rows: int) -> None:
-    """Write the tokens of `flow.expand` into a flow that has them all at home."""
+def lay_out(flow: Flow, problem: Problem, multi: IntArray, flows: IntArray, rows: int) -> None:
+    """Write the tokens of `flow.expand`."""
+    fill_homes(flow, problem, multi)
     place = np.full(flow.node_R.size, -1, np.int64)  # the arc of the present expert on every rank
     tokens_AR = flow.tokens_AR
     i = 0
@@ -328,10 +348,8 @@ def lay_out(flow: Flow, multi: IntArray, flows: IntArray, rows: int) -> None:
 def send_home(flow: Flow, problem: Problem, multi: IntArray) -> float:
     """Put all tokens back home; return the bottleneck."""
     level = 0.0
-    flow.tokens_AR[:] = 0
+    fill_homes(flow, problem, multi)
     for r in range(problem.node_R.size):
-        for j in range(multi.size):
-            flow.tokens_AR[j, r] = problem.load_RE[r, multi[j]]
         flow.busy[0, r] = problem.home_load[r]
         for k in range(4):
             flow.busy[1 + k, r] = problem.home_moved[k, r]
@@ -343,7 +361,7 @@ def send_home(flow: Flow, problem: Problem, multi: IntArray) -> float:
 def best_split(
     problem: Problem, multi: IntArray, start: IntArray, arc_rank: IntArray, effort: float, exact: bool
 ) -> tuple[Flow, FloatArray, float, float, IntArray, int]:
-    """The split over given holders (`flow.index_holders`): what is busy, its cost [5], the seconds that the descent
+    """The split over given holders (`arcs.index_holders`): what is busy, its cost [5], the seconds that the descent
     which `effort` buys could save at most (none is made for an `exact` split), the bottleneck T, and its rows as of
     `flow.expand`, or none where descent has changed it: then the flow has the tokens. The last are the sweeps made.
     """
@@ -358,7 +376,7 @@ def best_split(
         0.0,
     )  # fmt: skip
     flows, rows = expand(problem.load_RE, multi, start, arc_rank, problem.node_R, x)
-    flow = make_flow(problem, multi, arc_rank.size - multi.size)
+    flow = make_frame(problem, multi, arc_rank.size - multi.size)
     groups = problem.home_groups.copy()
     for j in range(multi.size):
         if problem.total_E[multi[j]] > 0:
@@ -367,7 +385,7 @@ def best_split(
             if x[k] > 0:
                 groups[arc_rank[k]] += 1
             if arc_rank[k] != flow.rank_A[j]:
-                attach(flow, j, arc_rank[k], problem.figures[OVERHEAD_S])
+                link(flow, j, arc_rank[k], problem.figures[OVERHEAD_S])
     busiest = np.zeros(6)
     copies_moved(flow, np.empty((2, 6, ranks)), busiest)
     unused = cost_with(flow, problem.home_groups, busiest, problem.figures)
@@ -380,8 +398,10 @@ def best_split(
         above_s = cost[1] - 4.0 * exchange_floor(flow, problem, multi)
         if above_s > WORTH_IT * cost[0]:
             sweeps = affordable(above_s, effort, multi.size * ranks)
+    if rows == 0:
+        fill_homes(flow, problem, multi)  # nothing was routed to these experts
     if sweeps > 0 and not exact:
-        lay_out(flow, multi, flows, rows)
+        lay_out(flow, problem, multi, flows, rows)
         tokens = flow.tokens_AR.copy()
         before = flow.busy.copy()
         made = shorten(flow, problem.figures, busiest, sweeps)[1]

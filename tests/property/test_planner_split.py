@@ -140,3 +140,12 @@ def test_a_timed_split_is_never_slower_than_using_no_replica(case: Case, effort:
     timed = step_cost(planner.split(case.load, case.placement, case.context), case.placement, case.context)
     home = step_cost(Split.to_homes(case.load, case.placement), case.placement, case.context)
     assert timed.total_s <= home.total_s * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([0.0, 0.03, 10.0]))
+def test_replicas_of_experts_that_get_no_tokens(case: Case, effort: float) -> None:
+    load = case.load.copy()
+    load[:, case.placement.holds.sum(axis=1) > 1] = 0
+    split = ProphetPlanner(split_effort=effort).split(load, case.placement, case.context)
+    assert split == Split.to_homes(load, case.placement)
