@@ -394,7 +394,7 @@ class MoE(nn.Module):
                 f"`with prophet.collect_losses(model) as losses:` and add `losses.total()` to the loss"
             )
         counts = known.load if known.extra is None else known.extra
-        total = torch.from_numpy(counts.sum(axis=0)).to(routing.logits.device)
+        total = torch.from_numpy(counts.sum(axis=0)).to(routing.logits.device, non_blocking=True)
         losses = self.gate.losses(routing, total, known.tokens, self.collective.size)
         if self._book is not None and not again:
             self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]

@@ -91,6 +91,27 @@ def rows_launches(name: str) -> Iterator[tuple[str, Config, Any]]:
             yield f"rows: {what}", c, compiled(ffn._rows_kernel, types | stride, constants, c.warps, c.stages)
 
 
+def odd_launches() -> Iterator[tuple[str, Any]]:
+    """What the others leave out: an integer that is 1, which Triton makes a constant, and weights wider than rows."""
+    types = dict.fromkeys(("a", "out", "extra", "pre"), "*bf16")
+    types |= dict.fromkeys(("sizes", "w_table", "b_table"), "*i64")
+    types |= dict.fromkeys(("groups", "depth", "a_stride", "out_stride", "extra_stride", "w_stride_n"), "i32")
+    device = torch.device("cuda")
+    for name, width, more, rows in (
+        ("one column", "*bf16", {"n_cols": 1}, 4096),
+        ("float32 weights", "*fp32", {}, 4096),
+        ("float32 weights, few rows", "*fp32", {}, 32),
+    ):
+        c = ffn.fitting(rule("rows", device, torch.bfloat16, (rows, 4096, 4096)), ffn.ACT, True)
+        constants = {
+            "MODE": ffn.ACT, "SWIGLU": True, "BIASED": True, "KEEP": True, "ALIGNED": True, "PRECISION": "ieee",
+            "BM": c.rows, "BN": c.cols, "BK": c.depth, "SWIZZLE": c.swizzle, "w_stride_k": 1, **more,
+        }  # fmt: skip
+        sizes = {} if more else {"n_cols": "i32"}
+        kernel = compiled(ffn._rows_kernel, types | {"w_like": width} | sizes, constants, c.warps, c.stages)
+        yield f"rows: {name}", kernel
+
+
 def weights_launches(name: str) -> Iterator[tuple[str, Config, Any]]:
     dtype = "fp32" if name == "tf32" else name
     types = {"left": f"*{dtype}", "right": f"*{dtype}", "ends": "*i64", "table": "*i64", "b_table": "*i64"}
@@ -144,7 +165,7 @@ def main(names: list[str]) -> None:
             row |= {"wgmma": "wgmma.mma" in built.asm["ptx"], "async": "cp.async" in built.asm["ptx"]}
             print(json.dumps(row | resources(built)), flush=True)
     if not names or "others" in names:
-        for what, built in others():
+        for what, built in (*others(), *odd_launches()):
             print(json.dumps({"kernel": what, "shared_bytes": built.metadata.shared} | resources(built)), flush=True)
 
 

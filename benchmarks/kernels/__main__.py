@@ -90,8 +90,8 @@ def main(arguments: list[str] | None = None) -> int:
     for row in on_gpu(given.limit_s) if gpu else on_cpu(given.tokens, given.quick):
         rows.append(row)
         print(show(row), flush=True)
-    if given.json:
-        write_json(given.json, {"environment": about, "gpu": gpu, "rows": rows})
+        if given.json:  # every time, so that a run that is stopped leaves what it measured
+            write_json(given.json, {"environment": about, "gpu": gpu, "rows": rows})
     wrong = [row for row in rows if "wrong" in row]
     if wrong:
         print(f"{len(wrong)} results were wrong and were not timed", file=sys.stderr)

@@ -41,7 +41,7 @@ def measure(
                 logits += torch.from_numpy(shares).to(device, torch.float32).clamp_min(1e-6).log()
             for op, moved_bytes, ours, peer in _ops(shape, tokens, logits, device, dtype):
                 try:
-                    _check(op, ours(), peer())
+                    _check(op, ours(), peer(), logits)
                 except WrongResult as wrong:
                     yield {**base, "op": op, "wrong": str(wrong)}
                     continue
@@ -65,9 +65,11 @@ def measure(
                 }
 
 
-def _check(op: str, got: object, want: object) -> None:
+def _check(op: str, got: object, want: object, logits: torch.Tensor) -> None:
     a = got if isinstance(got, tuple) else (got,)
     b = want if isinstance(want, tuple) else (want,)
+    if op == "route":  # of experts whose scores round alike, either may be chosen
+        a, b = ((logits.gather(1, ids), weights, counts.sum()) for ids, weights, counts in (a, b))
     for i, (g, w) in enumerate(zip(a, b, strict=True)):
         if g.dtype.is_floating_point:
             compare(f"{op} {i}", g, w)

@@ -94,7 +94,9 @@ def dense(shape: Shape) -> Run:
     """All rows through one expert: the same work as one dense network. The ceiling."""
 
     def run(t: Tensors) -> Tensor:
-        return activate(t.x @ t.home.w_in[0].t(), shape.activation) @ t.home.w_out[0].t()
+        # leaves of their own: the gradient of a slice would fill that of the whole stack with zeros
+        w_in, w_out = (w.detach()[0].requires_grad_() for w in (t.home.w_in, t.home.w_out))
+        return activate(t.x @ w_in.t(), shape.activation) @ w_out.t()
 
     return run
 

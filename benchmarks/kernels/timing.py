@@ -9,14 +9,19 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 FLUSH_BYTES = 256 << 20  # several times the L2 cache of the largest GPU
-HEAD_START_CYCLES = 2_000_000  # about a millisecond: the host has launched everything before the GPU begins
+HEAD_START_CYCLES = 2_000_000  # about a millisecond, for the host to launch everything before the GPU begins
+LONGEST_CYCLES = 64 * HEAD_START_CYCLES
 
 
 class Flusher:
-    """Overwrites the L2 cache between repetitions on a GPU; on CPU does nothing."""
+    """Overwrites the L2 cache between repetitions on a GPU; on CPU does nothing.
+
+    `cycles`: the head start that the host has needed so far.
+    """
 
     def __init__(self, device: str) -> None:
         self.block = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device == "cuda" else None
+        self.cycles = HEAD_START_CYCLES
 
     def __call__(self) -> None:
         if self.block is not None:
@@ -24,18 +29,33 @@ class Flusher:
 
 
 def once_us(run: Callable[[], object], device: str, flush: Flusher) -> float:
-    flush()
+    """Microseconds of one run; on a GPU those between the first and the last kernel (see `on_gpu_us`)."""
     if device == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HEAD_START_CYCLES)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
+        while True:
+            us, launched = on_gpu_us(run, flush)
+            if launched or flush.cycles >= LONGEST_CYCLES:
+                return us
+            flush.cycles *= 4
+    flush()
     before = time.perf_counter()
     run()
     return (time.perf_counter() - before) * 1e6
+
+
+def on_gpu_us(run: Callable[[], object], flush: Flusher) -> tuple[float, bool]:
+    """Microseconds between the first and the last kernel of a run that the GPU begins after `flush.cycles`.
+
+    Also whether the host had launched all of them by then: if not, it is the host's speed that was measured.
+    """
+    flush()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(flush.cycles)
+    begin.record()
+    run()
+    end.record()
+    launched = not begin.query()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3, launched
 
 
 def medians_us(

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from importlib.util import find_spec
-from typing import Literal
+from typing import Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Impl = Literal["auto", "naive", "torch", "triton"]
 """naive: the definition. torch: library calls on slices, any device. triton: the fused kernels. auto: by device."""
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -35,3 +40,14 @@ def choose(impl: Impl, x: Tensor, *, indices: bool = False) -> Literal["naive", 
         if not served:
             raise ValueError(f"impl='triton' works in float32, float16 and bfloat16, got {x.dtype}")
     return impl
+
+
+def on_its_device(launch: Callable[Concatenate[Tensor, P], Result]) -> Callable[Concatenate[Tensor, P], Result]:
+    """Run a function on the device of its first argument: Triton launches on the current one, whatever it is given."""
+
+    @wraps(launch)
+    def guarded(x: Tensor, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        with torch.cuda.device_of(x):
+            return launch(x, *args, **kwargs)
+
+    return guarded

@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+OWN = ["--noconftest", "-p", "no:cacheprovider"]  # the other tests' set-up compiles the planner, for minutes
 SOURCES = (["tests/gpu"], ["tests/unit/test_layer.py", "-k", "triton"])
 
 
 def collected(arguments: list[str]) -> list[str]:
     """Names of the tests that pytest finds."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *arguments]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *OWN, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     names = [line for line in done.stdout.splitlines() if "::" in line]
     if done.returncode != 0 or not names:
@@ -33,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     count = max(1, parser.parse_args(arguments).n)
     names = [name for source in SOURCES for name in collected(source)]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", *OWN]
     running = [
         subprocess.Popen(
             [*command, *names[i::count]], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

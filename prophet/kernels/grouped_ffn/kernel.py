@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prophet.kernels.choice import on_its_device
 from prophet.kernels.grouped_ffn.blocked import GradTarget
-from prophet.kernels.tuning import Config, config_for
+from prophet.kernels.tuning import Config, config_for, rule, shape_class
 
 PLAIN, ACT, ACT_BACKWARD = 0, 1, 2
 
@@ -104,7 +105,7 @@ def _rows_kernel(
             w_at = w + col[None, :].to(tl.int64) * w_stride_n + k[:, None].to(tl.int64) * w_stride_k
             total = tl.zeros((BM, BN), tl.float32)
             if SWIGLU and MODE == 1:
-                up_at = w_at + n_cols.to(tl.int64) * w_stride_n
+                up_at = w_at + tl.cast(n_cols, tl.int64) * w_stride_n  # a constant where it is 1
                 total_up = tl.zeros((BM, BN), tl.float32)
             for start in range(0, depth, BK):
                 deep = k < depth - start
@@ -286,7 +287,11 @@ class _Launch:
         """Launch the rows kernel with weight number `weight` of each expert, whose [n, k] strides are given."""
         if a.shape[0] == 0:
             return
-        c = config_for("rows", self.device, self.dtype, a.shape[0] // self.groups, cols, a.shape[1])
+        shape = a.shape[0] // self.groups, cols, a.shape[1]
+        if self.like.dtype == self.dtype:
+            c = config_for("rows", self.device, self.dtype, *shape)
+        else:  # wider weights take more shared memory than what was measured
+            c = rule("rows", self.device, self.dtype, shape_class(*shape))
         c = fitting(c, mode, swiglu)
         b_table = self.table[0 if bias is None else bias]
         _rows_kernel[(_programs(self.device),)](
@@ -336,6 +341,7 @@ class _Modes:
         self.scales = _to_device([t.scale for t in targets], torch.float32, sizes.device)
 
 
+@on_its_device
 def forward(
     x: Tensor, sizes: Tensor, home: Sequence[Tensor], replicas: Sequence[Tensor], swiglu: bool, *, keep: bool
 ) -> tuple[Tensor, Tensor]:
@@ -363,6 +369,7 @@ def _activations(launch: _Launch, x: Tensor, swiglu: bool, *, keep: bool) -> tup
     return act, kept
 
 
+@on_its_device
 def backward(
     d_y: Tensor,
     x: Tensor,

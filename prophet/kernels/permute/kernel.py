@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prophet.kernels.choice import on_its_device
+
 
 @triton.jit(do_not_specialize=["rows"])  # counts change from step to step
 def _spread_kernel(
@@ -79,6 +81,7 @@ def _blocks(dim: int) -> tuple[int, int]:
     return max(1, 4096 // cols), cols
 
 
+@on_its_device
 def spread(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     """Row i of the result is row order[i] // K of `x` [N, D]; returns [A, D]."""
     count, dim = order.shape[0], x.shape[1]
@@ -92,6 +95,7 @@ def spread(x: Tensor, order: Tensor, top_k: int) -> Tensor:
     return out
 
 
+@on_its_device
 def collect(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
     """y[n] = sum over k of weights[n, k] · rows[position[n, k]], in float32, k in order; returns [N, D]."""
     tokens, top_k = position.shape
@@ -108,6 +112,7 @@ def collect(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
     return out
 
 
+@on_its_device
 def collect_backward(d_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the rows [A, D] and the weights [N, K] of `collect`; zero for the weights of dropped choices."""
     count, dim = rows.shape

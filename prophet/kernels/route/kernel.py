@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prophet.kernels.choice import on_its_device
+
 
 @triton.jit
 def _scores(logits, row, live, experts, stride_n, stride_e, SIGMOID: tl.constexpr, WIDTH: tl.constexpr):
@@ -102,6 +104,7 @@ def _blocks(experts: int) -> tuple[int, int]:
     return max(1, min(32, 2048 // width)), width
 
 
+@on_its_device
 def route(
     logits: Tensor, top_k: int, sigmoid: bool, normalize: bool, scale: float, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -121,6 +124,7 @@ def route(
     return ids, weights, counts
 
 
+@on_its_device
 def route_backward(
     d_weights: Tensor, logits: Tensor, ids: Tensor, sigmoid: bool, normalize: bool, scale: float
 ) -> Tensor:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from prophet.kernels.choice import on_its_device
+
 BLOCK = 128
 
 
@@ -61,6 +63,7 @@ def _place_kernel(
     tl.store(order + target, at.to(tl.int64), mask=live & (target < rows))
 
 
+@on_its_device
 def send_order(ids: Tensor, kept: Tensor | None, split_ED: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Order [A] of the choices by destination rank, expert and position, and its inverse [N, K], -1 where not sent."""
     experts, ranks = split_ED.shape
