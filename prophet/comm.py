@@ -177,7 +177,9 @@ class ProcessGroupCollective(Collective):
         self._broken: CollectiveError | None = None
         self._receive_first = receive_first
         if receive_first is None:
-            self._receive_first = _over_gloo(base) and self._on_several_hosts()
+            level = dist.get_debug_level()  # type: ignore[attr-defined]
+            counted = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # compares ranks' numbers of messages
+            self._receive_first = not counted and _over_gloo(self._groups["tokens"]) and self._on_several_hosts()
         self._posters: dict[Channel, Waiter] = {}
         self._waiters: dict[Channel, Waiter] = {}
         if self._receive_first:
@@ -186,7 +188,7 @@ class ProcessGroupCollective(Collective):
         self._posted: dict[Channel, int] = dict.fromkeys(self._groups, 0)
 
     def _on_several_hosts(self) -> bool:
-        places = self.all_gather(torch.tensor([_place()]), op=Operation("where ranks are"))
+        places = self.all_gather(torch.tensor([_place()], device="cpu"), op=Operation("where ranks are"))
         return bool((places != places[0]).any())
 
     def guard(self, call: Callable[[], T], op: Operation) -> T:
@@ -243,7 +245,8 @@ class ProcessGroupCollective(Collective):
     ) -> Pending:
         """An all-to-all of single messages, receives before sends; another peer comes first on every rank.
 
-        Posting writes to sockets what they take, and so has a thread of its own beside the one that waits.
+        Sending writes to sockets what they take, and so has a thread of its own beside the one that waits. Receives are
+        posted at once, so that peers need not wait until that thread gets the interpreter.
         """
         group, rank = self._groups[channel], self.rank
         self._posted[channel] += 1
@@ -251,17 +254,18 @@ class ProcessGroupCollective(Collective):
         sent, received = source.split(list(send_rows)), out.split(list(recv_rows))
         peers = [(rank + i) % self.size for i in range(1, self.size)]
 
+        coming = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers if recv_rows[p]]
+
         def post() -> list[Any]:
-            works = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers if recv_rows[p]]
-            works += [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers if send_rows[p]]
-            with torch.no_grad():
+            going = [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers if send_rows[p]]
+            with torch.inference_mode(out.is_inference()), torch.no_grad():  # modes belong to a thread
                 received[rank].copy_(sent[rank])
-            return works
+            return going
 
         posted = self._posters[channel].submit(post)
 
         def finish() -> None:
-            for work in posted.result():
+            for work in (*coming, *posted.result()):
                 work.wait()
 
         return _FuturePending(self, self._waiters[channel].submit(finish), out, op)
@@ -302,13 +306,13 @@ class ProcessGroupCollective(Collective):
         return collective_for(base, timeout_s=timeout_s)
 
     def close(self) -> None:
+        self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
         if dist.is_initialized():
             for group in self._groups.values():
                 dist.destroy_process_group(group)
         for waiter in (*self._posters.values(), *self._waiters.values()):
             waiter.close()
         self._groups.clear()
-        self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
 
 
 # --- which collective a layer gets ---

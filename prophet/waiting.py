@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+LEAVE_S = 2.0  # at the end of the program, for all threads together
 _Items = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
@@ -26,17 +29,22 @@ def _serve(items: _Items) -> None:
 class Waiter:
     """A thread that calls what it is given, in that order. The calls have time limits themselves.
 
-    The thread ends with `close`, or with this object.
+    The thread ends with `close`, or with this object. At the end of the program it may finish what it is at, for
+    `LEAVE_S`: a thread that comes back from a library while the interpreter goes down aborts the process.
     """
 
     def __init__(self, name: str) -> None:
         self._items: _Items = queue.SimpleQueue()
         # daemon: what a lost peer still owes must not keep the program from ending
-        threading.Thread(target=_serve, args=(self._items,), name=name, daemon=True).start()
+        self.thread = threading.Thread(target=_serve, args=(self._items,), name=name, daemon=True)
+        self.thread.start()
         self._end = weakref.finalize(self, self._items.put, None)
+        _waiters.add(self)
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """What becomes of `call`."""
+        """What becomes of `call`; RuntimeError after `close`."""
+        if not self._end.alive:
+            raise RuntimeError(f"{self.thread.name}: the thread was ended")
         future: Future[T] = Future()
         self._items.put((future, call))
         return future
@@ -44,3 +52,16 @@ class Waiter:
     def close(self) -> None:
         """End the thread once it has called what it was given so far."""
         self._end()
+
+
+_waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    waiters = list(_waiters)
+    for waiter in waiters:
+        waiter.close()
+    deadline = time.monotonic() + LEAVE_S
+    for waiter in waiters:
+        waiter.thread.join(max(0.0, deadline - time.monotonic()))

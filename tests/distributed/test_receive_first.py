@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,7 +17,8 @@ import torch.distributed as dist
 
 from benchmarks.cluster.profiles import uniform
 from benchmarks.cluster.testbed import Testbed
-from prophet.comm import CollectiveTimeout, Operation, ProcessGroupCollective, collective_for
+from prophet.comm import CollectiveError, CollectiveTimeout, Operation, ProcessGroupCollective, collective_for
+from prophet.waiting import Waiter
 from tests.distributed.cluster_testbed import needs_testbed
 from tests.support import on_processes
 
@@ -107,6 +112,107 @@ def missing_peer() -> str:
 
 def test_a_peer_that_does_not_come_is_a_named_error_in_time() -> None:
     assert on_processes(2, missing_peer) == ["CollectiveTimeout", "late"]
+
+
+def other_modes() -> list[float]:
+    with torch.device("meta"):  # where a model is built whose parameters come later
+        group = ProcessGroupCollective(timeout_s=30)
+    group.close()
+    group = ProcessGroupCollective(timeout_s=30, receive_first=True)
+    with torch.inference_mode():
+        x = torch.tensor([1.0, 2.0]) + 10 * group.rank
+        return list(group.all_to_all(x, [1, 1], [1, 1], op=OP).wait().tolist())
+
+
+def test_inference_mode_and_another_default_device() -> None:
+    assert on_processes(2, other_modes) == [[1.0, 11.0], [2.0, 12.0]]
+
+
+def by_themselves(
+    program: str, tmp_path: Path, *, ranks: int = 2, debug: str = "OFF"
+) -> list[subprocess.CompletedProcess[str]]:
+    """Processes that end as Python does."""
+    head = (
+        "import sys, torch, torch.distributed as dist; from datetime import timedelta\n"
+        "from prophet.comm import Operation, ProcessGroupCollective\n"
+        f"ranks, rank, store, op = {ranks}, int(sys.argv[1]), 'file://' + sys.argv[2], Operation('Trans', 3)\n"
+        "def init(backend): dist.init_process_group(backend, store, timedelta(seconds=30), ranks, rank)\n"
+    )
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", head + program]
+    with_env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "TORCH_DISTRIBUTED_DEBUG": debug}
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store")],
+            env=with_env, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    said = [process.communicate(timeout=60) for process in running]
+    return [
+        subprocess.CompletedProcess(p.args, p.returncode, *s) for p, s in zip(running, said, strict=True)
+    ]  # fmt: skip
+
+
+UNDER_WAY = """
+init("gloo")
+group = ProcessGroupCollective(timeout_s=12, receive_first=True)
+x = torch.zeros(200, 1000)
+for _ in range(5):
+    pending = group.all_to_all(x, [100, 100], [100, 100], op=op, channel="weights")
+    _ or pending.wait()
+raise SystemExit(3)
+"""
+
+
+def test_a_program_may_end_with_transfers_under_way(tmp_path: Path) -> None:
+    """Threads that were in the middle of a wait used to abort every second of such processes."""
+    for i in range(3):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        assert [p.returncode for p in by_themselves(UNDER_WAY, folder)] == [3, 3]
+
+
+OTHER_BACKEND = """
+init("cuda:gloo")  # serves no tensors of the host, as NCCL does not
+group = ProcessGroupCollective(dist.new_group([0, 1], backend="gloo"), timeout_s=12)
+"""
+COUNTED = """
+init("gloo")
+from unittest import mock
+with mock.patch("prophet.comm._place", lambda: rank):
+    group = ProcessGroupCollective(timeout_s=12)
+send, recv = [[0, 1, 0], [0] * 3, [0] * 3][rank], [[0] * 3, [1, 0, 0], [0] * 3][rank]
+group.all_to_all(torch.ones(sum(send)), send, recv, op=op).wait()
+assert group.all_gather(torch.tensor(rank), op=op).tolist() == [0, 1, 2]
+"""
+
+
+@pytest.mark.parametrize("program", [OTHER_BACKEND, COUNTED], ids=["backend", "debug"])
+def test_where_receiving_first_is_not_to_be_had(program: str, tmp_path: Path) -> None:
+    ranks = 3 if program is COUNTED else 2  # two send and receive the same number of messages
+    done = by_themselves(program, tmp_path, ranks=ranks, debug="DETAIL" if program is COUNTED else "OFF")
+    assert [(p.returncode, p.stderr[-500:] if p.returncode else "") for p in done] == [(0, "")] * ranks
+
+
+def test_nothing_waits_for_a_thread_that_was_ended() -> None:
+    waiter = Waiter("gloo posts nothing")
+    assert waiter.submit(lambda: 5).result(10) == 5
+    waiter.close()
+    with pytest.raises(RuntimeError, match="gloo posts nothing: the thread was ended"):
+        waiter.submit(lambda: 6)
+
+
+def closed() -> str:
+    group = ProcessGroupCollective(timeout_s=5, receive_first=True)
+    group.close()
+    with pytest.raises(CollectiveError, match="the collective was closed") as caught:
+        group.all_to_all(torch.ones(2), [1, 1], [1, 1], op=OP)
+    return str(caught.value)
+
+
+def test_a_closed_collective_says_so() -> None:
+    assert len(set(on_processes(2, closed))) == 2
 
 
 def chosen() -> bool:
