@@ -30,7 +30,8 @@ def main() -> None:
 
     data = torch.Generator().manual_seed(1 + rank)  # every rank has tokens of its own
     for step in range(20):
-        ids = torch.randint(0, 64, (4, 33), generator=data)
+        # some tokens come far more often than others, and so do the experts that they visit
+        ids = (torch.rand(4, 129, generator=data) ** 4 * 64).long()
         loss = F.cross_entropy(ddp(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
@@ -38,7 +39,7 @@ def main() -> None:
         report = engine.last_step
         if rank == 0 and report is not None and step % 5 == 4:
             print(f"step {step + 1}: loss {loss.item():.3f}, rank max/mean {report.max_mean:.3f}", end=" ")
-            print(f"(without balancing {report.max_mean_static:.3f})")
+            print(f"(without balancing {report.max_mean_static:.3f}), {report.copies.sum()} copies of experts")
 
     engine.close()
     dist.destroy_process_group()

@@ -37,6 +37,7 @@ FORMAT = 1
 # how an optimizer computes is the reading one's own choice
 _NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _SHOWN = 4  # names in a message
+_BY_NUMBER = "entries by number"
 
 
 class CheckpointError(ValueError):
@@ -129,7 +130,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
             optimizer.state.pop(p, None)
             if id(p) in states:
                 optimizer.state[p] = states[id(p)]
-    extra: dict[str, Any] = said["extra"]
+    extra: dict[str, Any] = _as_given(said["extra"])
     return extra
 
 
@@ -346,10 +347,23 @@ def _plain(value: Any, what: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(v, what) for v in value]
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-        return {k: _plain(v, what) for k, v in value.items()}
+        return {k: _plain(v, f"{what}[{k!r}]") for k, v in value.items()}
+    if isinstance(value, dict) and all(type(k) is int for k in value):  # JSON's keys are strings
+        return {_BY_NUMBER: [[k, _plain(v, f"{what}[{k}]")] for k, v in sorted(value.items())]}
     raise ValueError(
         f"{what} is a {type(value).__name__}; expected numbers, strings, and lists and dictionaries of them"
     )
+
+
+def _as_given(value: Any) -> Any:
+    """What `_plain` was given, but for tuples and subclasses."""
+    if isinstance(value, list):
+        return [_as_given(v) for v in value]
+    if isinstance(value, dict):
+        if value.keys() == {_BY_NUMBER}:
+            return {k: _as_given(v) for k, v in value[_BY_NUMBER]}
+        return {k: _as_given(v) for k, v in value.items()}
+    return value
 
 
 # --- together ---

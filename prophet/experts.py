@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from prophet.kernels.grouped_ffn.naive import ExpertWeights
 from prophet.spec import GATED, Activation, LayerShape
@@ -122,7 +123,7 @@ class ExpertBank(nn.Module):
                 p[local].copy_(draw)
 
     def check_parameters(self) -> None:
-        """Raise ValueError where the parameters are not of one dtype, or are no longer the experts' own."""
+        """Raise ValueError where the parameters are not of one dtype, or something mixes different ranks' experts."""
         p = self.w_in
         # FSDP takes the ranks' experts for parts of one tensor, and loses the marks
         if self.ep_size > 1 and isinstance(p, nn.Parameter) and not hasattr(p, "prophet_expert"):
@@ -130,6 +131,13 @@ class ExpertBank(nn.Module):
                 "the experts' parameters were replaced by others, as fully_shard() does, which would mix the experts "
                 "of different ranks: call it with "
                 "ignored_params={p for _, p in prophet.parallel.expert_parameters(model)}"
+            )
+        wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # the one whose forward pass this is
+        if self.ep_size > 1 and any(p is q for q in getattr(wrapper, "_module_parameters", ())):
+            raise ValueError(
+                "DistributedDataParallel averages the experts' parameters, which are others on every rank: call "
+                "prophet.attach (with planner='static' for no balancing) or prophet.parallel.ExpertReplicas before "
+                "wrapping the model"
             )
         if any(q.dtype != p.dtype for _, q in self.stacked()):
             found = ", ".join(f"{name} {q.dtype}" for name, q in self.stacked())

@@ -51,10 +51,10 @@ class ErrorBar:
         return simulated_s / (1.0 + max(*self.errors, 0.0)), simulated_s / (1.0 + min(*self.errors, 0.0))
 
 
-# benchmarks/results/2026-11-21-cluster-four-hosts.md: static, top2, fastermoe, pro-prophet, prophet, prophet-blocking
-FOUR_HOSTS = ErrorBar(
-    errors=(0.082, -0.035, 0.013, 0.025, -0.075, 0.002),
-    source="6 policies on 4 emulated hosts (benchmarks/results/2026-11-21-cluster-four-hosts.md)",
+# static, pro-prophet and prophet of every profile of that page, and prophet-blocking of the first
+MEASURED = ErrorBar(
+    errors=(-0.024, -0.049, -0.070, -0.063, 0.019, 0.033, -0.043, 0.031, -0.032, -0.136),
+    source="10 cases on 4 and 8 emulated hosts (benchmarks/results/2026-11-22-cluster-peers.md)",
 )
 
 

@@ -184,7 +184,8 @@ class MoE(nn.Module):
 
     Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
     other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
-    step fits both. On its own the layer is plain expert parallelism; `prophet.attach` balances it.
+    step fits both. On its own the layer is plain expert parallelism; `prophet.attach` balances it, and
+    keeps DDP away from the experts.
     """
 
     def __init__(

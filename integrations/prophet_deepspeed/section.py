@@ -41,7 +41,7 @@ class ProphetSection:
     enabled: False leaves plain expert parallelism. ep_size: ranks that share the experts; None takes what the layers
     were built for, all ranks where they were built whole. convert: replace the MoE blocks that `prophet.convert` knows;
     False leaves a model of `prophet.MoE` layers as it is. verify: compare every block before and after on a few tokens.
-    topology: path of a JSON file that `prophet calibrate` wrote. The other keys are those of `prophet.EngineConfig`.
+    topology: path of a file that `prophet calibrate` wrote. The other keys are those of `prophet.EngineConfig`.
     """
 
     enabled: bool = True
@@ -79,6 +79,8 @@ class ProphetSection:
             raise ConfigError(f"{SECTION}.ep_size: expected at least 1, got {self.ep_size}")
         if self.planner not in PLANNER_NAMES:
             raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {self.planner!r}")
+        if self.topology is not None and not Path(self.topology).is_file():
+            raise ConfigError(f"{SECTION}.topology: expected a topology file (TOML), there is no {self.topology}")
         try:
             self.engine_config()
         except (ValueError, OSError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 _POLICIES = ("static", "pro-prophet", "prophet", "forced-balance")
 _RANKS = "8,64,512,4096"
+WIDTH = 110  # columns of the table where it goes to a file
 
 
 def add(commands: Any) -> None:
@@ -54,7 +55,10 @@ def _whole(text: str) -> int:
 
 
 def _ranks(text: str) -> list[int]:
-    values = [_whole(word) for word in text.split(",") if word]
+    try:
+        values = [_whole(word) for word in text.split(",") if word]
+    except ValueError:
+        values = []
     if not values or max(values) > 1 << 16:
         raise argparse.ArgumentTypeError(f"expected numbers of ranks from 1 to {1 << 16}, got {text!r}")
     return values
@@ -68,12 +72,12 @@ def _skew(text: str) -> float:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from prophet.extrapolate import BALANCED, FOUR_HOSTS, Scenario, extrapolate, read_error_bar
+    from prophet.extrapolate import BALANCED, MEASURED, Scenario, extrapolate, read_error_bar
     from prophet.planner.presets import get_preset
     from prophet.spec import PlanContext, SpecError
     from prophet.topology import TopologyError, read_topology
 
-    error = FOUR_HOSTS if arguments.measured is None else read_error_bar(arguments.measured)
+    error = MEASURED if arguments.measured is None else read_error_bar(arguments.measured)
     preset = get_preset(arguments.preset)
     model = preset.model
     # as large as the largest case: nodes keep their size when it is cut
@@ -122,12 +126,20 @@ def _simulate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _ms(seconds: float) -> str:
+    """Milliseconds in four digits, without an exponent."""
+    ms = 1e3 * seconds
+    return f"{ms:.0f}" if ms >= 1e3 else f"{ms:.4g}"
+
+
 def _print(answer: dict[str, Any]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
+    if not console.is_terminal:  # a file has room
+        console = Console(width=max(console.width, WIDTH))
     console.print(
         f"{answer['layers']} layers of {answer['model']} on {answer['machine']}, schedule {answer['schedule']}; every "
         f"figure is simulated.",
@@ -150,18 +162,19 @@ def _print(answer: dict[str, Any]) -> None:
         table.add_row(
             str(r["ranks"]),
             r["policy"],
-            f"{1e3 * r['step_s']:.4g}",
-            f"{1e3 * r['low_s']:.4g}..{1e3 * r['high_s']:.4g}",
+            _ms(r["step_s"]),
+            f"{_ms(r['low_s'])}..{_ms(r['high_s'])}",
             f"{r['fraction_of_forced_balance']:.3f}",
             f"{r['max_mean']:.3f}",
             f"{r['copies_per_rank']:.1f}",
-            f"{1e3 * sum(r['exposed_s'].values()):.3g}",
-            f"{1e3 * r['idle_s']:.3g}",
+            _ms(sum(r["exposed_s"].values())),
+            _ms(r["idle_s"]),
         )
     console.print(table)
     error = answer["error"]
     console.print(
-        f"Error bar: simulated against measured steps of {error['source']}, mean {100 * error['mean_absolute']:.1f} %. "
+        f"Error bar: simulated against measured steps of {error['source']}, mean {100 * error['mean_absolute']:.1f} %, "
+        f"at most {100 * max(map(abs, error['errors'])):.1f} %. "
         f"Nothing was measured at these sizes.",
         highlight=False,
     )

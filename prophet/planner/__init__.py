@@ -77,7 +77,7 @@ def _build(name: str, options: dict[str, Any]) -> Planner:
 def warm() -> None:
     """Compile (or load from the cache) every kernel of the default planner, so that no training step does.
 
-    Takes some seconds the first time on a machine.
+    Takes one to three minutes the first time on a machine, and says so on stderr.
     """
     import numpy as np
 

@@ -9,6 +9,7 @@ is imported and never again, whatever arrays they are given.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -46,6 +47,16 @@ _SOURCES = _fingerprint()
 
 class _Cache(FunctionCache):
     """Numba's disk cache, keyed by all kernels: its own key does not see a change in a function that is called."""
+
+    told = False
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was compiled before, or None; then says, once, that what follows takes a while."""
+        found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        if found is None and not _Cache.told:
+            _Cache.told = True
+            print("prophet: compiling the planner, once on this machine: one to three minutes", file=sys.stderr)
+        return found
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         key: tuple[Any, ...] = super()._index_key(sig, codegen)  # type: ignore[no-untyped-call]

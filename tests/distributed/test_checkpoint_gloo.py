@@ -289,10 +289,20 @@ def test_state_of_other_optimizers(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
+def test_schedulers_go_along(tmp_path: Path) -> None:
+    model = small()
+    optimizer = adam(model)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 3])  # its milestones are counted by number
+    checkpoint.save(tmp_path, model, optimizer, extra={"schedule": scheduler.state_dict()})
+    saved = checkpoint.load(tmp_path, model, optimizer)["schedule"]
+    assert saved == scheduler.state_dict()
+    assert saved["milestones"] == {2: 1, 3: 2}
+
+
 def test_what_cannot_be_described_is_said(tmp_path: Path) -> None:
     model = small()
     optimizer = adam(model)
-    with pytest.raises(ValueError, match="extra is a set; expected numbers"):
+    with pytest.raises(ValueError, match=r"extra\['seen'\] is a set; expected numbers"):
         checkpoint.save(tmp_path, model, extra={"seen": {1}})
     optimizer.param_groups[0]["hook"] = print
     with pytest.raises(ValueError, match="setting hook is a builtin_function"):

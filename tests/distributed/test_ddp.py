@@ -53,6 +53,13 @@ def refused() -> None:
     config = CASE.engine_config(FixedPlanner(()))
     with pytest.raises(ValueError, match="before wrapping the model"):
         prophet.attach(wrapped, optimizer, config=config)
+    ids = torch.arange(4)
+    with pytest.raises(ValueError, match="averages the experts' parameters, which are others on every rank: call"):
+        wrapped(ids)
+    late = prophet.attach(model, optimizer, config=config)
+    with pytest.raises(ValueError, match="averages the experts' parameters"):
+        wrapped(ids)
+    late.close()
     # a model that was marked in time may be attached through its wrapper
     again = CASE.model(collective_for(None))
     prophet.attach(again, config=config).close()
