@@ -17,6 +17,7 @@ from prophet.comm import DEFAULT_TIMEOUT_S
 from prophet.config import EngineConfig
 from prophet.history import PredictMode
 from prophet.planner import PLANNER_NAMES
+from prophet.replan import ReplanConfig
 from prophet.scheduler.forms import Transfers
 from prophet.scheduler.memory import ReplicaMemory
 from prophet.topology import read_topology
@@ -24,7 +25,7 @@ from prophet.topology import read_topology
 SECTION = "prophet"
 # optimizers that treat every element on its own: experts stacked in one tensor are updated as apart
 ELEMENTWISE = ("adam", "adamw", "sgd", "adagrad", "lion", "rmsprop")
-_OPTIONAL = ("ep_size", "topology", "replica_memory_bytes", "timeout_s")
+_OPTIONAL = ("ep_size", "topology", "replica_memory_bytes", "timeout_s", "replan")
 _BOOLEANS = ("enabled", "convert", "verify")
 _INTEGERS = ("ep_size", "slots_per_rank", "replica_memory_bytes", "look_ahead_blocks", "check_split_every")
 _TEXTS = ("planner", "topology", "replica_memory", "schedule", "transfers", "predict")
@@ -41,7 +42,8 @@ class ProphetSection:
     enabled: False leaves plain expert parallelism. ep_size: ranks that share the experts; None takes what the layers
     were built for, all ranks where they were built whole. convert: replace the MoE blocks that `prophet.convert` knows;
     False leaves a model of `prophet.MoE` layers as it is. verify: compare every block before and after on a few tokens.
-    topology: path of a file that `prophet calibrate` wrote. The other keys are those of `prophet.EngineConfig`.
+    topology: path of a file that `prophet calibrate` wrote. replan: an object with the fields of `prophet.ReplanConfig`.
+    The other keys are those of `prophet.EngineConfig`.
     """
 
     enabled: bool = True
@@ -57,6 +59,7 @@ class ProphetSection:
     look_ahead_blocks: int = 2
     transfers: Transfers = "auto"
     predict: PredictMode = "last"
+    replan: Mapping[str, Any] | None = None
     check_split_every: int = 50
     timeout_s: float | None = None
 
@@ -71,6 +74,8 @@ class ProphetSection:
                 wanted, fits = "an integer", isinstance(value, int) and not isinstance(value, bool)
             elif key in _TEXTS:
                 wanted, fits = "a string", isinstance(value, str)
+            elif key == "replan":
+                wanted, fits = "an object", isinstance(value, Mapping)
             else:
                 wanted, fits = "a number", isinstance(value, int | float) and not isinstance(value, bool)
             if not fits:
@@ -79,12 +84,13 @@ class ProphetSection:
             raise ConfigError(f"{SECTION}.ep_size: expected at least 1, got {self.ep_size}")
         if self.planner not in PLANNER_NAMES:
             raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {self.planner!r}")
+        _check_keys(f"{SECTION}.replan", self.replan or {}, [f.name for f in fields(ReplanConfig)])
         if self.topology is not None and not Path(self.topology).is_file():
             raise ConfigError(f"{SECTION}.topology: expected a topology file (TOML), there is no {self.topology}")
         try:
             self.engine_config()
-        except (ValueError, OSError) as error:
-            text = str(error).removeprefix("EngineConfig.")
+        except (ValueError, TypeError, OSError) as error:
+            text = str(error).removeprefix("EngineConfig.").replace("ReplanConfig.", "replan.")
             raise ConfigError(f"{SECTION}.{text}") from error
 
     @property
@@ -104,9 +110,18 @@ class ProphetSection:
             look_ahead_blocks=self.look_ahead_blocks,
             transfers=self.transfers,
             predict=self.predict,
+            replan=None if self.replan is None else ReplanConfig(**self.replan),
             check_split_every=self.check_split_every,
             timeout_s=self.timeout_s,
         )
+
+
+def _check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:
+    for key in found:
+        if key not in known:
+            like = difflib.get_close_matches(str(key), known, 1, 0.5)
+            hint = f"did you mean {like[0]!r}?" if like else f"known are {', '.join(known)}"
+            raise ConfigError(f"{name}.{key}: unknown key; {hint}")
 
 
 def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], ProphetSection]:
@@ -134,11 +149,7 @@ def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
     section = found.pop(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{SECTION}: expected an object, got {type(section).__name__}")
-    for key in section:
-        if key not in known:
-            like = difflib.get_close_matches(str(key), known, 1, 0.5)
-            hint = f"did you mean {like[0]!r}?" if like else f"known are {', '.join(known)}"
-            raise ConfigError(f"{SECTION}.{key}: unknown key; {hint}")
+    _check_keys(SECTION, section, known)
     parsed = ProphetSection(**section)
     check_deepspeed(found)
     return found, parsed

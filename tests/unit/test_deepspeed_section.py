@@ -24,6 +24,8 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     assert read_config(path) == (plain, section)
+    replan = read_config({"prophet": {"replan": {"interval": 7, "drift": None}}})[1].engine_config().replan
+    assert replan == prophet.ReplanConfig(interval=7, drift=None)
     assert read_config({"prophet": {"enabled": False}})[1].engine_config().planner == "static"
 
 
@@ -37,6 +39,17 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
         ({"prophet": {"ep_size": "4"}}, r"prophet\.ep_size: expected an integer, got '4'"),
         ({"prophet": {"enabled": 1}}, r"prophet\.enabled: expected true or false"),
         ({"prophet": {"planner": "best"}}, r"prophet\.planner: expected one of"),
+        (
+            {"prophet": {"topology": "none.toml"}},
+            r"prophet\.topology: expected a topology file \(TOML\), there is no none",
+        ),
+        ({"prophet": {"replan": 10}}, r"prophet\.replan: expected an object, got 10"),
+        (
+            {"prophet": {"replan": {"intervall": 10}}},
+            r"prophet\.replan\.intervall: unknown key; did you mean 'interval'",
+        ),
+        ({"prophet": {"replan": {"interval": 0}}}, r"prophet\.replan\.interval must be at least 1, got 0"),
+        ({"prophet": {"replan": {"interval": "ten"}}}, r"prophet\."),
         ({"prophet": {"schedule": "fast"}}, r"prophet\.schedule must be one of"),
         ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: 3 is not supported.*no whole expert"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
