@@ -185,7 +185,7 @@ def skewed_load(ranks: int, experts: int, seed: int) -> IntArray:
 
 def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Time to plan and to split at several sizes; large sizes repeat less and leave out what takes minutes."""
-    for (ranks, experts), preset in itertools.product(SCALES, SCALE_PRESETS):
+    for (ranks, experts), preset in itertools.product(SCALES, arguments.preset):
         context = get_preset(preset).context(ranks, experts, routed_per_rank=8192, slots_per_rank=arguments.slots)
         repeats = max(3, min(60, 400_000 // (ranks * experts)))
         for policy in arguments.policy:
@@ -271,7 +271,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--limit: expected a positive number of seconds, got {arguments.limit}")
     if arguments.first_case < 0:
         parser.error(f"--first-case: expected a case's number, at least 0, got {arguments.first_case}")
-    chosen = arguments.preset or (list(SCALE_PRESETS) if arguments.break_even else ["all"])
+    chosen = arguments.preset or (list(SCALE_PRESETS) if arguments.break_even or arguments.scale else ["all"])
     arguments.preset = list(PRESET_NAMES) if "all" in chosen else chosen
     policies = arguments.policy or (["prophet"] if arguments.break_even else ["all"])
     arguments.policy = ["forced-balance", *POLICIES] if "all" in policies else policies

@@ -42,7 +42,7 @@ class ProphetSection:
     enabled: False leaves plain expert parallelism. ep_size: ranks that share the experts; None takes what the layers
     were built for, all ranks where they were built whole. convert: replace the MoE blocks that `prophet.convert` knows;
     False leaves a model of `prophet.MoE` layers as it is. verify: compare every block before and after on a few tokens.
-    topology: path of a file that `prophet calibrate` wrote. replan: an object with the fields of `prophet.ReplanConfig`.
+    topology: path of a file that `prophet calibrate` wrote. replan: an object of the fields of `prophet.ReplanConfig`.
     The other keys are those of `prophet.EngineConfig`.
     """
 
