@@ -207,7 +207,7 @@ class Gate(Router):
         """Raise the bias of experts below the mean load and lower it above; `counts` [E] of all ranks, one step."""
         if self.bias is None:
             return
-        load = counts.to(self.bias)
+        load = counts.to(self.bias, non_blocking=True)
         self.bias += self.config.bias_update_rate * torch.sign(load.mean() - load)
 
 

@@ -75,10 +75,12 @@ def clip_grad_norm_(
         squares[int(bool(getattr(p, "prophet_expert", False)))] += whole
     of_experts = experts.all_gather(squares[1:], op=Operation("gradient norm")).sum()
     norm = (squares[0] + of_experts).sqrt()
-    factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    if factor < 1.0:
-        for _, grad in held:
-            grad.mul_(factor)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if factor.device.type == "cpu" and float(factor) == 1.0:
+        return norm  # elsewhere looking at its value would make the host wait
+    for _, grad in held:
+        part = grad.to_local() if hasattr(grad, "to_local") else grad
+        part.mul_(factor.to(part.device, non_blocking=True))
     return norm
 
 

@@ -35,7 +35,7 @@ SCALE = 1 / 7  # any constant: a loss summed over tokens is defined for ranks wi
 class Case:
     """One training run. shapes: of each rank's ids. favourites: experts that every token prefers.
 
-    impl: the kernels that run; Triton's work in float32, the others' in float64 here.
+    impl: the kernels that run; Triton's work in float32, the others' in float64 here. device: where the model is.
     """
 
     ranks: int = 2
@@ -61,6 +61,7 @@ class Case:
     checkpointing: str | None = None
     lr: float = 0.1
     impl: Impl = "auto"
+    device: str = "cpu"
 
     @property
     def num_experts(self) -> int:
@@ -105,11 +106,11 @@ class Case:
             bias=self.bias,
             gate=self.gate_config(),
             impl=self.impl,
-        ).to(dtype)
+        ).to(self.device, dtype)
 
     def state(self) -> dict[str, Tensor]:
         """The whole model's parameters in float64, by their names in a state dict."""
-        precise = replace(self, impl="auto")
+        precise = replace(self, impl="auto", device="cpu")
         state = random_state(precise.model(ThreadWorld(1).collective(0)), self.seed)
         for name, value in state.items():
             if name.endswith("gate.bias"):
@@ -164,7 +165,7 @@ class Run:
         self.model = case.model(group)
         self.model.load_state_dict(case.state())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=case.lr)
-        self.loss = torch.zeros((), dtype=torch.float64)
+        self.loss = torch.zeros((), dtype=torch.float64, device=case.device)
         self._engine: prophet.Engine | None = None
         if balanced:
             config = case.engine_config(planner, **options)
@@ -178,11 +179,11 @@ class Run:
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
-        self.loss = torch.zeros((), dtype=torch.float64)
+        self.loss = torch.zeros((), dtype=torch.float64, device=self.case.device)
 
     def forward(self, step: int, microbatch: int = 0) -> Tensor:
         """This rank's loss on one microbatch."""
-        ids = self.case.ids(step, microbatch)[self.group.rank]
+        ids = self.case.ids(step, microbatch)[self.group.rank].to(self.case.device, non_blocking=True)
         with prophet.collect_losses(self.model) as book:
             loss = next_id_loss(self.model(ids), ids, SCALE)
         return loss + book.total() if book.entries else loss
@@ -241,8 +242,8 @@ def average(model: torch.nn.Module, group: Collective, loss: Tensor) -> None:
 
 def measure(model: torch.nn.Module, loss: Tensor) -> tuple[float, dict[str, Array], dict[str, Array]]:
     """Loss, dense and expert gradients as arrays."""
-    dense = {n: p.grad.numpy().copy() for n, p in dense_parameters(model).items() if p.grad is not None}
-    return float(loss.detach()), dense, {n: g.numpy() for n, g in expert_gradients(model).items()}
+    dense = {n: p.grad.cpu().numpy().copy() for n, p in dense_parameters(model).items() if p.grad is not None}
+    return float(loss.detach()), dense, {n: g.cpu().numpy() for n, g in expert_gradients(model).items()}
 
 
 def expected(case: Case) -> list[tuple[float, dict[str, Array]]]:

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.pretend_device import SUPPORTED
+
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 ROOT = Path(__file__).parents[2]
 
@@ -58,6 +60,14 @@ def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter() -> None:
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+@INTERPRETER
+@pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
+def test_a_step_waits_for_its_device_once_per_layer() -> None:
+    done = run(["-m", "pytest", "-q", "-x", "tests/unit/test_host_waits.py"], TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
 
 
 # what a program may use on an H100, 227 KiB of the 228 of a multiprocessor

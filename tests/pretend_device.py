@@ -1,0 +1,226 @@
+"""A device that is none: its tensors lie in host memory, but behave as those of an accelerator do.
+
+They cannot be mixed with the host's, and every operator that would make the host wait for an accelerator is noted with
+the line that called it: a value read, a blocking copy in either direction, a result whose shape depends on values.
+What happens inside Prophet's operators is seen too; kernels run in Triton's interpreter (TRITON_INTERPRET=1).
+
+Ranks that are threads work: the backward pass of a rank runs on the rank's own thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+NAME = "pretended"
+SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
+_ELSEWHERE = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+_MASKS = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
+_watching = threading.local()
+_below = torch.library.Library(
+    "aten", "IMPL", "PrivateUse1"
+)  # for `torch.tensor(values, device=...)`, which no mode sees
+
+
+class OnDevice(torch.Tensor):
+    """A tensor of the pretended device; `host` is where its values are."""
+
+    host: Tensor
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> OnDevice:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, host.shape, strides=host.stride(), dtype=host.dtype, device=f"{NAME}:0", storage_offset=0
+        )
+
+    def __init__(self, host: Tensor) -> None:
+        self.host = host
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]  # so that what is meant for a GPU runs
+
+    def data_ptr(self) -> int:
+        return self.host.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.host.untyped_storage()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OnDevice({self.host!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} on a tensor of the pretended device outside `on_pretended_device`")
+
+
+def values(x: Tensor) -> Tensor:
+    """The values of a tensor of the pretended device, for a test's own eyes."""
+    return x.host.detach() if isinstance(x, OnDevice) else x.detach()
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(lambda t: found.append(t) if isinstance(t, Tensor) else None, tree)
+    return found
+
+
+class Watch(TorchDispatchMode):
+    """Runs operators of the pretended device. waits: what would have made the host wait, with the line that asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.operators = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        inputs = _tensors((args, kwargs))
+        here = [t for t in inputs if isinstance(t, OnDevice)]
+        target = kwargs.get("device")
+        to_device = bool(here) if target is None else torch.device(target).type == NAME
+        if not here and not to_device:
+            return func(*args, **kwargs)
+        if func.namespace == "prophet":  # its operators are looked into
+            with self:
+                return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
+        self.operators += 1
+        self._check(func, args, kwargs, inputs, here, to_device)
+        if target is not None:
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        out = func(*tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+        if not to_device:
+            return out
+        return _wrap_result(func, args, kwargs, out)
+
+    def _check(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], here: list[Tensor], to_device: bool
+    ) -> None:
+        if func in _ELSEWHERE:
+            crosses = len(here) < len(inputs) if func is torch.ops.aten.copy_.default else bool(here) != to_device
+            blocking = not (
+                kwargs.get("non_blocking") or (func is torch.ops.aten.copy_.default and args[2:3] == (True,))
+            )
+            if crosses and (blocking or not to_device):
+                self._wait(func)
+            return
+        strangers = [t for t in inputs if not isinstance(t, OnDevice) and t.ndim > 0]
+        if here and strangers:
+            raise RuntimeError(f"{func}: expected all tensors on one device, found some on the host and some on {NAME}")
+        if func in _MASKS:
+            if any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1])):
+                self._wait(func)
+        elif torch.Tag.data_dependent_output in func.tags or (
+            torch.Tag.dynamic_output_shape in func.tags and kwargs.get("output_size") is None
+        ):
+            self._wait(func)
+
+    def _wait(self, func: Any) -> None:
+        asked = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+        if not asked[-1].filename.endswith("conftest.py"):  # its checks look at values
+            self.waits.append(f"{func} at {asked[-1].filename}:{asked[-1].lineno}: {asked[-1].line}")
+
+
+def _unwrap(x: Any) -> Any:
+    return x.host if isinstance(x, OnDevice) else x
+
+
+def _wrap_result(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """Results as tensors of the device; those that are arguments written to stay the objects they were."""
+    returned = func._schema.returns
+    written = {}
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            written[frozenset(argument.alias_info.before_set)] = value
+
+    def one(value: Any, spec: Any) -> Any:
+        if spec.alias_info is not None and spec.alias_info.is_write:
+            return written[frozenset(spec.alias_info.before_set)]
+        return tree_map(lambda t: OnDevice(t) if isinstance(t, Tensor) else t, value)
+
+    if len(returned) == 1:
+        return one(out, returned[0])
+    return tuple(one(v, spec) for v, spec in zip(out, returned, strict=True)) if returned else out
+
+
+def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **_: Any) -> Tensor:
+    return OnDevice(torch.empty_strided(size, stride, dtype=dtype))
+
+
+def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    if not non_blocking and isinstance(source, OnDevice) != isinstance(target, OnDevice):
+        _watching.watch._wait("copy")
+    _unwrap(target).copy_(_unwrap(source))
+    return target
+
+
+class _DeviceModule:
+    """What torch asks of a device's module."""
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+@lru_cache(maxsize=1)
+def _register() -> None:
+    backend_registration._setup_privateuseone_for_python_backend(NAME, _DeviceModule())
+    _below.impl("empty_strided", _empty_strided)
+    _below.impl("_copy_from", _copy_from)
+
+
+@contextmanager
+def on_pretended_device() -> Iterator[Watch]:
+    """The device for the calling thread: `torch.device(NAME)` works inside, and what waits for it is in the result."""
+    _register()
+    with Watch() as watch, torch.autograd.set_multithreading_enabled(False):
+        _watching.watch = watch
+        yield watch
+
+
+@contextmanager
+def kernels_in_the_interpreter() -> Iterator[None]:
+    """Triton's interpreter takes the pretended device's tensors, for all threads. Needs TRITON_INTERPRET=1."""
+    from triton.runtime.interpreter import GridExecutor
+
+    _register()
+    run: Callable[..., Any] = GridExecutor.__call__
+    guard = torch.cuda.device_of
+
+    def unwrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, *tree_map(_unwrap, args), **tree_map(_unwrap, kwargs))
+
+    GridExecutor.__call__ = unwrapped
+    torch.cuda.device_of = lambda x: nullcontext()  # type: ignore[assignment, misc]
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = run
+        torch.cuda.device_of = guard  # type: ignore[misc]
