@@ -70,6 +70,15 @@ def test_a_step_waits_for_its_device_once_per_layer() -> None:
     assert " passed" in done.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
+def test_an_engines_tests_pass_on_a_device_that_is_not_the_host() -> None:
+    names = ["engine_agreement", "engine_prediction", "engine_resume", "recording", "replan", "stale_replicas"]
+    done = run(["-m", "pytest", "-q", "-p", "tests.pretended", *(f"tests/unit/test_{name}.py" for name in names)])
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+
+
 # what a program may use on an H100, 227 KiB of the 228 of a multiprocessor
 SHARED_LIMIT = 232448
 
