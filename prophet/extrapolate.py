@@ -172,7 +172,8 @@ def even_load(scenario: Scenario, ranks: int, experts: int) -> IntArray:
 
 def extrapolate(scenario: Scenario, policy: str, ranks: int, group: int, error: ErrorBar) -> Extrapolated:
     """One step of `policy` (a planner's name, or "forced-balance") on R ranks in groups of P; `SpecError` if uneven."""
-    check_experts_per_rank(ranks, group)
+    if group < 1 or ranks % group:
+        raise SpecError(f"{ranks} ranks cannot form groups of {group}: expected a multiple of the group's size")
     context = resized(scenario.context, group)
     groups = ranks // group
     slowest = context.topology.inter if ranks > context.topology.ranks_per_node else context.topology.intra

@@ -90,24 +90,36 @@ def run(arguments: argparse.Namespace) -> int:
     if not files:
         arguments.usage_error("expected at least one TRACE")
     names = _planner_names(arguments.planner)
+    if arguments.html:
+        _check_page(arguments.html, names)
     machine = _machine(arguments)
     answers, reports = [], []
     for file in files:
         trace = read_any(file, experts=arguments.experts)
+        if arguments.experts not in (None, trace.experts):
+            raise UsageError(f"--experts {arguments.experts}: {file} says itself that it has {trace.experts} experts")
         answer, results, pairs = _replay(file, trace, arguments, machine, [get_planner(n) for n in names])
         answers.append(answer)
         iterations = [int(trace.iteration[now.start]) for _, now in pairs]
         reports.append((answer, iterations, results))
-    if arguments.html:
-        _write_html(arguments.html, reports)
     if arguments.json:
         print(json.dumps(answers[0] if len(answers) == 1 else _together(answers), indent=2))
     else:
         for answer in answers:
             _print(answer)
-        if arguments.html:
+    if arguments.html:
+        _write_html(arguments.html, reports)
+        if not arguments.json:
             print(f"Page: {arguments.html}")
     return 0
+
+
+def _check_page(file: Path, planners: list[str]) -> None:
+    """Refuse before anything is replayed what `--html` cannot be."""
+    if len(planners) < 2:
+        raise UsageError("--html: expected at least one planner besides static")
+    if file.is_dir():
+        raise UsageError(f"--html: expected a file, {file} is a folder")
 
 
 def _together(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -173,7 +185,7 @@ def _context(
     from prophet.spec import PlanContext, check_experts_per_rank
 
     routed = routed_per_rank(trace)
-    top_k = arguments.top_k or _whole_meta(trace, "top_k")
+    top_k = arguments.top_k or _whole_meta(file, trace, "top_k")
     if machine.topology is None:
         preset = get_preset(machine.name)
         top_k = top_k or preset.model.top_k
@@ -204,7 +216,7 @@ def _model_of(file: Path, trace: RoutingTrace) -> Model:
     """The layer's sizes as the trace's metadata has them; the rest of the block is taken as attention of that size."""
     from prophet.planner.presets import Model
 
-    dim, hidden = _whole_meta(trace, "dim"), _whole_meta(trace, "hidden")
+    dim, hidden = _whole_meta(file, trace, "dim"), _whole_meta(file, trace, "hidden")
     if dim is None or hidden is None:
         raise UsageError(f"{file}: its metadata has no dim and hidden; say --model NAME with --topology")
     return Model(
@@ -220,9 +232,11 @@ def _model_of(file: Path, trace: RoutingTrace) -> Model:
     )
 
 
-def _whole_meta(trace: RoutingTrace, name: str) -> int | None:
+def _whole_meta(file: Path, trace: RoutingTrace, name: str) -> int | None:
     value = trace.meta.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 1 else None
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise UsageError(f"{file}: meta: {name}: expected a whole number of at least 1, got {value!r}")
 
 
 def _replay(
@@ -283,8 +297,6 @@ def _write_html(file: Path, reports: list[tuple[dict[str, Any], list[int], list[
 
     pages = []
     for answer, iterations, results in reports:
-        if len(results) < 2:
-            raise UsageError("--html: expected at least one planner besides static")
         pages.append(
             PlanReport(
                 name=Path(answer["trace"]["file"]).name,

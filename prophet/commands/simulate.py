@@ -72,7 +72,9 @@ def _skew(text: str) -> float:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
+    from prophet.commands.arguments import UsageError, suggestion
     from prophet.extrapolate import BALANCED, MEASURED, Scenario, extrapolate, read_error_bar
+    from prophet.planner import PLANNER_NAMES
     from prophet.planner.presets import get_preset
     from prophet.spec import PlanContext, SpecError
     from prophet.topology import TopologyError, read_topology
@@ -104,6 +106,12 @@ def _simulate(arguments: argparse.Namespace) -> int:
         schedule=arguments.schedule,
     )
     policies = list(dict.fromkeys([*(arguments.policy or _POLICIES), BALANCED]))
+    known = [*PLANNER_NAMES, BALANCED]
+    for name in policies:
+        if name not in known:
+            raise UsageError(
+                f"--policy: there is no policy {name!r}{suggestion(name, known)} (the policies are {', '.join(known)})"
+            )
     rows = []
     for ranks in arguments.ranks:
         found = {p: extrapolate(scenario, p, ranks, min(ranks, arguments.group), error) for p in policies}

@@ -127,6 +127,11 @@ def test_no_slots_no_gain(skewed: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["plan", "TRACE", "--preset", "h100-nvlin"], "no preset 'h100-nvlin'; did you mean 'h100-nvlink'?"),
         (["plan", "TRACE", "--model", "Mixtral-8x7B"], "--model goes with --topology"),
         (["plan", "TRACE", "--planner", "static", "--html", "x.html"], "at least one planner besides static"),
+        (["plan", "TRACE", "--html", "FOLDER"], "is a folder"),
+        (["plan", "TRACE", "--experts", "7"], "--experts 7: "),
+        (["plan", "ODD"], "meta: top_k: expected a whole number of at least 1, got 'two'"),
+        (["simulate", "--ranks", "12", "--group", "8"], "12 ranks cannot form groups of 8"),
+        (["simulate", "--ranks", "8", "--policy", "forced"], "did you mean 'forced-balance'?"),
         (["plan", "TRACE", "--topology", "absent.toml"], "absent.toml: expected a topology file (TOML)"),
         (["plan", "TRACE", "--topology", "BROKEN"], "intra.bytes_per_s: expected a finite number, got 'fast'"),
         (["plan", "TRACE", "--topology", "TWO"], "is a machine of 2 ranks"),
@@ -153,11 +158,16 @@ def test_bad_input_is_one_line(
     for name, shape in (("SHORT", (1, 1, 2, 2)), ("UNEVEN", (2, 1, 4, 9))):
         steps = np.arange(shape[0], dtype=np.int32)
         write_trace(skewed.parent / name, RoutingTrace(np.ones(shape, int), steps))
+    write_trace(skewed.parent / "ODD", RoutingTrace(np.ones((2, 1, 4, 8), int), np.arange(2), {"top_k": "two"}))
     for ranks, name in ((2, "TWO"), (4, "FOUR")):
         write_topology(skewed.parent / name, Topology.uniform(ranks, name="here"))
     text = (skewed.parent / "FOUR").read_text().replace("bytes_per_s = 10000000000.0", 'bytes_per_s = "fast"', 1)
     (skewed.parent / "BROKEN").write_text(text)
-    names = {"TRACE": str(skewed), **{n: str(skewed.parent / n) for n in ("SHORT", "UNEVEN", "TWO", "FOUR", "BROKEN")}}
+    names = {
+        "TRACE": str(skewed),
+        **{n: str(skewed.parent / n) for n in ("SHORT", "UNEVEN", "TWO", "FOUR", "BROKEN", "ODD")},
+        "FOLDER": str(skewed.parent),
+    }
     arguments = [names.get(a, a) for a in arguments]
     if arguments[0] == "demo":
         arguments += ["--out", str(skewed.parent / "out")]
