@@ -10,14 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import numba
 from numba import types
 from numba.core.caching import FunctionCache
 from numba.core.options import DefaultOptions
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -45,14 +51,62 @@ def _fingerprint() -> str:
 _SOURCES = _fingerprint()
 
 
+class _Turn:
+    """One process of a machine compiles at a time: the ranks of a first run would all compile the same.
+
+    Taken when something has to be compiled, given back when the kernel that was asked for is on disk. A lock on a file
+    of the cache's folder, so it ends with its process; after `limit_s`, or where files cannot be locked, we go on
+    without.
+    """
+
+    def __init__(self, limit_s: float = 600.0) -> None:
+        self.limit_s = limit_s
+        self._held: IO[bytes] | None = None
+
+    def take(self, folder: Path) -> bool:
+        """Wait for our turn; whether we had to, so that what is needed may be there by now."""
+        if self._held is not None or fcntl is None:
+            return False
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = (folder / "prophet-compiling.lock").open("wb")
+        except OSError:
+            return False
+        deadline, waited = time.monotonic() + self.limit_s, False
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    waited = True
+                    time.sleep(0.05)
+                    continue
+            except OSError:
+                pass
+            self._held = file
+            return waited
+
+    def give_back(self) -> None:
+        """Let the others go on; nothing where we have no turn."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+
+_turn = _Turn()
+
+
 class _Cache(FunctionCache):
     """Numba's disk cache, keyed by all kernels: its own key does not see a change in a function that is called."""
 
     told = False
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled before, or None; then says, once, that what follows takes a while."""
+        """What was compiled before, by us or while we waited for another process, or None; then says, once, that what
+        follows takes a while."""
         found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        if found is None and _turn.take(Path(self.cache_path)):
+            found = super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         if found is None and not _Cache.told:
             _Cache.told = True
             print("prophet: compiling the planner, once on this machine: one to three minutes", file=sys.stderr)
@@ -91,7 +145,10 @@ def entry(*arguments: Any) -> Callable[[_Function], _Function]:
 
     def decorate(function: _Function) -> _Function:
         dispatcher = _dispatcher(function)
-        dispatcher.compile(tuple(arguments))
+        try:
+            dispatcher.compile(tuple(arguments))
+        finally:
+            _turn.give_back()
         dispatcher.disable_compile()
         return cast(_Function, dispatcher)
 
