@@ -13,12 +13,14 @@ Shape legend: m experts per rank.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -38,6 +40,11 @@ FORMAT = 1
 _NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _SHOWN = 4  # names in a message
 _BY_NUMBER = "entries by number"
+_TENSOR = "tensor: dtype, shape, bytes in base 64"
+_DTYPES = {
+    str(d): d for d in (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
+}
+_MAX_EXTRA_BYTES = 1 << 24
 
 
 class CheckpointError(ValueError):
@@ -54,7 +61,8 @@ def save(
     """Write `model` and the state of `optimizer` to `folder`; collective over all processes, between two steps.
 
     model: as it is trained, also wrapped in DistributedDataParallel or cut by `fully_shard`. extra: numbers, strings,
-    and lists and dictionaries of them, the same on all processes (the step, a scheduler's `state_dict()`).
+    tensors of up to 16 MiB, and lists and dictionaries of them, the same on all processes (the step, the `state_dict()`
+    of a scheduler or of an engine).
 
     Raises ValueError where the optimizer holds parameters that are not the model's, or state that cannot be described;
     RuntimeError where processes disagree about the optimizer.
@@ -78,7 +86,7 @@ def save(
             "optimizer": None if optimizer is None else type(optimizer).__name__,
             "groups": groups,
             "states": states,
-            "extra": _plain(dict(extra or {}), "extra"),
+            "extra": _plain(dict(extra or {}), "extra", tensors=True),
         },
         sort_keys=True,  # ranks may list parameters in another order
     )
@@ -108,7 +116,9 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     said = _read_description(folder)
     described = _Training(model, optimizer)
     entries = described.model_entries()
-    index = FileSystemReader(folder).read_metadata().state_dict_metadata
+    metadata = FileSystemReader(folder).read_metadata()
+    _check_files(folder, metadata.storage_data)
+    index = metadata.state_dict_metadata
     _check_model(folder, index, entries, described)
     states: dict[int, dict[str, Any]] = {}
     settings: list[dict[str, Any]] = []
@@ -317,6 +327,22 @@ def _read_description(folder: Path) -> dict[str, Any]:
     return found
 
 
+def _check_files(folder: Path, parts: Mapping[Any, Any]) -> None:
+    """Raise CheckpointError where a file of tensors is missing or shorter than the index says."""
+    needed: dict[str, int] = {}
+    for part in parts.values():
+        needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
+    for name, size in sorted(needed.items()):
+        try:
+            found = (folder / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{folder / name}: cannot be read ({error.strerror})") from error
+        if found < size:
+            raise CheckpointError(
+                f"{folder / name}: expected at least {size} bytes, got {found}: the copy is incomplete"
+            )
+
+
 def _check_model(folder: Path, index: Mapping[str, Any], entries: Mapping[str, Tensor], described: _Training) -> None:
     """Raise `CheckpointError` unless the checkpoint holds this model; the same on all ranks."""
     names = described.all_model_names()
@@ -340,19 +366,28 @@ def _some(names: Any) -> str:
     return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
 
-def _plain(value: Any, what: str) -> Any:
-    """`value` where JSON can hold it."""
+def _plain(value: Any, what: str, *, tensors: bool = False) -> Any:
+    """`value` where JSON can hold it; with `tensors`, small ones become text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(v, what) for v in value]
+        return [_plain(v, what, tensors=tensors) for v in value]
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-        return {k: _plain(v, f"{what}[{k!r}]") for k, v in value.items()}
+        return {k: _plain(v, f"{what}[{k!r}]", tensors=tensors) for k, v in value.items()}
     if isinstance(value, dict) and all(type(k) is int for k in value):  # JSON's keys are strings
-        return {_BY_NUMBER: [[k, _plain(v, f"{what}[{k}]")] for k, v in sorted(value.items())]}
-    raise ValueError(
-        f"{what} is a {type(value).__name__}; expected numbers, strings, and lists and dictionaries of them"
-    )
+        return {_BY_NUMBER: [[k, _plain(v, f"{what}[{k}]", tensors=tensors)] for k, v in sorted(value.items())]}
+    if not (tensors and isinstance(value, Tensor)):
+        also = " small tensors," if tensors else ""
+        raise ValueError(
+            f"{what} is a {type(value).__name__}; expected numbers, strings,{also} and lists and dictionaries of them"
+        )
+    if str(value.dtype) not in _DTYPES or value.numel() * value.itemsize > _MAX_EXTRA_BYTES:
+        raise ValueError(
+            f"{what} is a tensor of {value.dtype} {list(value.shape)}; expected at most {_MAX_EXTRA_BYTES} bytes of "
+            f"{', '.join(_DTYPES)}"
+        )
+    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return {_TENSOR: [str(value.dtype), list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]}
 
 
 def _as_given(value: Any) -> Any:
@@ -362,6 +397,10 @@ def _as_given(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_BY_NUMBER}:
             return {k: _as_given(v) for k, v in value[_BY_NUMBER]}
+        if value.keys() == {_TENSOR}:
+            dtype, shape, data = value[_TENSOR]
+            array = np.frombuffer(base64.b64decode(data), dtype=np.uint8).copy()
+            return torch.from_numpy(array).view(_DTYPES[dtype]).reshape(shape)
         return {k: _as_given(v) for k, v in value.items()}
     return value
 

@@ -299,11 +299,50 @@ def test_schedulers_go_along(tmp_path: Path) -> None:
     assert saved["milestones"] == {2: 1, 3: 2}
 
 
+def test_what_balancing_remembers_goes_along(tmp_path: Path) -> None:
+    model = small()
+    optimizer = adam(model)
+    engine = prophet.attach(model, optimizer)
+    ids = torch.arange(6)
+    for _ in range(2):
+        next_id_loss(model(ids), ids, 1.0).backward()
+        optimizer.step()
+    checkpoint.save(
+        tmp_path, model, optimizer, extra={"engine": engine.state_dict(), "half": torch.tensor([0.1, 1 / 3])}
+    )
+    found = checkpoint.load(tmp_path, model, optimizer)
+    assert torch.equal(found["half"], torch.tensor([0.1, 1 / 3]))
+    wanted = engine.state_dict()
+    engine.load_state_dict(found["engine"])
+    assert str(engine.state_dict()) == str(wanted)
+    assert engine.step == 2
+    engine.close()
+
+
+def test_a_tensor_file_that_was_cut_short_changes_nothing(tmp_path: Path) -> None:
+    model, again = small(), small(seed=5)
+    checkpoint.save(tmp_path, model)
+    before = [p.detach().clone() for p in again.parameters()]
+    (file,) = tmp_path.glob("*.distcp")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1])
+    with pytest.raises(
+        checkpoint.CheckpointError, match=rf"{file.name}: expected at least {len(data)} bytes, got {len(data) - 1}"
+    ):
+        checkpoint.load(tmp_path, again)
+    file.unlink()
+    with pytest.raises(checkpoint.CheckpointError, match=rf"{file.name}: cannot be read"):
+        checkpoint.load(tmp_path, again)
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), before, strict=True))
+
+
 def test_what_cannot_be_described_is_said(tmp_path: Path) -> None:
     model = small()
     optimizer = adam(model)
     with pytest.raises(ValueError, match=r"extra\['seen'\] is a set; expected numbers"):
         checkpoint.save(tmp_path, model, extra={"seen": {1}})
+    with pytest.raises(ValueError, match=r"extra\['all'\] is a tensor of torch.float32 \[8388608\]; expected at most"):
+        checkpoint.save(tmp_path, model, extra={"all": torch.empty(1 << 23)})
     optimizer.param_groups[0]["hook"] = print
     with pytest.raises(ValueError, match="setting hook is a builtin_function"):
         checkpoint.save(tmp_path, model, optimizer)
