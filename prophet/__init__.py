@@ -13,6 +13,7 @@ from prophet.gate import GateConfig
 from prophet.layer import LossBook, MoE, PlanMismatch, RoutingError, collect_losses
 from prophet.monitor import Monitor, MonitorError, monitor
 from prophet.replan import ReplanConfig
+from prophet.spec import Windows
 from prophet.start import attach
 from prophet.step_report import StepReport
 
@@ -35,6 +36,7 @@ __all__ = [
     "ReplicaMemoryError",
     "RoutingError",
     "StepReport",
+    "Windows",
     "attach",
     "collect_losses",
     "convert",

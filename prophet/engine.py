@@ -45,7 +45,7 @@ from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective, Recording
 from prophet.scheduler.runtime import Runtime
 from prophet.scheduler.windows import Stopwatch
-from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
+from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, Windows
 from prophet.step_report import StepReport
 
 
@@ -418,6 +418,19 @@ class Engine:
         return plan, time.perf_counter() - before
 
     # --- for the user ---
+
+    @property
+    def measured_windows(self) -> Windows | None:
+        """What `EngineConfig.windows` would say of this run: the non-MoE compute of a block, mean over ranks and the last
+        steps, median over blocks. None before the third step, with one rank or `planner="static"`, and on devices that
+        compute behind the host's back, whose windows the host cannot time.
+        """
+        weights = self._notes.weights()
+        if not weights:
+            return None
+        inner = range(max(len(self.layers) - 1, 1))  # no block comes after the last one, and the loss is computed there
+        fnec_us, bnec_us = (float(np.median([weights[Window(k, i)] for i in inner])) for k in ("FNEC", "BNEC"))
+        return Windows(fnec_s=1e-6 * fnec_us, bnec_s=1e-6 * bnec_us)
 
     @property
     def planner(self) -> Planner:

@@ -132,6 +132,31 @@ def test_an_engine_cuts_by_what_it_measured_and_stays_exact() -> None:
     assert all(cut not in (HALVES, (0, GRAIN, GRAIN)) for cut in by_rank[0][1])
 
 
+def test_an_engine_says_which_windows_it_measured() -> None:
+    case = Case(ranks=2, blocks=3, shapes=((2, 3), (4,)), steps=4)
+
+    def body(group: object) -> list[Windows | None]:
+        run = Run(case, group, FixedPlanner(everywhere(4, 2)), slots_per_rank=8)  # type: ignore[arg-type]
+        found = [run.engine.measured_windows]
+        for step in range(case.steps):
+            run.whole_step(step)
+            found.append(run.engine.measured_windows)
+        weights = run.engine._notes.weights()
+        middle = sum(weights[Window("FNEC", i)] for i in (0, 1)) / 2
+        last = found[-1]
+        assert last is not None
+        assert last.fnec_s == pytest.approx(1e-6 * middle)
+        run.close()
+        return found
+
+    by_rank = on_threads(2, body)  # type: ignore[arg-type]
+    assert by_rank[0] == by_rank[1]
+    assert by_rank[0][:2] == [None, None]
+    last = by_rank[0][-1]
+    assert last is not None
+    assert min(last.fnec_s, last.bnec_s) > 0
+
+
 def test_the_comparison_of_placements_rides_on_the_counts() -> None:
     """Known in time, the first layer's next placement needs no message; not known, it gets one."""
     case = Case(ranks=4, shapes=((5,),) * 4, slots=8)
