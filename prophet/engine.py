@@ -421,7 +421,7 @@ class Engine:
 
     @property
     def measured_windows(self) -> Windows | None:
-        """What `EngineConfig.windows` would say of this run: the non-MoE compute of a block, mean over ranks and the last
+        """What `EngineConfig.windows` would say of this run: the non-MoE compute of a block, mean over ranks and last
         steps, median over blocks. None before the third step, with one rank or `planner="static"`, and on devices that
         compute behind the host's back, whose windows the host cannot time.
         """
