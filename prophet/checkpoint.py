@@ -41,9 +41,7 @@ _NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "dif
 _SHOWN = 4  # names in a message
 _BY_NUMBER = "entries by number"
 _TENSOR = "tensor: dtype, shape, bytes in base 64"
-_DTYPES = {
-    str(d): d for d in (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.float32, torch.float64)
-}
+_DTYPES = {f"torch.{name}": name for name in ("bool", "int8", "uint8", "int32", "int64", "float32", "float64")}
 _MAX_EXTRA_BYTES = 1 << 24
 
 
@@ -61,8 +59,8 @@ def save(
     """Write `model` and the state of `optimizer` to `folder`; collective over all processes, between two steps.
 
     model: as it is trained, also wrapped in DistributedDataParallel or cut by `fully_shard`. extra: numbers, strings,
-    tensors of up to 16 MiB, and lists and dictionaries of them, the same on all processes (the step, the `state_dict()`
-    of a scheduler or of an engine).
+    tensors of up to 16 MiB, and lists and dictionaries of them, the same on all processes (the step, a scheduler's
+    `state_dict()`; an engine's with one expert-parallel group, as every group counts its own tokens).
 
     Raises ValueError where the optimizer holds parameters that are not the model's, or state that cannot be described;
     RuntimeError where processes disagree about the optimizer.
@@ -90,6 +88,10 @@ def save(
         },
         sort_keys=True,  # ranks may list parameters in another order
     )
+    if len(text) > MAX_DESCRIPTION_BYTES:  # it is ASCII
+        raise ValueError(
+            f"the description takes {len(text)} bytes, {MAX_DESCRIPTION_BYTES} can be read: put less into extra"
+        )
     _agree(text, described)
     if process_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,6 +116,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     """
     folder = Path(folder)
     said = _read_description(folder)
+    extra = _read_extra(folder, said["extra"])
     described = _Training(model, optimizer)
     entries = described.model_entries()
     metadata = FileSystemReader(folder).read_metadata()
@@ -140,7 +143,6 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
             optimizer.state.pop(p, None)
             if id(p) in states:
                 optimizer.state[p] = states[id(p)]
-    extra: dict[str, Any] = _as_given(said["extra"])
     return extra
 
 
@@ -327,6 +329,14 @@ def _read_description(folder: Path) -> dict[str, Any]:
     return found
 
 
+def _read_extra(folder: Path, said: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        extra: dict[str, Any] = _as_given(said)
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / DESCRIPTION}: extra: expected what `save` was given ({error!r})") from error
+    return extra
+
+
 def _check_files(folder: Path, parts: Mapping[Any, Any]) -> None:
     """Raise CheckpointError where a file of tensors is missing or shorter than the index says."""
     needed: dict[str, int] = {}
@@ -386,8 +396,8 @@ def _plain(value: Any, what: str, *, tensors: bool = False) -> Any:
             f"{what} is a tensor of {value.dtype} {list(value.shape)}; expected at most {_MAX_EXTRA_BYTES} bytes of "
             f"{', '.join(_DTYPES)}"
         )
-    flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return {_TENSOR: [str(value.dtype), list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]}
+    data = value.detach().resolve_neg().cpu().numpy().tobytes()
+    return {_TENSOR: [str(value.dtype), list(value.shape), base64.b64encode(data).decode()]}
 
 
 def _as_given(value: Any) -> Any:
@@ -399,8 +409,8 @@ def _as_given(value: Any) -> Any:
             return {k: _as_given(v) for k, v in value[_BY_NUMBER]}
         if value.keys() == {_TENSOR}:
             dtype, shape, data = value[_TENSOR]
-            array = np.frombuffer(base64.b64decode(data), dtype=np.uint8).copy()
-            return torch.from_numpy(array).view(_DTYPES[dtype]).reshape(shape)
+            array = np.frombuffer(base64.b64decode(data, validate=True), dtype=_DTYPES[dtype])
+            return torch.from_numpy(array.reshape(shape).copy())
         return {k: _as_given(v) for k, v in value.items()}
     return value
 

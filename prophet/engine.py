@@ -422,8 +422,8 @@ class Engine:
     @property
     def measured_windows(self) -> Windows | None:
         """What `EngineConfig.windows` would say of this run: the non-MoE compute of a block, mean over ranks and last
-        steps, median over blocks. None before the third step, with one rank or `planner="static"`, and on devices that
-        compute behind the host's back, whose windows the host cannot time.
+        steps, median over blocks; to be read between two steps. None before the third, with one rank or
+        `planner="static"`, and on devices that compute behind the host's back, whose windows the host cannot time.
         """
         weights = self._notes.weights()
         if not weights:

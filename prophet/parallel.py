@@ -64,7 +64,8 @@ def clip_grad_norm_(
     """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; the same on every rank.
 
     experts: the expert-parallel group; device: where it exchanges tensors. Returns the norm before clipping, in
-    float64. Collective.
+    float64. A norm that is NaN makes all gradients NaN, as with torch's own; `max_norm` infinite only measures.
+    Collective.
     """
     held = [(p, p.grad) for p in parameters if p.grad is not None]
     squares = torch.zeros(2, dtype=torch.float64, device=device)
@@ -76,11 +77,15 @@ def clip_grad_norm_(
     of_experts = experts.all_gather(squares[1:], op=Operation("gradient norm")).sum()
     norm = (squares[0] + of_experts).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    if factor.device.type == "cpu" and float(factor) == 1.0:
-        return norm  # elsewhere looking at its value would make the host wait
+    if max_norm == float("inf") or (factor.device.type == "cpu" and float(factor) == 1.0):
+        return norm  # elsewhere looking at the factor would make the host wait
     for _, grad in held:
         part = grad.to_local() if hasattr(grad, "to_local") else grad
-        part.mul_(factor.to(part.device, non_blocking=True))
+        here = factor.to(part.device, non_blocking=part.device.type != "cpu")  # the host has to wait for its copy
+        if part.dtype in (torch.float16, torch.bfloat16) and part.device.type != "cpu":
+            part.copy_(part.float() * here)  # a product in sixteen bits would round the factor first
+        else:
+            part.mul_(here)
     return norm
 
 
@@ -96,7 +101,7 @@ def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
         return
     counts, replicas = torch.cat([c for _, c in biased]), biased[0][0].replicas
     if replicas is not None and replicas.size > 1:
-        counts = counts.to(biased[0][0].experts.w_in.device)
+        counts = counts.to(biased[0][0].experts.w_in.device, non_blocking=True)
         counts = replicas.all_gather(counts, op=Operation("choices of all replicas"), channel="weights").sum(0)
     for (layer, _), total in zip(biased, counts.split([c.numel() for _, c in biased]), strict=True):
         layer.gate.update_bias(total)

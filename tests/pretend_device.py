@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ NAME = "pretended"
 SUPPORTED = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 _ELSEWHERE = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _MASKS = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
+_TORCH = str(Path(torch.__file__).parent)
 _watching = threading.local()
 _below = torch.library.Library(
     "aten", "IMPL", "PrivateUse1"
@@ -126,7 +128,7 @@ class Watch(TorchDispatchMode):
             self._wait(func)
 
     def _wait(self, func: Any) -> None:
-        asked = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+        asked = [f for f in traceback.extract_stack() if not f.filename.startswith((_TORCH, __file__))]
         if not asked[-1].filename.endswith("conftest.py"):  # its checks look at values
             self.waits.append(f"{func} at {asked[-1].filename}:{asked[-1].lineno}: {asked[-1].line}")
 

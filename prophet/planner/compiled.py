@@ -12,6 +12,7 @@ import hashlib
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -52,7 +53,7 @@ _SOURCES = _fingerprint()
 
 
 class _Turn:
-    """One process of a machine compiles at a time: the ranks of a first run would all compile the same.
+    """One process compiles at a time for a cache: the ranks of a first run would all compile the same.
 
     Taken when something has to be compiled, given back when the kernel that was asked for is on disk. A lock on a file
     of the cache's folder, so it ends with its process; after `limit_s`, or where files cannot be locked, we go on
@@ -64,7 +65,7 @@ class _Turn:
         self._held: IO[bytes] | None = None
 
     def take(self, folder: Path) -> bool:
-        """Wait for our turn; whether we had to, so that what is needed may be there by now."""
+        """Wait for our turn; whether it is a new one, so that what is needed may be there by now."""
         if self._held is not None or fcntl is None:
             return False
         try:
@@ -72,23 +73,24 @@ class _Turn:
             file = (folder / "prophet-compiling.lock").open("wb")
         except OSError:
             return False
-        deadline, waited = time.monotonic() + self.limit_s, False
+        deadline = time.monotonic() + self.limit_s
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() < deadline:
-                    waited = True
                     time.sleep(0.05)
                     continue
             except OSError:
                 pass
             self._held = file
-            return waited
+            return True
 
     def give_back(self) -> None:
         """Let the others go on; nothing where we have no turn."""
         if self._held is not None:
+            with suppress(OSError):  # a child that was forked meanwhile has the file open, too
+                fcntl.flock(self._held, fcntl.LOCK_UN)
             self._held.close()
             self._held = None
 

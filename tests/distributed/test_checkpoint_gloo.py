@@ -18,11 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prophet
 from prophet import checkpoint
-from prophet.comm import ThreadWorld, processes
+from prophet.comm import Collective, ThreadWorld, processes
 from prophet.experts import ExpertBank
 from prophet.parallel import ExpertReplicas, expert_groups, expert_parameters
 from tests.moe_models import batches
-from tests.support import RandomPlanner, TinyModel, next_id_loss, on_processes
+from tests.support import RandomPlanner, TinyModel, next_id_loss, on_processes, on_threads
+from tests.training import Case
+from tests.training import Run as TrainingRun
 from tests.unit.test_convert import Net, net_loss
 
 SHARDS = 4
@@ -300,23 +302,79 @@ def test_schedulers_go_along(tmp_path: Path) -> None:
 
 
 def test_what_balancing_remembers_goes_along(tmp_path: Path) -> None:
-    model = small()
-    optimizer = adam(model)
-    engine = prophet.attach(model, optimizer)
-    ids = torch.arange(6)
-    for _ in range(2):
-        next_id_loss(model(ids), ids, 1.0).backward()
-        optimizer.step()
-    checkpoint.save(
-        tmp_path, model, optimizer, extra={"engine": engine.state_dict(), "half": torch.tensor([0.1, 1 / 3])}
-    )
-    found = checkpoint.load(tmp_path, model, optimizer)
-    assert torch.equal(found["half"], torch.tensor([0.1, 1 / 3]))
-    wanted = engine.state_dict()
-    engine.load_state_dict(found["engine"])
-    assert str(engine.state_dict()) == str(wanted)
-    assert engine.step == 2
-    engine.close()
+    """Of two ranks, into another engine; what it does with its state: `test_engine_resume.py`."""
+    case = Case(ranks=2, shapes=((2, 3), (4,)))
+
+    def states(group: Collective) -> dict[str, Any]:
+        run = TrainingRun(case, group)
+        for step in range(2):
+            run.whole_step(step)
+        state = run.engine.state_dict()
+        run.close()
+        return state
+
+    wanted = on_threads(2, states)[0]
+    checkpoint.save(tmp_path, small(), extra={"engine": wanted})
+    found = checkpoint.load(tmp_path, small())["engine"]
+
+    def resumed(group: Collective) -> dict[str, Any]:
+        run = TrainingRun(case, group)
+        run.engine.load_state_dict(found)
+        state = run.engine.state_dict()
+        run.close()
+        return state
+
+    for state in on_threads(2, resumed):
+        assert leaves(state).keys() == leaves(wanted).keys()
+        for name, value in leaves(state).items():
+            other = leaves(wanted)[name]
+            assert torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other, name
+        assert any(plan is not None and plan["holds"].any() for plan in state["plans"])
+
+
+def leaves(tree: Any, name: str = "") -> dict[str, Any]:
+    """Numbers and tensors of nested dictionaries and lists, by their path."""
+    if isinstance(tree, dict):
+        return {k: v for key, value in tree.items() for k, v in leaves(value, f"{name}.{key}").items()}
+    if isinstance(tree, list):
+        return {k: v for at, value in enumerate(tree) for k, v in leaves(value, f"{name}.{at}").items()}
+    return {name: tree}
+
+
+def test_tensors_of_every_shape_come_back(tmp_path: Path) -> None:
+    tensors = {
+        "scalar": torch.tensor(1 / 3, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "none of them": torch.empty(0, dtype=torch.bool),
+        "strided": torch.arange(6.0).view(3, 2)[:1, 0],
+        "turned": torch.arange(6, dtype=torch.int32).view(2, 3).t(),
+        "odd": torch.tensor([float("nan"), -0.0, float("inf")]),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "bytes": torch.tensor([0, 255], dtype=torch.uint8),
+    }
+    checkpoint.save(tmp_path, small(), extra=tensors)
+    found = checkpoint.load(tmp_path, small())
+    assert found.keys() == tensors.keys()
+    for name, value in tensors.items():
+        assert found[name].dtype == value.dtype, name
+        assert found[name].shape == value.shape, name
+        assert torch.equal(found[name].nan_to_num(7.0), value.detach().nan_to_num(7.0)), name
+
+
+def test_extra_that_cannot_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, again = small(), small(seed=5)
+    checkpoint.save(tmp_path, model, extra={"seen": torch.ones(2)})
+    before = [p.detach().clone() for p in again.parameters()]
+    text = (tmp_path / "training.json").read_text()
+    for old, new in (("float32", "float99"), ("AACAPw", "A CAPw"), ("[2]", "[3]")):
+        (tmp_path / "training.json").write_text(text.replace(old, new, 1))
+        with pytest.raises(checkpoint.CheckpointError, match=r"training\.json: extra: expected what `save` was given"):
+            checkpoint.load(tmp_path, again)
+    assert all(torch.equal(p, q) for p, q in zip(again.parameters(), before, strict=True))
+    monkeypatch.setattr(checkpoint, "MAX_DESCRIPTION_BYTES", 1000)
+    with pytest.raises(ValueError, match="1000 can be read: put less into extra"):
+        checkpoint.save(tmp_path / "new", model, extra={"seen": torch.ones(1000)})
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_tensor_file_that_was_cut_short_changes_nothing(tmp_path: Path) -> None:

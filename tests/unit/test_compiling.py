@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -14,25 +16,72 @@ from prophet.planner.compiled import _Turn
 pytestmark = pytest.mark.skipif(compiled.fcntl is None, reason="files cannot be locked here")
 
 
-def test_the_first_does_not_wait_and_the_second_does(tmp_path: Path) -> None:
+ROOT = Path(__file__).parents[2]
+KERNEL = """
+from prophet.planner.compiled import INT, _turn, compiled, entry
+
+@compiled
+def twice(x):
+    return 2 * x
+
+@entry(INT)
+def kernel(x):
+    return twice(x) + 1
+
+print(kernel(3), sum(kernel.stats.cache_misses.values()), _turn._held)
+"""
+
+
+def test_of_several_processes_one_compiles(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(KERNEL)
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "kernel.py")]
+    started = [
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    ended = [process.communicate(timeout=120) for process in started]
+    assert sorted(out.strip() for out, _ in ended) == ["7 0 None", "7 0 None", "7 1 None"]
+    assert sum("compiling the planner" in err for _, err in ended) == 1
+
+
+def test_the_second_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = _Turn(), _Turn(limit_s=60)
-    assert not first.take(tmp_path / "new")
-    waited: list[bool] = []
-    other = threading.Thread(target=lambda: waited.append(second.take(tmp_path / "new")), daemon=True)
-    other.start()
-    time.sleep(0.3)
-    assert waited == []
+    assert first.take(tmp_path / "new")
+    tried, taken = threading.Event(), threading.Event()
+    monkeypatch.setattr(compiled.time, "sleep", lambda _: tried.set())
+
+    def other() -> None:
+        second.take(tmp_path / "new")
+        taken.set()
+
+    threading.Thread(target=other, daemon=True).start()
+    assert tried.wait(30)
+    assert not taken.is_set()
     first.give_back()
-    other.join(30)
-    assert waited == [True]
+    assert taken.wait(30)
     second.give_back()
-    assert not first.take(tmp_path / "new")
-    first.give_back()
+
+
+def test_a_child_that_was_forked_meanwhile_holds_nobody_up(tmp_path: Path) -> None:
+    turn = _Turn()
+    assert turn.take(tmp_path)
+    assert turn._held is not None
+    child = subprocess.Popen(["sleep", "60"], pass_fds=[turn._held.fileno()])
+    try:
+        turn.give_back()
+        assert _Turn(limit_s=0.0).take(tmp_path)
+        again = _Turn(limit_s=0.0)
+        again.take(tmp_path)
+        assert again._held is not None
+        compiled.fcntl.flock(again._held, compiled.fcntl.LOCK_EX | compiled.fcntl.LOCK_NB)  # it is ours indeed
+    finally:
+        child.kill()
+        child.wait()
 
 
 def test_a_turn_is_taken_once(tmp_path: Path) -> None:
     turn = _Turn(limit_s=0.2)
-    assert not turn.take(tmp_path)
+    assert turn.take(tmp_path)
     assert not turn.take(tmp_path)  # a kernel within the kernel
     turn.give_back()
     turn.give_back()

@@ -11,11 +11,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from prophet.comm import Collective
+import prophet
+from prophet.comm import Collective, ThreadWorld
 from prophet.kernels.choice import triton_available
+from prophet.parallel import clip_grad_norm_, update_biases
 from tests.paths import INTERPRETED, one_kernel_at_a_time
 from tests.pretend_device import NAME, SUPPORTED, kernels_in_the_interpreter, on_pretended_device, values
 from tests.support import FixedPlanner, everywhere, on_threads
@@ -78,6 +81,39 @@ def test_a_step_waits_once_per_layer_and_pass(case: Case) -> None:
         assert len(waits[0]) > len(waits[-1])  # the first two steps compare splits and parameters, as do a few later on
         assert all(COUNTS in wait for wait in waits[-1]), waits[-1]
         assert len(waits[-1]) == case.blocks * case.microbatches
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clipping_scales_without_a_look_at_the_norm(dtype: torch.dtype) -> None:
+    grads = [torch.tensor([3.0, -1.0], dtype=dtype), torch.full((2, 2), 0.5, dtype=dtype)]
+    norm = sum(float(g.float().square().sum()) for g in grads) ** 0.5
+    with on_pretended_device() as watch:
+        parameters = [torch.nn.Parameter(torch.zeros_like(g).to(NAME)) for g in grads]
+        for p, g in zip(parameters, grads, strict=True):
+            p.grad = g.to(NAME)
+        watch.waits.clear()
+        found = clip_grad_norm_(parameters, 0.1, ThreadWorld(1).collective(0), torch.device(NAME))
+        assert watch.waits == []
+        assert values(found).item() == pytest.approx(norm)
+        for p, g in zip(parameters, grads, strict=True):
+            assert p.grad is not None
+            wanted = (g.float() * (0.1 / (norm + 1e-6))).to(dtype)
+            torch.testing.assert_close(values(p.grad), wanted, rtol=1e-6, atol=0)
+
+
+def test_biases_of_several_replicas_are_updated_without_waiting() -> None:
+    def rank(group: Collective) -> list[str]:
+        with on_pretended_device() as watch:
+            alone = ThreadWorld(1).collective(0)
+            layer = prophet.MoE(4, 4, 2, 1, gate=prophet.GateConfig(bias_update_rate=0.5), group=alone)
+            layer.to(NAME).replicas = group
+            watch.waits.clear()
+            update_biases([layer], [np.array([3, 1 - group.rank])])
+            assert layer.gate.bias is not None
+            assert values(layer.gate.bias).tolist() == [-0.5, 0.5]
+            return watch.waits
+
+    assert on_threads(2, rank) == [[], []]
 
 
 def waited(body: Any) -> int:
