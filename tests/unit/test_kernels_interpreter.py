@@ -6,8 +6,10 @@ Both need a process of their own: whether a kernel is interpreted is settled whe
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,15 @@ def version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def run(arguments: list[str], **env: str) -> subprocess.CompletedProcess[str]:
-    import os
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
 
+
+def run(arguments: list[str], **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        env=environment(**env),
         capture_output=True,
         text=True,
         timeout=280,
@@ -46,28 +50,66 @@ INTERPRETER = pytest.mark.skipif(
 )
 
 
+INTERPRETED = {
+    "kernels": ["tests/gpu/test_kernels_triton.py"],
+    "layer": ["tests/unit/test_layer.py", "-k", "triton"],
+    "waits": ["tests/unit/test_host_waits.py"],
+}
+
+
+class Interpreted:
+    """Runs of pytest in Triton's interpreter, all at once, as each has one thread: wait for one of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._processes = {name: self._start(name, INTERPRETED[name]) for name in INTERPRETED}
+
+    def _start(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
+        with (self._folder / name).open("wb") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-q", "-x", *arguments],
+                cwd=ROOT,
+                env=environment(TRITON_INTERPRET="1"),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+
+    def passed(self, name: str) -> str:
+        """What it printed; fails unless all of its tests passed."""
+        code = self._processes[name].wait(timeout=280)
+        said = (self._folder / name).read_text(encoding="utf-8", errors="replace")
+        assert code == 0, said[-4000:]
+        assert " passed" in said
+        return said
+
+    def end(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreted]:
+    runs = Interpreted(tmp_path_factory.mktemp("interpreted"))
+    yield runs
+    runs.end()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu runs on it")
 @INTERPRETER
-def test_kernels_agree_with_their_definitions_in_the_interpreter() -> None:
-    done = run(["-m", "pytest", "-q", "-x", "tests/gpu/test_kernels_triton.py"], TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+def test_kernels_agree_with_their_definitions_in_the_interpreter(interpreted: Interpreted) -> None:
+    interpreted.passed("kernels")
 
 
 @INTERPRETER
-def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter() -> None:
-    done = run(["-m", "pytest", "-q", "-x", "tests/unit/test_layer.py", "-k", "triton"], TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter(interpreted: Interpreted) -> None:
+    assert "skipped" not in interpreted.passed("layer")
 
 
 @INTERPRETER
 @pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
-def test_a_step_waits_for_its_device_once_per_layer() -> None:
-    done = run(["-m", "pytest", "-q", "-x", "tests/unit/test_host_waits.py"], TRITON_INTERPRET="1")
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+def test_a_step_waits_for_its_device_once_per_layer(interpreted: Interpreted) -> None:
+    interpreted.passed("waits")
 
 
 @pytest.mark.slow
