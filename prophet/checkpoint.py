@@ -42,7 +42,7 @@ _SHOWN = 4  # names in a message
 _BY_NUMBER = "entries by number"
 _TENSOR = "tensor: dtype, shape, bytes in base 64"
 _DTYPES = {f"torch.{name}": name for name in ("bool", "int8", "uint8", "int32", "int64", "float32", "float64")}
-_MAX_EXTRA_BYTES = 1 << 24
+_MAX_TENSOR_BYTES = 1 << 24
 
 
 class CheckpointError(ValueError):
@@ -84,13 +84,13 @@ def save(
             "optimizer": None if optimizer is None else type(optimizer).__name__,
             "groups": groups,
             "states": states,
-            "extra": _plain(dict(extra or {}), "extra", tensors=True),
+            "extra": _plain(dict(extra or {}), "extra"),
         },
         sort_keys=True,  # ranks may list parameters in another order
     )
     if len(text) > MAX_DESCRIPTION_BYTES:  # it is ASCII
         raise ValueError(
-            f"the description takes {len(text)} bytes, {MAX_DESCRIPTION_BYTES} can be read: put less into extra"
+            f"the description takes {len(text)} bytes, {MAX_DESCRIPTION_BYTES} can be read: put less into `extra`"
         )
     _agree(text, described)
     if process_rank() == 0:
@@ -116,7 +116,6 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     """
     folder = Path(folder)
     said = _read_description(folder)
-    extra = _read_extra(folder, said["extra"])
     described = _Training(model, optimizer)
     entries = described.model_entries()
     metadata = FileSystemReader(folder).read_metadata()
@@ -143,6 +142,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
             optimizer.state.pop(p, None)
             if id(p) in states:
                 optimizer.state[p] = states[id(p)]
+    extra: dict[str, Any] = said["extra"]
     return extra
 
 
@@ -251,7 +251,7 @@ def _apply_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
         old = group.get(key)
         if isinstance(old, Tensor):
             with torch.no_grad():
-                old.fill_(value)
+                old.copy_(torch.as_tensor(value))
         else:
             group[key] = tuple(value) if isinstance(value, list) and isinstance(old, tuple) else value
 
@@ -315,7 +315,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if len(text) > MAX_DESCRIPTION_BYTES:
         raise CheckpointError(f"{path}: expected at most {MAX_DESCRIPTION_BYTES} bytes")
     try:
-        said = json.loads(text)
+        said = json.loads(text, object_hook=_as_given)
         fits = said["format"] == FORMAT and isinstance(said["states"], dict) and isinstance(said["extra"], dict)
         fits = fits and all({"settings", "parameters"} <= set(g) for g in said["groups"])
         for field in (f for fields in said["states"].values() for f in fields.values()):
@@ -327,14 +327,6 @@ def _read_description(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: expected a description of format {FORMAT} written by prophet.checkpoint")
     found: dict[str, Any] = said
     return found
-
-
-def _read_extra(folder: Path, said: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        extra: dict[str, Any] = _as_given(said)
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder / DESCRIPTION}: extra: expected what `save` was given ({error!r})") from error
-    return extra
 
 
 def _check_files(folder: Path, parts: Mapping[Any, Any]) -> None:
@@ -376,43 +368,39 @@ def _some(names: Any) -> str:
     return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
 
-def _plain(value: Any, what: str, *, tensors: bool = False) -> Any:
-    """`value` where JSON can hold it; with `tensors`, small ones become text."""
+def _plain(value: Any, what: str) -> Any:
+    """`value` where JSON can hold it; `_as_given` is the inverse."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(v, what, tensors=tensors) for v in value]
+        return [_plain(v, what) for v in value]
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-        return {k: _plain(v, f"{what}[{k!r}]", tensors=tensors) for k, v in value.items()}
+        return {k: _plain(v, f"{what}[{k!r}]") for k, v in value.items()}
     if isinstance(value, dict) and all(type(k) is int for k in value):  # JSON's keys are strings
-        return {_BY_NUMBER: [[k, _plain(v, f"{what}[{k}]", tensors=tensors)] for k, v in sorted(value.items())]}
-    if not (tensors and isinstance(value, Tensor)):
-        also = " small tensors," if tensors else ""
+        return {_BY_NUMBER: [[k, _plain(v, f"{what}[{k}]")] for k, v in sorted(value.items())]}
+    if not isinstance(value, Tensor):
         raise ValueError(
-            f"{what} is a {type(value).__name__}; expected numbers, strings,{also} and lists and dictionaries of them"
+            f"{what} is a {type(value).__name__}; expected numbers, strings, small tensors, and lists and dictionaries "
+            "of them"
         )
-    if str(value.dtype) not in _DTYPES or value.numel() * value.itemsize > _MAX_EXTRA_BYTES:
+    if str(value.dtype) not in _DTYPES or value.numel() * value.itemsize > _MAX_TENSOR_BYTES:
         raise ValueError(
-            f"{what} is a tensor of {value.dtype} {list(value.shape)}; expected at most {_MAX_EXTRA_BYTES} bytes of "
+            f"{what} is a tensor of {value.dtype} {list(value.shape)}; expected at most {_MAX_TENSOR_BYTES} bytes of "
             f"{', '.join(_DTYPES)}"
         )
     data = value.detach().resolve_neg().cpu().numpy().tobytes()
     return {_TENSOR: [str(value.dtype), list(value.shape), base64.b64encode(data).decode()]}
 
 
-def _as_given(value: Any) -> Any:
-    """What `_plain` was given, but for tuples and subclasses."""
-    if isinstance(value, list):
-        return [_as_given(v) for v in value]
-    if isinstance(value, dict):
-        if value.keys() == {_BY_NUMBER}:
-            return {k: _as_given(v) for k, v in value[_BY_NUMBER]}
-        if value.keys() == {_TENSOR}:
-            dtype, shape, data = value[_TENSOR]
-            array = np.frombuffer(base64.b64decode(data, validate=True), dtype=_DTYPES[dtype])
-            return torch.from_numpy(array.reshape(shape).copy())
-        return {k: _as_given(v) for k, v in value.items()}
-    return value
+def _as_given(found: dict[str, Any]) -> Any:
+    """What an object in the text stands for; JSON's reader calls it, inner objects first."""
+    if found.keys() == {_BY_NUMBER}:
+        return dict(found[_BY_NUMBER])
+    if found.keys() == {_TENSOR}:
+        dtype, shape, data = found[_TENSOR]
+        array = np.frombuffer(base64.b64decode(data, validate=True), dtype=_DTYPES[dtype])
+        return torch.from_numpy(array.reshape(shape).copy())
+    return found
 
 
 # --- together ---

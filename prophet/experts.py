@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,17 @@ from prophet.spec import GATED, Activation, LayerShape
 
 class ReplicaMemoryError(MemoryError):
     """The replica pool has no room left within its byte budget."""
+
+
+_averaged: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+
+
+def _averaged_by(wrapper: nn.Module) -> frozenset[int]:
+    """Identities of the parameters that a DistributedDataParallel averages; it decides on them when it is made."""
+    found = _averaged.get(wrapper)
+    if found is None:
+        found = _averaged[wrapper] = frozenset(map(id, getattr(wrapper, "_module_parameters", ())))
+    return found
 
 
 class ExpertBank(nn.Module):
@@ -133,7 +145,7 @@ class ExpertBank(nn.Module):
                 "ignored_params={p for _, p in prophet.parallel.expert_parameters(model)}"
             )
         wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # the one whose forward pass this is
-        if self.ep_size > 1 and any(p is q for q in getattr(wrapper, "_module_parameters", ())):
+        if self.ep_size > 1 and wrapper is not None and id(p) in _averaged_by(wrapper):
             raise ValueError(
                 "DistributedDataParallel averages the experts' parameters, which are others on every rank: call "
                 "prophet.attach (with planner='static' for no balancing) or prophet.parallel.ExpertReplicas before "

@@ -34,12 +34,13 @@ class ReplanConfig:
     drift: float | None = 0.05
 
     def __post_init__(self) -> None:
-        if self.interval < 1:
-            raise SpecError(f"ReplanConfig.interval must be at least 1, got {self.interval}")
+        if not isinstance(self.interval, int) or isinstance(self.interval, bool) or self.interval < 1:
+            raise SpecError(f"ReplanConfig.interval must be an integer of at least 1, got {self.interval!r}")
         for name in ("gain_loss", "drift"):
             value = getattr(self, name)
-            if value is not None and not 0 < value <= 1:
-                raise SpecError(f"ReplanConfig.{name} must be above 0 and at most 1, or None, got {value!r}")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value <= 1):
+                raise SpecError(f"ReplanConfig.{name} must be a number above 0 and at most 1, or None, got {value!r}")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)

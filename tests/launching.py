@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -48,11 +49,20 @@ def as_launched(module: str, *arguments: str, ranks: int, timeout_s: float = 120
         )
         for rank in range(ranks)
     ]
-    said = [p.communicate(timeout=timeout_s)[0] for p in running]
+    said = [out for out, _ in ended_within(timeout_s, running)]
     codes = [p.returncode for p in running]
     if any(codes):
         raise AssertionError(f"exit codes {codes}")
     return said
+
+
+def ended_within(timeout_s: float, running: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """What processes printed, and their errors, when all have ended; each is killed that lives longer."""
+    try:
+        return [process.communicate(timeout=timeout_s) for process in running]
+    finally:
+        for process in running:
+            process.kill()
 
 
 def _environment() -> dict[str, str]:

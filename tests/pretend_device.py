@@ -30,9 +30,8 @@ _ELSEWHERE = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _MASKS = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
 _TORCH = str(Path(torch.__file__).parent)
 _watching = threading.local()
-_below = torch.library.Library(
-    "aten", "IMPL", "PrivateUse1"
-)  # for `torch.tensor(values, device=...)`, which no mode sees
+# for `torch.tensor(values, device=...)`, which no mode sees
+_below = torch.library.Library("aten", "IMPL", "PrivateUse1")
 
 
 class OnDevice(torch.Tensor):
@@ -82,7 +81,6 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self.operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -95,7 +93,6 @@ class Watch(TorchDispatchMode):
         if func.namespace == "prophet":  # its operators are looked into
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
-        self.operators += 1
         self._check(func, args, kwargs, inputs, here, to_device)
         if target is not None:
             kwargs["device"] = "cpu"

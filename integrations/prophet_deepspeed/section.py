@@ -89,7 +89,7 @@ class ProphetSection:
             raise ConfigError(f"{SECTION}.topology: expected a topology file (TOML), there is no {self.topology}")
         try:
             self.engine_config()
-        except (ValueError, TypeError, OSError) as error:
+        except (ValueError, OSError) as error:
             text = str(error).removeprefix("EngineConfig.").replace("ReplanConfig.", "replan.")
             raise ConfigError(f"{SECTION}.{text}") from error
 

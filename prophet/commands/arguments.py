@@ -27,7 +27,10 @@ def not_negative(text: str) -> int:
     return value
 
 
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """ ", did you mean X?" where one of `known` is close to `name`, else nothing."""
+def no_such(option: str, kind: str, name: str, known: Sequence[str], plural: str | None = None) -> UsageError:
+    """What to raise where `name`, given with `option`, is none of the `known`; names the closest of them."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return UsageError(
+        f"{option}: there is no {kind} {name!r}{hint} (the {plural or kind + 's'} are {', '.join(known)})"
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prophet.commands.arguments import UsageError, not_negative, positive, suggestion
+from prophet.commands.arguments import UsageError, no_such, not_negative, positive
 
 if TYPE_CHECKING:
     from prophet.planner.presets import Model
@@ -138,10 +138,7 @@ def _planner_names(asked: list[str] | None) -> list[str]:
         names = list(dict.fromkeys(["static", *PLANNER_NAMES]))
     for name in names:
         if name not in PLANNER_NAMES:
-            raise UsageError(
-                f"--planner: there is no planner {name!r}{suggestion(name, PLANNER_NAMES)} "
-                f"(the planners are {', '.join(PLANNER_NAMES)})"
-            )
+            raise no_such("--planner", "planner", name, PLANNER_NAMES)
     return names
 
 
@@ -155,25 +152,16 @@ def _machine(arguments: argparse.Namespace) -> _Machine:
         name = arguments.preset or _DEFAULT_PRESET
         cluster, _, model = name.partition(":")
         if cluster not in CLUSTERS:
-            raise UsageError(
-                f"--preset: there is no preset {name!r}{suggestion(cluster, list(CLUSTERS))} "
-                f"(the machines are {', '.join(CLUSTERS)})"
-            )
+            raise no_such("--preset", "machine", cluster, list(CLUSTERS))
         if model and model not in MODELS:
-            raise UsageError(_no_model("--preset", model))
+            raise no_such("--preset", "model", model, list(MODELS))
         preset = get_preset(name)
         return _Machine(name=preset.name, model=None, topology=None)
     topology = read_topology(arguments.topology)
     if arguments.model and arguments.model not in MODELS:
-        raise UsageError(_no_model("--model", arguments.model))
+        raise no_such("--model", "model", arguments.model, list(MODELS))
     model_of = MODELS[arguments.model] if arguments.model else None
     return _Machine(name=f"{topology.name} ({arguments.topology})", model=model_of, topology=topology)
-
-
-def _no_model(option: str, name: str) -> str:
-    from prophet.planner.presets import MODELS
-
-    return f"{option}: there is no model {name!r}{suggestion(name, list(MODELS))} (the models are {', '.join(MODELS)})"
 
 
 def _context(

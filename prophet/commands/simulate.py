@@ -72,7 +72,7 @@ def _skew(text: str) -> float:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from prophet.commands.arguments import UsageError, suggestion
+    from prophet.commands.arguments import no_such
     from prophet.extrapolate import BALANCED, MEASURED, Scenario, extrapolate, read_error_bar
     from prophet.planner import PLANNER_NAMES
     from prophet.planner.presets import get_preset
@@ -109,9 +109,7 @@ def _simulate(arguments: argparse.Namespace) -> int:
     known = [*PLANNER_NAMES, BALANCED]
     for name in policies:
         if name not in known:
-            raise UsageError(
-                f"--policy: there is no policy {name!r}{suggestion(name, known)} (the policies are {', '.join(known)})"
-            )
+            raise no_such("--policy", "policy", name, known, "policies")
     rows = []
     for ranks in arguments.ranks:
         found = {p: extrapolate(scenario, p, ranks, min(ranks, arguments.group), error) for p in policies}

@@ -56,13 +56,14 @@ class _Turn:
     """One process compiles at a time for a cache: the ranks of a first run would all compile the same.
 
     Taken when something has to be compiled, given back when the kernel that was asked for is on disk. A lock on a file
-    of the cache's folder, so it ends with its process; after `limit_s`, or where files cannot be locked, we go on
-    without.
+    of the cache's folder, so it ends with its process; after waiting for `limit_s` altogether, or where files cannot be
+    locked, we go on without.
     """
 
     def __init__(self, limit_s: float = 600.0) -> None:
-        self.limit_s = limit_s
+        self._left_s = limit_s
         self._held: IO[bytes] | None = None
+        self._told = False
 
     def take(self, folder: Path) -> bool:
         """Wait for our turn; whether it is a new one, so that what is needed may be there by now."""
@@ -73,18 +74,21 @@ class _Turn:
             file = (folder / "prophet-compiling.lock").open("wb")
         except OSError:
             return False
-        deadline = time.monotonic() + self.limit_s
-        while True:
+        began = time.monotonic()
+        while time.monotonic() - began < self._left_s:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
             except BlockingIOError:
-                if time.monotonic() < deadline:
-                    time.sleep(0.05)
-                    continue
+                if not self._told:
+                    self._told = True
+                    print("prophet: another process compiles the planner, waiting for it", file=sys.stderr)
+                time.sleep(0.05)
             except OSError:
-                pass
-            self._held = file
-            return True
+                break
+        self._left_s -= time.monotonic() - began
+        self._held = file
+        return True
 
     def give_back(self) -> None:
         """Let the others go on; nothing where we have no turn."""

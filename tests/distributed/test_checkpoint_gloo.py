@@ -295,10 +295,13 @@ def test_schedulers_go_along(tmp_path: Path) -> None:
     model = small()
     optimizer = adam(model)
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 3, 3])  # its milestones are counted by number
+    optimizer.param_groups[0]["rates"] = {10: 0.1, 20: 0.01}  # a setting of one's own
     checkpoint.save(tmp_path, model, optimizer, extra={"schedule": scheduler.state_dict()})
+    optimizer.param_groups[0]["rates"] = None
     saved = checkpoint.load(tmp_path, model, optimizer)["schedule"]
     assert saved == scheduler.state_dict()
     assert saved["milestones"] == {2: 1, 3: 2}
+    assert optimizer.param_groups[0]["rates"] == {10: 0.1, 20: 0.01}
 
 
 def test_what_balancing_remembers_goes_along(tmp_path: Path) -> None:
@@ -368,11 +371,11 @@ def test_extra_that_cannot_be_read_again(tmp_path: Path, monkeypatch: pytest.Mon
     text = (tmp_path / "training.json").read_text()
     for old, new in (("float32", "float99"), ("AACAPw", "A CAPw"), ("[2]", "[3]")):
         (tmp_path / "training.json").write_text(text.replace(old, new, 1))
-        with pytest.raises(checkpoint.CheckpointError, match=r"training\.json: extra: expected what `save` was given"):
+        with pytest.raises(checkpoint.CheckpointError, match=r"training\.json: expected a description"):
             checkpoint.load(tmp_path, again)
     assert all(torch.equal(p, q) for p, q in zip(again.parameters(), before, strict=True))
     monkeypatch.setattr(checkpoint, "MAX_DESCRIPTION_BYTES", 1000)
-    with pytest.raises(ValueError, match="1000 can be read: put less into extra"):
+    with pytest.raises(ValueError, match="1000 can be read: put less into `extra`"):
         checkpoint.save(tmp_path / "new", model, extra={"seen": torch.ones(1000)})
     assert not (tmp_path / "new").exists()
 

@@ -20,6 +20,7 @@ from benchmarks.cluster.testbed import Testbed
 from prophet.comm import CollectiveError, CollectiveTimeout, Operation, ProcessGroupCollective, collective_for
 from prophet.waiting import Waiter
 from tests.distributed.cluster_testbed import needs_testbed
+from tests.launching import ended_within
 from tests.support import on_processes
 
 OP = Operation("dispatch", 3)
@@ -148,7 +149,7 @@ def by_themselves(
         )
         for rank in range(ranks)
     ]  # fmt: skip
-    said = [process.communicate(timeout=60) for process in running]
+    said = ended_within(60, running)
     return [
         subprocess.CompletedProcess(p.args, p.returncode, *s) for p, s in zip(running, said, strict=True)
     ]  # fmt: skip

@@ -12,6 +12,7 @@ import pytest
 
 from prophet.planner import compiled
 from prophet.planner.compiled import _Turn
+from tests.launching import ended_within
 
 pytestmark = pytest.mark.skipif(compiled.fcntl is None, reason="files cannot be locked here")
 
@@ -39,7 +40,7 @@ def test_of_several_processes_one_compiles(tmp_path: Path) -> None:
     started = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    ended = [process.communicate(timeout=120) for process in started]
+    ended = ended_within(120, started)
     assert sorted(out.strip() for out, _ in ended) == ["7 0 None", "7 0 None", "7 1 None"]
     assert sum("compiling the planner" in err for _, err in ended) == 1
 
@@ -69,11 +70,8 @@ def test_a_child_that_was_forked_meanwhile_holds_nobody_up(tmp_path: Path) -> No
     child = subprocess.Popen(["sleep", "60"], pass_fds=[turn._held.fileno()])
     try:
         turn.give_back()
-        assert _Turn(limit_s=0.0).take(tmp_path)
-        again = _Turn(limit_s=0.0)
-        again.take(tmp_path)
-        assert again._held is not None
-        compiled.fcntl.flock(again._held, compiled.fcntl.LOCK_EX | compiled.fcntl.LOCK_NB)  # it is ours indeed
+        with (tmp_path / "prophet-compiling.lock").open("wb") as file:
+            compiled.fcntl.flock(file, compiled.fcntl.LOCK_EX | compiled.fcntl.LOCK_NB)  # raises where it is held
     finally:
         child.kill()
         child.wait()
@@ -87,11 +85,19 @@ def test_a_turn_is_taken_once(tmp_path: Path) -> None:
     turn.give_back()
 
 
-def test_after_its_limit_a_process_goes_on_by_itself(tmp_path: Path) -> None:
-    first, second = _Turn(), _Turn(limit_s=0.2)
+def test_after_its_limit_a_process_goes_on_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = _Turn(), _Turn(limit_s=10.0)
     first.take(tmp_path)
-    assert second.take(tmp_path)
-    second.give_back()
+    now, sleeps = [0.0], []
+    monkeypatch.setattr(compiled.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(compiled.time, "sleep", lambda _: (sleeps.append(1), now.__setitem__(0, now[0] + 4.0)))
+    for _ in range(3):  # kernels, one after the other: the limit is for all of them
+        assert second.take(tmp_path)
+        second.give_back()
+    assert len(sleeps) == 3
+    assert capsys.readouterr().err.count("another process compiles the planner") == 1
     first.give_back()
 
 
