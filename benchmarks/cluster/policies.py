@@ -45,6 +45,7 @@ _ALL = (
     Policy(name="prophet", planner="prophet"),
     Policy(name="prophet-blocking", planner="prophet", schedule="blocking", use_windows=False),
     Policy(name="prophet-search", planner="prophet-search"),
+    Policy(name="prophet-gradual", planner="prophet-gradual"),
     Policy(name="prophet-kept", planner="prophet", keep_plans=True),
     Policy(name="prophet-search-kept", planner="prophet-search", keep_plans=True),
     Policy(name="prophet-operator", planner="prophet", schedule="operator"),

@@ -6,6 +6,8 @@ Shape legend: R ranks, E experts, L layers, T steps.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 import itertools
 import sys
 import time
@@ -19,26 +21,31 @@ import numpy as np
 from benchmarks.common import write_json
 from benchmarks.planner.break_even import break_even_rows, plot
 from benchmarks.planner.optimum import gap_rows, optima
-from prophet.planner import PLANNER_NAMES, Planner, get_planner, warm
+from prophet.planner import OPTIONS, PLANNER_NAMES, Planner, get_planner, warm
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import ProphetPlanner
 from prophet.planner.presets import PRESET_NAMES, get_preset
 from prophet.planner.published import forced_balance
 from prophet.planner.settle import settled_cost
-from prophet.spec import IntArray, PlanContext, SpecError
+from prophet.spec import IntArray, Placement, PlanContext, SpecError
 from prophet.traces import RoutingTrace, TraceError, read_trace
 
 POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
 SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")
+GRADUAL_CALLS = 60  # steps of the same routing that a gradual planner is timed in
 SCALES = ((16, 32), (64, 64), (64, 256), (256, 256), (1024, 1024))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer of one step: the load planned from and the load that came."""
+    """One layer of one step: the load planned from and the load that came; `earlier` are the loads of the layer's
+    iterations before the planned one, in order.
+    """
 
+    layer: int
     planned: IntArray
     present: IntArray
+    earlier: tuple[IntArray, ...] = ()
 
 
 def cases_of(trace: RoutingTrace, *, exact: bool, count: int) -> list[Case]:
@@ -50,17 +57,52 @@ def cases_of(trace: RoutingTrace, *, exact: bool, count: int) -> list[Case]:
     layers = counts.shape[1]
     pairs = (len(counts) - first) * layers
     chosen = np.unique(np.linspace(0, pairs - 1, min(count, pairs)).astype(np.int64)) if pairs > 0 else []
+    slices = list(trace.iteration_slices())
+
+    @functools.cache
+    def mean(number: int, layer: int) -> IntArray:
+        steps = slices[number]
+        load: IntArray = counts[steps, layer].astype(np.int64).sum(axis=0) // (steps.stop - steps.start)
+        return load
+
     cases = []
     for pair in chosen:
         step, layer = first + int(pair) // layers, int(pair) % layers
         present = np.ascontiguousarray(counts[step, layer], dtype=np.int64)
-        planned = present
-        if not exact:
-            start = np.searchsorted(iteration, iteration[step], side="left")
-            before = iteration == iteration[start - 1]
-            planned = counts[before, layer].astype(np.int64).sum(axis=0) // int(before.sum())
-        cases.append(Case(planned, present))
+        if exact:
+            cases.append(Case(layer, present, present))
+            continue
+        number = next(i for i, steps in enumerate(slices) if steps.start <= step < steps.stop)
+        before = [mean(i, layer) for i in range(number)]
+        cases.append(Case(layer, before[-1], present, tuple(before[:-1])))
     return cases
+
+
+class Walk:
+    """A planner that goes on from step to step, led through the iterations of every layer in order.
+
+    Others plan every case by itself.
+    """
+
+    def __init__(self, planner: Planner, context: PlanContext) -> None:
+        self.planner, self.context = planner, context
+        self._done: dict[int, int] = {}
+        self._placements: dict[int, Placement] = {}
+        self.plan_us: list[float] = []
+
+    def place(self, case: Case) -> Placement:
+        """Plan `case`, and before it the iterations of its layer that were not planned yet."""
+        loads = [case.planned]
+        if getattr(self.planner, "gradual", False):
+            loads = [*case.earlier[self._done.get(case.layer, 0) :], case.planned]
+            self._done[case.layer] = len(case.earlier) + 1
+        for load in loads:
+            here = dataclasses.replace(self.context, previous=self._placements.get(case.layer))
+            placement, us = timed(lambda at=load, c=here: self.planner.place(at, c))
+            self.plan_us.append(us)
+            if getattr(self.planner, "gradual", False):
+                self._placements[case.layer] = placement
+        return placement
 
 
 def timed(function: Callable[[], Any]) -> tuple[Any, float]:
@@ -75,14 +117,14 @@ def row_of(
 ) -> dict[str, Any]:
     """One row of the table; `static_s` are the cases' seconds without replicas."""
     planner = get_planner(policy) if policy != "forced-balance" else None
-    max_mean, copies, seconds, fraction, experts, plan_us, split_us = ([] for _ in range(7))  # type: list[list[float]]
+    walk = Walk(planner, context) if planner is not None else None
+    max_mean, copies, seconds, fraction, experts, split_us = ([] for _ in range(6))  # type: list[list[float]]
     for case in cases:
         ceiling, homes = forced_balance(case.present, context)
         ceiling_s = step_cost(ceiling, homes, context).total_s
         split, placement = ceiling, homes
-        if planner is not None:
-            placement, us = timed(lambda p=planner, c=case: p.place(c.planned, context))
-            plan_us.append(us)
+        if planner is not None and walk is not None:
+            placement = walk.place(case)
             split, us = timed(lambda p=planner, c=case, at=placement: p.split(c.present, at, context))
             split_us.append(us)
         cost = step_cost(split, placement, context)
@@ -93,6 +135,7 @@ def row_of(
         seconds.append(cost.total_s)
         fraction.append(ceiling_s / seconds[-1])
         experts.append(cost.expert_s / cost.total_s)
+    plan_us = walk.plan_us if walk is not None else [0.0]
     return {
         "trace": trace,
         "preset": preset,
@@ -109,8 +152,9 @@ def row_of(
         "slowest_against_static": float(max(s / b for s, b in zip(seconds, static_s, strict=True))),
         "expert_share_median": float(np.median(experts)),
         "copies_per_rank_mean": float(np.mean(copies)),
-        "plan_us_median": float(np.median(plan_us)) if plan_us else 0.0,
-        "plan_us_p99": float(np.percentile(plan_us, 99)) if plan_us else 0.0,
+        "plan_us_median": float(np.median(plan_us)),
+        "plan_us_mean": float(np.mean(plan_us)),
+        "plan_us_p99": float(np.percentile(plan_us, 99)),
         "split_us_median": float(np.median(split_us)) if split_us else 0.0,
     }
 
@@ -154,6 +198,7 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         {
             "prophet": {},
             "prophet-search": {},
+            **{f"prophet-gradual, {n} calls": {"calls": n} for n in (1, 10, 50, 100, 200, 400)},
             "prophet-search, bare": bare,
             "prophet-search, effort 0.2, bare": {**bare, "effort": 0.2},
             "prophet-search, effort 1, bare": {**bare, "effort": 1.0},
@@ -175,11 +220,15 @@ def even_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from break_even_rows(loads, arguments.preset, arguments.policy, arguments.slots)
 
 
-def skewed_load(ranks: int, experts: int, seed: int) -> IntArray:
-    """Routing of 8192 tokens per rank with a few hot experts, drawn from a fixed seed."""
+def skewed_load(ranks: int, experts: int, seed: int, draw: int = 0) -> IntArray:
+    """Routing of 8192 tokens per rank with a few hot experts, drawn from a fixed seed; others of the same experts'
+    popularity by `draw`.
+    """
     rng = np.random.default_rng(seed)
     weight = rng.pareto(1.5, experts) + 0.05
     noisy = weight * rng.uniform(0.7, 1.3, (ranks, experts))
+    if draw > 0:
+        rng = np.random.default_rng((seed, draw))
     return rng.poisson(8192 * noisy / noisy.sum(axis=1, keepdims=True)).astype(np.int64)
 
 
@@ -189,9 +238,7 @@ def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         context = get_preset(preset).context(ranks, experts, routed_per_rank=8192, slots_per_rank=arguments.slots)
         repeats = max(3, min(60, 400_000 // (ranks * experts)))
         for policy in arguments.policy:
-            if policy == "forced-balance" or (
-                policy not in ("prophet", "prophet-search", "static", "top2", "top3") and ranks > 64
-            ):
+            if policy == "forced-balance" or (policy not in (*OPTIONS, "static", "top2", "top3") and ranks > 64):
                 continue
             planner = get_planner(policy)
             plan_us, split_us = times(planner, context, repeats, ranks, experts)
@@ -202,6 +249,7 @@ def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "policy": policy,
                 "cases": len(plan_us),
                 "plan_us_median": float(np.median(plan_us)),
+                "plan_us_mean": float(np.mean(plan_us)),
                 "plan_us_p99": float(np.percentile(plan_us, 99)),
                 "split_us_median": float(np.median(split_us)) if split_us else None,
             }
@@ -210,17 +258,30 @@ def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def times(
     planner: Planner, context: PlanContext, repeats: int, ranks: int, experts: int
 ) -> tuple[list[float], list[float]]:
-    """Microseconds of planning and splitting; the default planner splits in sparse form."""
+    """Microseconds of planning and splitting; the default planner splits in sparse form.
+
+    A planner that goes on from step to step is led through steps of a few routings, and the first calls of every one
+    are not timed.
+    """
     plan_us, split_us = [], []
-    for seed in range(repeats):
-        load, present = skewed_load(ranks, experts, seed), skewed_load(ranks, experts, seed)
+    gradual = getattr(planner, "gradual", False)
+    for seed in range(max(1, repeats // 2) if gradual else repeats):
+        load = skewed_load(ranks, experts, seed)
         placement = planner.place(load, context)
-        placement, us = timed(lambda at=load: planner.place(at, context))
-        plan_us.append(us)
-        if isinstance(planner, ProphetPlanner):
-            split_us.append(timed(lambda p=planner, c=present, at=placement: p.flows(c, at, context))[1])
-        elif ranks <= 64:
-            split_us.append(timed(lambda c=present, at=placement: planner.split(c, at, context))[1])
+        here = context
+        for draw in range(1, GRADUAL_CALLS if gradual else 2):
+            if gradual:
+                here = dataclasses.replace(context, previous=placement)
+                load = skewed_load(ranks, experts, seed, draw)
+            placement, us = timed(lambda at=load, c=here: planner.place(at, c))
+            if gradual and draw < GRADUAL_CALLS // 4:
+                continue
+            plan_us.append(us)
+            present = load.copy()
+            if isinstance(planner, ProphetPlanner):
+                split_us.append(timed(lambda p=planner, c=present, at=placement: p.flows(c, at, context))[1])
+            elif ranks <= 64:
+                split_us.append(timed(lambda c=present, at=placement: planner.split(c, at, context))[1])
     return plan_us, split_us
 
 

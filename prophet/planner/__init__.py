@@ -11,6 +11,7 @@ from prophet.spec import SpecError
 PLANNER_NAMES: tuple[str, ...] = (
     "prophet",
     "prophet-search",
+    "prophet-gradual",
     "static",
     "top2",
     "top3",
@@ -25,8 +26,12 @@ PLANNER_NAMES: tuple[str, ...] = (
     "fine-ep",
 )
 
-# The options of "prophet-search", as of `ProphetPlanner`.
-SEARCH = {"effort": 0.4, "least_search_s": 3e-3, "split_effort": 0.2}
+# Options of `ProphetPlanner`, by name.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "prophet": {},
+    "prophet-search": {"effort": 0.4, "least_search_s": 3e-3, "split_effort": 0.2},
+    "prophet-gradual": {"gradual": True, "effort": 0.002, "least_search_s": 4e-5, "split_effort": 0.06},
+}
 
 __all__ = ["PLANNER_NAMES", "Planner", "get_planner", "warm"]
 
@@ -44,11 +49,10 @@ def get_planner(name: str, **options: Any) -> Planner:
 
 
 def _build(name: str, options: dict[str, Any]) -> Planner:
-    if name in ("prophet", "prophet-search"):
+    if name in OPTIONS:
         from prophet.planner.greedy import ProphetPlanner
 
-        preset: dict[str, Any] = {} if name == "prophet" else {**SEARCH, "name": name}
-        return ProphetPlanner(**preset | options)
+        return ProphetPlanner(**{"name": name, **OPTIONS[name], **options})
     from prophet.planner import baselines
 
     if name == "static":

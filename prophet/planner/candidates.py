@@ -42,6 +42,25 @@ def holders_of(rep_expert: IntArray, rep_rank: IntArray, used: int, home_E: IntA
 
 
 @compiled
+def previous_replicas(
+    holds_ER: BoolArray, home_E: IntArray, limit_R: IntArray, rep_expert: IntArray, rep_rank: IntArray
+) -> int:
+    """Write the replicas of a placement in force; return how many, or 0 where they no longer fit the limits."""
+    free = limit_R.copy()
+    used = 0
+    for e in range(home_E.size):
+        for r in range(limit_R.size):
+            if holds_ER[e, r] and home_E[e] != r:
+                if free[r] <= 0 or used == rep_expert.size:
+                    return 0
+                free[r] -= 1
+                rep_expert[used] = e
+                rep_rank[used] = r
+                used += 1
+    return used
+
+
+@compiled
 def placement_cost(
     problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: int, split_effort: float
 ) -> tuple[FloatArray, float]:

@@ -39,7 +39,7 @@ INT, FLOAT, BOOL = types.int64, types.float64, types.boolean
 
 KERNELS = (
     "arcs.py", "flow.py", "timing.py", "descent.py", "shortest.py", "moves.py", "polish.py", "export.py",
-    "candidates.py", "outlets.py", "search.py", "compiled.py",
+    "candidates.py", "outlets.py", "growth.py", "gradual.py", "search.py", "compiled.py",
 )  # fmt: skip
 
 

@@ -111,6 +111,9 @@ class ProphetPlanner:
     buys next to nothing.
     `split_effort`: the share of the seconds by which exchanges exceed their floor that the split may take to bring them
     down, counted by an assumed time, too; 0 always minimises the bottleneck.
+    `gradual`: where exchanges matter, `effort` and `least_search_s` are spent in the mean of many calls, on changes of
+    the placement in force (`context.previous`) that are tried now and then; elsewhere the fast plan is made. Most
+    calls return what they were given. Without a placement in force the first is grown at once.
     `withdraws`: whether a step goes on without its replicas where the exact load turns out not to be worth the rest of
     their transfers (see `planner.settle`).
     """
@@ -123,6 +126,7 @@ class ProphetPlanner:
     least_search_s: float = 0.0
     split_effort: float = 0.03
     withdraws: bool = True
+    gradual: bool = False
     name: str = "prophet"
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 
@@ -148,7 +152,7 @@ class ProphetPlanner:
         machine = self._machine(context)
         load = _checked(load, context)
         previous = context.previous
-        holds, _, base_s = search.search(
+        holds, base_s = search.search(
             load,
             machine.home,
             machine.node,
@@ -166,6 +170,7 @@ class ProphetPlanner:
             self.least_search_s,
             self.split_effort,
             MOST_TRIES,
+            self.gradual,
         )
         if base_s < 0:
             raise SpecError("load must not be negative")

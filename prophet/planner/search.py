@@ -16,12 +16,14 @@ from prophet.planner.candidates import (
     local_layers,
     make_layers,
     placement_cost,
+    previous_replicas,
     transfers_added,
     try_exports,
 )
 from prophet.planner.compiled import BOOL, BOOLS_2D, FLOAT, FLOATS, INT, INTS, INTS_2D, bare, compiled, entry
 from prophet.planner.descent import Flow, attach, copy_flow, plain, twin
 from prophet.planner.export import export_excess
+from prophet.planner.gradual import begin, continued, drawn, worth_growing
 from prophet.planner.moves import grow, holds, look, make_search, shrink, swap
 from prophet.planner.outlets import add_outlets
 from prophet.planner.polish import judge, polish
@@ -81,12 +83,6 @@ def attach_everywhere(flow: Flow, problem: Problem, limit_R: IntArray) -> None:
     for r in range(limit_R.size):
         if limit_R[r] > 0 and r != problem.home_E[heaviest]:
             attach(flow, heaviest, r, problem.figures[OVERHEAD_S])
-
-
-@bare
-def drawn(seed: int) -> int:
-    """The number after `seed` in a fixed sequence, the same on every machine; its upper bits are the better ones."""
-    return (seed * 1103515245 + 12345) & 0x7FFFFFFF
 
 
 @compiled
@@ -212,25 +208,6 @@ def explore(
 
 
 @compiled
-def previous_replicas(
-    holds_ER: BoolArray, home_E: IntArray, limit_R: IntArray, rep_expert: IntArray, rep_rank: IntArray
-) -> int:
-    """Write the replicas of a placement in force; return how many, or 0 where they no longer fit the limits."""
-    free = limit_R.copy()
-    used = 0
-    for e in range(home_E.size):
-        for r in range(limit_R.size):
-            if holds_ER[e, r] and home_E[e] != r:
-                if free[r] <= 0 or used == rep_expert.size:
-                    return 0
-                free[r] -= 1
-                rep_expert[used] = e
-                rep_rank[used] = r
-                used += 1
-    return used
-
-
-@compiled
 def with_spares(
     problem: Problem,
     limit_R: IntArray,
@@ -277,7 +254,7 @@ def with_spares(
 
 @entry(
     INTS_2D, INTS, INTS, FLOATS, FLOATS, FLOATS, INTS, BOOLS_2D, BOOL,
-    FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT,
+    FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, FLOAT, INT, BOOL,
 )  # fmt: skip
 def search(
     load_RE: IntArray,
@@ -297,19 +274,19 @@ def search(
     least_s: float,
     split_effort: float,
     most_tries: int,
-) -> tuple[BoolArray, float, float]:
-    """Search replicas for the predicted `load_RE`; return (holds [E, R], their cost, the cost of homes only).
-
-    Both costs are -1 for a negative load.
+    gradual: bool,
+) -> tuple[BoolArray, float]:
+    """Search replicas for the predicted `load_RE`; return (holds [E, R], the cost of homes only, -1: a negative load).
 
     Slot limits grow step by step up to `limit_R`; the best placement so far goes along. A further slot does not make
     the prediction worse: what a limit is given of the effort follows from its place alone. `effort` is the share of
     the step that searching may take, and `least_s` what it may take however short the step. Work is counted by assumed
     seconds, so that all ranks and machines do the same; no slot limit is given more than `most_tries` trial moves.
+    A `gradual` search takes that much in the mean of many calls, and goes on from the placement in force.
     """
     ranks, experts = load_RE.shape
     if negative(load_RE):
-        return np.empty((0, 0), np.bool_), -1.0, -1.0
+        return np.empty((0, 0), np.bool_), -1.0
     problem = make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures)
     most = 0
     slots = 0
@@ -338,6 +315,13 @@ def search(
     base = cost_of(homes, problem, nothing, np.zeros(6))
     best = base.copy()
     budget_s = max(effort * base[0], least_s)
+    growing = gradual and worth_growing(base, ranks, experts)
+    if growing and previous_given:
+        used = continued(problem, limit_R, previous_EH, rep_expert, rep_rank, base, split_effort, budget_s)
+        if used > 0:
+            return holders_of(rep_expert, rep_rank, used, home_E, ranks), base[0]
+    if gradual:
+        budget_s = 0.0
     # What it takes to compare a placement by the split it will get: a guess from the homes, then as it was last time.
     above_s = max(0.0, base[1] - 4.0 * exchange_floor(homes, problem, nothing))
     split_s = min(split_effort * above_s, MOST_SWEEPS * SETTLE_S * ranks * min(experts, slots))
@@ -458,10 +442,12 @@ def search(
     if kept[0] > base[0] * (1.0 - gain_margin):
         kept_used = 0
         kept[:] = base
-    if previous_given:
+    if previous_given and growing == gradual:
         used = previous_replicas(previous_EH, home_E, limit_R, rep_expert, rep_rank)
         if used > 0:
             cost = placement_cost(problem, rep_expert, rep_rank, used, costing)[0]
             if cost[0] <= kept[0] * (1.0 + keep_margin) and cost[0] <= base[0] * (1.0 - gain_margin):
-                return holders_of(rep_expert, rep_rank, used, home_E, ranks), cost[0], base[0]
-    return holders_of(now_expert, now_rank, kept_used, home_E, ranks), kept[0], base[0]
+                return holders_of(rep_expert, rep_rank, used, home_E, ranks), base[0]
+    elif growing:
+        kept_used = begin(problem, limit_R, now_expert, now_rank, kept_used, split_effort)
+    return holders_of(now_expert, now_rank, kept_used, home_E, ranks), base[0]

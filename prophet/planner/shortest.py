@@ -98,53 +98,62 @@ def make_frame(problem: Problem, chosen_J: IntArray, spare_arcs: int) -> Flow:
 
 
 @bare
+def count_copies(flow: Flow, j: int, moved: FloatArray, sign: float) -> None:
+    """Add `sign` times what Trans moves for expert j to `moved`, as of `copies_moved`."""
+    node_R, rank_A, following_A, in_node = flow.node_R, flow.rank_A, flow.following_A, flow.scratch
+    first = following_A[j]
+    if first < 0:
+        return
+    sent = moved[0]
+    received = moved[1]
+    home = rank_A[j]
+    n = 0
+    a = first
+    while a >= 0:
+        in_node[node_R[rank_A[a]]] = 0
+        a = following_A[a]
+    a = first
+    while a >= 0:
+        n += 1
+        in_node[node_R[rank_A[a]]] += 1
+        a = following_A[a]
+    part = sign / n
+    a = first
+    while a >= 0:
+        d = rank_A[a]
+        level = 0 if node_R[d] == node_R[home] else 1
+        sent[level, home] += sign
+        received[level, d] += sign
+        sent[2 + level, home] += part
+        received[2 + level, d] += part
+        near = in_node[node_R[d]]
+        sent[4, d] += (near - 1) * part
+        sent[5, d] += (n - near) * part
+        a = following_A[a]
+
+
+@bare
+def busiest_of(moved: FloatArray, busiest: FloatArray) -> None:
+    """The largest of every row of `copies_moved`."""
+    for i in range(6):
+        busiest[i] = 0.0
+        for r in range(moved.shape[2]):
+            busiest[i] = max(busiest[i], moved[0, i, r], moved[1, i, r])
+
+
+@bare
 def copies_moved(flow: Flow, moved: FloatArray, busiest: FloatArray) -> None:
     """Copies of experts that Trans moves: `moved` [2, 6, R] sent and received by every rank, `busiest` [6].
 
     Direct, scatter and gather, each within and between nodes.
     """
-    node_R = flow.node_R
-    ranks = node_R.size
-    sent = moved[0]
-    received = moved[1]
-    for i in range(6):
-        for r in range(ranks):
-            sent[i, r] = 0.0
-            received[i, r] = 0.0
-    in_node = flow.scratch
-    for n in range(node_R[ranks - 1] + 1):
-        in_node[n] = 0
+    for side in range(2):
+        for i in range(6):
+            for r in range(moved.shape[2]):
+                moved[side, i, r] = 0.0
     for j in range(flow.counters[1]):
-        a = flow.following_A[j]
-        if a < 0:
-            continue
-        home = flow.rank_A[j]
-        n = 0
-        while a >= 0:
-            n += 1
-            in_node[node_R[flow.rank_A[a]]] += 1
-            a = flow.following_A[a]
-        part = 1.0 / n
-        a = flow.following_A[j]
-        while a >= 0:
-            d = flow.rank_A[a]
-            level = 0 if node_R[d] == node_R[home] else 1
-            sent[level, home] += 1.0
-            received[level, d] += 1.0
-            sent[2 + level, home] += part
-            received[2 + level, d] += part
-            near = in_node[node_R[d]]
-            sent[4, d] += (near - 1) * part
-            sent[5, d] += (n - near) * part
-            a = flow.following_A[a]
-        a = flow.following_A[j]
-        while a >= 0:
-            in_node[node_R[flow.rank_A[a]]] = 0
-            a = flow.following_A[a]
-    for i in range(6):
-        busiest[i] = 0.0
-        for r in range(ranks):
-            busiest[i] = max(busiest[i], sent[i, r], received[i, r])
+        count_copies(flow, j, moved, 1.0)
+    busiest_of(moved, busiest)
 
 
 @compiled

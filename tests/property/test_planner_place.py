@@ -165,3 +165,46 @@ def test_spare_replicas_cost_at_most_their_margin(case: Case) -> None:
     bare_s = predicted_s(case, bare.place(case.load, case.context), case.context)
     spared_s = predicted_s(case, spared.place(case.load, case.context), case.context)
     assert spared_s <= bare_s * (1 + spared.spare_margin + 1e-9)
+
+
+@MANY
+@given(cases(), st.sampled_from([4e-5, 1.0]))
+def test_a_step_of_a_gradual_search_never_makes_the_prediction_worse(case: Case, budget_s: float) -> None:
+    """Where it goes on from a placement; elsewhere it plans anew, as the fast plan does."""
+    planner = get_planner("prophet-gradual", least_search_s=budget_s, gain_margin=0.0)
+    homes = case.context.homes_only()
+    base = step_cost(planner.split(case.load, homes, case.context), homes, case.context)
+
+    def predicted(placement: Placement) -> float:
+        return step_cost(planner.split(case.load, placement, case.context), placement, case.context).total_s
+
+    placement = planner.place(case.load, case.context)
+    for _ in range(3):
+        following = planner.place(case.load, dataclasses.replace(case.context, previous=placement))
+        assert (following.copies_per_rank() <= case.context.slot_limits()).all()
+        if base.a2a_s > 0.11 * base.total_s and not placement.is_static:
+            assert predicted(following) <= predicted(placement) * (1 + 1e-9)
+        placement = following
+
+
+@MANY
+@given(cases(), st.sampled_from([0.0, 0.03, 10.0]))
+def test_a_further_slot_makes_no_first_plan_of_a_gradual_search_worse(case: Case, split_effort: float) -> None:
+    planner = ProphetPlanner(gradual=True, gain_margin=0.0, spare=0.0, split_effort=split_effort)
+    slots = case.context.slots_per_rank
+    less, more = (
+        predicted_with(planner, dataclasses.replace(case, context=dataclasses.replace(case.context, slots_per_rank=s)))
+        for s in (slots, slots + 1)
+    )
+    assert more <= less * (1 + 1e-9)
+
+
+@MANY
+@given(cases())
+def test_a_gradual_search_goes_on_from_any_placement(case: Case) -> None:
+    """Also from one that no longer fits the limits."""
+    context = dataclasses.replace(case.context, previous=case.placement)
+    placement = get_planner("prophet-gradual", least_search_s=1.0).place(case.load, context)
+    assert placement.home.tolist() == list(case.context.home)
+    assert (placement.copies_per_rank() <= case.context.slot_limits()).all()
+    assert placement == get_planner("prophet-gradual", least_search_s=1.0).place(case.load.copy(), context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,13 +10,15 @@ import numpy as np
 import pytest
 
 from benchmarks.planner import optimum
-from benchmarks.planner.__main__ import main
+from benchmarks.planner.__main__ import Walk, cases_of, main
 from benchmarks.planner.break_even import break_even_rows, scaled
-from benchmarks.planner.optimum import PROVEN, SmallCase, gap_rows, optima, small_case
+from benchmarks.planner.optimum import PROVEN, SmallCase, gap_rows, optima, placed, small_case
 from prophet.planner import get_planner
 from prophet.planner.cost import step_cost
 from prophet.planner.oracle import solve_exactly
-from prophet.spec import IntArray
+from prophet.planner.presets import get_preset
+from prophet.spec import IntArray, Placement, PlanContext
+from prophet.traces import RoutingTrace
 
 QUICK = 1  # a case of 4 ranks and 4 experts, solved in a fraction of a second
 
@@ -73,6 +76,57 @@ def test_a_search_comes_close_where_slots_are_few_and_exchanges_slow(number: int
     best_s = solve_exactly(case.load, case.context, time_limit_s=20.0).seconds
     assert seconds_of(case, "prophet-search") <= 1.02 * best_s
     assert seconds_of(case, "prophet") >= 1.1 * best_s
+
+
+@pytest.mark.parametrize("number", [147, 168, 275, 372])
+def test_a_gradual_search_comes_as_close_in_a_few_hundred_calls(number: int) -> None:
+    """Each call sees counts drawn around the case's, and takes less time than a fast plan in the mean."""
+    pytest.importorskip("scipy")
+    case = small_case(number, None)
+    best_s = solve_exactly(case.load, case.context, time_limit_s=20.0).seconds
+    planner = get_planner("prophet-gradual")
+    seconds = []
+    for calls in (1, 400):
+        placement, _ = placed(case, planner, calls)
+        split = planner.split(case.load, placement, case.context)
+        seconds.append(step_cost(split, placement, case.context).total_s)
+    assert seconds[1] <= 1.05 * best_s
+    assert seconds[1] <= seconds[0]
+
+
+@dataclasses.dataclass
+class Led:
+    """A planner that notes what it is asked, and answers with a new placement."""
+
+    gradual: bool
+    asked: list[tuple[IntArray, Placement | None, Placement]] = dataclasses.field(default_factory=list)
+
+    def place(self, load: IntArray, context: PlanContext) -> Placement:
+        placement = context.homes_only()
+        self.asked.append((load, context.previous, placement))
+        return placement
+
+    split = None
+    name = "led"
+
+
+def test_a_planner_that_goes_on_is_led_through_all_iterations() -> None:
+    counts = np.random.default_rng(0).integers(0, 100, (8, 1, 4, 8)).astype(np.int32)
+    trace = RoutingTrace(counts=counts, iteration=np.repeat(np.arange(4), 2))
+    means = [counts[a : a + 2, 0].astype(np.int64).sum(axis=0) // 2 for a in (0, 2, 4)]
+    cases = cases_of(trace, exact=False, count=3)  # of the iterations 1, 2 and 3
+    context = get_preset("h100-ib:Qwen3-30B-A3B").context(4, 8, routed_per_rank=400, slots_per_rank=2)
+    for gradual, chosen in ((False, cases), (True, cases), (True, cases[2:])):
+        planner = Led(gradual)
+        walk = Walk(planner, context)
+        placements = [walk.place(case) for case in chosen]
+        loads, previous, given = zip(*planner.asked, strict=True)
+        expected = means if gradual else [case.planned for case in chosen]
+        assert all(np.array_equal(x, y) for x, y in zip(loads, expected, strict=True))
+        assert list(previous) == ([None, *given[:-1]] if gradual else [None] * 3)
+        assert placements[-1] is given[-1]
+        assert len(walk.plan_us) == 3
+    assert [c.planned.tolist() for c in cases] == [m.tolist() for m in means]
 
 
 @pytest.mark.parametrize("number", [204, 207])
