@@ -7,8 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from prophet.planner.compiled import compiled
+from prophet.planner.compiled import bare, compiled
 from prophet.spec import BoolArray, IntArray
+
+
+@compiled
+def room_for(many: int, arcs: int) -> tuple[IntArray, IntArray, IntArray]:
+    """Three arrays of sizes [M], [M + 1] and [A] in one piece: a piece takes longer to get than a few to fill."""
+    room = np.empty(2 * many + 1 + arcs, np.int64)
+    return room[:many], room[many : 2 * many + 1], room[2 * many + 1 :]
 
 
 @compiled
@@ -27,9 +34,7 @@ def index_holders(holds_ER: BoolArray, home_E: IntArray) -> tuple[IntArray, IntA
         if n > 1:
             many += 1
             arcs += n
-    multi = np.empty(many, np.int64)
-    start = np.empty(many + 1, np.int64)
-    arc_rank = np.empty(arcs, np.int64)
+    multi, start, arc_rank = room_for(many, arcs)
     j = 0
     a = 0
     for e in range(experts):
@@ -58,9 +63,7 @@ def index_replicas(
     for e in range(experts):
         if count[e] > 0:
             many += 1
-    multi = np.empty(many, np.int64)
-    start = np.empty(many + 1, np.int64)
-    arc_rank = np.empty(used + many, np.int64)
+    multi, start, arc_rank = room_for(many, used + many)
     a = 0
     j = 0
     for e in range(experts):
@@ -89,36 +92,34 @@ def index_replicas(
     return multi, start, arc_rank
 
 
-@compiled
-def experts_at(start: IntArray, arc_rank: IntArray, ranks: int) -> tuple[IntArray, IntArray]:
-    """Where every rank's arcs begin [R + 1] in the list of their experts' rows [A]."""
-    first = np.zeros(ranks + 2, np.int64)
-    for r in arc_rank:
-        first[r + 2] += 1
+@bare
+def experts_at(start: IntArray, arc_rank: IntArray, ranks: int, first: IntArray, row: IntArray) -> None:
+    """Write where every rank's arcs begin, `first` [R + 1] of R + 2, in the list of their experts' rows, `row` [A]."""
+    for r in range(ranks + 2):
+        first[r] = 0
+    for k in range(arc_rank.size):
+        first[arc_rank[k] + 2] += 1
     for r in range(2, ranks + 2):
         first[r] += first[r - 1]
-    row = np.empty(arc_rank.size, np.int64)
     for j in range(start.size - 1):
         for k in range(start[j], start[j + 1]):
             row[first[arc_rank[k] + 1]] = j
             first[arc_rank[k] + 1] += 1
-    return first[: ranks + 1], row
 
 
-@compiled
-def fewest_first(first: IntArray, segments: int) -> IntArray:
-    """The segments first[i] .. first[i + 1] - 1, shortest first."""
+@bare
+def fewest_first(first: IntArray, segments: int, place: IntArray, order: IntArray) -> None:
+    """Write the segments first[i] .. first[i + 1] - 1 to `order`, shortest first; `place`: room, the longest + 2."""
     longest = 0
     for i in range(segments):
         longest = max(longest, first[i + 1] - first[i])
-    place = np.zeros(longest + 2, np.int64)
+    for n in range(longest + 2):
+        place[n] = 0
     for i in range(segments):
         place[first[i + 1] - first[i] + 1] += 1
     for n in range(1, longest + 2):
         place[n] += place[n - 1]
-    order = np.empty(segments, np.int64)
     for i in range(segments):
         n = first[i + 1] - first[i]
         order[place[n]] = i
         place[n] += 1
-    return order

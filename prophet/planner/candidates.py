@@ -87,12 +87,15 @@ def exact_cost(
 def outline(problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: int) -> FloatArray:
     """Copies of experts that the busiest rank moves for these replicas, [6] as of `shortest.copies_moved`."""
     experts = problem.home_E.size
+    ranks = problem.node_R.size
     arcs = experts + used
-    nothing = np.empty((5, problem.node_R.size))
-    following = np.full(arcs, -1, np.int64)
-    rank = np.empty(arcs, np.int64)
-    rank[:experts] = problem.home_E
-    counters = np.empty(2, np.int64)
+    nothing = np.empty((0, 0))
+    by_arc = np.empty((2, arcs), np.int64)
+    following, rank = by_arc[0], by_arc[1]
+    for e in range(experts):
+        following[e] = -1
+        rank[e] = problem.home_E[e]
+    counters = np.empty(2 + ranks, np.int64)
     counters[0] = arcs
     counters[1] = experts
     for i in range(used):
@@ -101,11 +104,11 @@ def outline(problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: in
         following[experts + i] = following[e]
         following[e] = experts + i
     flow = Flow(
-        problem.node_R, nothing, nothing, nothing, nothing, nothing, np.empty(4), following, rank, rank,
-        np.empty((0, 0), np.int64), counters, np.empty(problem.node_R.size, np.int64),
+        problem.node_R, nothing, nothing, nothing, nothing, nothing, np.empty(0), following, rank, rank, by_arc,
+        counters[:2], counters[2:],
     )  # fmt: skip
-    busiest = np.zeros(6)
-    copies_moved(flow, np.empty((2, 6, problem.node_R.size)), busiest)
+    busiest = np.empty(6)
+    copies_moved(flow, np.empty((2, 6, ranks)), busiest)
     return busiest
 
 
@@ -334,15 +337,13 @@ class Layers(NamedTuple):
 
 @compiled
 def make_layers(problem: Problem, slots: int) -> Layers:
-    """No layer yet, all tokens at home; an empty flow where there are no slots."""
+    """No layer yet, all tokens at home."""
     ranks, experts = problem.load_RE.shape
-    if slots == 0:
-        experts = 0
     rep_expert = np.empty(slots, np.int64)
     rep_rank = np.empty(slots, np.int64)
     return Layers(
         make_flow(problem, np.arange(experts), slots),
-        holders_of(rep_expert, rep_rank, 0, problem.home_E[:experts], ranks),
+        holders_of(rep_expert, rep_rank, 0, problem.home_E, ranks),
         rep_expert, rep_rank, np.zeros(3, np.int64), np.full(1, np.inf),
     )  # fmt: skip
 

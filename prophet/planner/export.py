@@ -12,7 +12,7 @@ import numpy as np
 
 from prophet.planner.compiled import bare, compiled
 from prophet.planner.timing import Problem
-from prophet.spec import BoolArray, IntArray
+from prophet.spec import IntArray
 
 
 @bare
@@ -23,7 +23,7 @@ def pick_taker(
     local_RE: IntArray,
     expert: int,
     node_R: IntArray,
-    held: BoolArray,
+    held: IntArray,
     free: IntArray,
     only_near: bool,
 ) -> tuple[int, bool]:
@@ -34,7 +34,7 @@ def pick_taker(
     taker = -1
     wanted = -1
     for r in range(room.size):
-        if room[r] <= 0 or held[r] or (only_near and node_R[r] != node_R[giver]):
+        if room[r] <= 0 or held[r] > 0 or (only_near and node_R[r] != node_R[giver]):
             continue
         for pick in range(2):
             other = wanted if pick == 0 else taker
@@ -76,17 +76,22 @@ def export_excess(
     """
     home_E, node_R = problem.home_E, problem.node_R
     ranks, experts = problem.load_RE.shape
-    left = problem.total_E.copy()
-    room = np.empty(ranks, np.int64)
-    free = limit_R.copy()
-    stuck = np.zeros(ranks, np.bool_)
-    held = np.zeros(ranks, np.bool_)
-    first = np.full(ranks, -1, np.int64)  # experts of a home as a linked list
-    following = np.full(experts, -1, np.int64)
+    by_rank = np.empty((5, ranks), np.int64)
+    room, free, stuck, held = by_rank[0], by_rank[1], by_rank[2], by_rank[3]
+    first = by_rank[4]  # experts of a home as a linked list
+    by_expert = np.empty((3, experts), np.int64)
+    left, following = by_expert[0], by_expert[1]
+    last = by_expert[2]  # replicas of an expert as a linked list
+    for r in range(ranks):
+        free[r] = limit_R[r]
+        stuck[r] = 0
+        held[r] = 0
+        first[r] = -1
     for e in range(experts - 1, -1, -1):
+        left[e] = problem.total_E[e]
+        last[e] = -1
         following[e] = first[home_E[e]]
         first[home_E[e]] = e
-    last = np.full(experts, -1, np.int64)  # replicas of an expert as a linked list
     before = np.empty(rep_expert.size, np.int64)
     nodes = node_R[ranks - 1] + 1 if near else 1
     load_of = np.zeros(nodes)
@@ -104,7 +109,7 @@ def export_excess(
     while used < rep_expert.size:
         giver = -1
         for r in range(ranks):
-            if room[r] < 0 and not stuck[r] and (giver < 0 or room[r] < room[giver]):
+            if room[r] < 0 and stuck[r] == 0 and (giver < 0 or room[r] < room[giver]):
                 giver = r
         if giver < 0:
             break
@@ -115,23 +120,23 @@ def export_excess(
                 heaviest = e
             e = following[e]
         if heaviest < 0:
-            stuck[giver] = True
+            stuck[giver] = 1
             continue
         ask = min(-room[giver], left[heaviest])
-        held[giver] = True
+        held[giver] = 1
         i = last[heaviest]
         while i >= 0:
-            held[rep_rank[i]] = True
+            held[rep_rank[i]] = 1
             i = before[i]
         taker, lacking = pick_taker(room, ask, giver, problem.load_RE, heaviest, node_R, held, free, near)
-        held[giver] = False
+        held[giver] = 0
         i = last[heaviest]
         while i >= 0:
-            held[rep_rank[i]] = False
+            held[rep_rank[i]] = 0
             i = before[i]
         short = short or lacking
         if taker < 0:
-            stuck[giver] = True
+            stuck[giver] = 1
             continue
         part = min(ask, room[taker])
         left[heaviest] -= part

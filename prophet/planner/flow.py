@@ -48,19 +48,19 @@ def fixed_load(total_E: IntArray, home_E: IntArray, multi: IntArray, ranks: int)
 
 
 @bare
-def raised_level(need: int, chosen: BoolArray, speed: FloatArray, everyone: bool) -> float:
+def raised_level(need: int, chosen: IntArray, speed: FloatArray, everyone: bool) -> float:
     """Smallest T at which floor(T * speed) summed over the chosen ranks reaches `need`."""
     ranks = speed.size
     total_speed = 0.0
     for r in range(ranks):
-        if everyone or chosen[r]:
+        if everyone or chosen[r] > 0:
             total_speed += speed[r]
     level = need / total_speed
     while True:
         room = 0
         following = np.inf
         for r in range(ranks):
-            if everyone or chosen[r]:
+            if everyone or chosen[r] > 0:
                 cap = int(np.floor(level * speed[r] + 1e-6))
                 room += cap
                 following = min(following, (cap + 1) / speed[r])
@@ -100,7 +100,7 @@ def relax_within_node(
     came_by: IntArray,
     at_first: IntArray,
     at_expert: IntArray,
-    stale: BoolArray,
+    stale: IntArray,
 ) -> bool:
     """Shorten the ways that lead through one expert, arcs first..last-1, where all ranks are in one node.
 
@@ -128,7 +128,7 @@ def relax_within_node(
             came_by[r] = k
             changed = True
             for i in range(at_first[r], at_first[r + 1]):
-                stale[at_expert[i]] = True
+                stale[at_expert[i]] = 1
     return changed
 
 
@@ -151,6 +151,37 @@ def solve_totals(
     `fixed_R` are the tokens of experts with one holder. The result minimises T, but not below `at_least`, then
     tokens between nodes, then tokens between ranks.
     """
+    return solve_in(
+        load_RE, total_E, fixed_R, multi, start, arc_rank, node_R, speed_R, x, rank_load, at_least,
+        np.empty((9, arc_rank.size + 1), np.int64), np.empty((7, rank_load.size + 2), np.int64),
+        np.empty((2, multi.size), np.int64),
+    )  # fmt: skip
+
+
+@bare
+def solve_in(
+    load_RE: IntArray,
+    total_E: IntArray,
+    fixed_R: IntArray,
+    multi: IntArray,
+    start: IntArray,
+    arc_rank: IntArray,
+    node_R: IntArray,
+    speed_R: FloatArray,
+    x: IntArray,
+    rank_load: IntArray,
+    at_least: float,
+    by_arc: IntArray,
+    by_rank: IntArray,
+    by_expert: IntArray,
+) -> float:
+    """`solve_totals` in given room: nine arrays [A + 1], seven [R + 2] and two [M]."""
+    group, have, group_first, supply, held = by_arc[0], by_arc[1], by_arc[2], by_arc[3], by_arc[4]
+    group_best, group_arc, group_order, at_expert = by_arc[5], by_arc[6], by_arc[7], by_arc[8]
+    nobody, cap, dist, came_from, came_by = by_rank[0], by_rank[1], by_rank[2], by_rank[3], by_rank[4]
+    at_first, place = by_rank[5], by_rank[6]
+    expert_order = by_expert[0]
+    stale = by_expert[1]  # experts with a holder whose distance fell since they were looked at
     ranks = rank_load.size
     many = multi.size
     arcs = arc_rank.size
@@ -161,14 +192,9 @@ def solve_totals(
         level = max(level, fixed_R[r] / speed_R[r])
     for j in range(many):
         need += total_E[multi[j]]
-    nobody = np.zeros(ranks, np.bool_)
     level = max(level, at_least, raised_level(need, nobody, speed_R, True))
 
     # Groups: the holders of one expert in one node.
-    group = np.empty(arcs, np.int64)
-    have = np.empty(arcs, np.int64)
-    group_first = np.empty(arcs + 1, np.int64)
-    supply = np.zeros(arcs, np.int64)
     groups = 0
     nodes = node_R[ranks - 1] + 1
     for j in range(many):
@@ -181,9 +207,8 @@ def solve_totals(
                 before = node_R[r]
                 group_first[groups] = k
                 groups += 1
-                if nodes == 1:
-                    supply[groups - 1] = total_E[e]
-                else:
+                supply[groups - 1] = total_E[e] if nodes == 1 else 0
+                if nodes > 1:
                     low = r
                     while low > 0 and node_R[low - 1] == before:
                         low -= 1
@@ -193,17 +218,9 @@ def solve_totals(
             group[k] = groups - 1
     group_first[groups] = arcs
 
-    cap = np.empty(ranks, np.int64)
-    held = np.zeros(groups, np.int64)
-    dist = np.empty(ranks, np.int64)
-    came_from = np.empty(ranks, np.int64)
-    came_by = np.empty(ranks, np.int64)
-    group_best = np.empty(groups, np.int64)
-    group_arc = np.empty(groups, np.int64)
-    at_first, at_expert = experts_at(start, arc_rank, ranks)
-    group_order = fewest_first(group_first, groups)
-    expert_order = fewest_first(start, many)
-    stale = np.empty(many, np.bool_)  # experts with a holder whose distance fell since they were looked at
+    experts_at(start, arc_rank, ranks, at_first, at_expert)
+    fewest_first(group_first, groups, place, group_order)
+    fewest_first(start, many, place, expert_order)
     final = False
     while True:
         # Cheapest assignment without caps; whoever has few holders to choose from chooses first.
@@ -213,13 +230,15 @@ def solve_totals(
         for k in range(arcs):
             x[k] = have[k]
             rank_load[arc_rank[k]] += have[k]
-        for g in group_order:
+        for i in range(groups):
+            g = group_order[i]
             rest = supply[g]
             for k in range(group_first[g], group_first[g + 1]):
                 rest -= x[k]
             _pour(rest, group_first[g], group_first[g + 1], arc_rank, x, rank_load, cap)
         if nodes > 1:
-            for j in expert_order:
+            for i in range(many):
+                j = expert_order[i]
                 rest = total_E[multi[j]]
                 for k in range(start[j], start[j + 1]):
                     rest -= x[k]
@@ -232,7 +251,7 @@ def solve_totals(
         while True:
             excess = False
             for j in range(many):
-                stale[j] = False
+                stale[j] = 0
             for r in range(ranks):
                 came_by[r] = -1
                 came_from[r] = -1
@@ -241,16 +260,16 @@ def solve_totals(
                     dist[r] = 0
                     excess = True
                     for i in range(at_first[r], at_first[r + 1]):
-                        stale[at_expert[i]] = True
+                        stale[at_expert[i]] = 1
             if not excess:
                 break
             # Shortest paths from all overloaded ranks (Bellman-Ford: arcs have negative costs).
             for _ in range(ranks + 1):
                 changed = False
                 for j in range(many):
-                    if not stale[j]:
+                    if stale[j] == 0:
                         continue
-                    stale[j] = False
+                    stale[j] = 0
                     if nodes == 1:
                         changed |= relax_within_node(
                             start[j],
@@ -305,7 +324,7 @@ def solve_totals(
                             came_by[r] = k
                             changed = True
                             for i in range(at_first[r], at_first[r + 1]):
-                                stale[at_expert[i]] = True
+                                stale[at_expert[i]] = 1
                 if not changed:
                     break
             nearest = FAR
@@ -316,8 +335,8 @@ def solve_totals(
                 # The reached ranks are closed: none of their tokens has a holder elsewhere.
                 need = 0
                 for r in range(ranks):
-                    nobody[r] = dist[r] < FAR
-                    if nobody[r]:
+                    nobody[r] = 1 if dist[r] < FAR else 0
+                    if nobody[r] > 0:
                         need += rank_load[r]
                 level = raised_level(need, nobody, speed_R, False)
                 for r in range(ranks):
@@ -393,8 +412,8 @@ def expand(
     # a row uses up a source or a holder, but for the local ones
     flows = np.empty((many * ranks + 2 * arc_rank.size, 4), np.int64)
     used = 0
-    left = np.empty(ranks, np.int64)
-    want = np.empty(ranks, np.int64)
+    room = np.empty((2, ranks), np.int64)
+    left, want = room[0], room[1]
     for j in range(many):
         e = multi[j]
         rest = 0

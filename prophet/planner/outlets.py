@@ -108,12 +108,11 @@ def add_outlets(
         return used, short
     # One item per holder of an expert, in a list by rank and in a list by expert; new replicas are items, too.
     most = experts + arc_rank.size + rep_expert.size - used
-    item_expert = np.empty(most, np.int64)
-    item_rank = np.empty(most, np.int64)
-    item_tokens = np.zeros(most, np.int64)
-    next_of_rank = np.empty(most, np.int64)
-    next_of_expert = np.empty(most, np.int64)
-    first_of_rank = np.full(ranks, -1, np.int64)
+    by_item = np.empty((5, most), np.int64)
+    item_expert, item_rank, item_tokens = by_item[0], by_item[1], by_item[2]
+    next_of_rank, next_of_expert = by_item[3], by_item[4]
+    by_rank = np.full((3, ranks), -1, np.int64)
+    first_of_rank, free, queue = by_rank[0], by_rank[1], by_rank[2]
     first_of_expert = np.full(experts, -1, np.int64)
     items = 0
     hottest = multi[0]
@@ -139,14 +138,12 @@ def add_outlets(
     for i in range(items):
         next_of_rank[i] = first_of_rank[item_rank[i]]
         first_of_rank[item_rank[i]] = i
-    free = limit_R.copy()
+    free[:] = limit_R
     for i in range(used):
         free[rep_rank[i]] -= 1
     root = home_E[hottest]
-    holds = np.zeros(ranks, np.bool_)
-    core = np.empty(ranks, np.bool_)
-    region = np.empty(ranks, np.bool_)
-    queue = np.empty(ranks, np.int64)
+    marks = np.zeros((3, ranks), np.bool_)
+    holds, core, region = marks[0], marks[1], marks[2]
     met = np.empty(experts, np.bool_)
     for inward in range(2):  # first every rank must drain to the root, then the root to every rank
         core[:] = False

@@ -31,8 +31,8 @@ from prophet.planner.shortest import (
     MOST_SWEEPS,
     SETTLE_S,
     best_split,
-    cost_of,
     exchange_floor,
+    home_cost,
     make_flow,
 )
 from prophet.planner.timing import OVERHEAD_S, Problem, make_problem, negative
@@ -299,20 +299,13 @@ def search(
         total_rate += 1.0 / seconds_per_token_R[r]
     slots = min(slots, experts * ranks)
     even_s = 3.0 * tokens / total_rate
-    rep_expert = np.empty(slots, np.int64)
-    rep_rank = np.empty(slots, np.int64)
-    rep_tokens = np.empty(slots, np.int64)
-    best_expert = np.empty(slots, np.int64)
-    best_rank = np.empty(slots, np.int64)
-    now_expert = np.empty(slots, np.int64)
-    now_rank = np.empty(slots, np.int64)
-    now_tokens = np.empty(slots, np.int64)
-    best_tokens = np.empty(slots, np.int64)
+    by_slot = np.empty((9, slots), np.int64)
+    rep_expert, rep_rank, rep_tokens = by_slot[0], by_slot[1], by_slot[2]
+    now_expert, now_rank, now_tokens = by_slot[3], by_slot[4], by_slot[5]
+    best_expert, best_rank, best_tokens = by_slot[6], by_slot[7], by_slot[8]
     known = False
     best_used = 0
-    nothing = np.empty(0, np.int64)
-    homes = make_flow(problem, nothing, plain(0))
-    base = cost_of(homes, problem, nothing, np.zeros(6))
+    base = home_cost(problem)
     best = base.copy()
     budget_s = max(effort * base[0], least_s)
     growing = gradual and worth_growing(base, ranks, experts)
@@ -323,14 +316,18 @@ def search(
     if gradual:
         budget_s = 0.0
     # What it takes to compare a placement by the split it will get: a guess from the homes, then as it was last time.
-    above_s = max(0.0, base[1] - 4.0 * exchange_floor(homes, problem, nothing))
+    above_s = 0.0
+    if budget_s > 0.0:
+        nothing = np.empty(0, np.int64)
+        above_s = max(0.0, base[1] - 4.0 * exchange_floor(make_flow(problem, nothing, plain(0)), problem, nothing))
     split_s = min(split_effort * above_s, MOST_SWEEPS * SETTLE_S * ranks * min(experts, slots))
     trial_s = TRIAL_S + TRIAL_PAIR_S * ranks * min(experts, 2 * ranks)
     layer_s = LAYER_S + LAYER_PAIR_S * ranks * experts
     layered = base[1] > EXCHANGE_MATTERS * base[0]
     searching = budget_s >= 2.0 * split_s + (layer_s if layered else FEWEST_TRIES * trial_s)
     layered = layered and searching
-    layers = make_layers(problem, slots if layered else 0)
+    if layered:
+        layers = make_layers(problem, slots)
     allowed_s = 0.0
     spent_s = 0.0
     # Where splitting takes long, the slot limits are compared by the exports' own tokens, and only the best is split.

@@ -68,9 +68,8 @@ def make_frame(problem: Problem, chosen_J: IntArray, spare_arcs: int) -> Flow:
     ranks = problem.node_R.size
     chosen = chosen_J.size
     figures = problem.figures
-    rate = np.empty((RESOURCES, ranks))
-    base = np.empty((RESOURCES, ranks))
-    busy = np.empty((RESOURCES, ranks))
+    by_rank = np.empty((5, RESOURCES, ranks))
+    rate, base, busy = by_rank[0], by_rank[1], by_rank[2]
     for r in range(ranks):
         rate[0, r] = problem.seconds_per_token_R[r]
         base[0, r] = problem.home_groups[r] * figures[OVERHEAD_S]
@@ -81,19 +80,18 @@ def make_frame(problem: Problem, chosen_J: IntArray, spare_arcs: int) -> Flow:
             busy[1 + k, r] = problem.home_moved[k, r]
     arcs = chosen + spare_arcs
     tokens = np.empty((arcs, ranks), np.int64)
-    following = np.empty(arcs, np.int64)
-    rank = np.empty(arcs, np.int64)
-    expert = np.empty(arcs, np.int64)
+    by_arc = np.empty((3, arcs), np.int64)
+    following, rank, expert = by_arc[0], by_arc[1], by_arc[2]
     for j in range(chosen):
         following[j] = -1
         expert[j] = j
         rank[j] = problem.home_E[chosen_J[j]]
-    counters = np.empty(2, np.int64)
+    counters = np.empty(14 + ranks, np.int64)
     counters[0] = chosen
     counters[1] = chosen
     return Flow(
-        problem.node_R, rate, base, busy, np.empty((RESOURCES, ranks)), np.empty((RESOURCES, ranks)), np.empty(4),
-        following, rank, expert, tokens, counters, np.empty(12 + ranks, np.int64),
+        problem.node_R, rate, base, busy, by_rank[3], by_rank[4], np.empty(4), following, rank, expert, tokens,
+        counters[:2], counters[2:],
     )  # fmt: skip
 
 
@@ -156,9 +154,9 @@ def copies_moved(flow: Flow, moved: FloatArray, busiest: FloatArray) -> None:
     busiest_of(moved, busiest)
 
 
-@compiled
-def cost_with(flow: Flow, groups: IntArray, busiest: FloatArray, figures: FloatArray) -> FloatArray:
-    """The cost of what is counted in `busy`, [5] seconds: total, a2a, expert, exposed Trans, exposed Agg."""
+@bare
+def write_cost(flow: Flow, groups: IntArray, busiest: FloatArray, figures: FloatArray, cost: FloatArray) -> None:
+    """Write the cost of what is counted in `busy`, [5] seconds: total, a2a, expert, exposed Trans, exposed Agg."""
     busy, rate = flow.busy, flow.rate
     forward_s = 0.0
     near = 0.0
@@ -167,17 +165,33 @@ def cost_with(flow: Flow, groups: IntArray, busiest: FloatArray, figures: FloatA
         forward_s = max(forward_s, busy[0, r] * rate[0, r] + groups[r] * figures[OVERHEAD_S])
         near = max(near, busy[1, r], busy[2, r])
         far = max(far, busy[3, r], busy[4, r])
-    cost = np.empty(5)
     cost[1] = 4.0 * exchange_seconds(near, far, figures[TOKEN_BYTES], figures)
     cost[2] = 3.0 * forward_s
     cost[3], cost[4] = exposed_seconds(busiest, forward_s, figures)
     cost[0] = cost[1] + cost[2] + cost[3] + cost[4]
+
+
+@compiled
+def home_cost(problem: Problem) -> FloatArray:
+    """The cost without replicas, [5] seconds as of `write_cost`."""
+    load, groups, moved, figures = problem.home_load, problem.home_groups, problem.home_moved, problem.figures
+    forward_s = 0.0
+    near = 0.0
+    far = 0.0
+    for r in range(load.size):
+        forward_s = max(forward_s, load[r] * problem.seconds_per_token_R[r] + groups[r] * figures[OVERHEAD_S])
+        near = max(near, float(moved[0, r]), float(moved[1, r]))
+        far = max(far, float(moved[2, r]), float(moved[3, r]))
+    cost = np.zeros(5)
+    cost[1] = 4.0 * exchange_seconds(near, far, figures[TOKEN_BYTES], figures)
+    cost[2] = 3.0 * forward_s
+    cost[0] = cost[1] + cost[2]
     return cost
 
 
 @compiled
 def cost_of(flow: Flow, problem: Problem, chosen_J: IntArray, busiest: FloatArray) -> FloatArray:
-    """`cost_with` for the tokens' present ways."""
+    """`write_cost` for the tokens' present ways, as a new array."""
     groups = problem.home_groups.copy()
     for j in range(flow.counters[1]):
         if problem.total_E[chosen_J[j]] > 0:
@@ -187,7 +201,9 @@ def cost_of(flow: Flow, problem: Problem, chosen_J: IntArray, busiest: FloatArra
             if flow.tokens_AR[a, r] > 0:
                 groups[flow.rank_A[a]] += 1
                 break
-    return cost_with(flow, groups, busiest, problem.figures)
+    cost = np.empty(5)
+    write_cost(flow, groups, busiest, problem.figures, cost)
+    return cost
 
 
 @bare
@@ -257,7 +273,7 @@ def affordable(above_s: float, effort: float, settled: int) -> int:
     return min(MOST_SWEEPS, int(effort * above_s / (SETTLE_S * settled)))
 
 
-@compiled
+@bare
 def exchange_floor(flow: Flow, problem: Problem, chosen_J: IntArray) -> float:
     """Seconds of an exchange in which every token goes no farther than it must and all ranks send alike."""
     load_RE, node_R, rank_A, following_A = problem.load_RE, problem.node_R, flow.rank_A, flow.following_A
@@ -267,12 +283,14 @@ def exchange_floor(flow: Flow, problem: Problem, chosen_J: IntArray) -> float:
     for r in range(ranks):
         near += problem.home_moved[0, r]
         far += problem.home_moved[2, r]
-    reached = np.zeros(node_R[ranks - 1] + 1, np.bool_)
+    reached = flow.scratch  # by node
+    for n in range(node_R[ranks - 1] + 1):
+        reached[n] = 0
     for j in range(chosen_J.size):
         home = rank_A[j]
         a = j
         while a >= 0:
-            reached[node_R[rank_A[a]]] = True
+            reached[node_R[rank_A[a]]] = 1
             if a != j:  # what the replica's own rank routes stays there
                 n = load_RE[rank_A[a], chosen_J[j]]
                 if node_R[rank_A[a]] == node_R[home]:
@@ -280,9 +298,9 @@ def exchange_floor(flow: Flow, problem: Problem, chosen_J: IntArray) -> float:
                 else:
                     far -= n
             a = following_A[a]
-        reached[node_R[home]] = False
+        reached[node_R[home]] = 0
         for r in range(ranks):
-            if reached[node_R[r]]:  # a replica in its node is nearer than the home
+            if reached[node_R[r]] > 0:  # a replica in its node is nearer than the home
                 held = False
                 a = following_A[j]
                 while a >= 0:
@@ -293,7 +311,7 @@ def exchange_floor(flow: Flow, problem: Problem, chosen_J: IntArray) -> float:
                     near += load_RE[r, chosen_J[j]]
         a = j
         while a >= 0:
-            reached[node_R[rank_A[a]]] = False
+            reached[node_R[rank_A[a]]] = 0
             a = following_A[a]
     seconds = 0.0
     if near > 0:
@@ -378,15 +396,17 @@ def best_split(
     fixed = problem.home_load.copy()
     for j in range(multi.size):
         fixed[problem.home_E[multi[j]]] -= problem.total_E[multi[j]]
-    x = np.empty(arc_rank.size, np.int64)
-    rank_load = np.empty(ranks, np.int64)
+    x = np.empty(arc_rank.size + 2 * ranks, np.int64)
+    rank_load = x[arc_rank.size : arc_rank.size + ranks]
+    groups = x[arc_rank.size + ranks :]
     level = solve_totals(
         problem.load_RE, problem.total_E, fixed, multi, start, arc_rank, problem.node_R, problem.speed_R, x, rank_load,
         0.0,
     )  # fmt: skip
     flows, rows = expand(problem.load_RE, multi, start, arc_rank, problem.node_R, x)
     flow = make_frame(problem, multi, arc_rank.size - multi.size)
-    groups = problem.home_groups.copy()
+    for r in range(ranks):
+        groups[r] = problem.home_groups[r]
     for j in range(multi.size):
         if problem.total_E[multi[j]] > 0:
             groups[flow.rank_A[j]] -= 1
@@ -395,11 +415,14 @@ def best_split(
                 groups[arc_rank[k]] += 1
             if arc_rank[k] != flow.rank_A[j]:
                 link(flow, j, arc_rank[k], problem.figures[OVERHEAD_S])
-    busiest = np.zeros(6)
+    costs = np.empty((3, 6))
+    busiest = costs[0]
+    unused = costs[1, :5]
+    cost = costs[2, :5]
     copies_moved(flow, np.empty((2, 6, ranks)), busiest)
-    unused = cost_with(flow, problem.home_groups, busiest, problem.figures)
+    write_cost(flow, problem.home_groups, busiest, problem.figures, unused)
     count_rows(flows, rows, problem.home_E, flow.node_R, rank_load, flow.busy)
-    cost = cost_with(flow, groups, busiest, problem.figures)
+    write_cost(flow, groups, busiest, problem.figures, cost)
     sweeps = 0
     made = 0
     above_s = 0.0
@@ -416,7 +439,7 @@ def best_split(
         made = shorten(flow, problem.figures, busiest, sweeps)[1]
         other = cost_of(flow, problem, multi, busiest)
         if other[0] < cost[0]:
-            cost = other
+            cost[:] = other
             rows = 0
             level = 0.0
             for r in range(ranks):
@@ -425,7 +448,7 @@ def best_split(
             flow.tokens_AR[:] = tokens
             flow.busy[:] = before
     if effort > 0.0 and unused[0] < cost[0]:  # replicas planned for other routing than this can be in the way
-        cost = unused
+        cost[:] = unused
         rows = 0
         level = send_home(flow, problem, multi)
     return flow, cost, above_s if sweeps > 0 else 0.0, level, flows[:rows], made
