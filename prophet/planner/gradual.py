@@ -6,7 +6,8 @@ Routing changes slowly, so what was found in one step is where the next one goes
 find in hundreds of steps what a search finds in milliseconds. A try starts from no replicas, puts an expert everywhere,
 draws about half of the replicas anew, lets two exchange their ranks or takes up to three away, and lets grow what is
 then worth it (`growth.py`). A few sweeps rule most tries out; what may be better is judged by the splits that both
-would get, so that no try lengthens a step by the prediction.
+would get, so that no try lengthens a step by the prediction. Beside that the fast plan is made now and then, and takes
+over where it is better: routing may have changed by more than tries can follow.
 
 Nothing is remembered but the placement: what is tried is drawn from the counts, which differ from step to step and are
 the same on all ranks.
@@ -37,8 +38,11 @@ UNEVEN = 1.1  # products this far above the even level, under the placement in f
 STALE, HASTE = 1.5, 8.0  # products above this level are a reason to try so many times as often
 PAIRS = 1 << 15  # ranks x experts up to which a try takes a few milliseconds at most
 
-# Assumed seconds of a try, those of one slow core; they only fix how often there is one.
+# Assumed seconds of a try and of a fast plan, those of one slow core; they only fix how often there is one.
 TRY_S, TRY_PAIR_S = 3e-5, 1e-6
+FAST_S, FAST_PAIR_S = 1e-4, 1e-8
+FAST_SHARE = 0.25  # of what tries may take, for fast plans beside them
+FAST_MOST = 0.33  # of the calls
 
 
 @bare
@@ -349,7 +353,8 @@ def continued(
 ) -> int:
     """Write the replicas to go on with from those in force; returns how many there are, 0: plan anew.
 
-    `base` [5] is the cost without replicas, `budget_s` what tries may take in the mean of many calls.
+    `base` [5] is the cost without replicas, `budget_s` what tries may take in the mean of many calls. To plan anew is
+    drawn as tries are, and needed where products matter most and are no longer level.
     """
     used = previous_replicas(holds_ER, problem.home_E, limit_R, rep_expert, rep_rank)
     uneven = unevenness(problem, rep_expert, rep_rank, used) if used > 0 else 1.0
@@ -360,4 +365,8 @@ def continued(
     if (seed >> 8) * try_s < budget_s * (1 << 23):
         seed = drawn(seed)
         return try_once(problem, limit_R, rep_expert, rep_rank, used, split_effort, (seed >> 16) % KINDS, seed)
+    seed = drawn(seed)
+    fast_s = FAST_S + FAST_PAIR_S * problem.home_E.size * limit_R.size
+    if (seed >> 8) * fast_s < min(FAST_SHARE * budget_s, FAST_MOST * fast_s) * (1 << 23):
+        return 0
     return 0 if uneven > UNEVEN and base[1] < MOSTLY * base[0] else used

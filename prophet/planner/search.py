@@ -442,6 +442,9 @@ def search(
     if previous_given and growing == gradual:
         used = previous_replicas(previous_EH, home_E, limit_R, rep_expert, rep_rank)
         if used > 0:
+            if growing:  # it may be worth its splits only, not exact ones
+                costing = split_effort
+                kept = placement_cost(problem, now_expert, now_rank, kept_used, costing)[0]
             cost = placement_cost(problem, rep_expert, rep_rank, used, costing)[0]
             if cost[0] <= kept[0] * (1.0 + keep_margin) and cost[0] <= base[0] * (1.0 - gain_margin):
                 return holders_of(rep_expert, rep_rank, used, home_E, ranks), base[0]
