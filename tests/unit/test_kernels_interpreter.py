@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from tests.pretend_device import SUPPORTED
+from tests.unit.conftest import Interpreted
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 ROOT = Path(__file__).parents[2]
@@ -28,15 +28,11 @@ def version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-
-
-def run(arguments: list[str], **env: str) -> subprocess.CompletedProcess[str]:
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
-        env=environment(**env),
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=280,
@@ -50,66 +46,25 @@ INTERPRETER = pytest.mark.skipif(
 )
 
 
-INTERPRETED = {
-    "kernels": ["tests/gpu/test_kernels_triton.py"],
-    "layer": ["tests/unit/test_layer.py", "-k", "triton"],
-    "waits": ["tests/unit/test_host_waits.py"],
-}
-
-
-class Interpreted:
-    """Runs of pytest in Triton's interpreter, all at once, as each has one thread: wait for one of them."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._processes = {name: self._start(name, INTERPRETED[name]) for name in INTERPRETED}
-
-    def _start(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
-        with (self._folder / name).open("wb") as out:
-            return subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-q", "-x", *arguments],
-                cwd=ROOT,
-                env=environment(TRITON_INTERPRET="1"),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
-
-    def passed(self, name: str) -> str:
-        """What it printed; fails unless all of its tests passed."""
-        code = self._processes[name].wait(timeout=280)
-        said = (self._folder / name).read_text(encoding="utf-8", errors="replace")
-        assert code == 0, said[-4000:]
-        assert " passed" in said
-        return said
-
-    def end(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-            process.wait()
-
-
-@pytest.fixture(scope="module")
-def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreted]:
-    runs = Interpreted(tmp_path_factory.mktemp("interpreted"))
-    yield runs
-    runs.end()
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu runs on it")
 @INTERPRETER
-def test_kernels_agree_with_their_definitions_in_the_interpreter(interpreted: Interpreted) -> None:
-    interpreted.passed("kernels")
+def test_kernels_agree_with_their_definitions_in_the_interpreter(
+    interpreted: Interpreted, request: pytest.FixtureRequest
+) -> None:
+    interpreted.passed(request.node.name)
 
 
 @INTERPRETER
-def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter(interpreted: Interpreted) -> None:
-    assert "skipped" not in interpreted.passed("layer")
+def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter(
+    interpreted: Interpreted, request: pytest.FixtureRequest
+) -> None:
+    assert "skipped" not in interpreted.passed(request.node.name)
 
 
 @INTERPRETER
 @pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
-def test_a_step_waits_for_its_device_once_per_layer(interpreted: Interpreted) -> None:
-    interpreted.passed("waits")
+def test_a_step_waits_for_its_device_once_per_layer(interpreted: Interpreted, request: pytest.FixtureRequest) -> None:
+    interpreted.passed(request.node.name)
 
 
 @pytest.mark.slow
