@@ -396,7 +396,9 @@ class Engine:
             previous.cancel()
         seen = self._load[layer].copy()
         expected = self.histories[layer].forecast(0, seen, self.config.predict)
-        context = replace(self._contexts[layer], previous=self._placements[layer])
+        placement = self._placements[layer]
+        begins = self._kept[layer] is None and placement.is_static  # no plan yet, and none to go on with
+        context = replace(self._contexts[layer], previous=None if begins else placement)
         self._plans[layer] = self._thread.submit(self._plan_ahead, layer, self._kept[layer], seen, expected, context)
 
     def _watch(self) -> None:

@@ -502,6 +502,8 @@ class PlanContext:
             raise SpecError(f"PlanContext.slots_per_rank must not be negative, got {self.slots_per_rank}")
         if self.budget_bytes is not None and len(self.budget_bytes) != self.topology.ranks:
             raise SpecError(f"PlanContext.budget_bytes needs one entry per rank ({self.topology.ranks})")
+        if self.budget_bytes is not None and min(self.budget_bytes) < 0:
+            raise SpecError("PlanContext.budget_bytes must not be negative on any rank")
 
     @property
     def experts(self) -> int:

@@ -69,7 +69,7 @@ def placement_cost(
     The other figure is the seconds that its descent is assumed to take.
     """
     multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
-    _, cost, _, _, _, made = best_split(problem, multi, start, arc_rank, split_effort, False)
+    _, cost, _, _, _, made = best_split(problem, multi, start, arc_rank, split_effort, split_effort == 0.0)
     return cost, made * SETTLE_S * multi.size * problem.node_R.size
 
 

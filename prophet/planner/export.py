@@ -14,6 +14,8 @@ from prophet.planner.compiled import bare, compiled
 from prophet.planner.timing import Problem
 from prophet.spec import IntArray
 
+TAKES_ALL, NEAR = np.int64(1) << 62, np.int64(1) << 61  # above any number of tokens
+
 
 @bare
 def pick_taker(
@@ -33,28 +35,21 @@ def pick_taker(
     """
     taker = -1
     wanted = -1
+    taker_worth = np.int64(0)
+    wanted_worth = np.int64(0)
     for r in range(room.size):
-        if room[r] <= 0 or held[r] > 0 or (only_near and node_R[r] != node_R[giver]):
+        near = node_R[r] == node_R[giver]
+        if room[r] <= 0 or held[r] > 0 or (only_near and not near):
             continue
-        for pick in range(2):
-            other = wanted if pick == 0 else taker
-            if pick == 1 and free[r] <= 0:
-                break
-            if other < 0:
-                better = True
-            elif (room[r] >= ask) != (room[other] >= ask):
-                better = room[r] >= ask
-            elif room[r] < ask:
-                better = room[r] > room[other]
-            elif (node_R[r] == node_R[giver]) != (node_R[other] == node_R[giver]):
-                better = node_R[r] == node_R[giver]
-            else:
-                better = local_RE[r, expert] > local_RE[other, expert]
-            if better:
-                if pick == 0:
-                    wanted = r
-                else:
-                    taker = r
+        worth = room[r]
+        if worth >= ask:
+            worth = TAKES_ALL + (NEAR if near else 0) + local_RE[r, expert]
+        if worth > wanted_worth:
+            wanted = r
+            wanted_worth = worth
+        if worth > taker_worth and free[r] > 0:
+            taker = r
+            taker_worth = worth
     return taker, wanted != taker
 
 

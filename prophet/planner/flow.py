@@ -22,6 +22,7 @@ from prophet.planner.compiled import BOOLS_2D, FLOATS, INTS, INTS_2D, OUT_INTS_3
 from prophet.spec import BoolArray, FloatArray, IntArray
 
 FAR = np.int64(1) << 60
+EPSILON = 2.0**-52
 CROSS = np.int64(1) << 24  # cost of one token between nodes; one between ranks of a node costs 1
 
 
@@ -66,7 +67,7 @@ def raised_level(need: int, chosen: IntArray, speed: FloatArray, everyone: bool)
                 following = min(following, (cap + 1) / speed[r])
         if room >= need:
             return level
-        level = following
+        level = max(following, level * (1.0 + EPSILON))  # of many tokens the next level rounds to this one
 
 
 @bare

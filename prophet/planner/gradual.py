@@ -21,10 +21,9 @@ from prophet.planner.arcs import index_replicas
 from prophet.planner.candidates import placement_cost, previous_replicas
 from prophet.planner.compiled import bare, compiled
 from prophet.planner.descent import Flow, attach, detach, plain, settle_expert, sweep
-from prophet.planner.flow import solve_totals
 from prophet.planner.growth import BARRED, SMOOTH, Room, count_free, grow_on, make_room, price_all
 from prophet.planner.moves import holds, least_missed
-from prophet.planner.shortest import copies_moved, make_flow
+from prophet.planner.shortest import best_split, copies_moved, make_flow
 from prophet.planner.timing import OVERHEAD_S, Problem
 from prophet.spec import BoolArray, FloatArray, IntArray
 
@@ -36,10 +35,10 @@ FROM = 0.1  # share of the step that the all-to-alls must have: else the fast pl
 MOSTLY = 0.5  # the same from which on the fast plan is no way out where routing has changed
 UNEVEN = 1.1  # products this far above the even level, under the placement in force, say that it has
 STALE, HASTE = 1.5, 8.0  # products above this level are a reason to try so many times as often
-PAIRS = 1 << 15  # ranks x experts up to which a try takes a few milliseconds at most
+WORK = 1 << 22  # replicas x ranks^2 up to which a try takes some thirty milliseconds
 
 # Assumed seconds of a try and of a fast plan, those of one slow core; they only fix how often there is one.
-TRY_S, TRY_PAIR_S = 3e-5, 1e-6
+TRY_S, TRY_PAIR_S, TRY_WORK_S = 3e-5, 1e-6, 3e-9
 FAST_S, FAST_PAIR_S = 1e-4, 1e-8
 FAST_SHARE = 0.25  # of what tries may take, for fast plans beside them
 FAST_MOST = 0.33  # of the calls
@@ -264,13 +263,15 @@ def try_once(
     rep_expert: IntArray,
     rep_rank: IntArray,
     used: int,
+    most_s: float,
     split_effort: float,
     kind: int,
     seed: int,
 ) -> int:
     """Change these replicas in one way, and write what becomes of them where a step gets shorter by it.
 
-    Returns how many there are. A try from no replicas is always compared by its split.
+    Returns how many there are. A try from no replicas is always compared by its split. A step with replicas may take
+    `most_s`.
     """
     experts = problem.home_E.size
     figures = problem.figures
@@ -286,7 +287,8 @@ def try_once(
     now_expert = flow.expert_A[experts : experts + now].copy()
     now_rank = flow.rank_A[experts : experts + now].copy()
     before = placement_cost(problem, rep_expert, rep_rank, used, split_effort)[0][0]
-    if placement_cost(problem, now_expert, now_rank, now, split_effort)[0][0] >= before:
+    seconds = placement_cost(problem, now_expert, now_rank, now, split_effort)[0][0]
+    if seconds >= before or (now > 0 and seconds > most_s):
         return used
     rep_expert[:now] = now_expert
     rep_rank[:now] = now_rank
@@ -295,49 +297,49 @@ def try_once(
 
 @compiled
 def begin(
-    problem: Problem, limit_R: IntArray, rep_expert: IntArray, rep_rank: IntArray, used: int, split_effort: float
+    problem: Problem,
+    limit_R: IntArray,
+    rep_expert: IntArray,
+    rep_rank: IntArray,
+    used: int,
+    most_s: float,
+    split_effort: float,
 ) -> int:
     """Compare these replicas with those that grow from none, and write the best; returns how many there are.
 
-    Slot limits double up to `limit_R`, so that a further slot makes no prediction worse.
+    Slot limits double up to those that are grown in, so that a further slot makes no prediction worse.
     """
-    most = 0
-    for r in range(limit_R.size):
-        most = max(most, limit_R[r])
-    limit = np.empty_like(limit_R)
+    grown_R = grown_limits(limit_R)
     slot = 1
-    while slot <= most:
-        for r in range(limit.size):
-            limit[r] = min(limit_R[r], slot)
-        used = try_once(problem, limit, rep_expert, rep_rank, used, split_effort, plain(FRESH), plain(0))
+    while slot <= grown_R.max():
+        limit = np.minimum(grown_R, slot)
+        used = try_once(problem, limit, rep_expert, rep_rank, used, most_s, split_effort, plain(FRESH), plain(0))
         slot *= 2
     return used
 
 
 @bare
-def worth_growing(base: FloatArray, ranks: int, experts: int) -> bool:
+def worth_growing(base: FloatArray, ranks: int) -> bool:
     """Whether exchanges matter enough, where a step without replicas costs `base` [5], and tries take little enough."""
-    return bool(base[1] > FROM * base[0] and ranks * experts <= PAIRS)
+    return bool(base[1] > FROM * base[0] and ranks * ranks * ranks <= WORK)
 
 
 @compiled
-def unevenness(problem: Problem, rep_expert: IntArray, rep_rank: IntArray, used: int) -> float:
-    """The longest products under the exact split over these replicas, in units of the even level."""
-    ranks = problem.node_R.size
-    multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
-    fixed = problem.home_load.copy()
-    for j in range(multi.size):
-        fixed[problem.home_E[multi[j]]] -= problem.total_E[multi[j]]
-    level = solve_totals(
-        problem.load_RE, problem.total_E, fixed, multi, start, arc_rank, problem.node_R, problem.speed_R,
-        np.empty(arc_rank.size, np.int64), np.empty(ranks, np.int64), 0.0,
-    )  # fmt: skip
+def grown_limits(limit_R: IntArray) -> IntArray:
+    """The slots that are grown in: so many that a try takes little enough."""
+    ranks = limit_R.size
+    return np.minimum(limit_R, WORK // (ranks * ranks * ranks))
+
+
+@bare
+def over_even(problem: Problem, level: float) -> float:
+    """The longest products, at the bottleneck T = `level`, in units of the even level."""
     tokens = 0
     speed = 0.0
-    for r in range(ranks):
+    for r in range(problem.node_R.size):
         tokens += problem.home_load[r]
         speed += problem.speed_R[r]
-    return float(level * speed / max(tokens, 1))
+    return level * speed / max(tokens, 1)
 
 
 @compiled
@@ -348,25 +350,35 @@ def continued(
     rep_expert: IntArray,
     rep_rank: IntArray,
     base: FloatArray,
+    most_s: float,
     split_effort: float,
     budget_s: float,
 ) -> int:
     """Write the replicas to go on with from those in force; returns how many there are, 0: plan anew.
 
-    `base` [5] is the cost without replicas, `budget_s` what tries may take in the mean of many calls. To plan anew is
-    drawn as tries are, and needed where products matter most and are no longer level.
+    `base` [5] is the cost without replicas, `most_s` what a step with replicas may take, `budget_s` what tries may take
+    in the mean of many calls. To plan anew is drawn as tries are, and needed where a step takes longer than it may, and
+    where products matter most and are no longer level.
     """
+    ranks, experts = problem.load_RE.shape
+    grown_R = grown_limits(limit_R)
     used = previous_replicas(holds_ER, problem.home_E, limit_R, rep_expert, rep_rank)
-    uneven = unevenness(problem, rep_expert, rep_rank, used) if used > 0 else 1.0
+    uneven = 1.0
+    if used > 0:
+        multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
+        _, cost, _, level, _, _ = best_split(problem, multi, start, arc_rank, split_effort, True)
+        uneven = over_even(problem, level)
+        if cost[0] > most_s and placement_cost(problem, rep_expert, rep_rank, used, split_effort)[0][0] > most_s:
+            return 0
     if uneven > STALE:
         budget_s *= HASTE
     seed = drawn(seed_of(problem))
-    try_s = TRY_S + TRY_PAIR_S * problem.home_E.size * limit_R.size
+    try_s = TRY_S + TRY_PAIR_S * experts * ranks + TRY_WORK_S * grown_R.sum() * ranks * ranks
     if (seed >> 8) * try_s < budget_s * (1 << 23):
         seed = drawn(seed)
-        return try_once(problem, limit_R, rep_expert, rep_rank, used, split_effort, (seed >> 16) % KINDS, seed)
+        return try_once(problem, grown_R, rep_expert, rep_rank, used, most_s, split_effort, (seed >> 16) % KINDS, seed)
     seed = drawn(seed)
-    fast_s = FAST_S + FAST_PAIR_S * problem.home_E.size * limit_R.size
+    fast_s = FAST_S + FAST_PAIR_S * experts * ranks
     if (seed >> 8) * fast_s < min(FAST_SHARE * budget_s, FAST_MOST * fast_s) * (1 << 23):
         return 0
     return 0 if uneven > UNEVEN and base[1] < MOSTLY * base[0] else used

@@ -119,7 +119,7 @@ class ProphetPlanner:
     their transfers (see `planner.settle`).
     """
 
-    keep_margin: float = 0.005
+    keep_margin: float = 0.002
     gain_margin: float = 0.01
     spare: float = 0.4
     spare_margin: float = 0.02

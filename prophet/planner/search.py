@@ -30,9 +30,9 @@ from prophet.planner.polish import judge, polish
 from prophet.planner.shortest import (
     MOST_SWEEPS,
     SETTLE_S,
-    best_split,
     exchange_floor,
     home_cost,
+    level_out,
     make_flow,
 )
 from prophet.planner.timing import OVERHEAD_S, Problem, make_problem, negative
@@ -223,14 +223,14 @@ def with_spares(
     `rep_tokens` are the tokens on every replica where they are `known`; else those of the exact split are taken.
     """
     multi, start, arc_rank = index_replicas(rep_expert, rep_rank, used, problem.home_E)
-    x = np.zeros(arc_rank.size, np.int64)
-    row = np.empty(problem.home_E.size, np.int64)
-    for j in range(multi.size):
-        row[multi[j]] = j
-        for k in range(start[j], start[j + 1]):
-            if known and arc_rank[k] == problem.home_E[multi[j]]:
-                x[k] = problem.total_E[multi[j]]
     if known:
+        x = np.zeros(arc_rank.size, np.int64)
+        row = np.empty(problem.home_E.size, np.int64)
+        for j in range(multi.size):
+            row[multi[j]] = j
+            for k in range(start[j], start[j + 1]):
+                if arc_rank[k] == problem.home_E[multi[j]]:
+                    x[k] = problem.total_E[multi[j]]
         for i in range(used):
             j = row[rep_expert[i]]
             for k in range(start[j], start[j + 1]):
@@ -239,12 +239,7 @@ def with_spares(
                 elif arc_rank[k] == problem.home_E[rep_expert[i]]:
                     x[k] -= rep_tokens[i]
     else:
-        flows = best_split(problem, multi, start, arc_rank, 0.0, True)[4]
-        for i in range(flows.shape[0]):
-            j = row[flows[i, 1]]
-            for k in range(start[j], start[j + 1]):
-                if arc_rank[k] == flows[i, 2]:
-                    x[k] += flows[i, 3]
+        x = level_out(problem, multi, start, arc_rank)[0]
     grown, _ = add_outlets(
         problem.load_RE, problem.total_E, problem.home_E, problem.node_R, limit_R, multi, start, arc_rank, x, floor,
         rep_expert, rep_rank, used,
@@ -308,9 +303,10 @@ def search(
     base = home_cost(problem)
     best = base.copy()
     budget_s = max(effort * base[0], least_s)
-    growing = gradual and worth_growing(base, ranks, experts)
+    growing = gradual and worth_growing(base, ranks)
+    most_s = base[0] * (1.0 - gain_margin)  # of a step with replicas
     if growing and previous_given:
-        used = continued(problem, limit_R, previous_EH, rep_expert, rep_rank, base, split_effort, budget_s)
+        used = continued(problem, limit_R, previous_EH, rep_expert, rep_rank, base, most_s, split_effort, budget_s)
         if used > 0:
             return holders_of(rep_expert, rep_rank, used, home_E, ranks), base[0]
     if gradual:
@@ -433,21 +429,21 @@ def search(
                 least_s = placement_cost(problem, best_expert, best_rank, best_used, split_effort)[0][0]
                 timed_s = placement_cost(problem, now_expert, now_rank, used, split_effort)[0][0]
                 cheap = timed_s <= least_s * (1.0 + spare_margin)
-            if cheap and cost[0] <= base[0] * (1.0 - gain_margin):
+            if cheap and cost[0] <= most_s:
                 kept = cost
                 kept_used = used
-    if kept[0] > base[0] * (1.0 - gain_margin):
+    if kept[0] > most_s:
         kept_used = 0
         kept[:] = base
-    if previous_given and growing == gradual:
+    if previous_given:
         used = previous_replicas(previous_EH, home_E, limit_R, rep_expert, rep_rank)
         if used > 0:
             if growing:  # it may be worth its splits only, not exact ones
                 costing = split_effort
                 kept = placement_cost(problem, now_expert, now_rank, kept_used, costing)[0]
             cost = placement_cost(problem, rep_expert, rep_rank, used, costing)[0]
-            if cost[0] <= kept[0] * (1.0 + keep_margin) and cost[0] <= base[0] * (1.0 - gain_margin):
+            if cost[0] <= kept[0] * (1.0 + keep_margin) and cost[0] <= most_s:
                 return holders_of(rep_expert, rep_rank, used, home_E, ranks), base[0]
     elif growing:
-        kept_used = begin(problem, limit_R, now_expert, now_rank, kept_used, split_effort)
+        kept_used = begin(problem, limit_R, now_expert, now_rank, kept_used, most_s, split_effort)
     return holders_of(now_expert, now_rank, kept_used, home_E, ranks), base[0]

@@ -353,6 +353,103 @@ def count_rows(
         busy[0, r] = rank_load[r]
 
 
+@bare
+def count_exact(
+    problem: Problem,
+    multi: IntArray,
+    start: IntArray,
+    arc_rank: IntArray,
+    x: IntArray,
+    rank_load: IntArray,
+    busy: FloatArray,
+    room: IntArray,
+) -> None:
+    """`count_rows` for the rows that `flow.expand` makes of `x` [A], without making them, in the `room` [2, R]."""
+    load_RE, total_E, home_E, node_R = problem.load_RE, problem.total_E, problem.home_E, problem.node_R
+    sent_near, received_near, sent_far, received_far = busy[1], busy[2], busy[3], busy[4]
+    left, want = room[0], room[1]
+    ranks = rank_load.size
+    for j in range(multi.size):
+        e = multi[j]
+        home = home_E[e]
+        if node_R[ranks - 1] == 0:  # what does not stay is sent within the node
+            for k in range(start[j], start[j + 1]):
+                d = arc_rank[k]
+                n = load_RE[d, e]
+                part = min(n, x[k])
+                sent_near[d] += n - part if d == home else -part
+                received_near[d] += x[k] - part - (total_E[e] - n if d == home else 0)
+            continue
+        for r in range(ranks):
+            n = load_RE[r, e]
+            left[r] = n
+            if r != home:
+                if node_R[r] == node_R[home]:
+                    sent_near[r] -= n
+                    received_near[home] -= n
+                else:
+                    sent_far[r] -= n
+                    received_far[home] -= n
+        for k in range(start[j], start[j + 1]):
+            d = arc_rank[k]
+            part = min(left[d], x[k])
+            left[d] -= part
+            want[d] = x[k] - part
+        k = start[j]
+        r = 0
+        while r < ranks:  # node by node, sources and holders in rank order
+            node = node_R[r]
+            there = 0
+            wanted = 0
+            after = r
+            while after < ranks and node_R[after] == node:
+                there += left[after]
+                after += 1
+            end = k
+            while end < start[j + 1] and arc_rank[end] < after:
+                wanted += want[arc_rank[end]]
+                end += 1
+            inside = min(there, wanted)
+            rest = inside
+            while r < after:
+                part = min(left[r], rest)
+                rest -= part
+                sent_near[r] += part
+                sent_far[r] += left[r] - part
+                r += 1
+            while k < end:
+                d = arc_rank[k]
+                part = min(want[d], inside)
+                inside -= part
+                received_near[d] += part
+                received_far[d] += want[d] - part
+                k += 1
+    for r in range(ranks):
+        busy[0, r] = rank_load[r]
+
+
+@compiled
+def level_out(
+    problem: Problem, multi: IntArray, start: IntArray, arc_rank: IntArray
+) -> tuple[IntArray, IntArray, float]:
+    """The exact split: tokens of every arc [A], of every rank [R], and the bottleneck T."""
+    ranks = problem.node_R.size
+    arcs = arc_rank.size
+    room = np.empty(arcs + 2 * ranks, np.int64)
+    x = room[:arcs]
+    rank_load = room[arcs : arcs + ranks]
+    fixed = room[arcs + ranks :]
+    for r in range(ranks):
+        fixed[r] = problem.home_load[r]
+    for j in range(multi.size):
+        fixed[problem.home_E[multi[j]]] -= problem.total_E[multi[j]]
+    level = solve_totals(
+        problem.load_RE, problem.total_E, fixed, multi, start, arc_rank, problem.node_R, problem.speed_R, x, rank_load,
+        0.0,
+    )  # fmt: skip
+    return x, rank_load, level
+
+
 @compiled
 def lay_out(flow: Flow, problem: Problem, multi: IntArray, flows: IntArray, rows: int) -> None:
     """Write the tokens of `flow.expand`."""
@@ -371,11 +468,10 @@ def lay_out(flow: Flow, problem: Problem, multi: IntArray, flows: IntArray, rows
             i += 1
 
 
-@compiled
-def send_home(flow: Flow, problem: Problem, multi: IntArray) -> float:
-    """Put all tokens back home; return the bottleneck."""
+@bare
+def send_home(flow: Flow, problem: Problem) -> float:
+    """Count all tokens at home; return the bottleneck."""
     level = 0.0
-    fill_homes(flow, problem, multi)
     for r in range(problem.node_R.size):
         flow.busy[0, r] = problem.home_load[r]
         for k in range(4):
@@ -389,24 +485,14 @@ def best_split(
     problem: Problem, multi: IntArray, start: IntArray, arc_rank: IntArray, effort: float, exact: bool
 ) -> tuple[Flow, FloatArray, float, float, IntArray, int]:
     """The split over given holders (`arcs.index_holders`): what is busy, its cost [5], the seconds that the descent
-    which `effort` buys could save at most (none is made for an `exact` split), the bottleneck T, and its rows as of
-    `flow.expand`, or none where descent has changed it: then the flow has the tokens. The last are the sweeps made.
+    which `effort` buys could save at most, the bottleneck T, and its rows as of `flow.expand`, or none where descent
+    has changed it: then the flow has the tokens. The last are the sweeps made. For an `exact` split no descent is made,
+    and neither rows nor tokens are written.
     """
     ranks = problem.node_R.size
-    fixed = problem.home_load.copy()
-    for j in range(multi.size):
-        fixed[problem.home_E[multi[j]]] -= problem.total_E[multi[j]]
-    x = np.empty(arc_rank.size + 2 * ranks, np.int64)
-    rank_load = x[arc_rank.size : arc_rank.size + ranks]
-    groups = x[arc_rank.size + ranks :]
-    level = solve_totals(
-        problem.load_RE, problem.total_E, fixed, multi, start, arc_rank, problem.node_R, problem.speed_R, x, rank_load,
-        0.0,
-    )  # fmt: skip
-    flows, rows = expand(problem.load_RE, multi, start, arc_rank, problem.node_R, x)
+    x, rank_load, level = level_out(problem, multi, start, arc_rank)
     flow = make_frame(problem, multi, arc_rank.size - multi.size)
-    for r in range(ranks):
-        groups[r] = problem.home_groups[r]
+    groups = problem.home_groups.copy()
     for j in range(multi.size):
         if problem.total_E[multi[j]] > 0:
             groups[flow.rank_A[j]] -= 1
@@ -421,7 +507,13 @@ def best_split(
     cost = costs[2, :5]
     copies_moved(flow, np.empty((2, 6, ranks)), busiest)
     write_cost(flow, problem.home_groups, busiest, problem.figures, unused)
-    count_rows(flows, rows, problem.home_E, flow.node_R, rank_load, flow.busy)
+    if exact:
+        flows = np.empty((2, ranks), np.int64)
+        rows = 0
+        count_exact(problem, multi, start, arc_rank, x, rank_load, flow.busy, flows)
+    else:
+        flows, rows = expand(problem.load_RE, multi, start, arc_rank, problem.node_R, x)
+        count_rows(flows, rows, problem.home_E, flow.node_R, rank_load, flow.busy)
     write_cost(flow, groups, busiest, problem.figures, cost)
     sweeps = 0
     made = 0
@@ -430,7 +522,7 @@ def best_split(
         above_s = cost[1] - 4.0 * exchange_floor(flow, problem, multi)
         if above_s > WORTH_IT * cost[0]:
             sweeps = affordable(above_s, effort, multi.size * ranks)
-    if rows == 0:
+    if rows == 0 and not exact:
         fill_homes(flow, problem, multi)  # nothing was routed to these experts
     if sweeps > 0 and not exact:
         lay_out(flow, problem, multi, flows, rows)
@@ -450,7 +542,9 @@ def best_split(
     if effort > 0.0 and unused[0] < cost[0]:  # replicas planned for other routing than this can be in the way
         cost[:] = unused
         rows = 0
-        level = send_home(flow, problem, multi)
+        level = send_home(flow, problem)
+        if not exact:
+            fill_homes(flow, problem, multi)
     return flow, cost, above_s if sweeps > 0 else 0.0, level, flows[:rows], made
 
 

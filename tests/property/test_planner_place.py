@@ -133,6 +133,19 @@ def test_the_placement_in_force_is_kept_while_it_is_as_good(case: Case) -> None:
 
 
 @MANY
+@given(cases(), st.sampled_from(["prophet", "prophet-gradual"]), st.sampled_from([0.0, 0.1]))
+def test_a_placement_that_no_longer_pays_is_not_kept(case: Case, name: str, gain_margin: float) -> None:
+    planner = get_planner(name, gain_margin=gain_margin)
+    context = dataclasses.replace(case.context, previous=case.placement)
+    placement = planner.place(case.load, context)
+    homes = context.homes_only()
+    with_s, without_s = (
+        step_cost(planner.split(case.load, p, context), p, context).total_s for p in (placement, homes)
+    )
+    assert placement == homes or with_s <= without_s * (1 - gain_margin) * (1 + 1e-9)
+
+
+@MANY
 @given(cases(), st.sampled_from([0.02, 10.0]))
 def test_effort_never_makes_a_split_slower_than_the_one_with_the_lowest_bottleneck(case: Case, effort: float) -> None:
     timed, exact = (

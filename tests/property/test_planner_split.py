@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prophet.planner import PLANNER_NAMES, get_planner
+from prophet.planner import PLANNER_NAMES, flow, get_planner, shortest
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import ProphetPlanner
 from prophet.planner.naive import naive_bottleneck, naive_split
@@ -149,3 +153,41 @@ def test_replicas_of_experts_that_get_no_tokens(case: Case, effort: float) -> No
     load[:, case.placement.holds.sum(axis=1) > 1] = 0
     split = ProphetPlanner(split_effort=effort).split(load, case.placement, case.context)
     assert split == Split.to_homes(load, case.placement)
+
+
+def interpreted(kernel: Any) -> Any:
+    """A kernel as the Python function that it was compiled from."""
+    return kernel.py_func
+
+
+@MANY
+@given(cases())
+def test_what_is_moved_is_counted_alike_with_and_without_rows(case: Case) -> None:
+    load, home, node = case.load, case.placement.home, case.context.topology.node_ids()
+    ranks = load.shape[0]
+    holders = case.placement.holds.sum(axis=1)
+    multi = np.flatnonzero(holders > 1)
+    start = np.concatenate([[0], np.cumsum(holders[multi])])
+    arc_rank = np.nonzero(case.placement.holds[multi])[1]
+    split = exact_split(load, case.placement, case.context.topology)
+    x = split.tokens.sum(axis=0)[multi][case.placement.holds[multi]]
+    rank_load = split.rank_load()
+    rows, used = interpreted(flow.expand)(load, multi, start, arc_rank, node, x)
+    counted = [np.random.default_rng(0).integers(0, 99, (5, ranks)).astype(float) for _ in range(2)]
+    interpreted(shortest.count_rows)(rows, used, home, node, rank_load, counted[0])
+    problem = SimpleNamespace(load_RE=load, total_E=load.sum(axis=0), home_E=home, node_R=node)
+    room = np.empty((2, ranks), dtype=np.int64)
+    interpreted(shortest.count_exact)(problem, multi, start, arc_rank, x, rank_load, counted[1], room)
+    assert counted[0].tolist() == counted[1].tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(20, 40))
+def test_counts_of_any_size_on_ranks_of_any_speed(seed: int, bits: int) -> None:
+    """The bottleneck of so many tokens has no digits left for one token more."""
+    rng = np.random.default_rng(seed)
+    speed = (10 ** rng.uniform(11, 13, 3)).tolist()
+    topology = dataclasses.replace(Topology.uniform(3), flops_per_s=tuple(speed))
+    placement = Placement.with_replicas((0, 1, 2), 3, [(0, 1), (1, 2), (2, 0)])
+    load = rng.integers(0, 1 << bits, (3, 3))
+    exact_split(load, placement, topology).check(load, placement)

@@ -116,6 +116,73 @@ def test_wrong_sizes_and_types_are_refused() -> None:
         planner.split(HOT, Placement.homes_only(2, 2), ROOMY)
 
 
+def test_a_negative_budget_is_refused() -> None:
+    with pytest.raises(SpecError, match="budget_bytes must not be negative"):
+        dataclasses.replace(ROOMY, budget_bytes=(1 << 20, -1, 0, 0))
+
+
+@pytest.mark.parametrize("policy", ["prophet", "prophet-gradual"])
+def test_a_placement_is_kept_while_routing_is_steady(policy: str) -> None:
+    """Products matter here, and counts differ from step to step by chance alone."""
+    context = PlanContext(
+        topology=Topology.uniform(8, intra=Link(bytes_per_s=1e12)),
+        shape=LayerShape(dim=1024, hidden=4096),
+        home=tuple(e // 2 for e in range(16)),
+        slots_per_rank=2,
+    )
+    rng = np.random.default_rng(0)
+    share = rng.dirichlet(np.full(16, 0.5))
+    planner = get_planner(policy)
+    first = planner.place(rng.multinomial(100_000, share, 8).astype(np.int64), context)
+    assert not first.is_static
+    now = first
+    for _ in range(50):
+        load = rng.multinomial(100_000, share, 8).astype(np.int64)
+        now = planner.place(load, dataclasses.replace(context, previous=now))
+    assert now == first
+
+
+def test_a_gradual_search_gives_way_when_routing_becomes_even() -> None:
+    context = PlanContext(
+        topology=Topology(
+            ranks=32,
+            ranks_per_node=8,
+            intra=Link(bytes_per_s=1e11),
+            inter=Link(bytes_per_s=5e9),
+            flops_per_s=(3e14,) * 32,
+            free_bytes=(1 << 62,) * 32,
+        ),
+        shape=LayerShape(dim=2048, hidden=768),
+        home=tuple(e // 4 for e in range(128)),
+        slots_per_rank=2,
+    )
+    planner = get_planner("prophet-gradual")
+    rng = np.random.default_rng(0)
+    share = rng.dirichlet(np.full(128, 0.2))
+    placement = planner.place(rng.multinomial(32768, share, 32).astype(np.int64), context)
+    assert not placement.is_static
+    even = np.full((32, 128), 16, dtype=np.int64)
+    context = dataclasses.replace(context, previous=placement)
+    after = planner.place(even, context)
+    with_s, without_s = (
+        step_cost(planner.split(even, p, context), p, context).total_s for p in (after, context.homes_only())
+    )
+    assert with_s <= without_s
+
+
+def test_a_gradual_search_tries_nothing_where_a_try_takes_long() -> None:
+    load = np.random.default_rng(0).poisson(4.0, (256, 64)).astype(np.int64)
+    load[:, :8] *= 20
+    context = PlanContext(
+        topology=Topology.uniform(256, intra=Link(bytes_per_s=1e9)),
+        shape=LayerShape(dim=256, hidden=256),
+        home=tuple(4 * e for e in range(64)),
+        slots_per_rank=4,
+    )
+    fast = get_planner("prophet", split_effort=0.06).place(load, context)
+    assert get_planner("prophet-gradual", least_search_s=1.0).place(load, context) == fast
+
+
 def test_top_k_replicates_the_heaviest_everywhere() -> None:
     placement = get_planner("top2").place(HOT, ROOMY)
     assert placement.holds.sum(axis=1).tolist() == [4, 4, 1, 1]
