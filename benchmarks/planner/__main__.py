@@ -258,7 +258,9 @@ def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def times(
     planner: Planner, context: PlanContext, repeats: int, ranks: int, experts: int
 ) -> tuple[list[float], list[float]]:
-    """Microseconds of planning and splitting; the default planner splits in sparse form.
+    """Microseconds of planning and splitting, as in a run: on counts drawn anew, with a placement in force.
+
+    Ours split in sparse form.
 
     A planner that goes on from step to step is led through steps of a few routings, and the first calls of every one
     are not timed.
@@ -268,11 +270,9 @@ def times(
     for seed in range(max(1, repeats // 2) if gradual else repeats):
         load = skewed_load(ranks, experts, seed)
         placement = planner.place(load, context)
-        here = context
         for draw in range(1, GRADUAL_CALLS if gradual else 2):
-            if gradual:
-                here = dataclasses.replace(context, previous=placement)
-                load = skewed_load(ranks, experts, seed, draw)
+            here = dataclasses.replace(context, previous=placement)
+            load = skewed_load(ranks, experts, seed, draw)
             placement, us = timed(lambda at=load, c=here: planner.place(at, c))
             if gradual and draw < GRADUAL_CALLS // 4:
                 continue
