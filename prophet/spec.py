@@ -484,7 +484,7 @@ class PlanContext:
 
     `slots_per_rank` bounds the replicas of this layer on one rank; `budget_bytes[r]`, when given, bounds their
     memory on rank r more tightly than the topology's `free_bytes`. `previous` is the placement in force, for planners
-    with hysteresis.
+    that go on from it or keep it; None before the first plan.
     """
 
     topology: Topology

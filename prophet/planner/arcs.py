@@ -13,7 +13,7 @@ from prophet.spec import BoolArray, IntArray
 
 @compiled
 def room_for(many: int, arcs: int) -> tuple[IntArray, IntArray, IntArray]:
-    """Three arrays of sizes [M], [M + 1] and [A] in one piece: a piece takes longer to get than a few to fill."""
+    """Three arrays of sizes [M], [M + 1] and [A] from one allocation, which takes longer than filling few."""
     room = np.empty(2 * many + 1 + arcs, np.int64)
     return room[:many], room[many : 2 * many + 1], room[2 * many + 1 :]
 
@@ -94,7 +94,7 @@ def index_replicas(
 
 @bare
 def experts_at(start: IntArray, arc_rank: IntArray, ranks: int, first: IntArray, row: IntArray) -> None:
-    """Write where every rank's arcs begin, `first` [R + 1] of R + 2, in the list of their experts' rows, `row` [A]."""
+    """Write the list of every rank's experts, `row` [A], and where it begins, `first` [R + 2] but for the last."""
     for r in range(ranks + 2):
         first[r] = 0
     for k in range(arc_rank.size):

@@ -35,7 +35,7 @@ FROM = 0.1  # share of the step that the all-to-alls must have: else the fast pl
 MOSTLY = 0.5  # the same from which on the fast plan is no way out where routing has changed
 UNEVEN = 1.1  # products this far above the even level, under the placement in force, say that it has
 STALE, HASTE = 1.5, 8.0  # products above this level are a reason to try so many times as often
-WORK = 1 << 22  # replicas x ranks^2 up to which a try takes some thirty milliseconds
+PAIRS, WORK = 1 << 15, 1 << 22  # ranks x experts, replicas x ranks^2: up to both a try takes some thirty milliseconds
 
 # Assumed seconds of a try and of a fast plan, those of one slow core; they only fix how often there is one.
 TRY_S, TRY_PAIR_S, TRY_WORK_S = 3e-5, 1e-6, 3e-9
@@ -319,9 +319,9 @@ def begin(
 
 
 @bare
-def worth_growing(base: FloatArray, ranks: int) -> bool:
+def worth_growing(base: FloatArray, ranks: int, experts: int) -> bool:
     """Whether exchanges matter enough, where a step without replicas costs `base` [5], and tries take little enough."""
-    return bool(base[1] > FROM * base[0] and ranks * ranks * ranks <= WORK)
+    return bool(base[1] > FROM * base[0] and ranks * experts <= PAIRS and ranks * ranks * ranks <= WORK)
 
 
 @compiled
@@ -357,8 +357,8 @@ def continued(
     """Write the replicas to go on with from those in force; returns how many there are, 0: plan anew.
 
     `base` [5] is the cost without replicas, `most_s` what a step with replicas may take, `budget_s` what tries may take
-    in the mean of many calls. To plan anew is drawn as tries are, and needed where a step takes longer than it may, and
-    where products matter most and are no longer level.
+    in the mean of many calls. Now and then we plan anew by chance, as we
+    try, and always where a step takes longer than it may, or where products matter most and are no longer level.
     """
     ranks, experts = problem.load_RE.shape
     grown_R = grown_limits(limit_R)
@@ -373,8 +373,9 @@ def continued(
     if uneven > STALE:
         budget_s *= HASTE
     seed = drawn(seed_of(problem))
-    try_s = TRY_S + TRY_PAIR_S * experts * ranks + TRY_WORK_S * grown_R.sum() * ranks * ranks
-    if (seed >> 8) * try_s < budget_s * (1 << 23):
+    work = max(used, grown_R.sum()) * ranks * ranks
+    try_s = TRY_S + TRY_PAIR_S * experts * ranks + TRY_WORK_S * work
+    if work <= WORK and (seed >> 8) * try_s < budget_s * (1 << 23):
         seed = drawn(seed)
         return try_once(problem, grown_R, rep_expert, rep_rank, used, most_s, split_effort, (seed >> 16) % KINDS, seed)
     seed = drawn(seed)

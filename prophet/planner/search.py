@@ -303,7 +303,7 @@ def search(
     base = home_cost(problem)
     best = base.copy()
     budget_s = max(effort * base[0], least_s)
-    growing = gradual and worth_growing(base, ranks)
+    growing = gradual and worth_growing(base, ranks, experts)
     most_s = base[0] * (1.0 - gain_margin)  # of a step with replicas
     if growing and previous_given:
         used = continued(problem, limit_R, previous_EH, rep_expert, rep_rank, base, most_s, split_effort, budget_s)
@@ -438,9 +438,12 @@ def search(
     if previous_given:
         used = previous_replicas(previous_EH, home_E, limit_R, rep_expert, rep_rank)
         if used > 0:
-            if growing:  # it may be worth its splits only, not exact ones
+            if growing:  # by the splits that both will get: exact ones may be no use to it
                 costing = split_effort
                 kept = placement_cost(problem, now_expert, now_rank, kept_used, costing)[0]
+                if kept[0] > most_s:
+                    kept_used = 0
+                    kept[:] = base
             cost = placement_cost(problem, rep_expert, rep_rank, used, costing)[0]
             if cost[0] <= kept[0] * (1.0 + keep_margin) and cost[0] <= most_s:
                 return holders_of(rep_expert, rep_rank, used, home_E, ranks), base[0]

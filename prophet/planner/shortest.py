@@ -487,7 +487,7 @@ def best_split(
     """The split over given holders (`arcs.index_holders`): what is busy, its cost [5], the seconds that the descent
     which `effort` buys could save at most, the bottleneck T, and its rows as of `flow.expand`, or none where descent
     has changed it: then the flow has the tokens. The last are the sweeps made. For an `exact` split no descent is made,
-    and neither rows nor tokens are written.
+    neither rows nor tokens are written, and T is its own even where the cost is that of replicas left alone.
     """
     ranks = problem.node_R.size
     x, rank_load, level = level_out(problem, multi, start, arc_rank)
@@ -542,8 +542,8 @@ def best_split(
     if effort > 0.0 and unused[0] < cost[0]:  # replicas planned for other routing than this can be in the way
         cost[:] = unused
         rows = 0
-        level = send_home(flow, problem)
         if not exact:
+            level = send_home(flow, problem)
             fill_homes(flow, problem, multi)
     return flow, cost, above_s if sweeps > 0 else 0.0, level, flows[:rows], made
 

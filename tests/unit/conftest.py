@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +29,8 @@ class Interpreted:
     """Runs of pytest in Triton's interpreter, one after the other beside what else is tested."""
 
     def __init__(self, names: list[str]) -> None:
-        self._now: subprocess.Popen[str] | None = None
+        self._now: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
         self._ended = False
         self._pool = ThreadPoolExecutor(max_workers=1)
         self._runs: dict[str, Future[tuple[int, str]]] = {
@@ -35,22 +38,24 @@ class Interpreted:
         }
 
     def _run(self, arguments: list[str]) -> tuple[int, str]:
-        if self._ended:
-            return -1, ""
-        self._now = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "-x", *arguments],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-        try:
-            said = self._now.communicate(timeout=LIMIT_S)[0]
-        finally:
-            self._now.kill()
-        return self._now.returncode, said
+        with tempfile.TemporaryFile("w+", errors="replace") as out:
+            with self._lock:
+                if self._ended:
+                    return -1, ""
+                self._now = subprocess.Popen(
+                    [sys.executable, "-m", "pytest", "-q", "-x", *arguments],
+                    cwd=ROOT,
+                    env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"},
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+            try:
+                code = self._now.wait(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._now.kill()
+                code = self._now.wait()
+            out.seek(0)
+            return code, out.read()
 
     def passed(self, name: str) -> str:
         """What the run of this test printed; fails unless all of its tests passed."""
@@ -61,17 +66,18 @@ class Interpreted:
 
     def end(self) -> None:
         """Stop what nobody waited for."""
-        self._ended = True
+        with self._lock:
+            self._ended = True
         if self._now is not None:
             self._now.kill()
-        self._pool.shutdown()
+        self._pool.shutdown(cancel_futures=True)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreted(request: pytest.FixtureRequest) -> Iterator[Interpreted]:
     """Begins with the first unit test; runs those above that are among the tests."""
     items = request.session.items
-    chosen = {item.name for item in items if not any(mark.args[0] for mark in item.iter_markers("skipif"))}
+    chosen = {item.name for item in items if not any(mark.args[:1] == (True,) for mark in item.iter_markers("skipif"))}
     runs = Interpreted([name for name in INTERPRETED if name in chosen])
     yield runs
     runs.end()
