@@ -93,11 +93,16 @@ def check_not_shared(model: nn.Module, experts: Sequence[tuple[str, nn.Module]])
 def check_no_optimizer(params: Iterable[nn.Parameter]) -> None:
     """Raise `ConversionError` where a living optimizer holds one of `params`: it would go on with dead parameters."""
     wanted = {id(p) for p in params}
+    kinds: list[type] = [torch.optim.Optimizer]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
 
     def holders() -> list[torch.optim.Optimizer]:
+        # Objects refer to their class. `gc.get_objects` finds them, too, but also tuples that other threads are just
+        # making, and these fail if anyone else holds what they make.
         return [
             o
-            for o in gc.get_objects()
+            for o in gc.get_referrers(*kinds)
             if issubclass(type(o), torch.optim.Optimizer)
             and any(id(p) in wanted for group in getattr(o, "param_groups", ()) for p in group["params"])
         ]

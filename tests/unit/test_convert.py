@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from prophet.convert import (
     load_original_state_dict,
     original_state_dict,
 )
+from prophet.convert.checks import check_no_optimizer
 from tests.moe_models import VOCAB, alone, batches, compare, layers_of, together
 from tests.support import on_processes, on_threads, seeded
 
@@ -303,6 +305,29 @@ def test_after_the_optimizer_was_built() -> None:
     refuses(model, "SGD was built before the conversion")
     del optimizer
     prophet.convert(model)
+
+
+def test_the_search_for_optimizers_leaves_other_threads_alone() -> None:
+    """One that holds a tuple that another thread is making breaks that thread."""
+    failed: list[BaseException] = []
+    done = threading.Event()
+
+    def make_tuples() -> None:
+        try:
+            while not done.is_set():
+                tuple(i for i in range(300))
+        except SystemError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=make_tuples)
+    thread.start()
+    try:
+        for _ in range(40):
+            check_no_optimizer(nn.Linear(3, 3).parameters())
+    finally:
+        done.set()
+        thread.join(timeout=60)
+    assert not failed
 
 
 def test_an_optimizer_of_other_parameters_is_no_obstacle() -> None:
