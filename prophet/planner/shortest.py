@@ -227,7 +227,8 @@ def reprice(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> Non
 def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -> tuple[float, int]:
     """Descend with growing q for at most `sweeps` sweeps; the best found stays in place.
 
-    Returns its guide (q = 0), and the sweeps made.
+    Fewer sweeps than levels are spread from the first level on: low q brings most of the gain. Returns the guide
+    (q = 0), and the sweeps made.
     """
     low = guide_of(flow, figures, busiest, plain(0))
     trans_s, agg_s = transfers(busiest, figures)
@@ -238,7 +239,7 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
     made = 0
     for i in range(LEVELS):
         q = plain(2) << i
-        share = (sweeps * (i + 1)) // LEVELS
+        share = (sweeps * (i + 1) + LEVELS - 1) // LEVELS
         smooth = np.inf
         if done < share:
             longest, longest_q, forward_s, forward_q = norms(flow, q)

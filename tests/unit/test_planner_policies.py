@@ -11,6 +11,7 @@ import pytest
 from prophet.planner import PLANNER_NAMES, Planner, get_planner, warm
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import ProphetPlanner
+from prophet.planner.presets import get_preset
 from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, SpecError, Split, Topology, Windows
 
 # One expert of 4 is hot; a replica is cheap and hidden, so compute decides.
@@ -181,6 +182,24 @@ def test_a_gradual_search_tries_nothing_where_a_try_takes_long() -> None:
     )
     fast = get_planner("prophet", split_effort=0.06).place(load, context)
     assert get_planner("prophet-gradual", least_search_s=1.0).place(load, context) == fast
+
+
+def test_a_split_of_little_effort_gains_most_of_what_can_be_gained() -> None:
+    """Two nodes on slow links, where the split with the lowest bottleneck takes much longer than the best one."""
+    context = get_preset("h100-ib:Qwen3-30B-A3B").context(16, 32, routed_per_rank=8192, slots_per_rank=2)
+    context = dataclasses.replace(context, topology=dataclasses.replace(context.topology, ranks_per_node=8))
+    none, little, much = (ProphetPlanner(split_effort=e) for e in (0.0, 0.003, 1.0))
+    for seed in (1, 3, 7):
+        rng = np.random.default_rng(seed)
+        load = rng.multinomial(8192, rng.dirichlet(np.full(32, 0.4)), size=16).astype(np.int64)
+        heaviest = np.argsort(-load.sum(axis=0), kind="stable")[:8].tolist()
+        replicas = [(e, r) for r in range(16) for e in rng.choice(heaviest, 2, replace=False) if context.home[e] != r]
+        placement = Placement.with_replicas(context.home, 16, replicas)
+        least_s, little_s, most_s = (
+            step_cost(p.split(load, placement, context), placement, context).total_s for p in (much, little, none)
+        )
+        assert most_s > 1.25 * least_s, "the cases are such that it matters"
+        assert most_s - little_s > 0.7 * (most_s - least_s)
 
 
 def test_top_k_replicates_the_heaviest_everywhere() -> None:
