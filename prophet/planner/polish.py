@@ -22,7 +22,7 @@ SWEEPS_PER_TRY = 6  # sweeps that take as long as a trial move
 def judge(flow: Flow, search: Search, sweeps: int) -> float:
     """Seconds of the step after a descent of at most so many sweeps; counts as so many tries as they take."""
     copies_moved(flow, search.moved, search.busiest)
-    seconds, made = shorten(flow, search.figures, search.busiest, sweeps)
+    seconds, made = shorten(flow, search.figures, search.busiest, sweeps, sweeps < LEVELS)
     search.tries[0] -= 1 + made // SWEEPS_PER_TRY
     return seconds
 

@@ -38,6 +38,7 @@ SETTLE_S = 3e-8  # assumed seconds to settle one rank and expert once; only fixe
 LEVELS = 9  # of q, from 2 on
 MOST_SWEEPS = 4 * LEVELS  # further ones gain next to nothing
 LEVELLED = 1e-3  # a level is left when a sweep lowers its norm by less
+FAR = 0.1  # share of the step by which an exchange exceeds its floor where few sweeps are best made at low q
 WORTH_IT = 0.01  # share of the step that an exchange must be above its floor for descent to be tried
 
 
@@ -224,11 +225,11 @@ def reprice(flow: Flow, figures: FloatArray, busiest: FloatArray, q: int) -> Non
 
 
 @compiled
-def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -> tuple[float, int]:
+def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int, far: bool) -> tuple[float, int]:
     """Descend with growing q for at most `sweeps` sweeps; the best found stays in place.
 
-    Fewer sweeps than levels are spread from the first level on: low q brings most of the gain. Returns the guide
-    (q = 0), and the sweeps made.
+    Fewer sweeps than levels are spread over them: from the first level on where there is `far` to go, because low q
+    moves most, else up to the last one. Returns the guide (q = 0), and the sweeps made.
     """
     low = guide_of(flow, figures, busiest, plain(0))
     trans_s, agg_s = transfers(busiest, figures)
@@ -237,9 +238,10 @@ def shorten(flow: Flow, figures: FloatArray, busiest: FloatArray, sweeps: int) -
     best_busy = flow.busy.copy()
     done = 0
     made = 0
+    early = LEVELS - 1 if far else 0
     for i in range(LEVELS):
         q = plain(2) << i
-        share = (sweeps * (i + 1) + LEVELS - 1) // LEVELS
+        share = (sweeps * (i + 1) + early) // LEVELS
         smooth = np.inf
         if done < share:
             longest, longest_q, forward_s, forward_q = norms(flow, q)
@@ -529,7 +531,7 @@ def best_split(
         lay_out(flow, problem, multi, flows, rows)
         tokens = flow.tokens_AR.copy()
         before = flow.busy.copy()
-        made = shorten(flow, problem.figures, busiest, sweeps)[1]
+        made = shorten(flow, problem.figures, busiest, sweeps, above_s > FAR * cost[0])[1]
         other = cost_of(flow, problem, multi, busiest)
         if other[0] < cost[0]:
             cost[:] = other
