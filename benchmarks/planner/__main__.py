@@ -27,12 +27,13 @@ from prophet.planner.greedy import ProphetPlanner
 from prophet.planner.presets import PRESET_NAMES, get_preset
 from prophet.planner.published import forced_balance
 from prophet.planner.settle import settled_cost
-from prophet.spec import IntArray, Placement, PlanContext, SpecError
+from prophet.spec import FloatArray, IntArray, Placement, PlanContext, SpecError
 from prophet.traces import RoutingTrace, TraceError, read_trace
 
 POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
 SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")
 GRADUAL_CALLS = 60  # steps of the same routing that a gradual planner is timed in
+EFFORTS = (0.0, 0.003, 0.01, 0.03, 0.06, 0.2, 1.0)  # of splits; others are compared with the last
 SCALES = ((16, 32), (64, 64), (64, 256), (256, 256), (1024, 1024))
 
 
@@ -159,8 +160,8 @@ def row_of(
     }
 
 
-def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every trace, preset and policy."""
+def traced(arguments: argparse.Namespace) -> Iterator[tuple[str, str, PlanContext, list[Case]]]:
+    """Every trace and preset: their names, the context, and the trace's cases."""
     for path in arguments.trace:
         trace = read_trace(path)
         cases = cases_of(trace, exact=arguments.exact, count=arguments.cases)
@@ -173,10 +174,16 @@ def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             context = get_preset(name).context(
                 ranks, experts, routed_per_rank=routed, top_k=int(top_k), slots_per_rank=arguments.slots
             )
-            homes, static = context.homes_only(), get_planner("static")
-            static_s = [step_cost(static.split(c.present, homes, context), homes, context).total_s for c in cases]
-            for policy in arguments.policy:
-                yield row_of(Path(path).name, name, policy, cases, context, static_s)
+            yield Path(path).name, name, context, cases
+
+
+def rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every trace, preset and policy."""
+    for trace, preset, context, cases in traced(arguments):
+        homes, static = context.homes_only(), get_planner("static")
+        static_s = [step_cost(static.split(c.present, homes, context), homes, context).total_s for c in cases]
+        for policy in arguments.policy:
+            yield row_of(trace, preset, policy, cases, context, static_s)
 
 
 def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -209,6 +216,39 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "fine-ep": {},
         },
     )
+
+
+def split_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """What a split's effort buys: how long it takes, and how much longer than with the most effort the step is."""
+    for trace, preset, context, cases in traced(arguments):
+        for policy in arguments.policy:
+            walk = Walk(get_planner(policy), context)
+            placed = [(case, walk.place(case)) for case in cases]
+            found = [split_times(ProphetPlanner(split_effort=effort), context, placed) for effort in EFFORTS]
+            for effort, (step_s, split_s) in zip(EFFORTS, found, strict=True):
+                yield {
+                    "trace": trace,
+                    "preset": preset,
+                    "policy": policy,
+                    "split_effort": effort,
+                    "cases": len(placed),
+                    "split_us_mean": 1e6 * float(split_s.mean()),
+                    "step_s_geomean": float(np.exp(np.log(step_s).mean())),
+                    "above_least": float(np.exp(np.log(step_s / found[-1][0]).mean())) - 1,
+                    "with_split_above_least": float(np.exp(np.log((step_s + split_s) / found[-1][0]).mean())) - 1,
+                }
+
+
+def split_times(
+    planner: ProphetPlanner, context: PlanContext, placed: list[tuple[Case, Placement]]
+) -> tuple[FloatArray, FloatArray]:
+    """Predicted seconds of every case's step, and the seconds that its split takes here: the median of three calls."""
+    step_s, split_s = [], []
+    for case, placement in placed:
+        calls = [timed(functools.partial(planner.flows, case.present, placement, context)) for _ in range(3)]
+        step_s.append(step_cost(calls[0][0].dense(), placement, context).total_s)
+        split_s.append(1e-6 * float(np.median([us for _, us in calls])))
+    return np.array(step_s), np.array(split_s)
 
 
 def even_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -320,6 +360,7 @@ def main(argv: list[str] | None = None) -> int:
         "--first-case", type=int, default=0, metavar="K", help="number of the first small case (--optimum, default 0)"
     )
     parser.add_argument("--scale", action="store_true", help="time planning and splitting at several sizes instead")
+    parser.add_argument("--splits", action="store_true", help="what a split's effort buys, with --trace, instead")
     parser.add_argument("--break-even", action="store_true", help="where replicas pay: tokens, link rate, skew instead")
     parser.add_argument("--plot", type=Path, help="write the picture of --break-even here (PNG)")
     parser.add_argument("--json", type=Path, help="write the rows here")
@@ -328,19 +369,25 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give --trace FILE, --scale, --optimum N or --break-even")
     if arguments.plot and not arguments.break_even:
         parser.error("--plot goes with --break-even")
+    if arguments.splits and not arguments.trace:
+        parser.error("--splits goes with --trace FILE")
+    if arguments.splits and not set(arguments.policy or ()) <= set(OPTIONS):
+        parser.error(f"--splits: expected --policy to be one of {', '.join(OPTIONS)}, whose splits have an effort")
     if not arguments.limit > 0:
         parser.error(f"--limit: expected a positive number of seconds, got {arguments.limit}")
     if arguments.first_case < 0:
         parser.error(f"--first-case: expected a case's number, at least 0, got {arguments.first_case}")
     chosen = arguments.preset or (list(SCALE_PRESETS) if arguments.break_even or arguments.scale else ["all"])
     arguments.preset = list(PRESET_NAMES) if "all" in chosen else chosen
-    policies = arguments.policy or (["prophet"] if arguments.break_even else ["all"])
+    usual = ["prophet"] if arguments.break_even else ["prophet", "prophet-gradual"] if arguments.splits else ["all"]
+    policies = arguments.policy or usual
     arguments.policy = ["forced-balance", *POLICIES] if "all" in policies else policies
     source = rows
     for asked, other in (
         (arguments.break_even, even_rows),
         (arguments.optimum, optimum_rows),
         (arguments.scale, scale_rows),
+        (arguments.splits, split_rows),
     ):
         source = other if asked else source
     table = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from benchmarks.planner import optimum
-from benchmarks.planner.__main__ import Walk, cases_of, main
+from benchmarks.planner.__main__ import EFFORTS, Walk, cases_of, main
 from benchmarks.planner.break_even import break_even_rows, scaled
 from benchmarks.planner.optimum import PROVEN, SmallCase, gap_rows, optima, placed, small_case
 from prophet.planner import get_planner
@@ -18,7 +19,7 @@ from prophet.planner.cost import step_cost
 from prophet.planner.oracle import solve_exactly
 from prophet.planner.presets import get_preset
 from prophet.spec import IntArray, Placement, PlanContext
-from prophet.traces import RoutingTrace
+from prophet.traces import RoutingTrace, TraceWriter
 
 QUICK = 1  # a case of 4 ranks and 4 experts, solved in a fraction of a second
 
@@ -160,6 +161,29 @@ def test_replicas_pay_with_many_tokens_and_not_where_routing_is_even() -> None:
     assert all(r["gain_least"] >= 1.0 - 1e-9 for r in rows)
 
 
+def test_what_a_splits_effort_buys(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    popular = rng.dirichlet(np.full(32, 0.3), 16)  # each rank prefers other experts
+    file, out = tmp_path / "trace.npz", tmp_path / "rows.json"
+    with TraceWriter(file, layers=1, ranks=16, experts=32) as writer:
+        for _ in range(6):
+            writer.append([[rng.multinomial(8192, p) for p in popular]])
+    preset = "h100-ib:Qwen3-30B-A3B"
+    assert main(["--splits", "--trace", str(file), "--preset", preset, "--slots", "3", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [(r["policy"], r["split_effort"]) for r in rows] == list(
+        itertools.product(["prophet", "prophet-gradual"], EFFORTS)
+    )
+    assert all(r["cases"] == 5 and r["split_us_mean"] > 0 for r in rows)
+    assert all(r["with_split_above_least"] > r["above_least"] for r in rows)
+    for of_one in (rows[: len(EFFORTS)], rows[len(EFFORTS) :]):
+        assert of_one[0]["above_least"] > 0.05  # the lowest bottleneck alone
+        assert of_one[-1]["above_least"] == 0.0
+        assert of_one[0]["step_s_geomean"] == pytest.approx(
+            of_one[-1]["step_s_geomean"] * (1 + of_one[0]["above_least"])
+        )
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -169,6 +193,8 @@ def test_replicas_pay_with_many_tokens_and_not_where_routing_is_even() -> None:
         (["--optimum", "3", "--limit", "0"], "expected a positive number of seconds"),
         (["--optimum", "3", "--first-case", "-1"], "expected a case's number, at least 0, got -1"),
         (["--scale", "--plot", "x.png"], "--plot goes with --break-even"),
+        (["--scale", "--splits"], "--splits goes with --trace FILE"),
+        (["--trace", "x.npz", "--splits", "--policy", "laer"], "expected --policy to be one of prophet, "),
         (["--trace", "nowhere.npz"], "nowhere.npz"),
         (["--break-even", "--preset", "nothing"], "nothing"),
         (["--break-even", "--policy", "nobody"], "there is no planner 'nobody'"),
