@@ -34,6 +34,7 @@ POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
 SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")
 GRADUAL_CALLS = 60  # steps of the same routing that a gradual planner is timed in
 EFFORTS = (0.0, 0.003, 0.01, 0.03, 0.06, 0.2, 1.0)  # of splits; others are compared with the last
+COLD_BYTES = 1 << 27  # more than a processor's caches hold
 SCALES = ((16, 32), (64, 64), (64, 256), (256, 256), (1024, 1024))
 
 
@@ -281,7 +282,7 @@ def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if policy == "forced-balance" or (policy not in (*OPTIONS, "static", "top2", "top3") and ranks > 64):
                 continue
             planner = get_planner(policy)
-            plan_us, split_us = times(planner, context, repeats, ranks, experts)
+            plan_us, split_us = times(planner, context, repeats, ranks, experts, cold=arguments.cold)
             yield {
                 "preset": preset,
                 "ranks": ranks,
@@ -296,16 +297,17 @@ def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def times(
-    planner: Planner, context: PlanContext, repeats: int, ranks: int, experts: int
+    planner: Planner, context: PlanContext, repeats: int, ranks: int, experts: int, *, cold: bool = False
 ) -> tuple[list[float], list[float]]:
     """Microseconds of planning and splitting, as in a run: on counts drawn anew, with a placement in force.
 
     Ours split in sparse form.
 
     A planner that goes on from step to step is led through steps of a few routings, and the first calls of every one
-    are not timed.
+    are not timed. cold: other data fills the processor's caches before every timed call.
     """
     plan_us, split_us = [], []
+    other = np.ones(COLD_BYTES // 8 if cold else 0)
     gradual = getattr(planner, "gradual", False)
     for seed in range(max(1, repeats // 2) if gradual else repeats):
         load = skewed_load(ranks, experts, seed)
@@ -313,11 +315,15 @@ def times(
         for draw in range(1, GRADUAL_CALLS if gradual else 2):
             here = dataclasses.replace(context, previous=placement)
             load = skewed_load(ranks, experts, seed, draw)
+            counts = not gradual or draw >= GRADUAL_CALLS // 4
+            if counts:
+                other += 1.0
             placement, us = timed(lambda at=load, c=here: planner.place(at, c))
-            if gradual and draw < GRADUAL_CALLS // 4:
+            if not counts:
                 continue
             plan_us.append(us)
             present = load.copy()
+            other += 1.0
             if isinstance(planner, ProphetPlanner):
                 split_us.append(timed(lambda p=planner, c=present, at=placement: p.flows(c, at, context))[1])
             elif ranks <= 64:
@@ -360,6 +366,7 @@ def main(argv: list[str] | None = None) -> int:
         "--first-case", type=int, default=0, metavar="K", help="number of the first small case (--optimum, default 0)"
     )
     parser.add_argument("--scale", action="store_true", help="time planning and splitting at several sizes instead")
+    parser.add_argument("--cold", action="store_true", help="with --scale: other data in the caches before every call")
     parser.add_argument("--splits", action="store_true", help="what a split's effort buys, with --trace, instead")
     parser.add_argument("--break-even", action="store_true", help="where replicas pay: tokens, link rate, skew instead")
     parser.add_argument("--plot", type=Path, help="write the picture of --break-even here (PNG)")
@@ -369,6 +376,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("give --trace FILE, --scale, --optimum N or --break-even")
     if arguments.plot and not arguments.break_even:
         parser.error("--plot goes with --break-even")
+    if arguments.cold and not arguments.scale:
+        parser.error("--cold goes with --scale")
     if arguments.splits and not arguments.trace:
         parser.error("--splits goes with --trace FILE")
     if arguments.splits and not set(arguments.policy or ()) <= set(OPTIONS):

@@ -193,6 +193,7 @@ def test_what_a_splits_effort_buys(tmp_path: Path) -> None:
         (["--optimum", "3", "--limit", "0"], "expected a positive number of seconds"),
         (["--optimum", "3", "--first-case", "-1"], "expected a case's number, at least 0, got -1"),
         (["--scale", "--plot", "x.png"], "--plot goes with --break-even"),
+        (["--splits", "--cold", "--trace", "x.npz"], "--cold goes with --scale"),
         (["--scale", "--splits"], "--splits goes with --trace FILE"),
         (["--trace", "x.npz", "--splits", "--policy", "laer"], "expected --policy to be one of prophet, "),
         (["--trace", "nowhere.npz"], "nowhere.npz"),
