@@ -315,11 +315,9 @@ def times(
         for draw in range(1, GRADUAL_CALLS if gradual else 2):
             here = dataclasses.replace(context, previous=placement)
             load = skewed_load(ranks, experts, seed, draw)
-            counts = not gradual or draw >= GRADUAL_CALLS // 4
-            if counts:
-                other += 1.0
+            other += 1.0
             placement, us = timed(lambda at=load, c=here: planner.place(at, c))
-            if not counts:
+            if gradual and draw < GRADUAL_CALLS // 4:
                 continue
             plan_us.append(us)
             present = load.copy()
@@ -358,28 +356,33 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slots", type=_count, default=16, help="replica slots per rank (default 16)")
     parser.add_argument("--top-k", type=int, default=2, help="experts per token where the trace does not say")
     parser.add_argument("--exact", action="store_true", help="plan from the present counts")
-    parser.add_argument("--optimum", type=_count, metavar="N", help="compare with the optimum of N small cases instead")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--optimum", type=_count, metavar="N", help="compare with the optimum of N small cases instead"
+    )
     parser.add_argument("--optima", type=Path, metavar="FILE", help="solved optima, read and added to (--optimum)")
     parser.add_argument("--limit", type=float, default=10.0, help="solver's seconds per form (--optimum, default 10)")
     parser.add_argument("--processes", type=_count, default=1, help="solvers at a time (--optimum, default 1)")
     parser.add_argument(
         "--first-case", type=int, default=0, metavar="K", help="number of the first small case (--optimum, default 0)"
     )
-    parser.add_argument("--scale", action="store_true", help="time planning and splitting at several sizes instead")
+    instead.add_argument("--scale", action="store_true", help="time planning and splitting at several sizes instead")
     parser.add_argument("--cold", action="store_true", help="with --scale: other data in the caches before every call")
-    parser.add_argument("--splits", action="store_true", help="what a split's effort buys, with --trace, instead")
-    parser.add_argument("--break-even", action="store_true", help="where replicas pay: tokens, link rate, skew instead")
+    instead.add_argument("--splits", action="store_true", help="what a split's effort buys, with --trace, instead")
+    instead.add_argument(
+        "--break-even", action="store_true", help="where replicas pay: tokens, link rate, skew instead"
+    )
     parser.add_argument("--plot", type=Path, help="write the picture of --break-even here (PNG)")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args(argv)
+    if arguments.splits and not arguments.trace:
+        parser.error("--splits goes with --trace FILE")
     if not (arguments.scale or arguments.trace or arguments.optimum or arguments.break_even):
         parser.error("give --trace FILE, --scale, --optimum N or --break-even")
     if arguments.plot and not arguments.break_even:
         parser.error("--plot goes with --break-even")
     if arguments.cold and not arguments.scale:
         parser.error("--cold goes with --scale")
-    if arguments.splits and not arguments.trace:
-        parser.error("--splits goes with --trace FILE")
     if arguments.splits and not set(arguments.policy or ()) <= set(OPTIONS):
         parser.error(f"--splits: expected --policy to be one of {', '.join(OPTIONS)}, whose splits have an effort")
     if not arguments.limit > 0:
@@ -388,17 +391,17 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--first-case: expected a case's number, at least 0, got {arguments.first_case}")
     chosen = arguments.preset or (list(SCALE_PRESETS) if arguments.break_even or arguments.scale else ["all"])
     arguments.preset = list(PRESET_NAMES) if "all" in chosen else chosen
-    usual = ["prophet"] if arguments.break_even else ["prophet", "prophet-gradual"] if arguments.splits else ["all"]
+    source, usual = rows, ["all"]
+    for asked, other, policies in (
+        (arguments.break_even, even_rows, ["prophet"]),
+        (arguments.optimum, optimum_rows, ["all"]),
+        (arguments.scale, scale_rows, ["all"]),
+        (arguments.splits, split_rows, ["prophet", "prophet-gradual"]),
+    ):
+        if asked:
+            source, usual = other, policies
     policies = arguments.policy or usual
     arguments.policy = ["forced-balance", *POLICIES] if "all" in policies else policies
-    source = rows
-    for asked, other in (
-        (arguments.break_even, even_rows),
-        (arguments.optimum, optimum_rows),
-        (arguments.scale, scale_rows),
-        (arguments.splits, split_rows),
-    ):
-        source = other if asked else source
     table = []
     try:
         warm()

@@ -12,13 +12,8 @@ from tests.training import Array, Case, Run, Step, compare, expected
 
 # A token's way takes longer than its products, and nearly all of it goes to experts 0 and 3.
 CASE = Case(ranks=4, shapes=((2, 3), (4,), (5,), (3,)), steps=4, favourites=(0, 3))
-MACHINE = Topology(
-    ranks=4,
-    ranks_per_node=2,
-    intra=Link(bytes_per_s=4e6),
-    inter=Link(bytes_per_s=1e6),
-    flops_per_s=(1e7,) * 4,
-    free_bytes=(1 << 40,) * 4,
+MACHINE = Topology.uniform(
+    4, ranks_per_node=2, flops_per_s=1e7, intra=Link(bytes_per_s=4e6), inter=Link(bytes_per_s=1e6)
 )
 
 

@@ -145,13 +145,8 @@ def test_a_placement_is_kept_while_routing_is_steady(policy: str) -> None:
 
 def test_a_gradual_search_gives_way_when_routing_becomes_even() -> None:
     context = PlanContext(
-        topology=Topology(
-            ranks=32,
-            ranks_per_node=8,
-            intra=Link(bytes_per_s=1e11),
-            inter=Link(bytes_per_s=5e9),
-            flops_per_s=(3e14,) * 32,
-            free_bytes=(1 << 62,) * 32,
+        topology=Topology.uniform(
+            32, ranks_per_node=8, flops_per_s=3e14, intra=Link(bytes_per_s=1e11), inter=Link(bytes_per_s=5e9)
         ),
         shape=LayerShape(dim=2048, hidden=768),
         home=tuple(e // 4 for e in range(128)),
