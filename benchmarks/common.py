@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from prophet.comm import collective_for
-from prophet.processes import RankFailed, joined_group, launched, run_ranks
+from prophet.errors import RankFailed
+from prophet.ranks.launch import joined_group, launched, run_ranks
+from prophet.ranks.process_group import collective_for
 
 Row = dict[str, Any]
 Measure = Callable[..., list[Row]]

@@ -76,7 +76,9 @@ def compute_apart() -> None:
     if half == 0:
         return
     os.sched_setaffinity(0, cores[:half])
-    waiting = {str(t.native_id) for t in threading.enumerate() if t.name.startswith("gloo")}  # of `prophet.comm`
+    waiting = {
+        str(t.native_id) for t in threading.enumerate() if t.name.startswith("gloo")
+    }  # of `prophet.ranks.process_group`
     for task in Path("/proc/self/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
             if task.name in waiting or "gloo" in (task / "comm").read_text():

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import pipeline_balance
-from pipeline_balance.controller import ControllerConfig
+from pipeline_balance.control.controller import ControllerConfig
+from pipeline_balance.control.measure import Meter
 from pipeline_balance.dynamics.freezing import freeze_prefix
 from pipeline_balance.dynamics.gpt import Block, GPTShape, boundaries, builder, loss
-from pipeline_balance.measure import Meter
-from pipeline_balance.runtime import ElasticPipeline
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.demo.text import VOCABULARY, load_corpus, rank_batch
 

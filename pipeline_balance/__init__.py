@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeline_balance.controller import Controller, ControllerConfig
-    from pipeline_balance.runtime import ElasticPipeline
+    from pipeline_balance.control.controller import Controller, ControllerConfig
+    from pipeline_balance.pipeline.trainer import ElasticPipeline
     from pipeline_balance.spec import RankLimits
 
 __all__ = ["attach"]
@@ -25,6 +25,6 @@ def attach(
     config: ControllerConfig | None = None,
 ) -> Controller:
     """Balance `pipeline` from now on: train with the returned controller's `step` instead of the pipeline's."""
-    from pipeline_balance.controller import Controller
+    from pipeline_balance.control.controller import Controller
 
     return Controller(pipeline, limits, config)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prophet.spec import FloatArray, SpecError
+from prophet.errors import SpecError
+from prophet.spec import FloatArray
 
 MAX_BYTES = 1 << 62
 """Stands for "no limit": large enough for any machine, small enough that sums stay within 64 bits."""

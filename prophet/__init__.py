@@ -5,17 +5,17 @@
 >>> engine = prophet.attach(model, optimizer)                   # and train as before
 """
 
-from prophet.config import ConfigMismatch, EngineConfig
-from prophet.convert import Adapter, ConversionError, ConversionReport, convert, revert
-from prophet.engine import Engine
-from prophet.experts import ReplicaMemoryError
-from prophet.gate import GateConfig
-from prophet.layer import LossBook, MoE, PlanMismatch, RoutingError, collect_losses
-from prophet.monitor import Monitor, MonitorError, monitor
-from prophet.replan import ReplanConfig
+from prophet.convert import Adapter, ConversionReport, convert, revert
+from prophet.engine.attach import attach
+from prophet.engine.config import EngineConfig
+from prophet.engine.engine import Engine
+from prophet.engine.replan import ReplanConfig
+from prophet.engine.report import StepReport
+from prophet.errors import ConfigMismatch, ConversionError, MonitorError, PlanMismatch, ReplicaMemoryError, RoutingError
+from prophet.experts.gate import GateConfig
+from prophet.layer.moe import LossBook, MoE, collect_losses
+from prophet.monitor import Monitor, monitor
 from prophet.spec import Windows
-from prophet.start import attach
-from prophet.step_report import StepReport
 
 __version__ = "0.1.0.dev0"
 

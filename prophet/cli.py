@@ -53,12 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return NAME_CONFLICT
     from prophet.commands.arguments import UsageError
     from prophet.demo.launch import DemoError
-    from prophet.monitor.read import MonitorError
-    from prophet.processes import RankFailed
-    from prophet.report import ReportError
-    from prophet.spec import SpecError
-    from prophet.topology import TopologyError
-    from prophet.traces import TraceError
+    from prophet.errors import MonitorError, RankFailed, ReportError, SpecError, TopologyError, TraceError
 
     arguments = _parser().parse_args(argv)
     try:

@@ -13,6 +13,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from prophet.errors import SpecError
+
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
@@ -20,10 +22,6 @@ FloatArray = npt.NDArray[np.float64]
 Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "swiglu_clamped"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 GATED: tuple[Activation, ...] = ("swiglu", "swiglu_clamped")  # three matrices instead of two
-
-
-class SpecError(ValueError):
-    """A value was built from figures that contradict each other; the message says what was expected."""
 
 
 def _positive(name: str, value: float) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from prophet.experts import ReplicaPool
+from prophet.experts.bank import ReplicaPool
 
 
 @pytest.fixture(scope="session", autouse=True)

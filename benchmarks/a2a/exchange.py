@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Row
-from prophet.calibrate import Probe
-from prophet.comm import Collective, Operation
+from prophet.machine.calibrate import Probe
+from prophet.ranks.collective import Collective, Operation
 from prophet.spec import IntArray
 
 

@@ -19,7 +19,7 @@ from benchmarks.cluster.rows import summarise, table
 from benchmarks.cluster.testbed import Running, Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.cluster.workload import Workload
 from benchmarks.common import environment, write_json
-from prophet.picture import draw_step, middle_blocks
+from prophet.report.picture import draw_step, middle_blocks
 from prophet.scheduler.timeline import Span, write_trace
 
 FULL_RATE_MBIT_PER_S = 4000.0  # while the checkpoint is made, which is not measured
@@ -53,8 +53,8 @@ def parser() -> argparse.ArgumentParser:
 
 def runnable(names: Sequence[str], python: str) -> tuple[list[str], dict[str, str]]:
     """(policies that can run, why the others cannot). Raises `PolicyError` for names that do not exist."""
+    from prophet.errors import SpecError
     from prophet.planner import get_planner
-    from prophet.spec import SpecError
 
     able, skipped = [], {}
     for name in dict.fromkeys(names):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from prophet.calibrate import Probe, discard
-from prophet.comm import Collective, Operation
-from prophet.lines import Point, fit_line, least_relative
+from prophet.machine.calibrate import Probe, discard
+from prophet.machine.fit import Point, fit_line, least_relative
+from prophet.ranks.collective import Collective, Operation
 from prophet.spec import BoolArray, FloatArray, IntArray, LayerShape, Link, Topology, Windows
 
 PROBE_BYTES = (1 << 18, 1 << 19, 1 << 20)  # sent by each rank in all: as layers do, and more than a bucket's burst

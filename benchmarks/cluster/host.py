@@ -34,7 +34,7 @@ class Host:
     def paced(self) -> Iterator[None]:
         """Inside, what this thread computes lasts `slowdown` times as long; see `benchmarks.pacing`."""
         from benchmarks.pacing import PacedOperators, compute_at_length
-        from prophet.memory import keep_memory
+        from prophet.machine.memory import keep_memory
 
         compute_at_length()
         keep_memory()

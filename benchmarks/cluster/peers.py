@@ -58,7 +58,7 @@ class Peer(nn.Module):
 
 def build_peer(system: str, workload: Workload, state: Mapping[str, Tensor], *, rank: int, ranks: int) -> MoEGPT:
     """MoE-GPT with the peer's layers, on one rank's part of the common checkpoint; collective."""
-    from prophet.comm import ThreadWorld
+    from prophet.ranks.threads import ThreadWorld
 
     model = MoEGPT(workload.model_config(), group=ThreadWorld(1).collective(0))
     # before the peers' layers are in: Tutel's would set to zero whatever of theirs is not in the state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from prophet.history import PredictMode
+from prophet.engine.history import PredictMode
 
 System = Literal["prophet", "deepspeed", "tutel"]
 

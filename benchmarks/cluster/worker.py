@@ -36,19 +36,19 @@ from benchmarks.cluster.workload import (
 )
 from benchmarks.pacing import compute_apart
 from prophet import Engine, EngineConfig, attach
-from prophet.calibrate import Probe, measure_overlap
-from prophet.comm import Collective, Operation
 from prophet.demo.model import MoEGPT
 from prophet.demo.text import load_corpus
-from prophet.layer import moe_layers
+from prophet.engine.replan import ReplanConfig
+from prophet.engine.report import StepReport
+from prophet.layer.moe import moe_layers
+from prophet.machine.calibrate import Probe, measure_overlap
 from prophet.planner import get_planner, warm
-from prophet.replan import ReplanConfig
+from prophet.ranks.collective import Collective, Operation
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
 from prophet.scheduler.simulate import predicted_durations, simulate
 from prophet.scheduler.timeline import Recorder
 from prophet.spec import IntArray, Link, Placement, PlanContext, Split, Topology, Windows
-from prophet.step_report import StepReport
 
 SIMULATED_PARTS = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, load_corpus, rank_batch
-from prophet.gate import Routing
-from prophet.layer import moe_layers
+from prophet.experts.gate import Routing
+from prophet.layer.moe import moe_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks.common import Row
 from benchmarks.kernels.layer import dense_passes
-from prophet.calibrate import Probe, shape_of
-from prophet.comm import Collective
-from prophet.experts import ExpertBank
+from prophet.experts.bank import ExpertBank
 from prophet.kernels.grouped_ffn import grouped_ffn
+from prophet.machine.calibrate import Probe, shape_of
+from prophet.ranks.collective import Collective
 from prophet.spec import Activation
 
 PASSES = ("expert_forward", "expert_backward")

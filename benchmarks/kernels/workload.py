@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.traces import read_trace
+from prophet.traces.npz import read_trace
 
 TRACE = Path(__file__).parents[3] / "shared" / "traces" / "smartmoe-gpt-32e-dev.npz"
 

@@ -11,7 +11,7 @@ from benchmarks.layer.cases import SKEWS, Sizes, biased_gate, visits_of
 from benchmarks.layer.implementations import NAMES, PEERS
 from benchmarks.layer.measure import measure
 from benchmarks.layer.output import about, plot, show
-from prophet.processes import RankFailed
+from prophet.errors import RankFailed
 
 
 def names_of(text: str) -> list[str]:

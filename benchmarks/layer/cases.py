@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.workload import TRACE
-from prophet.comm import ThreadWorld
-from prophet.layer import MoE
+from prophet.layer.moe import MoE
+from prophet.ranks.threads import ThreadWorld
 from prophet.spec import FloatArray
-from prophet.traces import read_trace
+from prophet.traces.npz import read_trace
 
 SKEWS = ("uniform", "trace", "one-expert-90%")
 MOST = 0.95  # no expert is visited by more of the tokens: a gate that always chooses it has nothing to learn

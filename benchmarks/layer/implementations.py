@@ -18,8 +18,8 @@ from torch import Tensor, nn
 import prophet
 from benchmarks.cluster.peers import Peer, deepspeed_layer, tutel_layer
 from benchmarks.layer.cases import Sizes
-from prophet.comm import Collective
-from prophet.gate import GateConfig
+from prophet.experts.gate import GateConfig
+from prophet.ranks.collective import Collective
 from prophet.spec import Topology
 
 OURS = ("prophet", "static")

@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks.common import Row
 from benchmarks.layer.cases import Sizes, common_state, inputs
 from benchmarks.layer.implementations import OURS, Implementation, build, missing
-from prophet.calibrate import Ranges, calibrate
-from prophet.comm import Collective, Operation
+from prophet.machine.calibrate import Ranges, calibrate
+from prophet.ranks.collective import Collective, Operation
 from prophet.spec import Topology
 
 SETS = 4  # batches that take turns: a plan never meets the very tokens that it was made from

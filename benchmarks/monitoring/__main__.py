@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import prophet
-from prophet.step_report import StepReport
+from prophet.engine.report import StepReport
 
 
 class Engine(types.SimpleNamespace):

@@ -23,12 +23,12 @@ from benchmarks.pipeline.policies import (
     smoothed,
     start_map,
 )
+from pipeline_balance.control.learn import Judge
+from pipeline_balance.control.measure import Meter, PipelineLayer, local_costs
 from pipeline_balance.dynamics.gpt import loss as loss_fn
-from pipeline_balance.judge import Judge
-from pipeline_balance.measure import Meter, PipelineLayer, local_costs
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap, moved_bytes
-from prophet.comm import ThreadWorld
 from prophet.demo.text import Corpus
+from prophet.ranks.threads import ThreadWorld
 
 
 @dataclass(frozen=True, kw_only=True)

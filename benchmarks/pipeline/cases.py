@@ -18,9 +18,9 @@ from pipeline_balance.dynamics.freezing import Freezer, FreezingRule, freeze_pre
 from pipeline_balance.dynamics.gpt import Block, GPTShape, boundaries, builder
 from pipeline_balance.dynamics.pruning import PrunedLinear, PruningSchedule, prune_globally
 from pipeline_balance.dynamics.sparse_attention import HashAttention
-from prophet.comm import Collective
 from prophet.demo.text import VOCABULARY, Corpus, rank_batch
-from prophet.gate import GateConfig
+from prophet.experts.gate import GateConfig
+from prophet.ranks.collective import Collective
 
 MakeBlock = Callable[[int], nn.Module]
 

@@ -18,12 +18,13 @@ from benchmarks.cluster.host import Host
 from benchmarks.cluster.testbed import Testbed
 from benchmarks.pacing import wake_promptly
 from pipeline_balance.spec import StageMap
-from pipeline_balance.state.layout import by_layer
-from pipeline_balance.state.route import Route, route
-from pipeline_balance.state.space import Space, TensorSpec
-from pipeline_balance.state.transition import transition
-from prophet.comm import Collective, Operation, ProcessGroupCollective
-from prophet.memory import keep_memory
+from prophet.machine.memory import keep_memory
+from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.process_group import ProcessGroupCollective
+from prophet.state.layout import by_layer
+from prophet.state.route import Route, route
+from prophet.state.space import Space, TensorSpec
+from prophet.state.transition import transition
 
 LAYERS, RANKS, ENTRIES = 8, 4, ("parameter", "exp_avg", "exp_avg_sq")
 LAYER_BYTES = (1 << 20, 4 << 20, 12 << 20)

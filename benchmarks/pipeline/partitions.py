@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline_balance.partition import partition_by_time
+from pipeline_balance.maps.partition import partition_by_time
 from pipeline_balance.spec import LayerCost, RankLimits
 
 SIZES = ((24, 4), (48, 8), (96, 16), (256, 32))

@@ -10,9 +10,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeline_balance.choose import dense_ranks, predicted_makespan_s
-from pipeline_balance.controller import ControllerConfig, MoveCost
-from pipeline_balance.partition import partition_by_parameters, partition_by_time, partition_near, partition_uniform
+from pipeline_balance.control.controller import ControllerConfig, MoveCost
+from pipeline_balance.maps.compare import dense_ranks, predicted_makespan_s
+from pipeline_balance.maps.partition import (
+    partition_by_parameters,
+    partition_by_time,
+    partition_near,
+    partition_uniform,
+)
 from pipeline_balance.schedules.flexible import flexible
 from pipeline_balance.schedules.simulate import Durations, simulate
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap

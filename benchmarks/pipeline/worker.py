@@ -32,15 +32,15 @@ from benchmarks.pipeline.policies import (
     smoothed,
     start_map,
 )
-from pipeline_balance.controller import Controller, ControllerConfig, Decision
+from pipeline_balance.control.controller import Controller, ControllerConfig, Decision
+from pipeline_balance.control.measure import Meter, PipelineLayer
 from pipeline_balance.dynamics.gpt import loss as loss_fn
-from pipeline_balance.measure import Meter, PipelineLayer
-from pipeline_balance.runtime import ElasticPipeline
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
-from prophet.comm import Operation
 from prophet.demo.text import Corpus, load_corpus
-from prophet.memory import keep_memory
+from prophet.machine.memory import keep_memory
+from prophet.ranks.collective import Operation
 
 CORPUS_BYTES = 1 << 20
 

@@ -21,14 +21,15 @@ import numpy as np
 from benchmarks.common import write_json
 from benchmarks.planner.break_even import break_even_rows, plot
 from benchmarks.planner.optimum import gap_rows, optima
+from prophet.errors import SpecError, TraceError
+from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.planner import OPTIONS, PLANNER_NAMES, Planner, get_planner, warm
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import ProphetPlanner
-from prophet.planner.presets import PRESET_NAMES, get_preset
 from prophet.planner.published import forced_balance
 from prophet.planner.settle import settled_cost
-from prophet.spec import FloatArray, IntArray, Placement, PlanContext, SpecError
-from prophet.traces import RoutingTrace, TraceError, read_trace
+from prophet.spec import FloatArray, IntArray, Placement, PlanContext
+from prophet.traces.npz import RoutingTrace, read_trace
 
 POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
 SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")

@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 
+from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.planner import Planner, get_planner
 from prophet.planner.cost import step_cost
 from prophet.planner.oracle import solve_exactly
-from prophet.planner.presets import PRESET_NAMES, get_preset
 from prophet.spec import IntArray, Placement, PlanContext
-from prophet.traces import RoutingTrace
+from prophet.traces.npz import RoutingTrace
 
 PROVEN = 0.002  # an optimum counts as proven when the solver's bound is this close
 

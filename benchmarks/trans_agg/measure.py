@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.common import Row
-from prophet.calibrate import Probe
-from prophet.comm import Collective, Operation
-from prophet.experts import ExpertBank, Replica
+from prophet.experts.bank import ExpertBank, Replica
+from prophet.machine.calibrate import Probe
+from prophet.ranks.collective import Collective, Operation
 from prophet.scheduler.pieces import Chunk, agg_chunks, trans_chunks
 from prophet.scheduler.transfers import Agg, Trans, Transfer
 from prophet.spec import Placement

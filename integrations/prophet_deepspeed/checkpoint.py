@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 import prophet
-from prophet.comm import Operation, collective_for, process_rank, processes
 from prophet.convert import original_state_dict
-from prophet.spec import SpecError
+from prophet.errors import SpecError
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import collective_for, process_rank, processes
 from prophet_deepspeed import layout
 from prophet_deepspeed.layout import CheckpointError, Values
 from prophet_deepspeed.states import States

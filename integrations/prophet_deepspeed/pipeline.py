@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.measure_alone import Build, measure_alone
-from pipeline_balance.partition import partition_by_time
+from pipeline_balance.control.measure_alone import Build, measure_alone
+from pipeline_balance.maps.partition import partition_by_time
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap
-from prophet.comm import Operation, collective_for
-from prophet.spec import SpecError, digest
+from prophet.errors import SpecError
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import collective_for
+from prophet.spec import digest
 
 
 def measure_layers(
@@ -35,8 +37,8 @@ def measure_layers(
 ) -> list[LayerCost]:
     """Costs of a PipelineModule's layers (modules, `LayerSpec`, `TiedLayerSpec`, functions) for one microbatch.
 
-    One layer is built and run at a time, on this process alone; see `pipeline_balance.measure_alone`. A tied layer
-    counts wherever it stands: every stage that uses it holds a copy.
+    One layer is built and run at a time, on this process alone; see `pipeline_balance.control.measure_alone`. A tied
+    layer counts wherever it stands: every stage that uses it holds a copy.
     """
     return measure_alone(
         [_builder(layer) for layer in layers],

@@ -13,14 +13,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from prophet.comm import DEFAULT_TIMEOUT_S
-from prophet.config import EngineConfig
-from prophet.history import PredictMode
+from prophet.engine.config import EngineConfig
+from prophet.engine.history import PredictMode
+from prophet.engine.replan import ReplanConfig
+from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES
-from prophet.replan import ReplanConfig
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S
+from prophet.scheduler.budget import ReplicaMemory
 from prophet.scheduler.forms import Transfers
-from prophet.scheduler.memory import ReplicaMemory
-from prophet.topology import read_topology
 
 SECTION = "prophet"
 # optimizers that treat every element on its own: experts stacked in one tensor are updated as apart

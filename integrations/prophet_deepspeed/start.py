@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import prophet
-from prophet.comm import collective_for, processes
 from prophet.convert import standard_adapters
-from prophet.layer import moe_layers
+from prophet.layer.moe import moe_layers
+from prophet.ranks.process_group import collective_for, processes
 from prophet_deepspeed.checkpoint import Checkpoints
 from prophet_deepspeed.gradients import bind
 from prophet_deepspeed.groups import Group, ParameterGroups

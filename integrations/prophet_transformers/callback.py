@@ -13,9 +13,9 @@ import torch
 from transformers import TrainerCallback
 
 import prophet
-from prophet.comm import Collective
 from prophet.convert import ConversionReport, converted
-from prophet.parallel import ExpertReplicas, expert_groups
+from prophet.engine.parallel import ExpertReplicas, expert_groups
+from prophet.ranks.collective import Collective
 from prophet_transformers.saving import load_pretrained, save_pretrained
 
 STATE = "optimizer_rank{rank}_of_{ranks}.pt"

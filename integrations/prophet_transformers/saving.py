@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from prophet.comm import Operation, collective_for, process_rank, processes
 from prophet.convert import converted, load_original_state_dict, original_state_dict
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import collective_for, process_rank, processes
 
 
 def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:

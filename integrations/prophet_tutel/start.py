@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import prophet
-from prophet.comm import DEFAULT_TIMEOUT_S, processes
 from prophet.convert import ConversionReport, RoutedExperts, converted, standard_adapters
 from prophet.convert.tutel import NAMES, TutelMoE
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S
+from prophet.ranks.process_group import processes
 from prophet_tutel.layout import OriginalLayout
 
 _OURS = ("w_in", "w_out", "b_in", "b_out")  # what becomes of NAMES, in its order

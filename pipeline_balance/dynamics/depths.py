@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.dynamics.gpt import Block, with_loss
-from prophet.spec import SpecError
+from prophet.errors import SpecError
 
 
 class MixtureOfDepths(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.dynamics.gpt import Block
-from prophet.spec import SpecError
+from prophet.errors import SpecError
 
 
 class EarlyExit(nn.Module):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.dynamics.gpt import Block, with_loss
-from prophet.comm import Collective, ThreadWorld
-from prophet.gate import GateConfig
-from prophet.layer import MoE, collect_losses
+from prophet.experts.gate import GateConfig
+from prophet.layer.moe import MoE, collect_losses
+from prophet.ranks.collective import Collective
+from prophet.ranks.threads import ThreadWorld
 
 
 class MixtureOfExperts(nn.Module):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from prophet.comm import Collective, Operation
-from prophet.spec import SpecError
+from prophet.errors import SpecError
+from prophet.ranks.collective import Collective, Operation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from prophet.spec import SpecError
+from prophet.errors import SpecError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from pipeline_balance.spec import LayerCost
-from prophet.spec import SpecError
+from prophet.errors import SpecError
 
 
 def _fraction(name: str, value: float) -> None:

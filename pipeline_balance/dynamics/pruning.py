@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from prophet.comm import Collective, Operation
-from prophet.spec import SpecError
+from prophet.errors import SpecError
+from prophet.ranks.collective import Collective, Operation
 
 _DIGIT_BITS = 8
 _BUCKETS = 1 << _DIGIT_BITS

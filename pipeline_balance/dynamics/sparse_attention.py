@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from prophet.spec import SpecError
+from prophet.errors import SpecError
 
 
 class HashAttention(nn.Module):

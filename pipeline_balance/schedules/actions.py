@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from prophet.spec import SpecError
+from prophet.errors import SpecError
 
 Kind = Literal["F", "I", "W", "B"]
 _ACTION = re.compile(r"(\d+)([FIWB])(\d+)")

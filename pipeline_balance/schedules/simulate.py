@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError
 from pipeline_balance.spec import LayerCost, StageMap
-from prophet.spec import FloatArray, SpecError
+from prophet.errors import SpecError
+from prophet.spec import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from prophet.commands.arguments import UsageError, not_negative, positive
 
 if TYPE_CHECKING:
-    from prophet.processes import Launch
+    from prophet.ranks.launch import Launch
 
 _TIMEOUT_S = 60.0  # on every wait of one rank for another
 _NOISY = 0.08  # spread of samples beyond which figures are not worth keeping
@@ -110,7 +110,7 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the file, and print what was found."""
-    from prophet.processes import launched, run_ranks
+    from prophet.ranks.launch import launched, run_ranks
 
     if arguments.files:
         return _from_files(arguments)
@@ -150,7 +150,7 @@ def _show(answer: dict[str, Any], job: Job, as_json: bool) -> int:
 
 def _from_files(arguments: argparse.Namespace) -> int:
     """Fit to benchmarks' files, write the topology file, and print what was found."""
-    from prophet.calibrate_files import ExpertKind, calibrate_from
+    from prophet.machine.files import ExpertKind, calibrate_from
 
     if arguments.topology:
         raise UsageError("--from reads what was measured, --topology measures what was fitted: expected one of them")
@@ -184,8 +184,8 @@ def _from_files(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
     """The job that the arguments ask for, and the number of ranks it needs; None where any will do."""
-    from prophet.calibrate import model_lines, shape_of
-    from prophet.topology import read_fits, read_topology
+    from prophet.machine.calibrate import model_lines, shape_of
+    from prophet.machine.topology import read_fits, read_topology
 
     dim, hidden = arguments.dim or 256, arguments.hidden or 512
     activation: Literal["gelu", "swiglu"] = arguments.activation or "gelu"
@@ -240,8 +240,8 @@ def _dtype(name: str) -> Any:
 
 def _join(launch: Launch, job: Job, ranks: int | None) -> dict[str, Any] | None:
     """Take part in the group that torchrun has prepared; rank 0 gets the answer."""
-    from prophet.comm import collective_for
-    from prophet.processes import joined_group
+    from prophet.ranks.launch import joined_group
+    from prophet.ranks.process_group import collective_for
 
     if ranks not in (None, launch.ranks):
         raise UsageError(f"--ranks {ranks}: this process is one of {launch.ranks} that were started already")
@@ -257,7 +257,7 @@ def _join(launch: Launch, job: Job, ranks: int | None) -> dict[str, Any] | None:
 
 def _rank_body(rank: int, job: Job, answer: Path) -> None:
     """What every rank does that this command has started."""
-    from prophet.comm import collective_for
+    from prophet.ranks.process_group import collective_for
 
     found = _measure(job, collective_for(None, timeout_s=_TIMEOUT_S), "cpu")
     if rank == 0:
@@ -266,9 +266,9 @@ def _rank_body(rank: int, job: Job, answer: Path) -> None:
 
 def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
     """Calibrate or check; rank 0 writes the topology file. The answer is what `--json` prints."""
-    from prophet.calibrate import Ranges, calibrate, check
-    from prophet.lines import Line
-    from prophet.memory import keep_memory
+    from prophet.machine.calibrate import Ranges, calibrate, check
+    from prophet.machine.fit import Line
+    from prophet.machine.memory import keep_memory
 
     if device == "cpu":
         keep_memory()
@@ -294,7 +294,7 @@ def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
 
 def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dict[str, Any]:
     """The answer with a calibration's figures in it; writes the topology file if one is wanted."""
-    from prophet.topology import write_topology
+    from prophet.machine.topology import write_topology
 
     topology = found.topology
 

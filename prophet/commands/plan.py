@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from prophet.commands.arguments import UsageError, no_such, not_negative, positive
 
 if TYPE_CHECKING:
-    from prophet.planner.presets import Model
-    from prophet.replay import Replay
+    from prophet.machine.presets import Model
     from prophet.spec import PlanContext, Topology
-    from prophet.traces import RoutingTrace
+    from prophet.traces.npz import RoutingTrace
+    from prophet.traces.replay import Replay
 
 _DEFAULT_PLANNERS = ("static", "top2", "top3", "pro-prophet", "prophet")
 _DEFAULT_PRESET = "h100-ib:Mixtral-8x7B"
@@ -22,8 +22,8 @@ _DEFAULT_PRESET = "h100-ib:Mixtral-8x7B"
 
 def add(commands: Any) -> None:
     """Register the command."""
+    from prophet.machine.presets import CLUSTERS, MODELS
     from prophet.planner import PLANNER_NAMES
-    from prophet.planner.presets import CLUSTERS, MODELS
 
     plan = commands.add_parser(
         "plan",
@@ -83,8 +83,8 @@ class _Machine:
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay every trace with every planner, and print the comparison."""
-    from prophet.importers import read_any
     from prophet.planner import get_planner
+    from prophet.traces.importers import read_any
 
     files = [*arguments.traces, *arguments.trace]
     if not files:
@@ -143,8 +143,8 @@ def _planner_names(asked: list[str] | None) -> list[str]:
 
 
 def _machine(arguments: argparse.Namespace) -> _Machine:
-    from prophet.planner.presets import CLUSTERS, MODELS, get_preset
-    from prophet.topology import read_topology
+    from prophet.machine.presets import CLUSTERS, MODELS, get_preset
+    from prophet.machine.topology import read_topology
 
     if arguments.topology is None:
         if arguments.model:
@@ -168,9 +168,9 @@ def _context(
     file: Path, trace: RoutingTrace, arguments: argparse.Namespace, machine: _Machine
 ) -> tuple[PlanContext, int, str]:
     """What the planners know, experts per token, and the name of the machine and model."""
-    from prophet.planner.presets import get_preset
-    from prophet.replay import routed_per_rank
+    from prophet.machine.presets import get_preset
     from prophet.spec import PlanContext, check_experts_per_rank
+    from prophet.traces.replay import routed_per_rank
 
     routed = routed_per_rank(trace)
     top_k = arguments.top_k or _whole_meta(file, trace, "top_k")
@@ -202,7 +202,7 @@ def _context(
 
 def _model_of(file: Path, trace: RoutingTrace) -> Model:
     """The layer's sizes as the trace's metadata has them; the rest of the block is taken as attention of that size."""
-    from prophet.planner.presets import Model
+    from prophet.machine.presets import Model
 
     dim, hidden = _whole_meta(file, trace, "dim"), _whole_meta(file, trace, "hidden")
     if dim is None or hidden is None:
@@ -230,8 +230,8 @@ def _whole_meta(file: Path, trace: RoutingTrace, name: str) -> int | None:
 def _replay(
     file: Path, trace: RoutingTrace, arguments: argparse.Namespace, machine: _Machine, planners: list[Any]
 ) -> tuple[dict[str, Any], list[Replay], list[tuple[slice, slice]]]:
-    from prophet.replay import choose_iterations, replay
-    from prophet.spec import SpecError
+    from prophet.errors import SpecError
+    from prophet.traces.replay import choose_iterations, replay
 
     try:
         pairs = choose_iterations(trace, arguments.iterations)

@@ -14,8 +14,8 @@ WIDTH = 110  # columns of the table where it goes to a file
 
 def add(commands: Any) -> None:
     """Register the command."""
-    from prophet.planner.presets import CLUSTERS, MODELS
-    from prophet.scheduler.blockwise import NAMES
+    from prophet.machine.presets import CLUSTERS, MODELS
+    from prophet.scheduler.schedules import NAMES
 
     command = commands.add_parser(
         "simulate",
@@ -73,11 +73,18 @@ def _skew(text: str) -> float:
 
 def _simulate(arguments: argparse.Namespace) -> int:
     from prophet.commands.arguments import no_such
-    from prophet.extrapolate import BALANCED, MEASURED, Scenario, extrapolate, read_error_bar
+    from prophet.errors import SpecError, TopologyError
+    from prophet.machine.presets import get_preset
+    from prophet.machine.topology import read_topology
     from prophet.planner import PLANNER_NAMES
-    from prophet.planner.presets import get_preset
-    from prophet.spec import PlanContext, SpecError
-    from prophet.topology import TopologyError, read_topology
+    from prophet.spec import PlanContext
+    from prophet.traces.extrapolate import (
+        BALANCED,
+        MEASURED,
+        Scenario,
+        extrapolate,
+        read_error_bar,
+    )
 
     error = MEASURED if arguments.measured is None else read_error_bar(arguments.measured)
     preset = get_preset(arguments.preset)

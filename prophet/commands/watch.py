@@ -36,7 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from prophet.monitor.read import MonitorError, Tail, run_file
+    from prophet.errors import MonitorError
+    from prophet.monitor.read import Tail, run_file
     from prophet.monitor.view import frame
 
     tail = Tail(run_file(arguments.run_folder))

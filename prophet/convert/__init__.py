@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from prophet.comm import DEFAULT_TIMEOUT_S, Collective, collective_for
 from prophet.convert import deepspeed, huggingface, tutel
-from prophet.convert.base import Adapter, ConversionError, ExpertsSpec, FfnNames, child
+from prophet.convert.base import Adapter, ExpertsSpec, FfnNames, child
 from prophet.convert.checks import (
     agree,
     check_model,
@@ -28,11 +27,14 @@ from prophet.convert.report import ConversionReport, Replaced
 from prophet.convert.routed import Origin, RoutedExperts, converted
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back
 from prophet.convert.verify import Trial
-from prophet.experts import ExpertBank
+from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
+from prophet.errors import ConversionError
+from prophet.experts.bank import ExpertBank
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.layer import MoE
-from prophet.parallel import leave_out_of_ddp, put_back_into_ddp
+from prophet.layer.moe import MoE
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.process_group import collective_for
 
 __all__ = [
     "Adapter",

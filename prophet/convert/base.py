@@ -18,12 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.spec import GATED, Activation
-
-
-class ConversionError(ValueError):
-    """A model cannot be converted, or not without changing what it computes; the message names the field."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from prophet.comm import Collective, Operation
-from prophet.convert.base import Adapter, ConversionError, ExpertsSpec, child
+from prophet.convert.base import Adapter, ExpertsSpec, child
+from prophet.errors import ConversionError
+from prophet.ranks.collective import Collective, Operation
 from prophet.spec import check_experts_per_rank, odd_ones_out
 
 SAMPLE = 64  # numbers of an expert that are compared over ranks

@@ -15,8 +15,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from prophet.convert.base import Adapter, ConversionError, ExpertsSpec, child, class_named, integer
+from prophet.convert.base import Adapter, ExpertsSpec, child, class_named, integer
 from prophet.convert.huggingface import modules_spec, pack_modules
+from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 
 PREFIX = "deepspeed_experts."

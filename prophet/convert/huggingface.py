@@ -19,16 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prophet.convert.base import (
-    Adapter,
-    ConversionError,
-    ExpertsSpec,
-    check_shapes,
-    child,
-    class_named,
-    integer,
-)
+from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
 from prophet.convert.probe import identify, is_silu
+from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_SLOPE
 

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prophet.convert.base import ConversionError, FfnNames
+from prophet.convert.base import FfnNames
+from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn.naive import ACTIVATIONS, GATED, Activation, activate, expert_ffn
 
 ROWS = 6

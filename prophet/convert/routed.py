@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.comm import Collective, Operation
 from prophet.convert.base import Adapter, ExpertsSpec
-from prophet.experts import ExpertBank
-from prophet.gate import Router, Routing
+from prophet.experts.bank import ExpertBank
+from prophet.experts.gate import Router, Routing
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.layer import MoE
+from prophet.layer.moe import MoE
+from prophet.ranks.collective import Collective, Operation
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.base import ConversionError
 from prophet.convert.routed import RoutedExperts, converted
+from prophet.errors import ConversionError
 
 
 def original_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prophet.convert.base import Adapter, ConversionError, ExpertsSpec, check_shapes, child, class_named, integer
+from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
 from prophet.convert.probe import plain_activation
+from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 
 NAMES = ("batched_fc1_w", "batched_fc2_w", "batched_fc1_bias", "batched_fc2_bias")

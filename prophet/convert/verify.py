@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.comm import Collective, Operation
 from prophet.convert.base import Adapter
+from prophet.ranks.collective import Collective, Operation
 
 TOKENS = 16
 # of the largest output: what a re-ordered sum may differ by, products included

@@ -16,11 +16,12 @@ from pathlib import Path
 from prophet.demo.progress import ProgressBar
 from prophet.demo.text import load_corpus
 from prophet.demo.train import Listener, MetricsFile, RunResult, TraceFile, TrainConfig, train
+from prophet.errors import RankFailed
 from prophet.planner import warm
-from prophet.processes import RankFailed, run_ranks
+from prophet.ranks.launch import run_ranks
 from prophet.scheduler.timeline import Span
 from prophet.spec import check_experts_per_rank
-from prophet.traces import TraceWriter
+from prophet.traces.npz import TraceWriter
 
 RUNS = (("off", "static"), ("on", "prophet"))
 

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prophet.comm import DEFAULT_TIMEOUT_S
 from prophet.demo.text import VOCABULARY
-from prophet.layer import MoE
+from prophet.layer.moe import MoE
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from prophet.demo.train import RunResult, TrainConfig
+from prophet.machine.presets import get_preset
 from prophet.planner import get_planner
-from prophet.planner.presets import get_preset
-from prophet.replay import choose_iterations, replay, routed_per_rank
 from prophet.report import Report, Run, Table, max_mean, relative_difference
-from prophet.traces import RoutingTrace
+from prophet.traces.npz import RoutingTrace
+from prophet.traces.replay import choose_iterations, replay, routed_per_rank
 
 PREDICTED_ON = ("hpwnv:MoE-GPT-M", "h100-nvlink:Mixtral-8x7B", "ethernet-25g:Mixtral-8x7B")
 PREDICTED_TOKENS = 8192  # per rank: what such machines train with, where the demo has a few hundred

@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from prophet.comm import Collective, Operation
-from prophet.config import EngineConfig
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, held_out_rows, rank_batch
-from prophet.engine import Engine
+from prophet.engine.attach import attach
+from prophet.engine.config import EngineConfig
+from prophet.engine.engine import Engine
+from prophet.engine.report import StepReport
+from prophet.machine.presets import CLUSTERS
 from prophet.planner.base import Planner
-from prophet.planner.presets import CLUSTERS
+from prophet.ranks.collective import Collective, Operation
 from prophet.scheduler.timeline import Span
 from prophet.spec import FloatArray, IntArray
-from prophet.start import attach
-from prophet.step_report import StepReport
-from prophet.traces import TraceWriter
+from prophet.traces.npz import TraceWriter
 
 ACTIVITIES = ("gate", "counts", "a2a", "expert", "exposed_trans", "exposed_agg", "plan", "split")
 

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from prophet.comm import process_rank
-from prophet.engine import Engine
-from prophet.monitor.read import MonitorError
+from prophet.engine.engine import Engine
+from prophet.engine.report import StepReport
+from prophet.errors import MonitorError
 from prophet.monitor.rows import detail_period, predicted_gains, step_row
 from prophet.monitor.sinks import JsonLines, Row, Sink, TensorBoard, WandB
-from prophet.step_report import StepReport
+from prophet.ranks.process_group import process_rank
 
 __all__ = ["Monitor", "MonitorError", "monitor"]
 

@@ -13,15 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from prophet.errors import MonitorError
 from prophet.monitor.sinks import FILE, FORMAT, Row
 
 _TAIL_BYTES = 8 << 20  # what is read of a long file's end
 _MOST_STEPS = 4096  # kept for a report: of a longer run every second one, every fourth, ...
 _LISTS = ("max_mean", "max_mean_static", "copies", "dropped", "rows", "hottest")
-
-
-class MonitorError(ValueError):
-    """There is no run to show; the message says where it was looked for and what was expected."""
 
 
 def run_file(run: str | Path) -> Path:

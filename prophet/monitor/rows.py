@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from prophet.engine.report import StepReport
 from prophet.planner.base import Planner
 from prophet.planner.cost import step_cost
 from prophet.spec import IntArray, PlanContext, Split
-from prophet.step_report import StepReport
 
 HOTTEST = 4  # experts named per layer
 NUMBERS_PER_STEP = 2048  # details are written as often as keeps their mean below this

@@ -9,7 +9,8 @@ import statistics
 
 import numpy as np
 
-from prophet.monitor.read import MonitorError, Steps
+from prophet.errors import MonitorError
+from prophet.monitor.read import Steps
 from prophet.monitor.sinks import Row
 from prophet.report import Report, Run, Table
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from prophet.errors import SpecError
 from prophet.planner.base import Planner
-from prophet.spec import SpecError
 
 PLANNER_NAMES: tuple[str, ...] = (
     "prophet",

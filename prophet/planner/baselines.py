@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prophet.errors import SpecError
 from prophet.planner.cost import paper_cost
 from prophet.planner.split import local_split
-from prophet.spec import BoolArray, IntArray, Placement, PlanContext, SpecError, Split, StepCost, check_load
+from prophet.spec import BoolArray, IntArray, Placement, PlanContext, Split, StepCost, check_load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,17 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from prophet.spec import (
-    FloatArray,
-    IntArray,
-    Link,
-    Placement,
-    PlanContext,
-    SpecError,
-    Split,
-    StepCost,
-    Topology,
-)
+from prophet.errors import SpecError
+from prophet.spec import FloatArray, IntArray, Link, Placement, PlanContext, Split, StepCost, Topology
 
 A2A_PER_STEP = 4
 FORWARD_AND_BACKWARD = 3  # the backward product of an expert takes twice its forward product (paper, Eq. 3)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from prophet.errors import SpecError
 from prophet.planner import search, shortest, timing
 from prophet.planner.split import Flows, exact_flows
 from prophet.spec import (
@@ -18,7 +19,6 @@ from prophet.spec import (
     LayerShape,
     Placement,
     PlanContext,
-    SpecError,
     Split,
     Topology,
     Windows,

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from prophet.spec import IntArray, Link, Placement, PlanContext, SpecError, check_load
+from prophet.errors import SpecError
+from prophet.spec import IntArray, Link, Placement, PlanContext, check_load
 
 Terms = dict[int, float]
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prophet.errors import SpecError
 from prophet.planner.baselines import Copies
 from prophet.planner.cost import exchange_seconds
 from prophet.planner.split import exact_split, local_split
-from prophet.spec import FloatArray, IntArray, Placement, PlanContext, SpecError, Split, check_load
+from prophet.spec import FloatArray, IntArray, Placement, PlanContext, Split, check_load
 
 
 def forced_balance(load: IntArray, context: PlanContext) -> tuple[Split, Placement]:

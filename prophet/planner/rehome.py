@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from prophet.errors import SpecError
 from prophet.planner.base import Planner
 from prophet.planner.cost import step_cost
-from prophet.spec import IntArray, LayerShape, PlanContext, SpecError, Topology, check_load
+from prophet.spec import IntArray, LayerShape, PlanContext, Topology, check_load
 
 Swap = tuple[int, int]
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prophet.spec import FloatArray, IntArray, Placement, SpecError, Split, Topology, check_load
+from prophet.errors import SpecError
+from prophet.spec import FloatArray, IntArray, Placement, Split, Topology, check_load
 
 
 @dataclass(frozen=True, eq=False, slots=True)

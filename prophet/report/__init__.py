@@ -1,6 +1,7 @@
 """HTML reports: of a training run (`run`), and of what a planner would have done with a trace (`plan`)."""
 
-from prophet.report.page import ReportError, Table
+from prophet.errors import ReportError
+from prophet.report.page import Table
 from prophet.report.plan import PlanReport, render_plan, write_plan
 from prophet.report.run import (
     Report,

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-class ReportError(ValueError):
-    """The report's parts do not fit together, or it cannot be drawn; the message says what was expected."""
+from prophet.errors import ReportError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from prophet.replay import Replay
+from prophet.errors import ReportError
 from prophet.report.page import (
     AFTER,
     BEFORE,
     FOURTH,
     INK,
     THIRD,
-    ReportError,
     Table,
     draw_figure,
     few,
@@ -32,6 +31,7 @@ from prophet.report.page import (
     write_page,
 )
 from prophet.report.run import max_mean
+from prophet.traces.replay import Replay
 
 _SHOWN_LAYERS = 6
 _STATIC = "no balancing"

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prophet.history import similarity
-from prophet.picture import chosen_spans, height_in, middle_blocks, paint_step
+from prophet.engine.history import similarity
+from prophet.errors import ReportError
 from prophet.report.page import (
     AFTER,
     BEFORE,
@@ -24,7 +24,6 @@ from prophet.report.page import (
     FOURTH,
     INK,
     THIRD,
-    ReportError,
     Table,
     draw_figure,
     few,
@@ -34,6 +33,12 @@ from prophet.report.page import (
     table_html,
     tiles,
     write_page,
+)
+from prophet.report.picture import (
+    chosen_spans,
+    height_in,
+    middle_blocks,
+    paint_step,
 )
 from prophet.scheduler.timeline import Span
 from prophet.spec import FloatArray

@@ -1,0 +1,1 @@
+"""Which transfers run under which compute, and the small runtime that carries it out."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from prophet.scheduler.actions import Window, WindowKind
-from prophet.scheduler.blockwise import Schedule
+from prophet.scheduler.schedules import Schedule
 from prophet.spec import FloatArray, IntArray, PlanContext, odd_ones_out
 
 KINDS: tuple[WindowKind, ...] = ("FEC", "FNEC", "BNEC", "BEC")

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prophet.comm import Channel, Collective, Operation, Pending
+from prophet.ranks.collective import (
+    Channel,
+    Collective,
+    Operation,
+    Pending,
+)
 from prophet.scheduler.timeline import Recorder, Span
 
 _TOKEN_OP = re.compile(r"^(exchange of counts|dispatch|combine|combine backward|dispatch backward) of layer (\d+)$")

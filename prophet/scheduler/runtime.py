@@ -21,12 +21,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from prophet.comm import Collective
-from prophet.experts import ExpertBank, Replica, ReplicaPool
+from prophet.experts.bank import ExpertBank, Replica, ReplicaPool
+from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Action, Launch, Window
-from prophet.scheduler.blockwise import Schedule, by_window
 from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
 from prophet.scheduler.recording import Recording
+from prophet.scheduler.schedules import Schedule, by_window
 from prophet.scheduler.transfers import Agg, Trans, Transfer
 from prophet.scheduler.windows import Stopwatch, WindowClock
 from prophet.spec import Placement

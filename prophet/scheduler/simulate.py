@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from prophet.errors import SpecError
 from prophet.scheduler.actions import A2A_NAMES, Action, Launch, TransferKind
-from prophet.scheduler.blockwise import program, windows
 from prophet.scheduler.pieces import Form, phase_shares
+from prophet.scheduler.schedules import program, windows
 from prophet.scheduler.timeline import Span
-from prophet.spec import FloatArray, Placement, PlanContext, SpecError, Split, Topology
+from prophet.spec import FloatArray, Placement, PlanContext, Split, Topology
 
 
 def _seconds(name: str, values: npt.ArrayLike, shape: tuple[int, ...]) -> FloatArray:

@@ -16,11 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prophet.errors import TraceError
+
 MAX_FILE_BYTES = 1 << 30
-
-
-class TraceError(ValueError):
-    """A trace does not hold what it should; the message names the file and the field."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from prophet.comm import Collective, Operation, Pending
-from prophet.experts import ExpertBank, Replica
+from prophet.experts.bank import ExpertBank, Replica
+from prophet.ranks.collective import Collective, Operation, Pending
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Chunk, Exchange, Piece
 

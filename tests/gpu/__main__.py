@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OWN = ["--noconftest", "-p", "no:cacheprovider"]  # the other tests' set-up compiles the planner, for minutes
-SOURCES = (["tests/gpu"], ["tests/unit/test_layer.py", "-k", "triton"])
+SOURCES = (["tests/gpu"], ["tests/layer/test_moe.py", "-k", "triton"])
 
 
 def collected(arguments: list[str]) -> list[str]:

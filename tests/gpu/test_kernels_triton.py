@@ -1,6 +1,6 @@
 """The Triton kernels against the definitions: on a GPU, or in Triton's interpreter where TRITON_INTERPRET=1 is set.
 
-`tests/unit/test_kernels_interpreter.py` runs this file in the interpreter. `python -m tests.gpu` runs it, and what else
+`tests/kernels/test_interpreter.py` runs this file in the interpreter. `python -m tests.gpu` runs it, and what else
 a GPU can test, in several processes side by side: most of its time on a GPU is the compiler's. bfloat16 needs a GPU:
 the interpreter rounds it wrongly.
 """

@@ -1,0 +1,1 @@
+"""Measures layers, and decides when moving them pays."""

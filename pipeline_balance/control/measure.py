@@ -1,0 +1,347 @@
+"""Measuring layers and stages while training runs: seconds per layer, waits for neighbours, bytes.
+
+Shape legend: L layers, M microbatches. Times come from clock readings around forward and from gradient hooks in
+backward, one of each per layer and microbatch; nothing is run twice. A layer's time is the mean over microbatches and
+steps, as a pipeline's step is a sum over microbatches, but without those that took more than twice the median, so that
+one disturbed microbatch does not move layers. Activations are counted on the second microbatch of a measuring period
+(the first one is slower than the others, and belongs to the mean), or on the first that a layer sees at all. What comes
+before a stage's first gradient, the loss's own backward on the last stage, counts for the stage's last layer, and so
+does the loss.
+
+A full backward interleaves input and weight gradients, so the two are told apart by what needs computing: a layer
+without trainable parameters has no weight part, one without an input gradient has nothing else, any other is split in
+half (two matrix products of equal size). Where the schedule splits the backward, the weight part is what was measured,
+shared among the stage's layers by trainable parameters.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.spec import LayerCost
+from prophet.errors import SpecError
+from prophet.ranks.collective import Collective, Operation
+
+_COLUMNS = 7
+MAX_SAMPLES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimes:
+    """Where this rank's time went during the measured steps, in seconds per step.
+
+    `wait_forward_s` is spent waiting for an activation from the stage before, `wait_backward_s` for a gradient from the
+    stage after: a slow link or a slow neighbour shows here. `other_s` is the rest of the step outside computation.
+    `between_s` is the median from one action to the next: on a rank that seldom waits, what the runtime itself takes
+    for every action.
+    """
+
+    steps: int
+    step_s: float
+    compute_s: float
+    wait_forward_s: float
+    wait_backward_s: float
+    between_s: float = 0.0
+
+    @property
+    def other_s(self) -> float:
+        """Seconds of the step that are neither computation nor waiting."""
+        return self.step_s - self.compute_s - self.wait_forward_s - self.wait_backward_s
+
+
+@dataclass
+class Meter:
+    """Collects samples on one rank; `enabled` switches all readings off between measured steps.
+
+    `clock` tells waits and steps. `work_clock`, where there is one, times the layers' own work: processor time of the
+    thread suits ranks that share cores or run under a quota, where the wall clock counts pauses as work. Of every kind
+    the last `max_samples` are kept. `on_backward` is called once, before the next backward action.
+    """
+
+    enabled: bool = True
+    clock: Callable[[], float] = time.perf_counter
+    work_clock: Callable[[], float] | None = None
+    max_samples: int = MAX_SAMPLES
+    on_backward: Callable[[], None] | None = None
+    forward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    backward: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    stage_weight: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    activation_bytes: dict[int, int] = field(default_factory=dict)
+    input_grad: dict[int, bool] = field(default_factory=dict)
+    loss: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    counted: set[int] = field(default_factory=set)
+    _arrived: list[tuple[int, float]] = field(default_factory=list)
+    _steps: int = 0
+    _step_s: float = 0.0
+    _compute_s: float = 0.0
+    _wait_s: dict[str, float] = field(default_factory=lambda: {"F": 0.0, "B": 0.0})
+    _step_began: float = 0.0
+    _last_end: float = 0.0
+
+    def reset(self) -> None:
+        """Forget all samples, for a new measuring period or a new stage map. Bytes stay known until counted anew."""
+        for by_layer in (self.forward, self.backward, self.stage_weight):
+            by_layer.clear()
+        for samples in (self.loss, self.between):
+            samples.clear()
+        self.counted.clear()
+        self._steps, self._step_s, self._compute_s = 0, 0.0, 0.0
+        self._wait_s = {"F": 0.0, "B": 0.0}
+
+    def begin_step(self) -> None:
+        """From here on work counts towards a new step."""
+        self._step_began = self._last_end = self.clock()
+
+    def end_step(self) -> None:
+        """The step that began last is over."""
+        if self.enabled:
+            self._steps += 1
+            self._step_s += self.clock() - self._step_began
+
+    def run_action(self, kind: str, stage: int, call: Callable[[], Any]) -> Any:
+        """Run one action of the schedule; the gap since the one before it is waiting, by what it waited for."""
+        if kind in ("B", "I") and self.on_backward is not None:
+            call_once, self.on_backward = self.on_backward, None
+            call_once()
+        if not self.enabled:
+            return call()
+        began, work_began = self.clock(), self.work_s()
+        self._wait_s["F" if kind == "F" else "B"] += began - self._last_end if kind != "W" else 0.0
+        if self._last_end > self._step_began:
+            self.add(self.between, began - self._last_end)
+        self._arrived.clear()
+        result = call()
+        ended, work_ended = self.clock(), self.work_s()
+        if kind in ("B", "I"):
+            # a layer's backward lasts until the gradient reaches the layer below it, or the action ends
+            marks = [*self._arrived, (-1, work_ended)]
+            marks[0] = (marks[0][0], work_began)
+            for (layer, start), (_, stop) in pairwise(marks):
+                self.add(self.backward[layer], stop - start)
+        elif kind == "W":
+            self.add(self.stage_weight[stage], work_ended - work_began)
+        self._compute_s += ended - began
+        self._last_end = ended
+        return result
+
+    def add(self, samples: list[float], value: float) -> None:
+        """Note a sample and forget those that are too old."""
+        samples.append(value)
+        if len(samples) > self.max_samples:
+            del samples[0]
+
+    def gradient_arrived(self, layer: int) -> None:
+        """The backward pass has reached `layer`, whose own work begins."""
+        self._arrived.append((layer, self.work_s()))
+
+    def work_s(self) -> float:
+        """A reading of the clock that times layers."""
+        return self.clock() if self.work_clock is None else self.work_clock()
+
+    def timed_loss(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+        """`loss_fn`, with its seconds noted."""
+
+        def timed(output: Tensor, target: Tensor) -> Tensor:
+            if not self.enabled:
+                return loss_fn(output, target)
+            began = self.work_s()
+            result = loss_fn(output, target)
+            self.add(self.loss, self.work_s() - began)
+            return result
+
+        return timed
+
+    def times(self) -> RankTimes:
+        """Per step, over the steps since the last reset."""
+        n = max(self._steps, 1)
+        return RankTimes(
+            steps=self._steps,
+            step_s=self._step_s / n,
+            compute_s=self._compute_s / n,
+            wait_forward_s=self._wait_s["F"] / n,
+            wait_backward_s=self._wait_s["B"] / n,
+            between_s=_median(self.between),
+        )
+
+
+class PipelineLayer(nn.Module):
+    """One layer of the pipeline with its own random stream and its meter.
+
+    The stream goes where the layer goes: dropout draws the same numbers whatever stage map is in force. It replaces the
+    CPU generator's state during forward, and the device's where `device` is a GPU.
+    """
+
+    rng_state: Tensor
+
+    def __init__(self, module: nn.Module, index: int, meter: Meter, *, seed: int | None) -> None:
+        super().__init__()
+        self.module = module
+        self.index = index
+        self.meter = meter
+        self.has_stream = seed is not None
+        state = torch.Generator().manual_seed(0 if seed is None else seed * 1_000_003 + index).get_state()
+        # not a buffer: it is no part of the model's state_dict
+        object.__setattr__(self, "rng_state", state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        meter, index = self.meter, self.index
+        if not meter.enabled:
+            return self._run(x)
+        known = index in meter.activation_bytes
+        count = index not in meter.counted and (not known or bool(meter.forward[index]))
+        saved = _SavedBytes(self.module) if count else None
+        began = meter.work_s()
+        with saved.counting() if saved else nullcontext():
+            out = self._run(x)
+        meter.input_grad[index] = bool(x.requires_grad)
+        if saved:
+            meter.activation_bytes[index] = saved.total
+            meter.counted.add(index)
+        else:
+            # the counted microbatch is slower and gives no sample
+            meter.add(meter.forward[index], meter.work_s() - began)
+        if not isinstance(out, Tensor):
+            raise SpecError(f"layer {index} returns a {type(out).__name__}, expected one tensor")
+        if out.requires_grad and torch.is_grad_enabled():
+            out.register_hook(lambda _: meter.gradient_arrived(index))
+        return out
+
+    def _run(self, x: Tensor) -> Tensor:
+        """The module, on the layer's own random stream where it has one."""
+        if not self.has_stream:
+            out: Tensor = self.module(x)
+            return out
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.rng_state)
+        try:
+            out = self.module(x)
+            return out
+        finally:
+            object.__setattr__(self, "rng_state", torch.get_rng_state())
+            torch.set_rng_state(outer)
+
+
+class _SavedBytes:
+    """Bytes that autograd keeps for the backward pass, parameters excluded, every storage once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.total = 0
+        self._seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
+
+    def counting(self) -> AbstractContextManager[Any]:
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else id(tensor)
+            if storage not in self._seen:
+                self._seen.add(storage)
+                self.total += tensor.numel() * tensor.element_size()
+            return tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def local_costs(
+    layers: Mapping[int, PipelineLayer],
+    stages: Mapping[int, Sequence[int]],
+    meter: Meter,
+    optimizer: torch.optim.Optimizer | None,
+) -> dict[int, LayerCost]:
+    """Costs of this rank's layers; `stages` lists the layers of each of its stages, by stage as `meter` numbers
+    them.
+    """
+    weights = _weight_seconds(layers, stages, meter)
+    found: dict[int, LayerCost] = {}
+    # only the rank of the model's last layer has seen a loss
+    last = max(layers, default=-1)
+    for index, layer in layers.items():
+        trainable = [p for p in layer.parameters() if p.requires_grad]
+        backward = _typical(meter.backward.get(index, ()))
+        if index in weights:
+            input_s, weight_s = backward, weights[index]
+        elif not trainable:
+            input_s, weight_s = backward, 0.0
+        elif not meter.input_grad.get(index, True):
+            input_s, weight_s = 0.0, backward
+        else:
+            input_s = weight_s = backward / 2
+        state = optimizer.state if optimizer is not None else {}
+        found[index] = LayerCost(
+            forward_s=_typical(meter.forward.get(index, ())) + (_typical(meter.loss) if index == last else 0.0),
+            backward_input_s=input_s,
+            backward_weight_s=weight_s,
+            activation_bytes=meter.activation_bytes.get(index, 0),
+            parameter_bytes=sum(_n_bytes(p) for p in layer.parameters()),
+            gradient_bytes=sum(_n_bytes(p) for p in trainable),
+            optimizer_bytes=sum(
+                _n_bytes(v) for p in trainable for v in state.get(p, {}).values() if isinstance(v, Tensor)
+            ),
+        )
+    return found
+
+
+def _weight_seconds(
+    layers: Mapping[int, PipelineLayer], stages: Mapping[int, Sequence[int]], meter: Meter
+) -> dict[int, float]:
+    """Measured weight-gradient seconds where the schedule splits the backward, shared by trainable parameters."""
+    shared: dict[int, float] = {}
+    for stage, members in stages.items():
+        samples = meter.stage_weight.get(stage, ())
+        if not samples:
+            continue
+        sizes = {i: sum(p.numel() for p in layers[i].parameters() if p.requires_grad) for i in members}
+        total = sum(sizes.values())
+        for i in members:
+            shared[i] = _typical(samples) * sizes[i] / total if total else 0.0
+    return shared
+
+
+def _typical(samples: Sequence[float]) -> float:
+    """The mean, without samples above twice the median."""
+    limit = 2 * _median(samples)
+    kept = [x for x in samples if x <= limit]
+    return statistics.fmean(kept) if kept else 0.0
+
+
+def _median(samples: Sequence[float]) -> float:
+    return statistics.median(samples) if samples else 0.0
+
+
+def _n_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def gather_costs(
+    local: Mapping[int, LayerCost], layers: int, collective: Collective, device: torch.device
+) -> list[LayerCost]:
+    """Costs of all L layers on every rank, from the ranks that run them; one all-gather of [L, 7] figures."""
+    table = torch.zeros((layers, _COLUMNS), dtype=torch.float64)
+    for i, c in local.items():
+        times = (c.forward_s, c.backward_input_s, c.backward_weight_s)
+        sizes = (c.activation_bytes, c.parameter_bytes, c.gradient_bytes, c.optimizer_bytes)
+        table[i] = torch.tensor([*times, *map(float, sizes)], dtype=torch.float64)
+    gathered = collective.all_gather(table.to(device), op=Operation("gathering layer costs")).cpu()
+    # a layer is on one rank, all others contribute zeros
+    rows = gathered.sum(dim=0).tolist()
+    return [
+        LayerCost(
+            forward_s=row[0],
+            backward_input_s=row[1],
+            backward_weight_s=row[2],
+            activation_bytes=int(row[3]),
+            parameter_bytes=int(row[4]),
+            gradient_bytes=int(row[5]),
+            optimizer_bytes=int(row[6]),
+            name=f"layer {i}",
+        )
+        for i, row in enumerate(rows)
+    ]

@@ -1,0 +1,1 @@
+"""Groups that shrink and grow, and checkpoints that outlive them."""

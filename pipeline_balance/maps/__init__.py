@@ -1,0 +1,1 @@
+"""Which layer belongs to which stage: layer costs in, stage maps out."""

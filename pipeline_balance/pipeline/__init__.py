@@ -1,0 +1,1 @@
+"""A pipeline that trains while its layers move."""

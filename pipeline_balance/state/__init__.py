@@ -1,1 +1,0 @@
-"""Moves training state between layouts: spaces, boxes, routes and staged transitions."""

@@ -1,0 +1,1 @@
+"""Balances the layers of a model while it trains."""

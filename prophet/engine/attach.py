@@ -1,0 +1,66 @@
+"""attach(model, optimizer): checks that a model can be balanced, and sets an engine to it."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import nn
+
+from prophet.engine.config import EngineConfig, check_equal, check_optimizer
+from prophet.engine.engine import Engine, LayerPort
+from prophet.engine.parallel import leave_out_of_ddp
+from prophet.layer.moe import moe_layers
+from prophet.ranks.process_group import processes
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    config: EngineConfig | None = None,
+) -> Engine:
+    """Balance the MoE layers of `model` from now on; collective over their expert-parallel group.
+
+    The optimizer is hooked, so the user's loop needs no other change. Call it before wrapping the model in
+    DistributedDataParallel: it marks the experts so that DDP leaves their gradients alone. Without an optimizer the
+    caller ends every step with `engine.runtime.finish_gradients()`, its own update and `engine.finish_step()`.
+
+    Raises ValueError where there is no MoE layer, where a layer is already attached, where DDP already averages expert
+    gradients, where FSDP has cut experts, or where the optimizer holds none of the model's parameters;
+    `ConfigMismatch` where ranks differ; `ReplicaMemoryError` where the budget holds no replica.
+    """
+    config = EngineConfig() if config is None else config
+    if not isinstance(config, EngineConfig):
+        raise TypeError(f"config must be a prophet.EngineConfig, got {type(config).__name__}")
+    layers = moe_layers(model)
+    if not layers:
+        raise ValueError("the model has no prophet.MoE layer to balance")
+    if any(isinstance(layer._port, LayerPort) for layer in layers):
+        raise ValueError("a layer of this model is already attached to an engine; close that one first")
+    for layer in layers:
+        layer.experts.check_parameters()
+    leave_out_of_ddp(model)
+    first = layers[0].collective
+    for layer in layers:
+        if (layer.collective.size, layer.collective.rank) != (first.size, first.rank):
+            raise ValueError("all MoE layers of a model must use the same expert-parallel group")
+    if first.size == 1 and processes() > 1:
+        warnings.warn(
+            "the MoE layers hold all experts on every rank: they were built for a single rank, or before "
+            "init_process_group; build them afterwards, or pass their group",
+            stacklevel=2,
+        )
+    elif first.size < processes() and not getattr(layers[0].experts.w_in, "prophet_averaged", False):
+        warnings.warn(
+            f"{processes()} processes, but an expert-parallel group of {first.size}: the copies of one expert drift "
+            f"apart unless their gradients are averaged: make a prophet.parallel.ExpertReplicas before attaching",
+            stacklevel=2,
+        )
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+    check_equal(layers, config, first)
+    collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
+    engine = Engine(layers, collective, config)
+    engine.follow(model, optimizer)
+    return engine

@@ -1,0 +1,169 @@
+"""How a model is balanced, what its layers are planned for, and the checks that all ranks want the same."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+
+from prophet.engine.history import PREDICT_MODES, PredictMode
+from prophet.engine.replan import ReplanConfig
+from prophet.errors import ConfigMismatch, ReplicaMemoryError
+from prophet.layer.moe import MoE
+from prophet.planner.base import Planner
+from prophet.ranks.collective import Collective, Operation
+from prophet.scheduler.budget import ReplicaMemory
+from prophet.scheduler.forms import Transfers
+from prophet.scheduler.schedules import NAMES
+from prophet.spec import PlanContext, Topology, Windows, odd_ones_out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How a model is balanced. Must be the same on all ranks.
+
+    planner: a name from `prophet.planner.PLANNER_NAMES`, or an object with the `Planner` protocol.
+    topology: the machine, for the performance model; None assumes equal ranks on one node.
+    windows: seconds of non-MoE compute per block, under which Trans and Agg can be hidden.
+    slots_per_rank: replicas of one layer that a rank may hold.
+    replica_memory_bytes: budget per rank for the replicas of all layers, parameters and gradients; None is no limit.
+    accumulation_steps: backward passes per optimizer step. Agg then runs once, with the last of them. With the default
+        of 1 every backward pass brings its own gradients home, which is correct for any number of them.
+    replica_memory: "keep" replicas until the step ends, or "refetch": drop their parameters after the forward pass, and
+        send them again for the backward pass. Only neighbouring layers' parameters then count towards the budget.
+    schedule: "block-wise" (Algorithm 2), "look-ahead" (over `look_ahead_blocks` blocks, fewer where refetched replicas
+        of so many would not fit the budget), and for comparison "operator" (uncut) and "blocking" (nothing hidden).
+    transfers: form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and gather),
+        or "auto", the cheaper one by the performance model.
+    predict: the load that placements are planned for: that of the "last" step, a moving average ("ema"), the "mean" of
+        the last steps, or "best": per layer whichever of these has been foretelling its routing best.
+    replan: when placements are planned anew; None does it for every step.
+    check_split_every: steps between explicit comparisons of the split over ranks (placements are compared in every
+        layer of every step, at no extra message).
+    timeout_s: limit on every wait; None keeps the layers' own.
+    """
+
+    planner: str | Planner = "prophet"
+    topology: Topology | None = None
+    windows: Windows = field(default_factory=Windows)
+    slots_per_rank: int = 4
+    replica_memory_bytes: int | None = None
+    accumulation_steps: int = 1
+    replica_memory: ReplicaMemory = "keep"
+    schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
+    look_ahead_blocks: int = 2
+    transfers: Transfers = "auto"
+    predict: PredictMode = "last"
+    replan: ReplanConfig | None = None
+    check_split_every: int = 50
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots_per_rank < 0:
+            raise ValueError(f"EngineConfig.slots_per_rank must not be negative, got {self.slots_per_rank}")
+        if self.replica_memory_bytes is not None and self.replica_memory_bytes < 0:
+            raise ValueError(f"EngineConfig.replica_memory_bytes must not be negative, got {self.replica_memory_bytes}")
+        for name in ("accumulation_steps", "check_split_every", "look_ahead_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
+        if self.predict not in PREDICT_MODES:
+            known = ", ".join(repr(mode) for mode in PREDICT_MODES)
+            raise ValueError(f"EngineConfig.predict must be one of {known}, got {self.predict!r}")
+        if self.schedule not in NAMES:
+            raise ValueError(f"EngineConfig.schedule must be one of {', '.join(NAMES)}, got {self.schedule!r}")
+        if self.replica_memory not in ("keep", "refetch"):
+            raise ValueError(f"EngineConfig.replica_memory must be 'keep' or 'refetch', got {self.replica_memory!r}")
+        if self.transfers not in ("auto", "direct", "two-phase"):
+            raise ValueError(f"EngineConfig.transfers must be 'auto', 'direct' or 'two-phase', got {self.transfers!r}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ValueError(f"EngineConfig.timeout_s must be positive, got {self.timeout_s!r}")
+
+    def signature(self) -> str:
+        """What must be equal on all ranks, as text."""
+        planner = self.planner if isinstance(self.planner, str) else self.planner.name
+        return (
+            f"planner={planner} topology={self.topology} windows={self.windows} slots={self.slots_per_rank} "
+            f"predict={self.predict} replan={self.replan} memory={self.replica_memory_bytes} "
+            f"accumulation={self.accumulation_steps} replicas={self.replica_memory} schedule={self.schedule} "
+            f"ahead={self.look_ahead_blocks} transfers={self.transfers} check={self.check_split_every} "
+            f"timeout={self.timeout_s}"
+        )
+
+
+def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:
+    """What a layer is planned for on `ranks` ranks; ValueError where the configuration's topology has others."""
+    topology = config.topology or Topology.uniform(ranks)
+    if topology.ranks != ranks:
+        raise ValueError(
+            f"the topology {topology.name!r} has {topology.ranks} ranks, the expert-parallel group has {ranks}"
+        )
+    per_rank = layer.num_experts // ranks
+    budget = config.replica_memory_bytes
+    return PlanContext(
+        topology=topology,
+        shape=layer.experts.shape(),
+        home=tuple(e // per_rank for e in range(layer.num_experts)),
+        windows=config.windows,
+        slots_per_rank=config.slots_per_rank,
+        budget_bytes=None if budget is None else (budget,) * ranks,
+    )
+
+
+def check_budget(config: EngineConfig, contexts: Sequence[PlanContext]) -> None:
+    """Raise `ReplicaMemoryError` where replicas are wanted, and the budget holds not even one."""
+    planner = config.planner if isinstance(config.planner, str) else config.planner.name
+    budget = config.replica_memory_bytes
+    if budget is None or config.slots_per_rank == 0 or planner == "static":
+        return
+    need = min(c.shape.replica_bytes for c in contexts)
+    if budget < need:
+        raise ReplicaMemoryError(
+            f"replica_memory_bytes is {budget}, but one replica takes {need} bytes (parameters and gradients): "
+            f"raise it, or turn balancing off with planner='static'"
+        )
+
+
+def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise TypeError for what is no optimizer, ValueError for another model's; warn of one that is out of date."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        hint = "; it wraps one: pass its .optimizer" if hasattr(optimizer, "optimizer") else ""
+        raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
+    named = {id(p): name for name, p in model.named_parameters()}
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    advice = "build it after prophet.convert() and fully_shard(), which make new parameters"
+    if not held & set(named):
+        raise ValueError(f"the optimizer holds none of the model's parameters: {advice}")
+    missing = [named[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in held]
+    strangers = len(held - set(named))
+    if missing and strangers:
+        warnings.warn(
+            f"the optimizer does not hold {len(missing)} trainable parameters ({missing[0]}, ...), but {strangers} "
+            f"that are not in the model: {advice}",
+            stacklevel=3,
+        )
+
+
+def check_equal(layers: list[MoE], config: EngineConfig, collective: Collective) -> None:
+    """Raise `ConfigMismatch` unless all ranks have the same configuration and layers; collective."""
+    parts = [config.signature(), *(layer.signature() for layer in layers)]
+    digests = [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=7).digest(), "little") for p in parts]
+    head = torch.tensor([len(parts), digests[0], hash_of(digests[1:])], dtype=torch.int64)
+    device = layers[0].experts.w_in.device
+    table = collective.all_gather(head.to(device), op=Operation("comparison of configurations")).cpu()
+    for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
+        differ = odd_ones_out(table[:, column].numpy())
+        if differ:
+            mine = parts[0] if column == 1 else "; ".join(parts[1:])
+            raise ConfigMismatch(
+                f"the {what} of rank(s) {differ} differ from the other ranks'; rank {collective.rank} has: {mine}"
+            )
+
+
+def hash_of(digests: list[int]) -> int:
+    """One 56-bit integer from several."""
+    return int.from_bytes(hashlib.blake2b(repr(digests).encode(), digest_size=7).digest(), "little")

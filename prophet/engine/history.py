@@ -1,0 +1,281 @@
+"""Routing history: what a layer routed lately, and what it will probably route next.
+
+Shape legend: L layers, R ranks, E experts, W window (steps kept per layer).
+
+Hot experts stay hot for hundreds of steps, so the last steps predict the next one (Pro-Prophet, section
+III: locality). Every rank feeds its history with the same gathered integers and predicts with integer
+arithmetic only, so that all ranks plan from equal loads and reach equal plans without talking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from prophet.errors import SpecError
+from prophet.spec import FloatArray, IntArray, check_load
+
+PredictMode = Literal["last", "ema", "mean", "best"]
+PREDICT_MODES: tuple[PredictMode, ...] = ("last", "ema", "mean", "best")
+
+_FRACTION_BITS = 16  # of the fixed-point moving average
+_ERROR_BITS = 20  # of the fixed-point forecast error
+_ERROR_WEIGHT_256 = 16  # of the newest error: about the last sixteen steps decide what is best
+_BEST_WEIGHTS_256 = (32, 128)  # moving averages, besides the configured one, that "best" chooses among
+
+
+class History:
+    """Recent loads of every layer, and their prediction.
+
+    Memory is taken once: W * L * R * E integers of 32 bits, plus one of 64 bits per cell for every moving
+    average.
+
+    Args:
+        layers, ranks, experts: the shape of what is observed.
+        window: steps kept per layer.
+        ema_weight_256: weight of the newest step in the moving average, in 256ths; 64 (a quarter) forgets a
+        step in
+            about four.
+        adaptive: keep what "best" needs: further moving averages, and each forecaster's recent error.
+
+    Raises:
+        SpecError: for sizes below one, or a weight outside 1..256.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        ranks: int,
+        experts: int,
+        *,
+        window: int = 16,
+        ema_weight_256: int = 64,
+        adaptive: bool = False,
+    ) -> None:
+        for name, value in (("layers", layers), ("ranks", ranks), ("experts", experts), ("window", window)):
+            if value < 1:
+                raise SpecError(f"History.{name} must be at least 1, got {value}")
+        if not 1 <= ema_weight_256 <= 256:
+            raise SpecError(f"History.ema_weight_256 must be from 1 to 256, got {ema_weight_256}")
+        self.layers, self.ranks, self.experts, self.window = layers, ranks, experts, window
+        self.adaptive = adaptive
+        weights = (ema_weight_256, *_BEST_WEIGHTS_256) if adaptive else (ema_weight_256,)
+        self._weights = np.array(weights, dtype=np.int64)
+        self._ring = np.zeros((layers, window, ranks, experts), dtype=np.int32)
+        self._ema = np.zeros((layers, len(weights), ranks, experts), dtype=np.int64)  # 47.16 fixed point
+        # of last, mean and every moving average, in this order
+        self._errors = np.zeros((layers, 2 + len(weights)), dtype=np.int64)
+        self._observed = np.zeros(layers, dtype=np.int64)
+        # what they foretell for every expert, summed over ranks: follows from the rest
+        self._foretold = np.zeros((layers, 2 + len(weights), experts if adaptive else 0), dtype=np.int64)
+
+    def observe(self, layer: int, load: npt.NDArray[Any]) -> None:
+        """Remember `load` ([R, E] non-negative integers below 2**31) as the newest step of `layer`."""
+        self._check_layer(layer)
+        array = check_load(load)
+        if array.shape != (self.ranks, self.experts):
+            raise SpecError(f"load must have shape [{self.ranks}, {self.experts}], got {list(array.shape)}")
+        if array.size and array.max() > np.iinfo(np.int32).max:
+            raise SpecError(f"load must be below 2**31 tokens per rank and expert, got {int(array.max())}")
+        seen = int(self._observed[layer])
+        if self.adaptive:
+            self._errors[layer] = self._scored(layer, array)
+        self._ring[layer, seen % self.window] = array
+        for i in range(len(self._weights)):
+            self._ema[layer, i] = self._averaged(layer, array, i)
+        self._observed[layer] = seen + 1
+        self._foretell(layer)
+
+    def _foretell(self, layer: int) -> None:
+        """Set what every forecaster says of the next step."""
+        if self.adaptive:
+            self._foretold[layer, 0] = self.predict(layer, "last").sum(axis=0)
+            self._foretold[layer, 1] = self.predict(layer, "mean").sum(axis=0)
+            self._foretold[layer, 2:] = _rounded(self._ema[layer]).sum(axis=1)
+
+    def _averaged(self, layer: int, load: IntArray, i: int) -> IntArray:
+        """The i-th moving average with `load` as its newest step, in fixed point, [R, E]."""
+        scaled = load << _FRACTION_BITS
+        if not self._observed[layer]:
+            return scaled
+        # ema += (x - ema) * w / 256, rounded down by the shift: integers, hence equal on every rank.
+        average: IntArray = self._ema[layer, i] + (((scaled - self._ema[layer, i]) * self._weights[i]) >> 8)
+        return average
+
+    def _scored(self, layer: int, load: IntArray) -> IntArray:
+        """Recent errors of the forecasters, once `load` has come: a moving average of the tokens foretold for the
+        wrong expert, over all tokens, in fixed point.
+        """
+        errors: IntArray = self._errors[layer]
+        if not self._observed[layer]:
+            return errors
+        came = load.sum(axis=0)
+        missed = np.abs(self._foretold[layer] - came).sum(axis=1)
+        error = (missed << _ERROR_BITS) // max(1, int(came.sum()))
+        if self._observed[layer] == 1:
+            return np.asarray(error, dtype=np.int64)
+        scored: IntArray = errors + (((error - errors) * _ERROR_WEIGHT_256) >> 8)
+        return scored
+
+    def forecast(self, layer: int, load: npt.NDArray[Any], mode: PredictMode = "last") -> IntArray:
+        """What `predict` would say if `load` [R, E] were observed now; nothing is remembered.
+
+        For a step that is still running: its microbatches so far stand for the whole.
+        """
+        self._check_layer(layer)
+        array = check_load(load)
+        if array.shape != (self.ranks, self.experts):
+            raise SpecError(f"load must have shape [{self.ranks}, {self.experts}], got {list(array.shape)}")
+        self._check_mode(mode, "forecast")
+        choice = int(self._scored(layer, array).argmin()) if mode == "best" else _CHOICE[mode]
+        if choice == 0:
+            return array
+        if choice == 1:
+            seen = int(self._observed[layer])
+            kept = [i for i in range(min(seen, self.window)) if seen < self.window or i != seen % self.window]
+            return _mean(np.concatenate([self._ring[layer, kept], array[np.newaxis]]))
+        return _rounded(self._averaged(layer, array, choice - 2))
+
+    def observed(self, layer: int) -> int:
+        """Steps that `layer` has been observed for, including those the ring has forgotten."""
+        self._check_layer(layer)
+        return int(self._observed[layer])
+
+    def predict(self, layer: int, mode: PredictMode = "last") -> IntArray:
+        """The load expected of `layer` in its next step, [R, E] integers; zeros before the first observation.
+
+        "last" repeats the newest step; "ema" is a moving average and "mean" the mean of the kept steps, rounded to the
+        nearest token; "best" is whichever of these, and of a faster and a slower moving average, has foretold the last
+        steps of this layer best.
+        """
+        self._check_layer(layer)
+        self._check_mode(mode, "predict")
+        choice = int(self._errors[layer].argmin()) if mode == "best" else _CHOICE[mode]
+        seen = int(self._observed[layer])
+        if choice == 0:
+            last: IntArray = self._ring[layer, (seen - 1) % self.window].astype(np.int64)
+            return last
+        if choice == 1:
+            return _mean(self._ring[layer, : max(1, min(seen, self.window))])
+        return _rounded(self._ema[layer, choice - 2])
+
+    def chosen(self, layer: int) -> str:
+        """What "best" stands for at present: "last", "mean" or "ema/<weight in 256ths>"."""
+        self._check_layer(layer)
+        self._check_mode("best", "chosen")
+        choice = int(self._errors[layer].argmin())
+        return ("last", "mean")[choice] if choice < 2 else f"ema/{int(self._weights[choice - 2])}"
+
+    def _check_mode(self, mode: str, what: str) -> None:
+        if mode not in PREDICT_MODES:
+            known = ", ".join(repr(m) for m in PREDICT_MODES)
+            raise SpecError(f"History.{what} mode must be one of {known}, got {mode!r}")
+        if mode == "best" and not self.adaptive:
+            raise SpecError(f"History.{what}: 'best' needs History(adaptive=True)")
+
+    def recent(self, layer: int) -> IntArray:
+        """The steps still kept of `layer`, oldest first, [n, R, E] with n up to W."""
+        seen = self.observed(layer)
+        kept = min(seen, self.window)
+        order = [(seen - kept + i) % self.window for i in range(kept)]
+        steps: IntArray = self._ring[layer, order].astype(np.int64)
+        return steps
+
+    def drift(self, layer: int) -> float:
+        """How far the experts' shares moved over the kept steps: 0 not at all, 1 to other experts."""
+        steps = self.recent(layer)
+        return 1.0 - similarity(steps[0], steps[-1]) if len(steps) > 1 else 0.0
+
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """All that is remembered, as copies by name, for a checkpoint."""
+        return {name: getattr(self, f"_{name}").copy() for name in _REMEMBERED}
+
+    def restore(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Remember what another history of the same layers, ranks, experts, window and kind told with `arrays`.
+
+        Raises SpecError, nothing changed, for any other.
+        """
+        if set(arrays) != set(_REMEMBERED):
+            raise SpecError(f"a history holds {', '.join(_REMEMBERED)}; got {', '.join(sorted(arrays))}")
+        for name in _REMEMBERED:
+            mine, found = getattr(self, f"_{name}"), arrays[name]
+            if found.shape != mine.shape or found.dtype != mine.dtype:
+                raise SpecError(
+                    f"History.{name}: expected {mine.dtype} {list(mine.shape)}, got {found.dtype} {list(found.shape)}"
+                )
+            if found.size and found.min() < 0:
+                raise SpecError(f"History.{name}: must not be negative")
+        for name in _REMEMBERED:
+            getattr(self, f"_{name}")[...] = arrays[name]
+        for layer in range(self.layers):
+            self._foretell(layer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held; constant from the start."""
+        arrays = (self._ring, self._ema, self._errors, self._observed, self._foretold)
+        return sum(a.nbytes for a in arrays)
+
+    def _check_layer(self, layer: int) -> None:
+        if not 0 <= layer < self.layers:
+            raise SpecError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
+
+
+_REMEMBERED = ("ring", "ema", "errors", "observed")
+_CHOICE = {"last": 0, "mean": 1, "ema": 2}  # place of a forecaster among a layer's errors
+
+
+def _mean(steps: npt.NDArray[Any]) -> IntArray:
+    """Mean over the first dimension, rounded to the nearest token."""
+    total: IntArray = steps.sum(axis=0, dtype=np.int64)
+    mean: IntArray = (total + len(steps) // 2) // len(steps)
+    return mean
+
+
+def _rounded(fixed: IntArray) -> IntArray:
+    """Fixed point to the nearest integer."""
+    rounded: IntArray = (fixed + (1 << (_FRACTION_BITS - 1))) >> _FRACTION_BITS
+    return rounded
+
+
+def expert_shares(load: npt.NDArray[Any]) -> FloatArray:
+    """Share of the tokens that every expert gets, [E], summing to 1; even shares when there are no tokens.
+
+    `load` is [E], or has any leading dimensions (ranks, steps), which are summed.
+    """
+    array = np.asarray(load)
+    if array.ndim < 1 or array.shape[-1] < 1:
+        raise SpecError(f"load must have experts as its last dimension, got shape {list(array.shape)}")
+    per_expert = array.reshape(-1, array.shape[-1]).sum(axis=0, dtype=np.int64)
+    total = int(per_expert.sum())
+    if total == 0:
+        return np.full(per_expert.size, 1.0 / per_expert.size)
+    shares: FloatArray = per_expert / total
+    return shares
+
+
+def similarity(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Overlap of the experts' shares in two loads: 1 minus half their L1 distance.
+
+    1 means that every expert gets the same share of tokens in both, 0 that the two use disjoint experts;
+    the value is the fraction of tokens that a placement made for `a` finds where it expects them in `b`.
+    `a` and `b` are [E] or [..., E].
+    """
+    p, q = _paired_shares(a, b)
+    return float(1.0 - 0.5 * np.abs(p - q).sum())
+
+
+def cosine_similarity(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
+    """Cosine of the angle between the experts' shares, 0 to 1; `a` and `b` as in `similarity`."""
+    p, q = _paired_shares(a, b)
+    return float(min(1.0, np.dot(p, q) / np.sqrt(np.dot(p, p) * np.dot(q, q))))
+
+
+def _paired_shares(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
+    p, q = expert_shares(a), expert_shares(b)
+    if p.size != q.size:
+        raise SpecError(f"both loads must have the same number of experts, got {p.size} and {q.size}")
+    return p, q

@@ -1,0 +1,240 @@
+"""Data parallelism around expert parallelism: which gradients DistributedDataParallel averages, and who does the rest.
+
+With R processes and an expert-parallel (EP) group of P of them, every expert lives R / P times. DDP averages the
+gradients of all other parameters over the R processes. An expert's gradient comes out of the backward pass as the mean
+over its EP group; `ExpertReplicas` averages it over the R / P processes that hold the same expert (the expert-data-
+parallel group), so that in the end it is the mean over all R, like every other gradient.
+
+Shape legend: R processes, P ranks of an EP group.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.layer.moe import MoE, moe_layers
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.process_group import world_groups
+from prophet.spec import IntArray, odd_ones_out
+
+
+def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
+    """The (EP, expert-data-parallel) collectives of this process; collective over all processes.
+
+    Consecutive processes form an EP group: process r is rank r mod P of group r // P, and shares its experts with the
+    processes of the same rank in the other groups. Raises ValueError where the processes do not divide into groups of
+    `ep_size`.
+    """
+    return world_groups(ep_size, timeout_s=timeout_s)
+
+
+def expert_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The experts' parameters of all MoE layers of `model`, by name."""
+    return [(n, p) for n, p in model.named_parameters() if getattr(p, "prophet_expert", False)]
+
+
+def leave_out_of_ddp(model: nn.Module) -> None:
+    """Tell DistributedDataParallel which parameters belong to experts; refuse a model it already wraps."""
+    names = {n for n, _ in expert_parameters(model)}
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        averaged = {n.removeprefix("module.") for n in names} - set(model.parameters_to_ignore)
+        if averaged:
+            raise ValueError(
+                f"DistributedDataParallel already averages expert gradients over ranks ({min(averaged)}, ...): "
+                f"call prophet.attach(model, optimizer) before wrapping the model"
+            )
+        return
+    known = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    model._ddp_params_and_buffers_to_ignore = sorted(known | names)  # type: ignore[assignment]
+
+
+def put_back_into_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Undo `leave_out_of_ddp` for parameters that are no experts' any more."""
+    known = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+    model._ddp_params_and_buffers_to_ignore = sorted(known - set(names))  # type: ignore[assignment]
+
+
+def clip_grad_norm_(
+    parameters: Iterable[nn.Parameter], max_norm: float, experts: Collective, device: torch.device
+) -> Tensor:
+    """Clip by the norm over *all* ranks' experts and the (replicated) other parameters; the same on every rank.
+
+    experts: the expert-parallel group; device: where it exchanges tensors. Returns the norm before clipping, in
+    float64. A norm that is NaN makes all gradients NaN, as with torch's own; `max_norm` infinite only measures.
+    Collective.
+    """
+    held = [(p, p.grad) for p in parameters if p.grad is not None]
+    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    for p, grad in held:
+        square = grad.detach().double().square().sum()
+        # FSDP leaves every rank a part of a gradient
+        whole = square.full_tensor() if hasattr(square, "full_tensor") else square
+        squares[int(bool(getattr(p, "prophet_expert", False)))] += whole
+    of_experts = experts.all_gather(squares[1:], op=Operation("gradient norm")).sum()
+    norm = (squares[0] + of_experts).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if max_norm == float("inf") or (factor.device.type == "cpu" and float(factor) == 1.0):
+        return norm  # elsewhere looking at the factor would make the host wait
+    for _, grad in held:
+        part = grad.to_local() if hasattr(grad, "to_local") else grad
+        here = factor.to(part.device, non_blocking=part.device.type != "cpu")  # the host has to wait for its copy
+        if part.dtype in (torch.float16, torch.bfloat16) and part.device.type != "cpu":
+            part.copy_(part.float() * here)  # a product in sixteen bits would round the factor first
+        else:
+            part.mul_(here)
+    return norm
+
+
+def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
+    """Update the gates' balancing biases from one step's `choices` [E] by layer; collective where replicas share them.
+
+    Every process counts its own EP group's choices. The copies of a gate must stay equal, so the groups' are added.
+    """
+    biased = [
+        (layer, torch.from_numpy(c)) for layer, c in zip(layers, choices, strict=True) if layer.gate.bias is not None
+    ]
+    if not biased:
+        return
+    counts, replicas = torch.cat([c for _, c in biased]), biased[0][0].replicas
+    if replicas is not None and replicas.size > 1:
+        counts = counts.to(biased[0][0].experts.w_in.device, non_blocking=True)
+        counts = replicas.all_gather(counts, op=Operation("choices of all replicas"), channel="weights").sum(0)
+    for (layer, _), total in zip(biased, counts.split([c.numel() for _, c in biased]), strict=True):
+        layer.gate.update_bias(total)
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WATCHED = 8  # parameters; what makes copies drift apart moves all of them
+
+
+class DriftWatch:
+    """Warns, once, where parameters that all ranks share are not the same on all of them.
+
+    Nothing in the layers needs them to be, so nothing fails where gradients are not averaged, or are clipped by every
+    rank's own norm. The smallest trainable parameters stand for all; those that FSDP has cut are left out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        shared = [
+            (n, p)
+            for n, p in model.named_parameters()
+            if p.requires_grad
+            and p.is_floating_point()
+            and not getattr(p, "prophet_expert", False)
+            and not hasattr(p, "full_tensor")
+        ]
+        self._watched = sorted(shared, key=lambda item: item[1].numel())[:_WATCHED]
+        self._warned = False
+
+    def compare(self, collective: Collective) -> None:
+        """Compare the parameters' bits over the ranks; collective."""
+        if self._warned or not self._watched or collective.size == 1:
+            return
+        sums = [p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64) for _, p in self._watched]
+        table = collective.all_gather(torch.stack(sums), op=Operation("comparison of shared parameters")).cpu()
+        for (name, _), column in zip(self._watched, table.unbind(1), strict=True):
+            differ = odd_ones_out(column.numpy())
+            if differ:
+                self._warned = True
+                warnings.warn(
+                    f"{name} of rank(s) {differ} differs from the other ranks', though ranks share all parameters but "
+                    f"the experts'. Are their gradients averaged (DistributedDataParallel or FSDP), do all ranks start "
+                    f"alike, and is clipping done by engine.clip_grad_norm_ and not by torch's, which takes the norm "
+                    f"of one rank's experts?",
+                    stacklevel=2,
+                )
+                return
+
+
+class ExpertReplicas:
+    """Averages expert gradients over the processes that hold the same experts, at the end of every backward pass.
+
+    replicas: the expert-data-parallel collective, see `expert_groups`. The average is complete when `backward()`
+    returns, replicas' gradients brought home first where an engine is attached, so clipping sees what it should. With
+    several backward passes per step (gradient accumulation) it runs with each of them, which is correct because the
+    mean of a mean changes nothing; `enabled = False` leaves out all but the last.
+
+    A layer that did not run in a pass contributes zeros, unless it ran on none of the processes. A process on which no
+    expert ran while another's did is an error after the collective's time limit.
+
+    Balancing biases of gates follow the choices of all replicas, so they stay equal, too.
+
+    It also makes equal at the start: the experts' parameters are overwritten by those of replica 0.
+
+    Where an engine was told of more backward passes per step than ran, it completes gradients in `optimizer.step()`,
+    after this average: call `engine.runtime.finish_gradients()` and `average()` before the step then.
+    """
+
+    def __init__(self, model: nn.Module, replicas: Collective) -> None:
+        layers = moe_layers(model)
+        if not layers:
+            raise ValueError("the model has no prophet.MoE layer")
+        for layer in layers:
+            layer.experts.check_parameters()
+        leave_out_of_ddp(model)
+        self.replicas = replicas
+        self.enabled = True
+        self._layers = layers
+        for layer in layers:
+            layer.replicas = replicas
+        self._params = [p for layer in layers for _, p in layer.experts.stacked()]
+        self._task = -1
+        self._hooks: list[Any] = []
+        for p in self._params:
+            p.prophet_averaged = True  # type: ignore[attr-defined]
+        if replicas.size == 1:
+            return
+        with torch.no_grad():
+            for p in self._params:
+                p.copy_(replicas.all_gather(p, op=Operation("experts of replica 0"), channel="weights")[0])
+        for p in self._params:
+            if p.requires_grad:
+                self._hooks.append(p.register_post_accumulate_grad_hook(self._ran))
+
+    def _ran(self, _: Tensor) -> None:
+        """An expert's gradient is there: average when this backward pass ends. Queued after the engine's own end."""
+        task = torch._C._current_graph_task_id()
+        if self.enabled and task != self._task:
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        self._task = -1
+        self.average()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average now; collective over the replicas. Harmless where it has happened already."""
+        params = [p for p in self._params if p.requires_grad]
+        if self.replicas.size == 1 or not params:
+            return
+        for dtype in sorted({p.dtype for p in params}, key=str):
+            self._average([p for p in params if p.dtype == dtype])
+
+    def _average(self, params: list[nn.Parameter]) -> None:
+        # which parameters have a gradient travels with the gradients: no message of its own
+        present = torch.stack([params[0].new_tensor(0.0 if p.grad is None else 1.0) for p in params])
+        sums = [torch.zeros_like(p) if p.grad is None else p.grad.contiguous() for p in params]
+        self.replicas.all_reduce_mean_([present, *sums], op=Operation("average of expert gradients over replicas"))
+        for p, mean, anywhere in zip(params, sums, present.tolist(), strict=True):
+            if anywhere == 0:
+                continue
+            if p.grad is None:
+                p.grad = mean
+            elif p.grad is not mean:
+                p.grad.copy_(mean)
+
+    def close(self) -> None:
+        """Stop averaging."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for layer in self._layers:
+            layer.replicas = None
+        for p in self._params:
+            p.prophet_averaged = False  # type: ignore[attr-defined]

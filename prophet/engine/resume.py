@@ -1,0 +1,102 @@
+"""What balancing remembers between two steps, as numbers and tensors that a checkpoint can hold, and back.
+
+A run that resumes with it on as many ranks starts with the very placements that the saved run had planned, and so adds
+its sums in the same order: it goes on bit by bit. The loads that plans are made from count tokens by rank, so on
+another number of ranks none of it applies.
+
+Shape legend: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from prophet.engine.history import History
+from prophet.engine.replan import KeptPlan, Reason
+from prophet.errors import SpecError
+from prophet.spec import Placement
+
+_NUMBERS: dict[str, Any] = {
+    "gain": (int, float),
+    "age": int,
+    "fresh": bool,
+    "usual": (int, float, type(None)),
+    "reason": str,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """step: the next one. plans, by layer: what is planned for it, or None. histories, by layer."""
+
+    step: int
+    plans: list[KeptPlan | None]
+    histories: list[History]
+
+    def to_dict(self, ranks: int) -> dict[str, Any]:
+        """As numbers and tensors by name."""
+        plans = [None if plan is None else plan_state(plan) for plan in self.plans]
+        histories = [{k: torch.from_numpy(v) for k, v in h.arrays().items()} for h in self.histories]
+        return {"step": self.step, "ranks": ranks, "plans": plans, "histories": histories}
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any], homes: Sequence[Placement], like: Sequence[History]) -> EngineState:
+        """The inverse. homes: placements without replicas, by layer; like: histories of the same kind, not changed.
+
+        Raises `SpecError` for the state of another number of ranks or of other layers, and for what is none.
+        """
+        if set(state) != {"step", "ranks", "plans", "histories"}:
+            raise SpecError(f"expected the state of an engine, got {', '.join(sorted(map(str, state))) or 'nothing'}")
+        if not isinstance(state["step"], int) or state["step"] < 0:
+            raise SpecError(f"step: expected an integer from 0 on, got {state['step']!r}")
+        if state["ranks"] != homes[0].ranks:
+            raise SpecError(f"the state is of {state['ranks']!r} ranks; expected {homes[0].ranks}")
+        if len({len(state["plans"]), len(state["histories"]), len(homes)}) > 1:
+            raise SpecError(f"the state is of {len(state['plans'])} MoE layers, expected {len(homes)}")
+        plans: list[KeptPlan | None] = []
+        histories = []
+        for i, (plan, saved) in enumerate(zip(state["plans"], state["histories"], strict=True)):
+            plans.append(None if plan is None else plan_from(plan, homes[i], f"plan of MoE layer {i}"))
+            where, mine = f"history of MoE layer {i}", like[i].arrays()
+            if not isinstance(saved, Mapping):
+                raise SpecError(f"{where}: expected tensors by name, got {type(saved).__name__}")
+            histories.append(copy.deepcopy(like[i]))
+            histories[i].restore({k: array(saved.get(k), f"{where}, {k}", v.shape, v.dtype) for k, v in mine.items()})
+        return cls(int(state["step"]), plans, histories)
+
+
+def plan_state(plan: KeptPlan) -> dict[str, Any]:
+    """A plan as a dictionary; the homes are not in it."""
+    found = {name: getattr(plan, name) for name in _NUMBERS}
+    return {"holds": torch.from_numpy(plan.placement.holds.copy()), "load": torch.from_numpy(plan.load.copy()), **found}
+
+
+def plan_from(state: Any, like: Placement, where: str) -> KeptPlan:
+    """The inverse, for experts at home as in `like`; raises `SpecError`, with `where`, for anything else."""
+    if not isinstance(state, Mapping) or set(state) != {"holds", "load", *_NUMBERS}:
+        raise SpecError(f"{where}: expected a plan, got {type(state).__name__}")
+    for name, kind in _NUMBERS.items():
+        if not isinstance(state[name], kind):
+            raise SpecError(f"{where}.{name}: got {state[name]!r}")
+    if state["reason"] not in get_args(Reason):
+        raise SpecError(f"{where}.reason: expected one of {', '.join(get_args(Reason))}, got {state['reason']!r}")
+    holds = array(state["holds"], f"{where}.holds", like.holds.shape, np.dtype(np.bool_))
+    load = array(state["load"], f"{where}.load", like.holds.shape[::-1], np.dtype(np.int64))
+    plan = KeptPlan(placement=Placement(like.home, holds), load=load)
+    return replace(plan, **{name: state[name] for name in _NUMBERS})
+
+
+def array(value: Any, where: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A tensor as an array of a known shape and kind; raises `SpecError`, with `where`, for anything else."""
+    if not isinstance(value, torch.Tensor):
+        raise SpecError(f"{where}: expected a tensor, got {type(value).__name__}")
+    found: np.ndarray[Any, Any] = value.detach().cpu().numpy()
+    if found.shape != shape or found.dtype != dtype:
+        raise SpecError(f"{where}: expected {dtype} {list(shape)}, got {found.dtype} {list(found.shape)}")
+    return found.copy()

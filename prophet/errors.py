@@ -1,0 +1,92 @@
+"""Every error that the library raises for its users, in one place.
+
+All of them carry one sentence that says what was expected, and where: rank, layer, file or field.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prophet.ranks.collective import Operation
+
+
+class SpecError(ValueError):
+    """A value was built from figures that contradict each other; the message says what was expected."""
+
+
+class LayoutError(SpecError):
+    """A layout does not describe the space it is of; the message names tensor, box and rank."""
+
+
+class BudgetError(LayoutError):
+    """The memory budget is too small for even one element on its way."""
+
+
+class TransitionError(RuntimeError):
+    """State could not be moved; what every rank held before is whole."""
+
+
+class TraceError(ValueError):
+    """A trace cannot be read or written; names the file, the field and what was expected."""
+
+
+class TopologyError(ValueError):
+    """A topology file cannot be used; names the file, the field and what was expected."""
+
+
+class BenchmarkFileError(SpecError):
+    """A benchmark's file cannot be used; names the file, the field and what was expected."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed; carries the rank that noticed, and the operation it was in."""
+
+    def __init__(self, rank: int, operation: Operation, reason: str) -> None:
+        super().__init__(f"rank {rank}: {operation} failed: {reason}")
+        self.rank = rank
+        self.operation = operation
+
+
+class CollectiveTimeout(CollectiveError):
+    """A collective did not finish within its time limit."""
+
+
+class PeerLost(CollectiveError):
+    """A peer ended or closed its connection in the middle of a collective."""
+
+
+class RankFailed(RuntimeError):
+    """The ranks could not run to their end; the message says which one ended, and how."""
+
+
+class RoutingError(ValueError):
+    """The gate produced scores that cannot be routed."""
+
+
+class PlanMismatch(RuntimeError):
+    """The ranks do not agree on what they are about to do; the message names those that differ."""
+
+
+class ConfigMismatch(RuntimeError):
+    """The ranks were configured differently; the message names those that differ."""
+
+
+class ReplicaMemoryError(MemoryError):
+    """The replica pool has no room left within its byte budget."""
+
+
+class ConversionError(ValueError):
+    """A model cannot be converted, or not without changing what it computes; the message names the field."""
+
+
+class CheckpointError(ValueError):
+    """A folder holds no checkpoint of this model and optimizer; the message names what differs."""
+
+
+class ReportError(ValueError):
+    """The report's parts do not fit together, or it cannot be drawn; the message says what was expected."""
+
+
+class MonitorError(ValueError):
+    """There is no run to show; the message says where it was looked for and what was expected."""

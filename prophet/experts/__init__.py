@@ -1,0 +1,1 @@
+"""What a layer is made of: the bank that holds its experts, and the gate that routes to them."""

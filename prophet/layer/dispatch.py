@@ -1,0 +1,136 @@
+"""Moving token rows between ranks, differentiably, and telling the runtime when a window begins.
+
+Shape legend: N tokens, K top-k, A choices sent by this rank, B rows received by it, R ranks, E experts, D model dim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from prophet.kernels.split_apply import regroup
+from prophet.ranks.collective import Collective, Operation
+from prophet.scheduler.windows import Stopwatch
+from prophet.spec import Placement, Split
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows to their ranks forward, their gradients back the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        send_rows: list[int],
+        recv_rows: list[int],
+        collective: Collective,
+        name: str,
+        layer: int | None,
+        stopwatch: Stopwatch,
+    ) -> Tensor:
+        ctx.route = (send_rows, recv_rows, collective, name, layer, stopwatch)
+        before = time.perf_counter()
+        out = collective.all_to_all(x, send_rows, recv_rows, op=Operation(name, layer)).wait()
+        stopwatch.add("a2a", time.perf_counter() - before)
+        return out.view_as(out) if out is x else out
+
+    @staticmethod
+    @once_differentiable  # a second derivative would need a collective of its own; better none than a wrong one
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        send_rows, recv_rows, collective, name, layer, stopwatch = ctx.route
+        before = time.perf_counter()
+        op = Operation(f"{name} backward", layer)
+        back = collective.all_to_all(grads[0].contiguous(), recv_rows, send_rows, op=op).wait()
+        stopwatch.add("a2a", time.perf_counter() - before)
+        return back, None, None, None, None, None, None
+
+
+def all_to_all(
+    x: Tensor,
+    send_rows: list[int],
+    recv_rows: list[int],
+    *,
+    collective: Collective,
+    name: str,
+    layer: int | None,
+    stopwatch: Stopwatch,
+) -> Tensor:
+    """Send `send_rows[d]` consecutive rows of `x` [A, D] to each rank; returns [sum of recv_rows, D]."""
+    out: Tensor = _AllToAll.apply(x, send_rows, recv_rows, collective, name, layer, stopwatch)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Edge(torch.autograd.Function):
+    """Identity that calls `on_backward` when its gradient passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, on_backward: Callable[[], None]) -> Tensor:
+        ctx.on_backward = on_backward
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.on_backward()
+        return grads[0], None
+
+
+def on_backward(x: Tensor, call: Callable[[], None]) -> Tensor:
+    """Return `x`; `call()` runs when the backward pass has computed the gradient of the result."""
+    out: Tensor = _Edge.apply(x, call)  # type: ignore[no-untyped-call]
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One rank's share of a split, as row counts.
+
+    send_ED: [E, D] this rank's choices of expert e for rank d. groups: (expert, is home) in the order in which this
+    rank computes them, homes first. sizes: rows per group. recv_rows: [R] rows from every rank. to_groups: order that
+    turns received rows into groups, [B]; None where they arrive in groups, as on a single rank.
+    """
+
+    send_ED: Tensor
+    send_rows: list[int]
+    recv_rows: list[int]
+    sizes: list[int]
+    to_groups: Tensor | None
+
+    @classmethod
+    def build(cls, split: Split, placement: Placement, rank: int, first_home: int, homes: int) -> Route:
+        """Counts for `rank`, whose home experts are first_home .. first_home+homes-1, from a split all ranks share."""
+        experts = [*range(first_home, first_home + homes), *placement.replicas_on(rank)]
+        send = split.tokens[rank]
+        recv = split.tokens[:, :, rank]  # [R, E]; rows arrive by source rank, then by expert
+        arrival = sorted(experts)
+        lengths = torch.from_numpy(recv[:, arrival].copy())
+        by_expert = regroup(lengths)  # rows by expert ascending, then by source
+        totals = lengths.sum(dim=0).tolist()
+        pieces = dict(zip(arrival, by_expert.split(totals), strict=True))
+        order = torch.cat([pieces[e] for e in experts])
+        grouped = bool((order[1:] > order[:-1]).all())
+        sizes = [totals[arrival.index(e)] for e in experts]
+        return cls(
+            send_ED=torch.from_numpy(send.copy()),
+            send_rows=send.sum(axis=0).tolist(),
+            recv_rows=recv.sum(axis=1).tolist(),
+            sizes=sizes,
+            to_groups=None if grouped else order,
+        )
+
+    def to(self, device: torch.device) -> Route:
+        """The same route with its index tensors on `device`."""
+        if device.type == "cpu":
+            return self
+        return Route(
+            self.send_ED.to(device, non_blocking=True),
+            self.send_rows,
+            self.recv_rows,
+            self.sizes,
+            None if self.to_groups is None else self.to_groups.to(device, non_blocking=True),
+        )

@@ -1,0 +1,1 @@
+"""What the planner is told of a machine: described, measured, or taken from a preset."""

@@ -1,0 +1,172 @@
+"""Topology files: what `prophet calibrate` measured, as TOML that a person can read and edit.
+
+A file comes from outside, so it is bounded, and refused with the file, the field and what was expected.
+
+Shape legend: R ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prophet.errors import SpecError, TopologyError
+from prophet.spec import Link, Topology
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES = 1 << 20
+MAX_RANKS = 1 << 16
+FORMAT = 1
+_OVERHEADS = ("expert_overhead_s", "call_overhead_s")
+_RATES = ("trans_rate", "agg_rate", "overlap_cost")
+_FIELDS = {"format", "name", "ranks", "ranks_per_node", *_OVERHEADS, *_RATES, "intra", "inter", "rank", "fit"}
+
+
+def read_topology(path: str | os.PathLike[str]) -> Topology:
+    """Read a topology file; raises `TopologyError` for one that is missing, too large, damaged or contradictory."""
+    file = Path(path)
+    return _from_file(file, _topology)
+
+
+def read_fits(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
+    """The measured lines that a topology file records under `fit`, by operation; raises as `read_topology`."""
+    return _from_file(Path(path), _fits)
+
+
+def _from_file(file: Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
+    try:
+        with file.open("rb") as f:
+            data = f.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise TopologyError(f"{file}: expected a topology file (TOML): {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise TopologyError(f"{file}: expected at most {MAX_FILE_BYTES} bytes")
+    try:
+        table = tomllib.loads(data.decode("utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise TopologyError(f"{file}: expected TOML: {error}") from None
+    try:
+        return parse(table)
+    except (SpecError, TopologyError) as error:
+        raise TopologyError(f"{file}: {error}") from None
+
+
+def _fits(table: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    fits = table.get("fit", {})
+    if not isinstance(fits, dict) or not all(isinstance(f, dict) for f in fits.values()):
+        raise TopologyError("fit: expected a table of tables, one per operation")
+    return {
+        operation: {name: _number(figures, name, f"fit.{operation}.{name}") for name in figures}
+        for operation, figures in fits.items()
+    }
+
+
+def _topology(table: Mapping[str, Any]) -> Topology:
+    _known(table, "", _FIELDS)
+    if table.get("format") != FORMAT:
+        raise TopologyError(f"format: expected {FORMAT}, got {table.get('format')!r}")
+    ranks = _integer(table, "ranks", 1, MAX_RANKS)
+    rank = table.get("rank", {})
+    if not isinstance(rank, dict):
+        raise TopologyError(f"rank: expected a table with flops_per_s and free_bytes, got {type(rank).__name__}")
+    _known(rank, "rank.", {"flops_per_s", "free_bytes"})
+    name = table.get("name", "unnamed")
+    if not isinstance(name, str):
+        raise TopologyError(f"name: expected a string, got {name!r}")
+    return Topology(
+        ranks=ranks,
+        ranks_per_node=_integer(table, "ranks_per_node", 1, MAX_RANKS),
+        intra=_link(table, "intra"),
+        inter=_link(table, "inter"),
+        flops_per_s=tuple(_per_rank(rank, "rank.flops_per_s", ranks)),
+        free_bytes=tuple(int(b) for b in _per_rank(rank, "rank.free_bytes", ranks)),
+        expert_overhead_s=_number(table, "expert_overhead_s", "expert_overhead_s"),
+        call_overhead_s=_number({"call_overhead_s": 0.0, **table}, "call_overhead_s", "call_overhead_s"),
+        trans_rate=_number({"trans_rate": 1.0, **table}, "trans_rate", "trans_rate"),
+        agg_rate=_number({"agg_rate": 1.0, **table}, "agg_rate", "agg_rate"),
+        overlap_cost=_number({"overlap_cost": 0.0, **table}, "overlap_cost", "overlap_cost"),
+        name=name,
+    )
+
+
+def _known(table: Mapping[str, Any], prefix: str, names: set[str]) -> None:
+    unknown = sorted(set(table) - names)
+    if unknown:
+        raise TopologyError(f"{prefix}{unknown[0]}: unknown field; expected {', '.join(sorted(names))}")
+
+
+def _number(table: Mapping[str, Any], key: str, where: str) -> float:
+    value = table.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise TopologyError(f"{where}: expected a finite number, got {value!r}")
+    return float(value)
+
+
+def _integer(table: Mapping[str, Any], key: str, low: int, high: int) -> int:
+    value = table.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise TopologyError(f"{key}: expected an integer from {low} to {high}, got {value!r}")
+    return value
+
+
+def _link(table: Mapping[str, Any], key: str) -> Link:
+    value = table.get(key)
+    if not isinstance(value, dict):
+        raise TopologyError(f"{key}: expected a table with bytes_per_s and latency_s, got {value!r}")
+    _known(value, f"{key}.", {"bytes_per_s", "latency_s"})
+    return Link(
+        bytes_per_s=_number(value, "bytes_per_s", f"{key}.bytes_per_s"),
+        latency_s=_number(value, "latency_s", f"{key}.latency_s"),
+    )
+
+
+def _per_rank(table: Mapping[str, Any], where: str, ranks: int) -> list[float]:
+    """A list with one number per rank, or one number for all."""
+    value = table.get(where.rpartition(".")[2])
+    values = value if isinstance(value, list) else [value] * ranks
+    if len(values) != ranks:
+        raise TopologyError(f"{where}: expected one number, or one per rank ({ranks}), got {len(values)}")
+    return [_number({"": v}, "", where) for v in values]
+
+
+def _quoted(text: str) -> str:
+    """A TOML string: JSON's escapes are TOML's, but for the DEL character and for pairs of surrogates."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def write_topology(
+    path: str | os.PathLike[str], topology: Topology, *, fits: Mapping[str, Mapping[str, float]] | None = None
+) -> None:
+    """Write `topology`; `fits` records, by operation, what the measured lines were (see `read_fits`)."""
+    lines = [
+        f"format = {FORMAT}",
+        f"name = {_quoted(topology.name)}",
+        f"ranks = {topology.ranks}",
+        f"ranks_per_node = {topology.ranks_per_node}",
+        f"expert_overhead_s = {topology.expert_overhead_s!r}",
+        f"call_overhead_s = {topology.call_overhead_s!r}",
+        f"trans_rate = {topology.trans_rate!r}",
+        f"agg_rate = {topology.agg_rate!r}",
+        f"overlap_cost = {topology.overlap_cost!r}",
+    ]
+    for key, link in (("intra", topology.intra), ("inter", topology.inter)):
+        lines += ["", f"[{key}]", f"bytes_per_s = {link.bytes_per_s!r}", f"latency_s = {link.latency_s!r}"]
+    lines += [
+        "",
+        "[rank]",
+        f"flops_per_s = {[float(f) for f in topology.flops_per_s]}",
+        f"free_bytes = {[int(b) for b in topology.free_bytes]}",
+    ]
+    for operation, figures in (fits or {}).items():
+        lines += ["", f"[fit.{operation}]"] + [f"{name} = {float(value)!r}" for name, value in figures.items()]
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    temporary.replace(file)

@@ -1,0 +1,143 @@
+"""The contract of what ranks talk through; see `prophet.ranks.process_group`.
+
+Shape legend: R ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+Channel = Literal["tokens", "weights"]
+
+DEFAULT_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What is being communicated, for error messages and timelines."""
+
+    name: str
+    layer: int | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.layer is None else f"{self.name} of layer {self.layer}"
+
+
+class Pending(ABC):
+    """A collective under way.
+
+    arrived_s: when the result had arrived, on the clock of `time.perf_counter`; None where that is not known (see
+    `watch`).
+    """
+
+    arrived_s: float | None = None
+
+    def watch(self) -> None:  # noqa: B027 (not every collective can tell)
+        """Note in `arrived_s` when the result arrives. Costs a callback; for timelines, on backends of the host."""
+
+    @abstractmethod
+    def wait(self) -> Tensor:
+        """Return the result, waiting for it at most the collective's time limit; may be called again."""
+
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether `wait` would return, or raise, at once. Ranks may see different answers at the same place."""
+
+
+class Done(Pending):
+    """A collective that had nothing to wait for."""
+
+    def __init__(self, result: Tensor) -> None:
+        self._result = result
+
+    def ended(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        return self._result
+
+
+class Collective(ABC):
+    """A group of ranks that communicate. All ranks issue the same operations on a channel in the same order."""
+
+    def __init__(self, rank: int, size: int, timeout_s: float) -> None:
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s must be positive, got {timeout_s!r}")
+        self.rank = rank
+        self.size = size
+        self.timeout_s = timeout_s
+
+    @abstractmethod
+    def all_to_all(
+        self,
+        x: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        *,
+        op: Operation,
+        channel: Channel = "tokens",
+    ) -> Pending:
+        """Send `send_rows[d]` consecutive rows of `x` to each rank d; the result has `recv_rows[s]` rows from each s.
+
+        `x` must not be written to before the result was waited for.
+        """
+
+    @abstractmethod
+    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+        """Gather equal-shaped `x` from all ranks, [R, *x.shape]; blocks."""
+
+    @abstractmethod
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        op: Operation,
+        channel: Channel = "weights",
+    ) -> Pending:
+        """Point-to-point: send contiguous tensors to peers while filling tensors from peers, in place.
+
+        Between two ranks messages match in the order in which they are listed. Only the ranks involved take part.
+        """
+
+    def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
+        """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""
+        if self.size == 1 or not tensors:
+            return
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        gathered = self.all_gather(flat, op=op or Operation("mean over ranks"))
+        total = gathered[0].clone()
+        for r in range(1, self.size):
+            total += gathered[r]
+        total /= self.size
+        for t, piece in zip(tensors, total.split([t.numel() for t in tensors]), strict=True):
+            t.copy_(piece.view_as(t))
+
+    def with_timeout(self, timeout_s: float) -> Collective:
+        """A collective over the same ranks with another time limit; itself where the limit is the same already."""
+        if timeout_s == self.timeout_s:
+            return self
+        return self._renewed(timeout_s)
+
+    @abstractmethod
+    def _renewed(self, timeout_s: float) -> Collective: ...
+
+    def close(self) -> None:  # noqa: B027 (most collectives own nothing)
+        """Release communicators. The collective cannot be used afterwards."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self  # a copied model communicates over the same ranks
+
+
+def check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int) -> None:
+    """Raise ValueError unless there is one row count per rank, and `x` has the rows that are sent."""
+    if len(send_rows) != size or len(recv_rows) != size:
+        raise ValueError(f"expected one row count per rank ({size}), got {len(send_rows)} and {len(recv_rows)}")
+    if sum(send_rows) != x.shape[0]:
+        raise ValueError(f"send_rows add up to {sum(send_rows)}, but there are {x.shape[0]} rows")

@@ -1,0 +1,347 @@
+"""The process group as a `Collective`: the one place of the library that calls `torch.distributed`.
+
+Logic is handed a `Collective`: a process group here, ranks as threads of one process (`prophet.ranks.threads`), or a
+fake in the tests. Each has two channels that never block one another: "tokens" carries the all-to-alls of dispatch
+and combine, "weights" carries Trans and Agg.
+
+Every wait ends: after `timeout_s` a `CollectiveTimeout` names the rank, the layer and the operation.
+
+Shape legend: R ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from prophet.errors import CollectiveError, CollectiveTimeout, PeerLost
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Channel, Collective, Done, Operation, Pending, check_rows
+from prophet.ranks.threads import ThreadWorld
+from prophet.ranks.waiting import Waiter
+
+T = TypeVar("T")
+_TAGS = 1 << 20  # tags of single messages come again after so many all-to-alls
+
+
+# --- a process group ---
+
+
+# torch 2.13 renamed it
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _over_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether gloo moves the group's tensors on the host."""
+    return "cpu:gloo" in str(dist.get_backend_config(group))
+
+
+def _place() -> int:
+    """A number that processes on one host share: they have its name and its network in common."""
+    network = ""
+    with suppress(OSError):  # containers on one machine have networks of their own; not every system tells
+        network = str(os.stat("/proc/self/ns/net").st_ino)
+    name = f"{socket.gethostname()} {network}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little")
+
+
+class _WorkPending(Pending):
+    def __init__(
+        self, owner: ProcessGroupCollective, works: list[Any], result: Tensor, keep: Any, op: Operation
+    ) -> None:
+        self._owner = owner
+        self._works = works
+        self._result = result
+        self._keep = keep  # inputs stay alive until the transfer is over
+        self._op = op
+
+    def watch(self) -> None:
+        left = len(self._works)
+
+        def over(_: Any) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                self.arrived_s = time.perf_counter()
+
+        for work in self._works:
+            work.get_future().then(over)
+
+    def ended(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> Tensor:
+        for work in self._works:
+            self._owner.guard(work.wait, self._op)
+        self._works = []
+        self._keep = None
+        return self._result
+
+
+class _FuturePending(Pending):
+    def __init__(self, owner: ProcessGroupCollective, future: Future[None], result: Tensor, op: Operation) -> None:
+        self._owner = owner
+        self._future = future
+        self._result = result
+        self._op = op
+
+    def watch(self) -> None:
+        def over(_: Any) -> None:
+            self.arrived_s = time.perf_counter()
+
+        self._future.add_done_callback(over)
+
+    def ended(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> Tensor:
+        self._owner.guard(self._future.result, self._op)
+        return self._result
+
+
+class ProcessGroupCollective(Collective):
+    """Ranks are processes of a `torch.distributed` group (gloo or NCCL).
+
+    Two communicators over the same ranks are created with `timeout_s` of their own, so a long limit on the user's
+    group does not make a lost peer wait. Creation is collective over the members of `group`.
+
+    receive_first: an all-to-all of tensors on the host posts all receives before it sends anything. In gloo's own, a
+    rank that comes late has its data to a peer on the way before it says that it is ready for the peer's, which then
+    waits on the same connection: the two directions of a link take turns. None: where gloo connects several hosts.
+    Within one host, where bytes are copied and not sent, gloo's own is the faster one.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        receive_first: bool | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
+        base = group if group is not None else dist.group.WORLD
+        super().__init__(dist.get_rank(base), dist.get_world_size(base), timeout_s)
+        ranks = dist.get_process_group_ranks(base)
+        limit = timedelta(seconds=timeout_s)
+        # Local synchronisation lets the members of a smaller group make it without the other processes. It derives the
+        # group's name from how many groups exist, so a name may come back after a group was destroyed and then hang on
+        # what the store remembers: hence not where all processes take part, and `collective_for` never destroys.
+        local = len(ranks) < dist.get_world_size()
+        self._base = weakref.ref(base)
+        self._groups: dict[Channel, Any] = {
+            channel: dist.new_group(ranks, timeout=limit, use_local_synchronization=local)
+            for channel in ("tokens", "weights")
+        }
+        self._broken: CollectiveError | None = None
+        self._receive_first = receive_first
+        if receive_first is None:
+            level = dist.get_debug_level()  # type: ignore[attr-defined]
+            counted = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # compares ranks' numbers of messages
+            self._receive_first = not counted and _over_gloo(self._groups["tokens"]) and self._on_several_hosts()
+        self._posters: dict[Channel, Waiter] = {}
+        self._waiters: dict[Channel, Waiter] = {}
+        if self._receive_first:
+            self._posters = {c: Waiter(f"gloo posts {c}") for c in self._groups}
+            self._waiters = {c: Waiter(f"gloo waits for {c}") for c in self._groups}
+        self._posted: dict[Channel, int] = dict.fromkeys(self._groups, 0)
+
+    def _on_several_hosts(self) -> bool:
+        places = self.all_gather(torch.tensor([_place()], device="cpu"), op=Operation("where ranks are"))
+        return bool((places != places[0]).any())
+
+    def guard(self, call: Callable[[], T], op: Operation) -> T:
+        """Run `call`, turning the backend's failures into errors that name rank, layer and operation."""
+        if self._broken is not None:
+            raise CollectiveError(self.rank, op, f"an earlier operation failed ({self._broken})") from self._broken
+        try:
+            return call()
+        except RuntimeError as error:
+            text = str(error)
+            kind: type[CollectiveError] = CollectiveError
+            reason = text.splitlines()[0] if text else type(error).__name__
+            if "timed out" in text.lower() or "timeout" in text.lower():
+                kind = CollectiveTimeout
+                reason = f"no answer within {self.timeout_s:g} s ({reason})"
+            elif "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
+                kind = PeerLost
+                reason = f"a peer is gone ({reason})"
+            self._broken = kind(self.rank, op, reason)
+            raise self._broken from error
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        *,
+        op: Operation,
+        channel: Channel = "tokens",
+    ) -> Pending:
+        check_rows(x, send_rows, recv_rows, self.size)
+        if self.size == 1:
+            return Done(x)
+        source = x.contiguous()
+        out = x.new_empty((sum(recv_rows), *x.shape[1:]))
+        if self._receive_first and x.device.type == "cpu":
+            return self.guard(lambda: self._post(source.detach(), out, send_rows, recv_rows, channel, op), op)
+        work = self.guard(
+            lambda: dist.all_to_all_single(
+                out, source, list(recv_rows), list(send_rows), group=self._groups[channel], async_op=True
+            ),
+            op,
+        )
+        return _WorkPending(self, [work], out, source, op)
+
+    def _post(
+        self,
+        source: Tensor,
+        out: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        channel: Channel,
+        op: Operation,
+    ) -> Pending:
+        """An all-to-all of single messages, receives before sends; another peer comes first on every rank.
+
+        Sending writes to sockets what they take, and so has a thread of its own beside the one that waits. Receives are
+        posted at once, so that peers need not wait until that thread gets the interpreter.
+        """
+        group, rank = self._groups[channel], self.rank
+        self._posted[channel] += 1
+        tag = self._posted[channel] % _TAGS + 1  # `exchange` has 0
+        sent, received = source.split(list(send_rows)), out.split(list(recv_rows))
+        peers = [(rank + i) % self.size for i in range(1, self.size)]
+
+        coming = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers if recv_rows[p]]
+
+        def post() -> list[Any]:
+            going = [dist.isend(sent[p], group=group, group_dst=p, tag=tag) for p in peers if send_rows[p]]
+            with torch.inference_mode(out.is_inference()), torch.no_grad():  # modes belong to a thread
+                received[rank].copy_(sent[rank])
+            return going
+
+        posted = self._posters[channel].submit(post)
+
+        def finish() -> None:
+            for work in (*coming, *posted.result()):
+                work.wait()
+
+        return _FuturePending(self, self._waiters[channel].submit(finish), out, op)
+
+    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+        if self.size == 1:
+            return x.unsqueeze(0)
+        source = x.contiguous()
+        out = x.new_empty((self.size, *x.shape))
+
+        def gather() -> None:
+            _all_gather_single(out.view(-1), source.view(-1), group=self._groups[channel])
+
+        self.guard(gather, op)
+        return out
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        op: Operation,
+        channel: Channel = "weights",
+    ) -> Pending:
+        group = self._groups[channel]
+        peers = dist.get_process_group_ranks(group)
+        ops = [dist.P2POp(dist.irecv, t, peers[p], group=group) for p, t in recvs]
+        ops += [dist.P2POp(dist.isend, t, peers[p], group=group) for p, t in sends]
+        if not ops:
+            return Done(torch.empty(0))
+        works = self.guard(lambda: dist.batch_isend_irecv(ops), op)
+        return _WorkPending(self, works, torch.empty(0), (list(sends), list(recvs)), op)
+
+    def _renewed(self, timeout_s: float) -> Collective:
+        base = self._base()
+        if base is None:
+            raise RuntimeError("the process group of this collective has been destroyed")
+        return collective_for(base, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
+        if dist.is_initialized():
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+        for waiter in (*self._posters.values(), *self._waiters.values()):
+            waiter.close()
+        self._groups.clear()
+
+
+# --- which collective a layer gets ---
+
+
+def processes() -> int:
+    """How many processes `torch.distributed` knows of; 1 where it is not initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def world_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
+    """Cut all processes into groups of `ep_size` consecutive ones: (this process's group, those of equal rank in all).
+
+    Collective over all processes; see `prophet.engine.parallel.expert_groups`.
+    """
+    world = processes()
+    if ep_size < 1 or world % ep_size:
+        raise ValueError(f"{world} processes cannot be divided into expert-parallel groups of {ep_size}")
+    if world == 1:
+        return ThreadWorld(1).collective(0), ThreadWorld(1).collective(0)
+    rank = dist.get_rank()
+    mine: list[Collective] = []
+    along = [list(range(start, start + ep_size)) for start in range(0, world, ep_size)]
+    across = [list(range(start, world, ep_size)) for start in range(ep_size)]
+    for ranks_of_groups in (along, across):
+        # every process makes every group, in the same order
+        groups = [(ranks, dist.new_group(ranks)) for ranks in ranks_of_groups]
+        mine += [collective_for(group, timeout_s=timeout_s) for ranks, group in groups if rank in ranks]
+    return mine[0], mine[1]
+
+
+def process_rank() -> int:
+    """This process among all that `torch.distributed` knows of; 0 where it is not initialised."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+# Communicators belong to a process, as torch.distributed's own registry does; layers over one group share them.
+_shared: weakref.WeakKeyDictionary[Any, dict[float, ProcessGroupCollective]] = weakref.WeakKeyDictionary()
+
+
+def collective_for(group: dist.ProcessGroup | Collective | None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Collective:
+    """The collective for `group`.
+
+    A `Collective` is returned as it is. None means all processes, or a single rank where `torch.distributed` is not
+    initialised. Calls with the same group and time limit share one pair of communicators, for the life of the group.
+    """
+    if isinstance(group, Collective):
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return ThreadWorld(1).collective(0)
+    if group is not None and not isinstance(group, dist.ProcessGroup | int):  # a number where new_group left us out
+        raise TypeError(f"group must be a process group, a Collective or None, got {type(group).__name__}")
+    base = group if group is not None else dist.group.WORLD
+    if dist.get_rank(base) < 0:
+        raise ValueError("this process is not a member of the group it was given")
+    if dist.get_world_size(base) == 1:
+        return ThreadWorld(1).collective(0)
+    known = _shared.setdefault(base, {})
+    found = known.get(timeout_s)
+    if found is None or not found._groups:
+        found = known[timeout_s] = ProcessGroupCollective(base, timeout_s=timeout_s)
+    return found

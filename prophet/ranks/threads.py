@@ -1,0 +1,189 @@
+"""R ranks as threads of one process: real blocking and real time limits, without a network.
+
+Shape legend: R ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from prophet.errors import CollectiveError, CollectiveTimeout, PeerLost
+from prophet.ranks.collective import Channel, Collective, Done, Operation, Pending, check_rows
+
+T = TypeVar("T")
+
+
+class ThreadWorld:
+    """R ranks in one process: real blocking semantics and real time limits, without processes or sockets.
+
+    `run(fn)` calls `fn(collective)` on R threads and returns their results by rank. If one raises, the others are
+    woken and the first error is raised.
+    """
+
+    def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
+        if size < 1:
+            raise ValueError(f"a world needs at least one rank, got {size}")
+        self.size = size
+        self.timeout_s = timeout_s
+        self._mail: dict[tuple[Channel, int, int, int], tuple[Operation, Tensor]] = {}
+        self._arrived = threading.Condition()
+        self._failure: BaseException | None = None
+
+    def collective(self, rank: int) -> ThreadCollective:
+        """The collective of one rank."""
+        return ThreadCollective(self, rank)
+
+    def run(self, fn: Callable[[ThreadCollective], T]) -> list[T]:
+        """Run `fn` on all ranks at once; their results by rank. Raises what the first rank to fail raised."""
+        results: dict[int, T] = {}
+
+        def body(rank: int) -> None:
+            try:
+                results[rank] = fn(self.collective(rank))
+            except BaseException as error:
+                self.abort(error)
+
+        threads = [threading.Thread(target=body, args=(r,), name=f"rank-{r}", daemon=True) for r in range(self.size)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        if self._failure is not None:
+            raise self._failure
+        return [results[r] for r in range(self.size)]
+
+    def abort(self, error: BaseException) -> None:
+        """Wake every waiting rank: `error` happened on one of them."""
+        with self._arrived:
+            self._failure = self._failure or error
+            self._arrived.notify_all()
+
+    def put(self, key: tuple[Channel, int, int, int], op: Operation, x: Tensor) -> None:
+        """Leave a copy of `x` for (channel, number, source, destination)."""
+        with self._arrived:
+            self._mail[key] = (op, x.detach().clone())
+            self._arrived.notify_all()
+
+    def has(self, keys: Sequence[tuple[Channel, int, int, int]]) -> bool:
+        """Whether all this was put, or will never be."""
+        with self._arrived:
+            return self._failure is not None or all(key in self._mail for key in keys)
+
+    def take(self, key: tuple[Channel, int, int, int], op: Operation, timeout_s: float) -> Tensor:
+        """Wait for what was put under `key`; CollectiveError where its sender is in another operation, or gone."""
+        _, _, source, rank = key
+        deadline = time.monotonic() + timeout_s
+        with self._arrived:
+            while key not in self._mail:
+                if self._failure is not None:
+                    raise PeerLost(rank, op, f"a peer ended ({self._failure})") from self._failure
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise CollectiveTimeout(rank, op, f"no answer from rank {source} within {timeout_s:g} s")
+                self._arrived.wait(left)
+            theirs, x = self._mail.pop(key)
+        if theirs != op:
+            raise CollectiveError(rank, op, f"rank {source} is in {theirs} instead")
+        return x
+
+
+class _ThreadPending(Pending):
+    def __init__(self, collect: Callable[[], Tensor], ended: Callable[[], bool]) -> None:
+        self._collect = collect
+        self._ended = ended
+        self._result: Tensor | None = None
+
+    def ended(self) -> bool:
+        return self._result is not None or self._ended()
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            self._result = self._collect()
+        return self._result
+
+
+class ThreadCollective(Collective):
+    """One rank of a `ThreadWorld`."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(rank, world.size, world.timeout_s)
+        self._world = world
+        self._issued: dict[Channel, int] = {"tokens": 0, "weights": 0}
+        self._exchanged: dict[tuple[Channel, int, int], int] = {}
+
+    def _renewed(self, timeout_s: float) -> Collective:
+        self.timeout_s = timeout_s
+        return self
+
+    def _take(self, key: tuple[Channel, int, int, int], op: Operation) -> Tensor:
+        return self._world.take(key, op, self.timeout_s)
+
+    def _next(self, channel: Channel) -> int:
+        self._issued[channel] += 1
+        return self._issued[channel]
+
+    def all_to_all(
+        self,
+        x: Tensor,
+        send_rows: Sequence[int],
+        recv_rows: Sequence[int],
+        *,
+        op: Operation,
+        channel: Channel = "tokens",
+    ) -> Pending:
+        check_rows(x, send_rows, recv_rows, self.size)
+        if self.size == 1:
+            return Done(x)
+        number = self._next(channel)
+        for d, piece in enumerate(x.split(list(send_rows))):
+            self._world.put((channel, number, self.rank, d), op, piece)
+
+        def collect() -> Tensor:
+            pieces = [self._take((channel, number, s, self.rank), op) for s in range(self.size)]
+            for s, piece in enumerate(pieces):
+                if piece.shape[0] != recv_rows[s]:
+                    reason = f"rank {s} sent {piece.shape[0]} rows, expected {recv_rows[s]}"
+                    raise CollectiveError(self.rank, op, reason)
+            return torch.cat(pieces)
+
+        keys = [(channel, number, s, self.rank) for s in range(self.size)]
+        return _ThreadPending(collect, lambda: self._world.has(keys))
+
+    def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+        if self.size == 1:
+            return x.unsqueeze(0)
+        number = self._next(channel)
+        for d in range(self.size):
+            self._world.put((channel, number, self.rank, d), op, x)
+        return torch.stack([self._take((channel, number, s, self.rank), op) for s in range(self.size)])
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        *,
+        op: Operation,
+        channel: Channel = "weights",
+    ) -> Pending:
+        # Numbers below zero keep point-to-point messages apart from the collectives'.
+        def number(source: int, target: int) -> int:
+            key = (channel, source, target)
+            self._exchanged[key] = self._exchanged.get(key, 0) + 1
+            return -self._exchanged[key]
+
+        for peer, x in sends:
+            self._world.put((channel, number(self.rank, peer), self.rank, peer), op, x)
+        expected = [(channel, number(peer, self.rank), peer, self.rank) for peer, _ in recvs]
+
+        def collect() -> Tensor:
+            for key, (_, out) in zip(expected, recvs, strict=True):
+                out.copy_(self._take(key, op))
+            return torch.empty(0)
+
+        return _ThreadPending(collect, lambda: self._world.has(expected))

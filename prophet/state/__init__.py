@@ -1,0 +1,1 @@
+"""Training state between layouts: which box of which tensor lives where, and how it gets elsewhere."""

@@ -1,0 +1,159 @@
+"""A layout says which box of which tensor lives on which rank.
+
+Shape legend: P ranks. Any combination of pipeline, tensor, data, expert and ZeRO sharding is a layout: replicas are
+equal boxes on several ranks, a shard is a part of a tensor's box. The constructors here cover slices along a
+dimension, ranges of a flattened buffer and rows of a sparse matrix; they combine by adding pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import NamedTuple
+
+from prophet.errors import LayoutError
+from prophet.spec import IntArray
+from prophet.state.space import Box, Space, TensorSpec, flat_boxes, total_bytes
+
+
+class Piece(NamedTuple):
+    """One box of one tensor."""
+
+    name: str
+    box: Box
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.box}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Pieces by rank, [P][...]. Valid when built: boxes lie within their tensor, those of a rank do not overlap."""
+
+    space: Space
+    pieces: tuple[tuple[Piece, ...], ...]
+
+    def __post_init__(self) -> None:
+        rows = tuple(tuple(Piece(*p) for p in row) for row in self.pieces)
+        if not rows:
+            raise LayoutError("a layout needs at least one rank")
+        object.__setattr__(self, "pieces", rows)
+        for rank, row in enumerate(rows):
+            by_name: dict[str, list[Box]] = {}
+            for piece in row:
+                if not self.space[piece.name].box.contains(piece.box):
+                    raise LayoutError(f"{piece} of rank {rank} lies outside {list(self.space[piece.name].shape)}")
+                by_name.setdefault(piece.name, []).append(piece.box)
+            for name, boxes in by_name.items():
+                if len(boxes) > 1:
+                    _check_disjoint(name, boxes, rank)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.pieces)
+
+    def bytes_on(self, rank: int) -> int:
+        """Bytes of all pieces that `rank` holds."""
+        return total_bytes(self.space, self.pieces[rank])
+
+    def by_tensor(self) -> dict[str, list[tuple[int, Box]]]:
+        """(rank, box) pairs of every tensor, by ascending rank."""
+        found: dict[str, list[tuple[int, Box]]] = {t.name: [] for t in self.space.tensors}
+        for rank, row in enumerate(self.pieces):
+            for piece in row:
+                found[piece.name].append((rank, piece.box))
+        return found
+
+    def check_complete(self) -> None:
+        """Raise `LayoutError` unless every element of the space lives on some rank."""
+        for name, held in self.by_tensor().items():
+            left = missing([self.space[name].box], (box for _, box in held))
+            if left:
+                raise LayoutError(f"no rank holds {name}{left[0]}")
+
+    def on_ranks(self, ranks: int) -> Layout:
+        """The same layout for a larger number of ranks; the new ones hold nothing."""
+        if ranks < self.ranks:
+            raise LayoutError(f"a layout of {self.ranks} ranks cannot be cut to {ranks}")
+        return Layout(self.space, self.pieces + ((),) * (ranks - self.ranks))
+
+
+def _check_disjoint(name: str, boxes: Sequence[Box], rank: int) -> None:
+    for a, b in combinations(boxes, 2):
+        if a.intersect(b) is not None:
+            raise LayoutError(f"rank {rank} holds {name}{a} and {name}{b}, which overlap")
+
+
+def missing(wanted: Iterable[Box], held: Iterable[Box]) -> list[Box]:
+    """Disjoint boxes that hold the elements of `wanted` (disjoint) that are in none of `held`."""
+    left = [box for box in wanted if box.elements]
+    for have in held:
+        left = [rest for box in left for rest in box.subtract(have)]
+    return left
+
+
+def layout_from(space: Space, ranks: int, pieces: Mapping[int, Iterable[tuple[str, Box]]]) -> Layout:
+    """A layout of `ranks` ranks; ranks that `pieces` leaves out hold nothing."""
+    stray = sorted(r for r in pieces if not 0 <= r < ranks)
+    if stray:
+        raise LayoutError(f"pieces are given for ranks {stray}, outside 0..{ranks - 1}")
+    return Layout(space, tuple(tuple(Piece(*p) for p in pieces.get(r, ())) for r in range(ranks)))
+
+
+def slice_box(shape: Sequence[int], dim: int, parts: int, index: int) -> Box:
+    """Part `index` of `parts` along dimension `dim`; the first (length mod parts) parts are one longer."""
+    if not (0 <= dim < len(shape) and 0 <= index < parts):
+        raise LayoutError(f"no part {index} of {parts} along dimension {dim} of {list(shape)}")
+    size, more = divmod(shape[dim], parts)
+    first = index * size + min(index, more)
+    whole = Box.whole(shape)
+    stop = first + size + (1 if index < more else 0)
+    return Box((*whole.start[:dim], first, *whole.start[dim + 1 :]), (*whole.stop[:dim], stop, *whole.stop[dim + 1 :]))
+
+
+def flat_shard(tensors: Sequence[TensorSpec], parts: int, index: int) -> list[Piece]:
+    """Part `index` of `parts` of the tensors laid end to end, each part ceil(total / parts) elements: a ZeRO shard."""
+    if not 0 <= index < parts:
+        raise LayoutError(f"no part {index} of {parts}")
+    total = sum(t.elements for t in tensors)
+    size = -(-total // parts)
+    low, high = min(index * size, total), min((index + 1) * size, total)
+    pieces: list[Piece] = []
+    offset = 0
+    for tensor in tensors:
+        first, last = max(low - offset, 0), min(high - offset, tensor.elements)
+        if first < last:
+            pieces += [Piece(tensor.name, box) for box in flat_boxes(tensor.shape, first, last)]
+        offset += tensor.elements
+    return pieces
+
+
+def csr_specs(
+    name: str, *, rows: int, nonzeros: int, dtype: str = "float32", layer: int | None = None
+) -> tuple[TensorSpec, ...]:
+    """The tensors of a pruned matrix in compressed sparse rows: row offsets, column indices, values.
+
+    States that follow the values (moments) are further tensors of shape [nonzeros] and are cut by the same boxes.
+    """
+    return (
+        TensorSpec(name=f"{name}.crow", shape=(rows + 1,), dtype="int64", kind="index", layer=layer),
+        TensorSpec(name=f"{name}.col", shape=(nonzeros,), dtype="int64", kind="index", layer=layer),
+        TensorSpec(name=f"{name}.values", shape=(nonzeros,), dtype=dtype, kind="parameter", layer=layer),
+    )
+
+
+def csr_rows(name: str, crow: IntArray | Sequence[int], first: int, last: int) -> list[Piece]:
+    """Rows first .. last-1 of a sparse matrix whose row offsets `crow` [rows + 1] are known to all ranks.
+
+    The piece of offsets has one entry more than rows and counts from the start of the whole matrix; subtract its first
+    entry to get the offsets of the rows alone.
+    """
+    if not 0 <= first <= last < len(crow):
+        raise LayoutError(f"{name}: rows {first}..{last} are outside a matrix of {len(crow) - 1} rows")
+    values = Box((int(crow[first]),), (int(crow[last]),))
+    return [
+        Piece(f"{name}.crow", Box((first,), (last + 1,))),
+        Piece(f"{name}.col", values),
+        Piece(f"{name}.values", values),
+    ]

@@ -1,0 +1,217 @@
+"""The coordinate space of training state: every tensor in its complete, unsharded form, and boxes within it.
+
+Shape legend: n dimensions of a tensor. A box is half open in every dimension; a tensor without dimensions has one box,
+which holds its one element. After the virtual parameter space of DynaTran (Section 4.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+from prophet.errors import LayoutError
+
+StateKind = Literal["parameter", "gradient", "optimizer", "rng", "buffer", "index"]
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "complex64": 8,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element, by the name of its type."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """The elements with start[d] <= index[d] < stop[d] in every dimension d."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop):
+            raise LayoutError(f"a box needs as many starts as stops, got {self.start} and {self.stop}")
+        if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+            raise LayoutError(f"a box needs 0 <= start <= stop, got {self.start} and {self.stop}")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(int(n) for n in shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+    def contains(self, other: Box) -> bool:
+        """Whether `other` lies within; never, where it has another number of dimensions."""
+        return len(self.start) == len(other.start) and all(
+            a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True)
+        )
+
+    def intersect(self, other: Box) -> Box | None:
+        """The common elements, or None if there are none."""
+        start = tuple(max(a, b) for a, b in zip(self.start, other.start, strict=True))
+        stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop, strict=True))
+        if any(b <= a for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def subtract(self, other: Box) -> list[Box]:
+        """Disjoint boxes that hold what `other` does not: at most 2n of them."""
+        common = self.intersect(other)
+        if common is None:
+            return [self] if self.elements else []
+        rest: list[Box] = []
+        start, stop = list(self.start), list(self.stop)
+        for d in range(len(start)):
+            if start[d] < common.start[d]:
+                rest.append(Box(tuple(start), (*stop[:d], common.start[d], *stop[d + 1 :])))
+            if common.stop[d] < stop[d]:
+                rest.append(Box((*start[:d], common.stop[d], *start[d + 1 :]), tuple(stop)))
+            start[d], stop[d] = common.start[d], common.stop[d]
+        return rest
+
+    def slices(self, within: Box) -> tuple[slice, ...]:
+        """Index of this box in a tensor that holds the box `within`."""
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.start, self.stop, within.start, strict=True))
+
+    def shift(self, offset: Sequence[int]) -> Box:
+        """The box moved by `offset`."""
+        return Box(
+            tuple(a + o for a, o in zip(self.start, offset, strict=True)),
+            tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
+        )
+
+    def split(self, max_elements: int) -> list[Box]:
+        """Boxes of at most `max_elements` elements that together are this one, in row-major order."""
+        if max_elements < 1:
+            raise LayoutError(f"a box is split into parts of at least one element, got {max_elements}")
+        total = self.elements
+        return [
+            part.shift(self.start)
+            for first in range(0, total, max_elements)
+            for part in flat_boxes(self.shape, first, min(first + max_elements, total))
+        ]
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The boxes that hold elements start .. stop-1 of a row-major tensor, in that order: at most 2n - 1 of them.
+
+    A ZeRO shard is such a range of a flattened buffer; DynaTran, Section 4.2.2. A tensor without dimensions counts as
+    one dimension of length 1.
+    """
+    total = math.prod(shape)
+    if not 0 <= start <= stop <= total:
+        raise LayoutError(f"elements {start}..{stop} are outside a tensor of {total} elements")
+    if start == stop:
+        return []
+    if len(shape) == 0:
+        return [Box((), ())]
+    if len(shape) == 1:
+        return [Box((start,), (stop,))]
+    rest = tuple(shape[1:])
+    row = math.prod(rest)
+    first_row, last_row = start // row, (stop - 1) // row
+    if first_row == last_row:
+        inner = flat_boxes(rest, start - first_row * row, stop - first_row * row)
+        return [Box((first_row, *b.start), (first_row + 1, *b.stop)) for b in inner]
+    boxes: list[Box] = []
+    if start % row:
+        head = flat_boxes(rest, start - first_row * row, row)
+        boxes += [Box((first_row, *b.start), (first_row + 1, *b.stop)) for b in head]
+        first_row += 1
+    full_stop = stop // row
+    if first_row < full_stop:
+        boxes.append(Box((first_row, *(0,) * len(rest)), (full_stop, *rest)))
+    if stop % row:
+        tail = flat_boxes(rest, 0, stop - full_stop * row)
+        boxes += [Box((full_stop, *b.start), (full_stop + 1, *b.stop)) for b in tail]
+    return boxes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One tensor of the training state in its unsharded form; `layer` is the pipeline layer it belongs to, if any."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    kind: StateKind = "parameter"
+    layer: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
+        if self.dtype not in ITEM_BYTES:
+            raise LayoutError(f"{self.name}: element type must be one of {sorted(ITEM_BYTES)}, got {self.dtype!r}")
+        if self.kind not in get_args(StateKind):
+            raise LayoutError(f"{self.name}: kind must be one of {list(get_args(StateKind))}, got {self.kind!r}")
+        if any(n < 0 for n in self.shape):
+            raise LayoutError(f"{self.name}: lengths must not be negative, got {list(self.shape)}")
+
+    @property
+    def box(self) -> Box:
+        """The whole tensor."""
+        return Box.whole(self.shape)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Space:
+    """All tensors of the training state, in an order that every rank shares."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(self.tensors))
+        if len(self._by_name) != len(self.tensors):
+            seen: set[str] = set()
+            twice = sorted({t.name for t in self.tensors if t.name in seen or seen.add(t.name)})  # type: ignore[func-returns-value]
+            raise LayoutError(f"tensor names must differ; these appear twice: {twice[:8]}")
+
+    @cached_property
+    def _by_name(self) -> dict[str, TensorSpec]:
+        return {t.name: t for t in self.tensors}
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        found = self._by_name.get(name)
+        if found is None:
+            raise LayoutError(f"the space has no tensor {name!r}")
+        return found
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def index(self) -> dict[str, int]:
+        """Position of every tensor."""
+        return {t.name: i for i, t in enumerate(self.tensors)}
+
+
+def total_bytes(space: Space, boxes: Iterable[tuple[str, Box]]) -> int:
+    """Bytes of the boxes, each given with its tensor's name."""
+    return sum(box.elements * space[name].item_bytes for name, box in boxes)

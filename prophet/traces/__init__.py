@@ -1,0 +1,1 @@
+"""Routing traces: read, write, replay, extrapolate."""

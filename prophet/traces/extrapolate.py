@@ -1,0 +1,259 @@
+"""How long a step would take on more ranks than there are: the simulator on a stretched topology, with an error bar.
+
+The ranks form groups of expert parallelism, each with loads of its own, and the groups meet once, when dense gradients
+are averaged: a step is as long as that of the slowest group. The error bar comes from steps that were both simulated
+and measured. They were measured on few hosts, so for many ranks it is a lower bound of the doubt.
+
+Shape legend: R ranks, P ranks of one expert-parallel group, G groups, L layers, E experts of a group.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prophet.errors import SpecError
+from prophet.planner import get_planner
+from prophet.planner.settle import pays
+from prophet.scheduler.forms import FormChooser
+from prophet.scheduler.notes import predicted_weights
+from prophet.scheduler.schedules import (
+    cover_of,
+    cut_of,
+    runs_ahead,
+    schedule_named,
+)
+from prophet.scheduler.simulate import SimulatedStep, predicted_durations, simulate
+from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, check_experts_per_rank
+
+MAX_FILE_BYTES = 1 << 26
+BALANCED = "forced-balance"  # not a planner: the routing itself is perfectly even
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorBar:
+    """Relative errors of simulated step times, simulated / measured - 1, and where they were measured."""
+
+    errors: tuple[float, ...]
+    source: str
+
+    def __post_init__(self) -> None:
+        if not self.errors or not all(-1.0 < e < float("inf") for e in self.errors):
+            raise SpecError(f"{self.source}: expected relative errors above -1, got {list(self.errors)}")
+
+    @property
+    def mean(self) -> float:
+        """Mean absolute error."""
+        return float(np.mean(np.abs(self.errors)))
+
+    def around(self, simulated_s: float) -> tuple[float, float]:
+        """Seconds between which a measured step would lie if its error were one of those seen."""
+        return simulated_s / (1.0 + max(*self.errors, 0.0)), simulated_s / (1.0 + min(*self.errors, 0.0))
+
+
+# static, pro-prophet and prophet of every profile of that page, and prophet-blocking of the first
+MEASURED = ErrorBar(
+    errors=(-0.024, -0.049, -0.070, -0.063, 0.019, 0.033, -0.043, 0.031, -0.032, -0.136),
+    source="10 cases on 4 and 8 emulated hosts (benchmarks/results/2026-11-22-cluster-peers.md)",
+)
+
+
+def read_error_bar(path: str | os.PathLike[str]) -> ErrorBar:
+    """The error bar from a file that `python -m benchmarks.cluster --json` wrote; `SpecError` for any other file."""
+    file = Path(path)
+    try:
+        with file.open("rb") as f:
+            raw = f.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise SpecError(f"{file}: expected at most {MAX_FILE_BYTES} bytes")
+        rows = json.loads(raw)["rows"]
+        found = [(float(r["simulated_error"]), int(r["hosts"])) for r in rows if r["simulated_error"] is not None]
+    except OSError as error:
+        raise SpecError(f"{file}: expected rows of the cluster benchmark (JSON): {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, SpecError):
+            raise
+        raise SpecError(f"{file}: expected rows with simulated_error and hosts ({error!r})") from None
+    hosts = sorted({h for _, h in found})
+    return ErrorBar(errors=tuple(e for e, _ in found), source=f"{len(found)} policies on {hosts} hosts ({file})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scenario:
+    """What is trained. skew: expert e of a layer is chosen in proportion to (place in the order of popularity)^-skew.
+
+    routed_per_rank: choices of one rank in a step. dense_bytes: gradients that all R ranks average. samples: groups of
+    expert parallelism that are simulated in place of all of them where there are more.
+    """
+
+    context: PlanContext
+    layers: int
+    routed_per_rank: int
+    skew: float = 0.5
+    dense_bytes: int = 0
+    schedule: str = "block-wise"
+    samples: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "routed_per_rank", "samples"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"Scenario.{name} must be at least 1, got {getattr(self, name)}")
+        if not (self.skew >= 0 and np.isfinite(self.skew)):
+            raise SpecError(f"Scenario.skew must not be negative, got {self.skew!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Extrapolated:
+    """Seconds of a step of one policy on R ranks; max_mean is the mean over layers and groups."""
+
+    ranks: int
+    group: int
+    policy: str
+    step_s: float
+    low_s: float
+    high_s: float
+    exposed_s: dict[str, float]
+    idle_s: float
+    max_mean: float
+    copies_per_rank: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, as `--json` prints them."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def stretched(topology: Topology, ranks: int) -> Topology:
+    """The same kind of machine with `ranks` ranks: nodes of the same size, and the ranks' own figures repeated."""
+    if ranks < 1:
+        raise SpecError(f"a topology needs at least one rank, got {ranks}")
+    repeats = -(-ranks // topology.ranks)
+    return replace(
+        topology,
+        ranks=ranks,
+        ranks_per_node=min(topology.ranks_per_node, ranks) if topology.nodes > 1 else min(topology.ranks, ranks),
+        flops_per_s=(topology.flops_per_s * repeats)[:ranks],
+        free_bytes=(topology.free_bytes * repeats)[:ranks],
+    )
+
+
+def resized(context: PlanContext, ranks: int) -> PlanContext:
+    """The context with another number of ranks, and as many experts on each."""
+    m = check_experts_per_rank(context.experts, context.ranks)
+    return replace(
+        context,
+        topology=stretched(context.topology, ranks),
+        home=tuple(e // m for e in range(m * ranks)),
+        budget_bytes=None,
+        previous=None,
+    )
+
+
+def loads(scenario: Scenario, ranks: int, experts: int, group: int) -> list[tuple[IntArray, IntArray]]:
+    """By layer: the load of the step before, and that of this step; [P, E] each."""
+    found = []
+    for layer in range(scenario.layers):
+        rng = np.random.default_rng([scenario.seed, group, layer])
+        popularity = rng.permutation(np.arange(1, experts + 1, dtype=np.float64) ** -scenario.skew)
+        popularity /= popularity.sum()
+        before, now = (rng.multinomial(scenario.routed_per_rank, popularity, size=ranks) for _ in range(2))
+        found.append((before.astype(np.int64), now.astype(np.int64)))
+    return found
+
+
+def even_load(scenario: Scenario, ranks: int, experts: int) -> IntArray:
+    """Every expert chosen equally often, to within one; [P, E]."""
+    load = np.full((ranks, experts), scenario.routed_per_rank // experts, dtype=np.int64)
+    rest = scenario.routed_per_rank % experts
+    for r in range(ranks):
+        load[r, (r * rest + np.arange(rest)) % experts] += 1
+    return load
+
+
+def extrapolate(scenario: Scenario, policy: str, ranks: int, group: int, error: ErrorBar) -> Extrapolated:
+    """One step of `policy` (a planner's name, or "forced-balance") on R ranks in groups of P; `SpecError` if uneven."""
+    if group < 1 or ranks % group:
+        raise SpecError(f"{ranks} ranks cannot form groups of {group}: expected a multiple of the group's size")
+    context = resized(scenario.context, group)
+    groups = ranks // group
+    slowest = context.topology.inter if ranks > context.topology.ranks_per_node else context.topology.intra
+    update_s = slowest.seconds(2.0 * scenario.dense_bytes * (ranks - 1) / ranks)
+    steps, balances, copies = [], [], []
+    for at in range(min(groups, scenario.samples)):
+        step, balance, held = _group_step(scenario, policy, context, at, update_s)
+        steps.append(step)
+        balances.append(balance)
+        copies.append(held)
+    worst = max(steps, key=lambda s: s.makespan_s)
+    low, high = error.around(worst.makespan_s)
+    return Extrapolated(
+        ranks=ranks,
+        group=group,
+        policy=policy,
+        step_s=worst.makespan_s,
+        low_s=low,
+        high_s=high,
+        exposed_s=worst.exposed_s,
+        idle_s=float(worst.idle_s.mean()),
+        max_mean=float(np.mean(balances)),
+        copies_per_rank=float(np.mean(copies)),
+    )
+
+
+def _group_step(
+    scenario: Scenario, policy: str, context: PlanContext, group: int, update_s: float
+) -> tuple[SimulatedStep, float, float]:
+    """(the step, mean max/mean of its layers, replicas per rank over all layers) of one group."""
+    ranks, experts = context.ranks, context.experts
+    planner = get_planner("static" if policy == BALANCED else policy)
+    chooser = FormChooser(scenario.layers)
+    first = replace(context, windows=replace(context.windows, experts=False))
+    contexts: Sequence[PlanContext] = [first, *[context] * (scenario.layers - 1)]
+    placements: list[Placement] = []
+    splits: list[Split] = []
+    present: list[IntArray] = []
+    for here, (before, now) in zip(contexts, loads(scenario, ranks, experts, group), strict=True):
+        even = even_load(scenario, ranks, experts) if policy == BALANCED else None
+        placement = planner.place(before if even is None else even, here)
+        load = now if even is None else even
+        placements.append(placement)
+        present.append(load)
+        splits.append(Split.to_homes(load, placement) if placement.is_static else planner.split(load, placement, here))
+    schedule = schedule_named(scenario.schedule, scenario.layers)
+    weights = predicted_weights(contexts, np.array([s.rank_load() for s in splits]))
+    forms = []
+    for i, (here, placement) in enumerate(zip(contexts, placements, strict=True)):
+        form = chooser.form(
+            i,
+            placement,
+            here,
+            trans_cut=cut_of(schedule, "TRANS", i, weights),
+            agg_cut=cut_of(schedule, "AGG", i, weights),
+            trans_cover_s=1e-6 * cover_of(schedule, "TRANS", i, weights),
+            agg_cover_s=1e-6 * cover_of(schedule, "AGG", i, weights),
+        )
+        forms.append(form)
+        # what has been sent of a Trans by then is not played: it ran beside compute
+        trans_s, agg_s = chooser.cheapest(i, placement, here)
+        withdraws = getattr(planner, "withdraws", False) and not placement.is_static
+        if withdraws and not pays(present[i], splits[i], here, trans_s, agg_s, ahead=runs_ahead(schedule, i)):
+            placements[i] = context.homes_only()
+            splits[i] = Split.to_homes(present[i], placements[i])
+    durations = predicted_durations(
+        placements,
+        splits,
+        contexts,
+        forms=forms,
+        # what comes before the first block is like what comes before the others; the last block's rest is the head
+        start_s=context.windows.fnec_s,
+        end_s=context.windows.bnec_s,
+        update_s=update_s,
+    )
+    held = sum(len(p.replicas()) for p in placements) / ranks
+    return simulate(schedule, durations), float(np.mean([s.max_mean() for s in splits])), held

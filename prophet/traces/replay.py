@@ -1,0 +1,150 @@
+"""Replaying a routing trace: what a planner would have done with it, and what the performance model makes of that.
+
+Shape legend: T steps, I judged iterations, L layers, R ranks, E experts.
+
+An iteration's placement is planned from the iteration before it (nothing else would have been known in time) and
+holds for all of its microbatches; each microbatch is split by its own counts. Only iterations that have a predecessor
+are judged, for every planner alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from prophet.errors import SpecError
+from prophet.planner.base import Planner
+from prophet.planner.cost import step_cost
+from prophet.planner.settle import settled_cost
+from prophet.spec import FloatArray, IntArray, Placement, PlanContext
+from prophet.traces.npz import RoutingTrace
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Replay:
+    """What one planner made of a trace.
+
+    max_mean: [n] largest rank load over the mean, one entry per judged step and layer. copies_per_rank: mean replicas
+    of a layer on a rank; copies_on_fullest_rank: the most that any rank ever held of one layer. layer_s: mean
+    predicted seconds of one layer in one step, of which a2a_s, expert_s, exposed_trans_s and exposed_agg_s (what
+    nothing hides) are the parts. rank_load: [L, R] mean tokens that a rank computes in a step. copies: [I, L, E]
+    replicas of every expert in the judged iterations.
+    """
+
+    planner: str
+    max_mean: FloatArray
+    copies_per_rank: float
+    copies_on_fullest_rank: int
+    a2a_s: float
+    expert_s: float
+    exposed_trans_s: float
+    exposed_agg_s: float
+    rank_load: FloatArray
+    copies: IntArray
+
+    @property
+    def exposed_s(self) -> float:
+        """Trans and Agg that nothing hides."""
+        return self.exposed_trans_s + self.exposed_agg_s
+
+    @property
+    def layer_s(self) -> float:
+        """Seconds of the layer: what is not hidden of it."""
+        return self.a2a_s + self.expert_s + self.exposed_s
+
+    @property
+    def max_mean_median(self) -> float:
+        return float(np.median(self.max_mean))
+
+    @property
+    def max_mean_p95(self) -> float:
+        return float(np.percentile(self.max_mean, 95))
+
+
+def choose_iterations(trace: RoutingTrace, at_most: int) -> list[tuple[slice, slice]]:
+    """Pairs (iteration before, iteration) of steps, at most `at_most`, spread evenly over the trace.
+
+    Raises `SpecError` when the trace has no two iterations.
+    """
+    if at_most < 1:
+        raise SpecError(f"at least one iteration must be replayed, got {at_most}")
+    slices = list(trace.iteration_slices())
+    if len(slices) < 2:
+        raise SpecError(
+            f"the trace has {len(slices)} iteration(s); planning from the last one and judging the next needs two"
+        )
+    chosen = np.unique(np.linspace(1, len(slices) - 1, num=min(at_most, len(slices) - 1)).astype(int))
+    return [(slices[i - 1], slices[i]) for i in chosen]
+
+
+def predicted_load(trace: RoutingTrace, steps: slice, layer: int) -> IntArray:
+    """Mean load [R, E] over an iteration's microbatches, rounded to whole tokens."""
+    window = trace.counts[steps, layer].astype(np.int64)
+    load: IntArray = (window.sum(axis=0) + len(window) // 2) // len(window)
+    return load
+
+
+def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: Sequence[tuple[slice, slice]]) -> Replay:
+    """Run `planner` over the iterations `pairs` (from `choose_iterations`) of all layers.
+
+    Trans and Agg happen once per iteration: Trans is hidden under its first microbatch, Agg under its last.
+    """
+    if (context.ranks, context.experts) != (trace.ranks, trace.experts):
+        raise SpecError(
+            f"the trace has {trace.ranks} ranks and {trace.experts} experts, the context {context.ranks} and "
+            f"{context.experts}"
+        )
+    max_mean: list[float] = []
+    copies: list[IntArray] = []
+    seconds = np.zeros(4)
+    rank_load = np.zeros((trace.layers, trace.ranks))
+    by_expert = np.zeros((len(pairs), trace.layers, trace.experts), dtype=np.int64)
+    previous: list[Placement | None] = [None] * trace.layers
+    withdraws = getattr(planner, "withdraws", False)
+    for i, (before, now) in enumerate(pairs):
+        for layer in range(trace.layers):
+            here = replace(context, previous=previous[layer])
+            placement = planner.place(predicted_load(trace, before, layer), here)
+            previous[layer] = placement
+            copies.append(placement.copies_per_rank())
+            by_expert[i, layer] = placement.holds.sum(axis=1) - 1
+            for step in range(now.start, now.stop):
+                load = trace.load(step, layer)
+                split = planner.split(load, placement, here)
+                cost = step_cost(split, placement, here)
+                if withdraws and step == now.start:
+                    microbatches = now.stop - now.start
+                    settled, cost = settled_cost(load, split, placement, here, microbatches=microbatches)
+                    if settled is not split:
+                        split, placement = settled, here.homes_only()
+                max_mean.append(split.max_mean())
+                rank_load[layer] += split.rank_load()
+                seconds += (
+                    cost.a2a_s,
+                    cost.expert_s,
+                    cost.exposed_trans_s if step == now.start else 0.0,
+                    cost.exposed_agg_s if step == now.stop - 1 else 0.0,
+                )
+    a2a_s, expert_s, exposed_trans_s, exposed_agg_s = (seconds / len(max_mean)).tolist()
+    table = np.stack(copies)
+    return Replay(
+        planner=planner.name,
+        max_mean=np.asarray(max_mean),
+        copies_per_rank=float(table.mean()),
+        copies_on_fullest_rank=int(table.max()),
+        a2a_s=a2a_s,
+        expert_s=expert_s,
+        exposed_trans_s=exposed_trans_s,
+        exposed_agg_s=exposed_agg_s,
+        rank_load=rank_load * (trace.layers / len(max_mean)),
+        copies=by_expert,
+    )
+
+
+def routed_per_rank(trace: RoutingTrace) -> float:
+    """Mean choices (a token counts once per chosen expert) that a rank routes in one layer of one step."""
+    if not trace.steps:
+        raise SpecError("the trace has no steps")
+    return float(trace.counts.sum(dtype=np.int64)) / (trace.steps * trace.layers * trace.ranks)

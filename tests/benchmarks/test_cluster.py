@@ -1,0 +1,321 @@
+"""The parts of the cluster benchmark that need no cluster, and one short run that does."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.cluster import __main__ as cli
+from benchmarks.cluster import links
+from benchmarks.cluster.calibrate import PROBE_BYTES, fit_experts, fit_link, probe_links, probe_pairs, slowness_of
+from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, policy
+from benchmarks.cluster.profiles import uniform
+from benchmarks.cluster.rows import summarise, table
+from benchmarks.cluster.workload import Workload, build, even_ids, forced_balance
+from prophet import EngineConfig, attach
+from prophet.demo.model import ModelConfig, MoEGPT
+from prophet.layer.moe import moe_layers
+from prophet.ranks.collective import Operation
+from prophet.ranks.threads import ThreadCollective
+from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
+from prophet.scheduler.timeline import Recorder, Span, hidden_s, read_trace
+from prophet.spec import LayerShape
+from tests.helpers.cluster_testbed import needs_testbed
+from tests.helpers.support import RandomPlanner, on_threads, seeded
+
+SMALL = ModelConfig(dim=8, heads=2, blocks=2, hidden=16, experts=8, top_k=2, length=16)
+
+
+# --- policies and workload ---
+
+
+def test_policies() -> None:
+    assert all(policy(name).name == name for name in DEFAULT_POLICIES)
+    with pytest.raises(PolicyError, match="there are static"):
+        policy("nonsense")
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(12, 2, 8), (7, 2, 4), (5, 1, 8), (3, 8, 8)])
+def test_even_routing_is_even_and_never_repeats_an_expert(tokens: int, top_k: int, experts: int) -> None:
+    for offset in (0, 3):
+        ids = even_ids(tokens, top_k, experts, offset)
+        counts = torch.bincount(ids.reshape(-1), minlength=experts)
+        assert int(counts.max() - counts.min()) <= 1
+        assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+def test_forced_balance_changes_the_loads_and_is_undone() -> None:
+    def body(collective: ThreadCollective) -> list[float]:
+        with seeded(0):
+            model = MoEGPT(SMALL, group=collective)
+        rows = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(collective.rank))
+        found = []
+        for even in (False, True, False):
+            if even:
+                with forced_balance(model, collective.rank):
+                    model.loss(rows).backward()
+            else:
+                model.loss(rows).backward()
+            found.append(max(x.stats.max_mean for x in moe_layers(model) if x.stats is not None))
+        return found
+
+    for found in cast(list[list[float]], on_threads(2, body)):
+        assert found[1] == 1.0
+        assert found[0] == found[2] > 1.0
+
+
+# --- recording ---
+
+
+def test_a_recorded_step_is_complete_and_in_order() -> None:
+    """Compute, all-to-alls and waits of the calling thread add up to the step, and every window is there."""
+
+    def body(collective: ThreadCollective) -> tuple[list[Span], StepMarks]:
+        recorder = Recorder(collective.rank)
+        with seeded(0):
+            model = MoEGPT(SMALL, group=ObservedCollective(collective, recorder))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = attach(model, optimizer, config=EngineConfig(planner=RandomPlanner(density=1.0), transfers="direct"))
+        for _ in range(3):
+            rows = torch.randint(0, 256, (2, 17))
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            loss = model.loss(rows)
+            backward = time.perf_counter()
+            loss.backward()
+            complete = time.perf_counter()
+            optimizer.step()
+            marks = StepMarks(began, backward, complete, time.perf_counter())
+        engine.close()
+        return list(recorder.spans()), marks
+
+    for rank, (spans, marks) in enumerate(cast(list[tuple[list[Span], StepMarks]], on_threads(2, body))):
+        compute = compute_spans(spans, marks, rank, SMALL.blocks)
+        names = [s.name for s in compute]
+        expected = ["start", *(f"{w}({i})" for i in (0, 1) for w in ("route", "FEC", "FNEC"))]
+        expected += [f"{w}({i})" for i in (1, 0) for w in ("BNEC", "BEC")] + ["end", "update"]
+        assert list(dict.fromkeys(names)) == expected
+        inside = [s for s in spans if marks.began_s <= s.start_s and s.end_s <= marks.ended_s]
+        waiting = sum(s.seconds for s in inside if s.stream in ("tokens", "waits"))
+        total = sum(s.seconds for s in compute) + waiting
+        assert total == pytest.approx(marks.ended_s - marks.began_s, rel=1e-6)
+        kinds = {s.name.split(" of layer")[0] for s in inside if s.stream == "weights"}
+        assert kinds == {"Trans chunk 0", "Trans chunk 1", "Agg chunk 0", "Agg chunk 1"}
+        assert sum(seconds_by_window(compute).values()) == pytest.approx(sum(s.seconds for s in compute))
+
+
+def test_an_observed_collective_passes_everything_on() -> None:
+    def body(collective: ThreadCollective) -> list[float]:
+        observed = ObservedCollective(collective, Recorder(collective.rank))
+        x = torch.arange(4.0) + 10 * collective.rank
+        out = observed.all_to_all(x, [2, 2], [2, 2], op=Operation("dispatch", 0)).wait()
+        gathered = observed.all_gather(x[:1], op=Operation("exchange of counts", 0))
+        back = torch.empty(1)
+        peer = 1 - collective.rank
+        observed.exchange([(peer, x[:1])], [(peer, back)], op=Operation("x")).wait()
+        assert len(observed.recorder.spans()) == 4  # the exchange of weights and the wait for it
+        return [*out.tolist(), *gathered.flatten().tolist(), *back.tolist()]
+
+    assert on_threads(2, body) == [[0, 1, 10, 11, 0, 10, 10], [2, 3, 12, 13, 0, 10, 0]]
+
+
+# --- calibration ---
+
+
+def test_a_link_is_fitted_by_a_line() -> None:
+    link = fit_link([(n, 0.004 + n / 25e6) for n in (1e5, 1e6, 1e6)])
+    assert link.bytes_per_s == pytest.approx(25e6)
+    assert link.latency_s == pytest.approx(0.004)
+    assert fit_link([(1e5, 0.001), (1e6, 0.04)]).latency_s == 0.0  # no negative latency
+
+
+def test_probes_of_links_keep_to_their_level_and_fill_the_busiest_rank() -> None:
+    node = np.arange(4) // 2
+    between = node[:, None] != node
+    pairs = probe_pairs(between, 600, np.array([3.0, 1.0, 3.0, 1.0]))
+    assert pairs.tolist() == [[0, 0, 300, 100], [0, 0, 300, 100], [300, 100, 0, 0], [300, 100, 0, 0]]
+    assert probe_pairs(between, 600, np.ones(4)).sum(axis=0).tolist() == [600] * 4
+
+
+@pytest.mark.parametrize(("ranks", "per_node"), [(3, 3), (4, 2), (2, 1)])
+def test_links_of_one_and_of_several_nodes_are_probed(ranks: int, per_node: int) -> None:
+    def body(c: ThreadCollective) -> tuple[float, float]:
+        intra, inter = probe_links(c, per_node, repeats=1)
+        return intra.bytes_per_s, inter.bytes_per_s
+
+    found = on_threads(ranks, body)
+    assert len(set(found)) == 1  # the slowest rank's figures, everywhere
+    assert all(rate > 0 for rate in found[0])
+    assert (found[0][0] == 1e12) == (per_node == 1)  # nobody to talk to within a node
+    assert (found[0][0] == found[0][1]) == (ranks == per_node)
+
+
+@pytest.mark.parametrize("argv", [["--repeats", "0"], ["--timeout-s", "0"], ["--profile", "five-hosts"]])
+def test_bad_arguments_of_the_benchmark_of_links(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = links.main(argv)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
+    assert re.search(r"expected repeats of at least 1|there are four-hosts", capsys.readouterr().err)
+
+
+@needs_testbed
+def test_both_ways_of_an_all_to_all_are_timed_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    profile, out = tmp_path / "pair.toml", tmp_path / "links.json"
+    profile.write_text("nodes = 1\nhosts_per_node = 2\nlink_mbit_per_s = 400\nshare = 0.2\n", encoding="utf-8")
+    assert links.main(["--profile", str(profile), "--repeats", "1", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert [r["way"] for r in rows] == ["gloo's own", "receives first"] * (len(rows) // 2)
+    assert len(rows) == 2 * 2 * len(PROBE_BYTES)
+    for row in rows:  # no faster than the link is, less what it may catch up on
+        assert row["seconds_p10"] > 0.8 * (row["bytes"] / 50e6 - 0.004)
+    assert capsys.readouterr().out.count("| one rank popular |") == len(PROBE_BYTES)
+
+
+def test_rates_and_overhead_are_fitted_together() -> None:
+    shape = LayerShape(dim=8, hidden=16)
+    rng = np.random.default_rng(0)
+    rows = rng.integers(100, 1000, size=(12, 3))
+    groups = rng.integers(2, 6, size=(12, 3))
+    slowness = np.array([1.0, 1.0, 3.0])
+    seconds = np.asarray(3 * (rows * 1e-5 + groups * 2e-4) * slowness, dtype=np.float64)
+    rates, overhead = fit_experts(seconds, rows, groups, shape, slowness)
+    assert rates == pytest.approx(tuple(shape.forward_flops_per_token / (1e-5 * slowness)), rel=1e-4)
+    assert overhead == pytest.approx(2e-4, rel=1e-3)
+    # every rank computes the same two experts: what they cost shows in how seconds grow with rows
+    rates, overhead = fit_experts(seconds[:, :2], rows[:, :2], groups[:, :2] * 0 + 2, shape, slowness[:2])
+    assert overhead > 0
+    # times that fall with the rows fit no model: ratios of sums
+    seconds = np.asarray(3 * 1e-5 * (1100.0 - rows), dtype=np.float64)
+    rates, overhead = fit_experts(seconds, rows, groups, shape, np.ones(3))
+    assert overhead == 0.0
+    assert min(rates) > 0
+    one = fit_experts(np.full((1, 2), 3.0), np.full((1, 2), 100), np.zeros((1, 2), dtype=np.int64), shape, np.ones(2))
+    assert one[0] == pytest.approx((100 * shape.forward_flops_per_token,) * 2)
+    with pytest.raises(ValueError, match="positive seconds"):
+        fit_experts(np.zeros((1, 2)), np.full((1, 2), 100), np.ones((1, 2), dtype=np.int64), shape, np.ones(2))
+
+
+def test_ranks_that_cannot_be_told_apart_are_taken_as_equal() -> None:
+    noise = np.random.default_rng(0).lognormal(0.0, 0.1, size=(9, 5))
+    slowness = slowness_of(noise * np.array([1.0, 1.0, 3.0, 1.0, 1.0]))
+    assert slowness[[0, 1, 3, 4]].tolist() == [1.0] * 4
+    assert slowness[2] == pytest.approx(3.0, rel=0.2)
+    assert slowness_of(np.array([[1.0, 1.3]])).tolist() == pytest.approx([1.0, 1.0])  # neither of two is the usual one
+
+
+# --- rows ---
+
+
+def run_of(name: str, step_s: list[float], repetition: int, **more: object) -> dict[str, object]:
+    run: dict[str, object] = {
+        "policy": name,
+        "repetition": repetition,
+        "peak_memory_bytes": 5,
+        "step_s": step_s,
+        "losses": [3.0, 2.5],
+        "max_mean": [1.5, 1.7],
+        "copies_per_rank": [2.0],
+    }
+    return run | more
+
+
+def test_rows() -> None:
+    seconds = {"a2a": 0.5, "expert": 1.0, "exposed_plan": 0.01, "exposed_trans": 0.02, "exposed_agg": 0.07, "plan": 0.1}
+    grown = {"resident_bytes": [1, *[100] * 18, 107]}  # what the first steps take is no growth
+    results = [
+        {
+            "runs": [
+                run_of("prophet", [2.0, 2.0], 0, seconds=seconds, simulated_s=[{"step": 2.2, "idle": 0.5}], **grown),
+                run_of("forced-balance", [1.0, 1.0], 0, seconds=seconds),
+                run_of("deepspeed", [8.0, 8.0], 0, max_mean=[]),
+            ]
+        }
+        for _ in range(2)
+    ]
+    rows = {r["policy"]: r for r in summarise(results, tokens_per_step=100, policies=list(_names(results)))}
+    row = rows["prophet"]
+    assert row["tokens_per_s"] == 50.0
+    assert row["fraction_of_forced_balance"] == 0.5
+    assert row["max_mean_median"] == pytest.approx(1.6)
+    assert row["exposed_s"] == {"plan": 0.01, "trans": 0.02, "agg": 0.07}
+    assert row["exposed_fraction"] == pytest.approx(0.05)
+    assert row["simulated_error"] == pytest.approx(0.1)
+    assert row["simulated_parts_s"] == {"step": 2.2, "idle": 0.5}
+    assert row["hosts"] == 2
+    assert (row["resident_growth_bytes"], rows["deepspeed"]["resident_growth_bytes"]) == (7, None)
+    assert rows["deepspeed"]["a2a_s"] is None
+    assert rows["deepspeed"]["max_mean_median"] is None
+    text = table(list(rows.values()))
+    assert len(text.splitlines()) == 4
+    assert "0.500" in text
+    without = summarise(results, tokens_per_step=100, policies=["prophet"])
+    assert without[0]["fraction_of_forced_balance"] is None
+
+
+def _names(results: list[dict[str, list[dict[str, object]]]]) -> list[str]:
+    return [str(r["policy"]) for r in results[0]["runs"]]
+
+
+# --- the command ---
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--profile", "nowhere"], "no built-in profile"),
+        (["--policies", "nonsense"], "no policy 'nonsense'"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--experts", "6", "--policies", "static"], "cannot be divided"),
+    ],
+)
+def test_bad_arguments_are_one_clear_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(argv) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_peer_that_is_missing_is_left_out_with_a_reason() -> None:
+    able, skipped = cli.runnable(["static", "tutel", "static"], sys.executable)
+    assert able[0] == "static"
+    assert ("tutel" in able) != ("tutel" in skipped)
+
+
+@pytest.mark.slow
+@needs_testbed
+def test_a_short_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "load_profile", lambda _: uniform("two", hosts=2, share=0.6))
+    argv = ["--policies", "static,prophet,forced-balance", "--repetitions", "1", "--steps", "2", "--skip", "1"]
+    argv += ["--warm-up-steps", "2", "--dim", "16", "--hidden", "64", "--experts", "4", "--blocks", "2"]
+    argv += ["--length", "32", "--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "trace.json")]
+    assert cli.main(argv) == 0
+    document = json.loads((tmp_path / "out.json").read_text())
+    rows = {r["policy"]: r for r in document["rows"]}
+    assert set(rows) == {"static", "prophet", "forced-balance"}
+    # balancing changes the order of sums and nothing else
+    assert rows["prophet"]["loss_final"] == pytest.approx(rows["static"]["loss_final"], rel=1e-5)
+    assert rows["forced-balance"]["fraction_of_forced_balance"] == 1.0
+    assert rows["forced-balance"]["max_mean_median"] == 1.0
+    assert document["calibration"]["topology"]["intra"]["bytes_per_s"] < 1.3 * 25e6
+    traced = read_trace(tmp_path / "trace.json")
+    assert {s.rank for s in traced["prophet"]} == {0, 1}
+    assert set(hidden_s(traced["prophet"])) == {0, 1}
+
+
+def test_a_workload_builds_its_model_on_one_rank() -> None:
+    workload = Workload(dim=8, heads=2, blocks=1, hidden=16, experts=4, length=16, sequences_per_host=2)
+    model = build(workload)
+    assert workload.tokens_per_host() == 32
+    assert len(moe_layers(model)) == 1
+    rows = torch.randint(0, 256, (2, 17))
+    assert model.loss(rows).isfinite()

@@ -1,0 +1,264 @@
+"""The command line: answers, exit codes, one-line errors, and the check for the other `prophet`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prophet
+from prophet.cli import BAD_INPUT, FAILED, INTERRUPTED, NAME_CONFLICT, OK, main, name_conflict
+from prophet.machine.topology import write_topology
+from prophet.spec import Topology
+from prophet.traces.npz import RoutingTrace, write_trace
+
+REAL_TRACE = Path(__file__).parents[2] / ".." / "shared" / "traces" / "smartmoe-gpt-32e-dev.npz"
+
+
+@pytest.fixture
+def skewed(tmp_path: Path) -> Path:
+    counts = np.full((3, 2, 4, 8), 10)
+    counts[..., 0] = 4000
+    write_trace(tmp_path / "t.npz", RoutingTrace(counts, np.arange(3, dtype=np.int32), {"top_k": 1}))
+    return tmp_path / "t.npz"
+
+
+def test_plan_prints_a_table(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(skewed), "--preset", "h100-nvlink"]) == OK
+    shown = capsys.readouterr().out
+    for word in ("static", "top2", "pro-prophet", "prophet", "top 1", "2 layers", "h100-nvlink:Mixtral-8x7B"):
+        assert word in shown
+    assert "predicted" in shown
+    assert "…" not in shown  # fits 80 columns
+
+
+def test_plan_json(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(skewed), "--planner", "prophet", "--json", "--slots", "2"]) == OK
+    answer = json.loads(capsys.readouterr().out)
+    assert [p["planner"] for p in answer["planners"]] == ["static", "prophet"]
+    static, balanced = answer["planners"]
+    assert static["predicted_speed_up"] == 1.0
+    assert static["max_mean_median"] > 3.5
+    assert balanced["max_mean_median"] < static["max_mean_median"]
+    assert balanced["predicted_speed_up"] > 1.0
+    assert balanced["copies_on_fullest_rank"] <= 2
+    assert answer["trace"]["top_k"] == 1
+    assert answer["trace"]["iterations_judged"] == 2
+
+
+def test_plan_takes_several_traces_and_logs(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = skewed.parent / "log.csv"
+    rows = [f"{t},0,{r},{e},{1000 if e == 3 else 5}" for t in range(3) for r in range(2) for e in range(4)]
+    log.write_text("\n".join(["step,layer,rank,expert,count", *rows]))
+    assert main(["plan", str(skewed), "--trace", str(log), "--planner", "prophet", "--json"]) == OK
+    answer = json.loads(capsys.readouterr().out)
+    assert [t["trace"]["ranks"] for t in answer["traces"]] == [4, 2]
+    assert [t["trace"]["file"] for t in answer["traces"]] == [str(skewed), str(log)]
+    assert all([p["planner"] for p in t["planners"]] == ["static", "prophet"] for t in answer["traces"])
+    assert main(["plan", "--trace", str(log), "--planner", "prophet"]) == OK
+    assert "log.csv: 1 layers, 2 ranks, 4 experts" in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_on_a_measured_machine(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fast, slow = skewed.parent / "fast.toml", skewed.parent / "slow.toml"
+    for file, flops in ((fast, 1e12), (slow, 1e11)):
+        write_topology(file, Topology.uniform(4, flops_per_s=flops, name="here"))
+    seconds = []
+    for file in (fast, slow):
+        arguments = [
+            "plan",
+            str(skewed),
+            "--topology",
+            str(file),
+            "--model",
+            "MoE-GPT-S",
+            "--planner",
+            "top2",
+            "--json",
+        ]
+        assert main(arguments) == OK
+        answer = json.loads(capsys.readouterr().out)
+        assert answer["preset"] == f"here ({file}), MoE-GPT-S"
+        seconds.append(answer["planners"][0]["predicted_expert_s"])
+    assert seconds[1] == pytest.approx(10 * seconds[0])
+
+
+def test_plan_takes_the_layers_sizes_from_the_trace(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = np.full((3, 1, 2, 4), 50)
+    write_trace(skewed, RoutingTrace(counts, np.arange(3, dtype=np.int32), {"top_k": 2, "dim": 64, "hidden": 128}))
+    write_topology(skewed.parent / "m.toml", Topology.uniform(2, name="here"))
+    assert main(["plan", str(skewed), "--topology", str(skewed.parent / "m.toml"), "--planner", "top2"]) == OK
+    assert "64 x 128" in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_with_all_planners(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from prophet.planner import PLANNER_NAMES
+
+    assert main(["plan", str(skewed), "--planner", "all", "--iterations", "1", "--json"]) == OK
+    assert {p["planner"] for p in json.loads(capsys.readouterr().out)["planners"]} == set(PLANNER_NAMES)
+
+
+def test_plan_writes_a_page(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = skewed.parent / "sub" / "plan.html"
+    assert main(["plan", str(skewed), str(skewed), "--html", str(page), "--planner", "prophet"]) == OK
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<svg") == 6
+    assert "t.npz" in text
+    assert f"Page: {page}" in capsys.readouterr().out
+
+
+def test_no_slots_no_gain(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(skewed), "--slots", "0"]) == OK
+    assert "No planner is predicted to gain anything here." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["plan", "absent.npz"], "absent.npz: expected a routing trace"),
+        (["plan", "TRACE", "absent.csv"], "absent.csv: expected a routing log, there is no such file"),
+        (["plan", "TRACE", "--planner", "magic"], "no planner 'magic'"),
+        (["plan", "TRACE", "--planner", "pro-profet"], "no planner 'pro-profet'; did you mean 'pro-prophet'?"),
+        (["plan", "TRACE", "--preset", "h100-nvlin"], "no machine 'h100-nvlin'; did you mean 'h100-nvlink'?"),
+        (["plan", "TRACE", "--model", "Mixtral-8x7B"], "--model goes with --topology"),
+        (["plan", "TRACE", "--planner", "static", "--html", "x.html"], "at least one planner besides static"),
+        (["plan", "TRACE", "--html", "FOLDER"], "is a folder"),
+        (["plan", "TRACE", "--experts", "7"], "--experts 7: "),
+        (["plan", "ODD"], "meta: top_k: expected a whole number of at least 1, got 'two'"),
+        (["simulate", "--ranks", "12", "--group", "8"], "12 ranks cannot form groups of 8"),
+        (["simulate", "--ranks", "8", "--policy", "forced"], "did you mean 'forced-balance'?"),
+        (["plan", "TRACE", "--topology", "absent.toml"], "absent.toml: expected a topology file (TOML)"),
+        (["plan", "TRACE", "--topology", "BROKEN"], "intra.bytes_per_s: expected a finite number, got 'fast'"),
+        (["plan", "TRACE", "--topology", "TWO"], "is a machine of 2 ranks"),
+        (["plan", "TRACE", "--topology", "FOUR"], "its metadata has no dim and hidden; say --model NAME"),
+        (["plan", "TRACE", "--topology", "FOUR", "--model", "Mixtral"], "did you mean 'Mixtral-8x7B'?"),
+        (["calibrate"], "expected --out FILE, --check or --json"),
+        (["calibrate", "--topology", "FOUR"], "--topology goes with --check"),
+        (["calibrate", "--check", "--topology", "absent.toml"], "absent.toml: expected a topology file"),
+        (["calibrate", "--check", "--topology", "FOUR", "--ranks", "2"], "is for 4 ranks"),
+        (["calibrate", "--check", "--rows", "64", "8"], "--rows: expected the smaller number first, got 64 8"),
+        (["calibrate", "--check", "--ranks", "100000"], "--ranks: expected at most four ranks per core"),
+        (["calibrate", "--check", "--dim", "1000000"], "expected dimensions of an expert from 1 to 65536"),
+        (["plan", "TRACE", "--preset", "cray"], "no machine 'cray'"),
+        (["plan", "TRACE", "--preset", "h100-ib:elephant"], "no model 'elephant'"),
+        (["plan", "SHORT"], "needs two"),
+        (["plan", "UNEVEN"], "9 experts cannot be divided among 4"),
+        (["demo", "--text", "absent"], "--text: absent: expected a text file"),
+        (["demo", "--ranks", "3"], "16 experts cannot be divided among 3"),
+    ],
+)
+def test_bad_input_is_one_line(
+    skewed: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, shape in (("SHORT", (1, 1, 2, 2)), ("UNEVEN", (2, 1, 4, 9))):
+        steps = np.arange(shape[0], dtype=np.int32)
+        write_trace(skewed.parent / name, RoutingTrace(np.ones(shape, int), steps))
+    write_trace(skewed.parent / "ODD", RoutingTrace(np.ones((2, 1, 4, 8), int), np.arange(2), {"top_k": "two"}))
+    for ranks, name in ((2, "TWO"), (4, "FOUR")):
+        write_topology(skewed.parent / name, Topology.uniform(ranks, name="here"))
+    text = (skewed.parent / "FOUR").read_text().replace("bytes_per_s = 10000000000.0", 'bytes_per_s = "fast"', 1)
+    (skewed.parent / "BROKEN").write_text(text)
+    names = {
+        "TRACE": str(skewed),
+        **{n: str(skewed.parent / n) for n in ("SHORT", "UNEVEN", "TWO", "FOUR", "BROKEN", "ODD")},
+        "FOLDER": str(skewed.parent),
+    }
+    arguments = [names.get(a, a) for a in arguments]
+    if arguments[0] == "demo":
+        arguments += ["--out", str(skewed.parent / "out")]
+    assert main(arguments) == BAD_INPUT
+    error = capsys.readouterr().err
+    assert error.startswith("prophet: error: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["juggle"],
+        ["plan"],
+        ["plan", "x", "--slots", "-1"],
+        ["plan", "x", "--preset", "hpnv", "--topology", "y"],
+        ["demo", "--steps", "0"],
+        ["calibrate", "--ranks", "0"],
+        ["calibrate", "--activation", "relu"],
+    ],
+)
+def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == BAD_INPUT
+    assert "usage: prophet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["plan", "--help"], ["calibrate", "--help"], ["--version"]]
+)
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == OK
+    shown = capsys.readouterr().out
+    assert shown.strip()
+    assert max(len(line) for line in shown.splitlines()) <= 110
+
+
+def test_failures_and_interrupts_have_codes_of_their_own(
+    skewed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(error: BaseException) -> int:
+        def raise_it(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("prophet.traces.importers.read_any", raise_it)
+        return main(["plan", str(skewed)])
+
+    assert failing(PermissionError("may not")) == FAILED
+    assert failing(KeyboardInterrupt()) == INTERRUPTED
+    assert capsys.readouterr().err == "prophet: error: may not\nprophet: error: interrupted\n"
+
+
+def test_the_other_prophet_is_recognised() -> None:
+    assert name_conflict(prophet, ["moe-prophet", "numpy"]) is None
+    beside = name_conflict(prophet, ["moe-prophet", "Prophet"])
+    assert beside is not None
+    assert not beside[1]
+    theirs = types.ModuleType("prophet")
+    over = name_conflict(theirs, ["moe-prophet", "prophet"])
+    assert over is not None
+    assert over[1]
+    assert "pip uninstall prophet" in over[0]
+
+
+def test_the_other_prophet_on_disk(tmp_path: Path) -> None:
+    """Its `__init__.py` written over ours, as an installer would."""
+    package = tmp_path / "prophet"
+    package.mkdir()
+    (package / "__init__.py").write_text("class Prophet: ...\n")
+    (package / "cli.py").write_text((Path(prophet.__file__).parent / "cli.py").read_text(encoding="utf-8"))
+    done = subprocess.run(
+        [sys.executable, "-c", "from prophet.cli import main; raise SystemExit(main(['--help']))"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == NAME_CONFLICT
+    assert "the forecasting library" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(not REAL_TRACE.exists(), reason="the shared routing traces are not beside this checkout")
+def test_plan_on_a_published_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(REAL_TRACE), "--planner", "prophet", "--iterations", "3", "--json"]) == OK
+    static, balanced = json.loads(capsys.readouterr().out)["planners"]
+    assert static["max_mean_median"] > 5
+    assert balanced["predicted_speed_up"] > 2

@@ -1,0 +1,495 @@
+"""Converting without any framework: the old form with lists of experts, adapters of one's own, and users' mistakes."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import prophet
+from prophet.convert import (
+    Adapter,
+    ExpertsSpec,
+    ExpertWeights,
+    converted,
+    load_original_state_dict,
+    original_state_dict,
+)
+from prophet.convert.checks import check_no_optimizer
+from prophet.ranks.threads import ThreadWorld
+from tests.helpers.moe_models import (
+    VOCAB,
+    alone,
+    batches,
+    compare,
+    layers_of,
+    together,
+)
+from tests.helpers.support import on_processes, on_threads, seeded
+
+DIM, HIDDEN, EXPERTS, TOP_K = 8, 10, 4, 2
+
+# --- blocks in the form they had when every expert was a module ---
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(DIM, HIDDEN, bias=False)
+        self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
+        self.w3 = nn.Linear(DIM, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return y
+
+
+def one_by_one(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """All experts on all tokens; the definition."""
+    y = torch.zeros_like(x)
+    for e, expert in enumerate(experts):
+        share = (weights * (ids == e)).sum(dim=1, keepdim=True)
+        y = y + share * expert(x)
+    return y
+
+
+class MixtralSparseMoeBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_k, self.jitter_noise = TOP_K, 0.0
+        self.gate = nn.Linear(DIM, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        x = hidden_states.reshape(-1, DIM)
+        logits = self.gate(x)
+        weights, ids = F.softmax(logits, dim=1).topk(self.top_k)
+        if getattr(self, "norm_topk_prob", True):
+            weights = weights / weights.sum(dim=1, keepdim=True)
+        y = one_by_one(self.experts, x, ids, weights)
+        if hasattr(self, "shared_expert"):
+            y = y + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
+        return y.view(hidden_states.shape), logits
+
+
+class Qwen2MoeSparseMoeBlock(MixtralSparseMoeBlock):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_topk_prob = False
+        self.shared_expert = Expert()
+        self.shared_expert_gate = nn.Linear(DIM, 1, bias=False)
+
+
+class DeepseekGate(nn.Linear):
+    top_k = TOP_K
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        weights, ids = super().forward(x.reshape(-1, DIM)).sigmoid().topk(TOP_K, sorted=False)
+        return ids, 1.5 * weights
+
+
+class DeepseekV3MoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = DeepseekGate(DIM, EXPERTS)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+        self.shared_experts = Expert()
+
+    def moe(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return one_by_one(self.experts, x, ids, weights)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        ids, weights = self.gate(hidden_states)
+        y = self.moe(hidden_states.reshape(-1, DIM), ids, weights).view(hidden_states.shape)
+        return y + self.shared_experts(hidden_states), None
+
+
+# adapters know classes by where they are defined
+for _kind, _package in (
+    (MixtralSparseMoeBlock, "mixtral"),
+    (Qwen2MoeSparseMoeBlock, "qwen2_moe"),
+    (DeepseekV3MoE, "deepseek_v3"),
+):
+    _kind.__module__ = f"transformers.models.{_package}.modeling_{_package}"
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module] = MixtralSparseMoeBlock) -> None:
+        super().__init__()
+        with seeded(4):
+            self.embed = nn.Embedding(VOCAB, DIM)
+            self.blocks = nn.ModuleList(block() for _ in range(2))
+            self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x, aux = self.embed(ids), torch.zeros(())
+        for block in self.blocks:
+            y, logits = block(x)
+            x = x + y
+            if logits is not None:
+                aux = aux + logits.logsumexp(dim=1).square().mean()
+        return self.head(x), aux
+
+
+def net_loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    logits, aux = model(ids)
+    return F.cross_entropy(logits.flatten(0, 1), ids.flatten()) + 0.01 * aux, logits
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("block", [MixtralSparseMoeBlock, Qwen2MoeSparseMoeBlock, DeepseekV3MoE])
+def test_lists_of_experts(block: type[nn.Module], ranks: int) -> None:
+    model = Net(block)
+    steps = [batches(ranks, s) for s in range(3)]
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+    found = on_threads(ranks, lambda group: together(copies[group.rank], steps, group, net_loss))
+    compare(alone(model, steps, net_loss), found)
+
+
+@pytest.mark.parametrize("block", [MixtralSparseMoeBlock, Qwen2MoeSparseMoeBlock, DeepseekV3MoE])
+def test_revert_and_state_dicts_are_exact(block: type[nn.Module]) -> None:
+    model = Net(block)
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    copies = [Net(block) for _ in range(2)]
+
+    def body(group: Any) -> None:
+        mine = copies[group.rank]
+        before = type(mine.blocks[0])
+        report = prophet.convert(mine, group=group)
+        assert report.replaced[0].block == block.__name__
+        assert isinstance(mine.blocks[0], before)  # whoever asks for the class still finds it
+        with torch.no_grad():
+            for p in mine.parameters():
+                p.add_(1.0)
+        load_original_state_dict(mine, state)
+        found = original_state_dict(mine)
+        assert set(found) == set(state)
+        assert all(torch.equal(found[n], t) for n, t in state.items())
+        prophet.revert(mine)
+        assert type(mine.blocks[0]) is before
+
+    on_threads(2, body)
+    for mine in copies:
+        now = mine.state_dict()
+        assert list(now) == list(state)
+        assert all(torch.equal(now[n], t) for n, t in state.items())
+
+
+def test_a_converted_model_can_be_copied() -> None:
+    model = Net()
+    prophet.convert(model)
+    twin = copy.deepcopy(model)
+    ids = batches(1)[0]
+    assert torch.equal(net_loss(model, ids)[1], net_loss(twin, ids)[1])
+    prophet.revert(twin)
+    assert len(list(converted(model))) == 2
+
+
+# --- an adapter of one's own: the example of docs/convert.md ---
+
+
+class MyBlock(nn.Module):
+    """Top-1 routing; all experts in two tensors; ReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(DIM, EXPERTS)
+        self.store = nn.ParameterDict(
+            {"up": torch.randn(DIM, EXPERTS, HIDDEN) / 3, "down": torch.randn(EXPERTS, HIDDEN, DIM) / 3}
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        tokens = x.reshape(-1, DIM)
+        weights, ids = self.score(tokens).softmax(dim=1).max(dim=1)
+        y = torch.stack(
+            [F.relu(t @ self.store["up"][:, e]) @ self.store["down"][e] for t, e in zip(tokens, ids, strict=True)]
+        )
+        return (weights[:, None] * y).view(x.shape), None
+
+
+class MyAdapter(Adapter):
+    family = "my blocks"
+    experts_name = "store"
+
+    def matches(self, block: nn.Module) -> bool:
+        return isinstance(block, MyBlock)
+
+    def describe(self, block: nn.Module) -> ExpertsSpec:
+        return ExpertsSpec(
+            num_experts=EXPERTS,
+            held=EXPERTS,
+            top_k=1,
+            dim=DIM,
+            hidden=HIDDEN,
+            activation="relu",
+            bias=False,
+            form="stacked",
+            router="Linear",
+        )
+
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        return ExpertWeights(state["up"][:, expert].t(), state["down"][expert].t())
+
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        return {
+            "up": torch.stack([w.w_in.t() for w in experts], dim=1),
+            "down": torch.stack([w.w_out.t() for w in experts]),
+        }
+
+    def methods(self, block: nn.Module) -> Mapping[str, Any]:
+        def forward(block: Any, x: Tensor) -> tuple[Tensor, None]:
+            tokens = x.reshape(-1, DIM)
+            weights, ids = block.score(tokens).softmax(dim=1).topk(1)
+            return block.store(tokens, ids, weights).view(x.shape), None
+
+        return {"forward": forward}
+
+
+class WrongAdapter(MyAdapter):
+    """Forgets to transpose, which fits by chance."""
+
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        right = super().unpack(spec, state, expert)
+        return ExpertWeights(right.w_in.flip(0), right.w_out)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_adapter_of_ones_own(ranks: int) -> None:
+    model = Net(MyBlock)
+    steps = [batches(ranks, s) for s in range(2)]
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+    found = on_threads(
+        ranks, lambda group: together(copies[group.rank], steps, group, net_loss, adapters=(MyAdapter(),))
+    )
+    compare(alone(model, steps, net_loss), found)
+
+
+def test_an_adapter_that_is_wrong_is_found_out_and_nothing_has_changed() -> None:
+    model = Net(MyBlock)
+    state = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(prophet.ConversionError, match=r"blocks.0 \(my blocks\): value 0 of the block's answer differs"):
+        prophet.convert(model, adapters=(WrongAdapter(),))
+    assert type(model.blocks[0]) is MyBlock
+    assert all(torch.equal(model.state_dict()[n], t) for n, t in state.items())
+
+
+# --- the mistakes of users ---
+
+
+def refuses(model: nn.Module, text: str, **options: Any) -> None:
+    """Converting fails with `text`, and leaves the model as it was."""
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(prophet.ConversionError, match=text):
+        prophet.convert(model, **options)
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def first_expert(model: Net) -> Expert:
+    found: Any = model.blocks[0]
+    expert: Expert = found.experts[0]
+    return expert
+
+
+def test_wrong_group_size() -> None:
+    models = [Net() for _ in range(3)]
+
+    def body(group: Any) -> None:
+        refuses(models[group.rank], r"blocks.0 \(Mixtral\): 4 experts cannot be divided among 3", group=group)
+
+    on_threads(3, body)
+
+
+def test_after_the_optimizer_was_built() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refuses(model, "SGD was built before the conversion")
+    del optimizer
+    prophet.convert(model)
+
+
+def test_the_search_for_optimizers_leaves_other_threads_alone() -> None:
+    """One that holds a tuple that another thread is making breaks that thread."""
+    failed: list[BaseException] = []
+    done = threading.Event()
+
+    def make_tuples() -> None:
+        try:
+            while not done.is_set():
+                tuple(i for i in range(300))
+        except SystemError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=make_tuples)
+    thread.start()
+    try:
+        for _ in range(40):
+            check_no_optimizer(nn.Linear(3, 3).parameters())
+    finally:
+        done.set()
+        thread.join(timeout=60)
+    assert not failed
+
+
+def test_an_optimizer_of_other_parameters_is_no_obstacle() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    prophet.convert(model)
+    assert optimizer.param_groups
+
+
+def test_mixed_dtypes() -> None:
+    model = Net()
+    first_expert(model).w1.to(torch.bfloat16)
+    refuses(model, r"experts of several dtypes: torch.bfloat16, torch.float32")
+
+
+def test_tied_experts() -> None:
+    model = Net()
+    other: Any = model.blocks[1]
+    other.experts[2].w3.weight = first_expert(model).w1.weight
+    refuses(model, "are one parameter: tied experts cannot be converted")
+
+
+def test_a_block_used_twice_is_one_block() -> None:
+    model = Net()
+    model.blocks[1] = model.blocks[0]
+    ids = batches(1)[0]
+    before = net_loss(model, ids)[1]
+    assert len(prophet.convert(model).replaced) == 1
+    torch.testing.assert_close(net_loss(model, ids)[1], before, rtol=1e-4, atol=1e-5)
+
+
+def test_converting_twice() -> None:
+    model = Net()
+    prophet.convert(model)
+    refuses(model, r"blocks.0.experts has been converted already")
+    prophet.revert(model)
+    prophet.convert(model)
+
+
+def test_reverting_what_is_not_converted_or_is_attached() -> None:
+    model = Net()
+    with pytest.raises(prophet.ConversionError, match="nothing in this model has been converted"):
+        prophet.revert(model)
+    prophet.convert(model)
+    engine = prophet.attach(model)
+    with pytest.raises(prophet.ConversionError, match=r"engine.close\(\) first"):
+        prophet.revert(model)
+    engine.close()
+    prophet.revert(model)
+
+
+def test_nothing_to_convert() -> None:
+    refuses(nn.Linear(2, 2), "no MoE block found")
+    refuses(nn.Sequential(MyBlock()), r"no MoE block found that is one of Mixtral, .*")
+    refuses(nn.Sequential(Expert()), r"Expert may be one: write an Adapter")
+    refuses(nn.Sequential(prophet.MoE(4, 4, 2)), "are prophet.MoE already")
+
+
+def test_partly_frozen_experts() -> None:
+    model = Net()
+    first_expert(model).w2.weight.requires_grad_(False)
+    refuses(model, "some of the experts' parameters are frozen and some are not")
+
+
+def test_gradients_and_hooks_that_would_be_lost() -> None:
+    model = Net()
+    net_loss(model, batches(1)[0])[0].backward()
+    refuses(model, "holds a gradient, which would be lost")
+    model.zero_grad()
+    hook = first_expert(model).register_forward_hook(lambda *_: None)
+    refuses(model, r"experts.0 has hooks")
+    hook.remove()
+    prophet.convert(model)
+
+
+def test_meta_buffers_dropout_and_quantised_experts() -> None:
+    with torch.device("meta"):
+        lazy = Net()
+    refuses(lazy, "is on the meta device: load the parameters before converting")
+    buffered = Net()
+    first_expert(buffered).register_buffer("scale", torch.ones(1))
+    refuses(buffered, r"the experts have buffers.*0.scale")
+    whole = Net()
+    first_expert(whole).w1.weight = nn.Parameter(torch.zeros(HIDDEN, DIM, dtype=torch.int8), requires_grad=False)
+    refuses(whole, r"0.w1.weight has dtype torch.int8: quantised")
+    uneven = Net()
+    block: Any = uneven.blocks[0]
+    block.experts[1].w1 = nn.Linear(DIM, HIDDEN + 1, bias=False)
+    refuses(uneven, r"1.w1.weight: expected shape \[10, 8\], got \[11, 8\]")
+
+
+def test_ranks_with_different_models() -> None:
+    models = [Net() for _ in range(3)]
+    with torch.no_grad():
+        first_expert(models[1]).w2.weight.add_(1.0)
+
+    def body(group: Any) -> None:
+        text = r"the experts' parameters of rank\(s\) \[1\] differ.*seed all ranks alike"
+        with pytest.raises(prophet.ConversionError, match=text):
+            prophet.convert(models[group.rank], group=group)
+
+    for net in models:  # four experts do not divide by three
+        for block in net.blocks:
+            blocks: Any = block
+            blocks.experts = blocks.experts[:3]
+            blocks.gate = nn.Linear(DIM, 3, bias=False)
+    on_threads(3, body)
+
+
+def test_an_error_on_one_rank_is_heard_on_all() -> None:
+    models = [Net() for _ in range(2)]
+    first_expert(models[1]).w1.to(torch.bfloat16)
+
+    def body(group: Any) -> None:
+        text = "several dtypes" if group.rank else r"because of errors on rank\(s\) \[1\]"
+        refuses(models[group.rank], text, group=group)
+
+    on_threads(2, body)
+
+
+def after_ddp() -> None:
+    model = Net(DeepseekV3MoE)
+    refuses(DistributedDataParallel(model), "wrapped in DistributedDataParallel: convert it first")
+    prophet.convert(model)
+    ddp = DistributedDataParallel(model)
+    averaged = {n for n, _ in ddp.module.named_parameters()} - set(ddp.parameters_to_ignore)
+    if any("blocks.0.experts" in n for n in averaged):
+        raise RuntimeError("DDP must leave the experts alone")
+    net_loss(ddp, batches(2)[torch.distributed.get_rank()])[0].backward()
+
+
+def test_ddp_before_and_after() -> None:
+    on_processes(2, after_ddp)
+
+
+def test_routing_that_cannot_be() -> None:
+    model = Net()
+    prophet.convert(model)
+    layer = layers_of(model)[0]
+    x, ids, weights = torch.randn(3, DIM), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
+    with pytest.raises(ValueError, match=r"of one shape \[tokens, top_k\]"):
+        layer(x, ids, weights[:, :1])
+    with pytest.raises(prophet.RoutingError, match="NaN or infinite"):
+        layer(x, ids + EXPERTS, weights)
+    with pytest.raises(prophet.RoutingError, match="NaN or infinite"):
+        layer(x, ids, weights * float("nan"))
+
+
+def test_without_verification_nothing_runs() -> None:
+    model = Net()
+    calls: list[int] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: calls.append(1))
+    prophet.convert(model, group=ThreadWorld(1).collective(0), verify=False)
+    assert not calls
+    prophet.revert(model)
+    prophet.convert(model)
+    assert len(calls) == 4

@@ -1,0 +1,105 @@
+"""Functions that the testbed's tests run on the emulated hosts."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from benchmarks.cluster.host import Host
+
+PORT = 5001
+
+
+def who(host: Host, args: dict[str, Any]) -> dict[str, Any]:
+    """What the host knows of itself."""
+    interfaces = sorted(os.listdir("/sys/class/net"))
+    return {"rank": host.rank, "hosts": host.hosts, "word": args["word"], "interfaces": interfaces}
+
+
+def receives_first(host: Host, args: dict[str, Any]) -> bool:
+    """Whether the collective of all hosts posts its receives first, and delivers."""
+    import torch
+
+    from prophet.ranks.collective import Operation
+    from prophet.ranks.process_group import ProcessGroupCollective, collective_for
+
+    with host.process_group(timeout_s=30):
+        group = collective_for(None, timeout_s=30)
+        found = group.all_to_all(torch.full((2,), float(host.rank)), [1, 1], [1, 1], op=Operation("test")).wait()
+        return isinstance(group, ProcessGroupCollective) and bool(group._receive_first) and found.tolist() == [0.0, 1.0]
+
+
+def paced_products(host: Host, args: dict[str, Any]) -> tuple[float, str]:
+    """How many times longer than their processor time matrix products take, and the host's control groups."""
+    import torch
+
+    torch.set_num_threads(1)
+    x = torch.ones(512, 512)
+    with host.paced():
+        x @ x  # the first one imports
+        began, worked = time.perf_counter(), time.thread_time()
+        for _ in range(args["products"]):
+            x @ x
+        slowdown = (time.perf_counter() - began) / (time.thread_time() - worked)
+    with open("/proc/self/cgroup", encoding="utf-8") as f:
+        return slowdown, f.read()
+
+
+def ring(host: Host, args: dict[str, Any]) -> float:
+    """Send bytes to the next host; returns the bytes per second at which the previous host's arrived."""
+    size = int(args["mbytes"] * (1 << 20))
+    listener = socket.create_server((host.address, PORT))
+    after = f"10.77.0.{(host.rank + 1) % host.hosts + 1}"
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            out = socket.create_connection((after, PORT), timeout=20)
+            break
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+    incoming, _ = listener.accept()
+    # the first byte says that all are there; only what follows is timed
+    out.sendall(b"x")
+    incoming.recv(1)
+    sender = threading.Thread(target=out.sendall, args=(bytes(size),))
+    began = time.perf_counter()
+    sender.start()
+    left = size
+    while left:
+        left -= len(incoming.recv(min(left, 1 << 16)))
+    took_s = time.perf_counter() - began
+    sender.join()
+    return size / took_s
+
+
+def burn(host: Host, args: dict[str, Any]) -> float:
+    """Compute for a while; returns the share of one core that it got."""
+    wall, used = time.perf_counter(), time.process_time()
+    while time.perf_counter() - wall < args["seconds"]:
+        sum(range(1000))
+    return (time.process_time() - used) / (time.perf_counter() - wall)
+
+
+def fail_on(host: Host, args: dict[str, Any]) -> str:
+    """One host raises (or exits), the others wait for longer than the test lasts."""
+    if host.rank == args["rank"]:
+        if args.get("exit"):
+            os._exit(7)
+        raise ValueError("this host was told to fail")
+    time.sleep(args["others_s"])
+    return "done"
+
+
+def hang(host: Host, args: dict[str, Any]) -> None:
+    """Say that it has begun, then never end; leaves a child behind as well."""
+    import subprocess
+
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    host.say("hanging")
+    time.sleep(600)

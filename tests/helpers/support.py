@@ -1,0 +1,298 @@
+"""Shared by the tests: planners that move things at random, a small model, and ranks to run it on."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import prophet
+from prophet.ranks.collective import Collective
+from prophet.ranks.launch import leave
+from prophet.ranks.threads import ThreadCollective, ThreadWorld
+from prophet.spec import IntArray, Placement, PlanContext, Split, digest
+
+T = TypeVar("T")
+
+
+class RandomPlanner:
+    """Any placement within the limits and any split over it; a function of the seed and the load."""
+
+    name = "random"
+
+    def __init__(self, seed: int = 0, density: float = 0.5) -> None:
+        self.seed = seed
+        self.density = density
+
+    def _rng(self, load: IntArray, salt: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, salt, digest(load)])
+
+    def place(self, load: IntArray, context: PlanContext) -> Placement:
+        rng = self._rng(load, 1)
+        limits = context.slot_limits()
+        pairs = []
+        for rank in range(context.ranks):
+            foreign = [e for e in range(context.experts) if context.home[e] != rank]
+            wanted = rng.permutation(foreign)[: int(limits[rank])]
+            pairs += [(int(e), rank) for e in wanted if rng.random() < self.density]
+        return Placement.with_replicas(context.home, context.ranks, pairs)
+
+    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
+        rng = self._rng(load, 2)
+        ranks, experts = load.shape
+        tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
+        for r in range(ranks):
+            for e in range(experts):
+                holders = np.flatnonzero(placement.holds[e])
+                tokens[r, e, holders] = rng.multinomial(load[r, e], rng.dirichlet(np.full(holders.size, 0.5)))
+        return Split(tokens)
+
+
+class HomesPlanner:
+    """No replicas, ever."""
+
+    name = "static"
+
+    def place(self, load: IntArray, context: PlanContext) -> Placement:
+        return context.homes_only()
+
+    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
+        return Split.to_homes(load, placement)
+
+
+class FixedPlanner:
+    """The same replicas, (expert, rank) pairs, in every step; tokens dealt out evenly, lower ranks first."""
+
+    name = "fixed"
+
+    def __init__(self, pairs: Iterable[tuple[int, int]]) -> None:
+        self.pairs = tuple(pairs)
+
+    def place(self, load: IntArray, context: PlanContext) -> Placement:
+        return Placement.with_replicas(context.home, context.ranks, self.pairs)
+
+    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
+        tokens = np.zeros((*load.shape, load.shape[0]), dtype=np.int64)
+        for r, e in np.ndindex(*load.shape):
+            holders = np.flatnonzero(placement.holds[e])
+            tokens[r, e, holders] = load[r, e] // holders.size
+            tokens[r, e, holders[: load[r, e] % holders.size]] += 1
+        return Split(tokens)
+
+
+def everywhere(experts: int, ranks: int) -> list[tuple[int, int]]:
+    """(expert, rank) pairs that put a replica of every expert on every rank that is not its home."""
+    return [(e, r) for e in range(experts) for r in range(ranks) if e // (experts // ranks) != r]
+
+
+class TinyModel(nn.Module):
+    """Embedding, `blocks` residual MoE layers with a linear mix between them, and a read-out.
+
+    uses: how often each MoE layer runs in a forward pass. checkpointing: recompute every MoE layer in the
+    backward
+    pass, "reentrant" or "non-reentrant".
+    """
+
+    def __init__(
+        self,
+        *,
+        blocks: int = 2,
+        dim: int = 8,
+        hidden: int = 12,
+        num_experts: int = 8,
+        top_k: int = 2,
+        vocab: int = 11,
+        group: Collective | None = None,
+        seed: int = 0,
+        uses: int = 1,
+        checkpointing: str | None = None,
+        **options: object,
+    ) -> None:
+        super().__init__()
+        self.uses, self.checkpointing = uses, checkpointing
+        with seeded(seed):
+            self.embed = nn.Embedding(vocab, dim)
+            self.mixes = nn.ModuleList(nn.Linear(dim, dim) for _ in range(blocks))
+            self.moes = nn.ModuleList(
+                prophet.MoE(dim, hidden, num_experts, top_k, group=group, **options)  # type: ignore[arg-type]
+                for _ in range(blocks)
+            )
+            self.head = nn.Linear(dim, vocab)
+
+    def moe(self, block: int) -> prophet.MoE:
+        layer = self.moes[block]
+        if not isinstance(layer, prophet.MoE):
+            raise TypeError(f"block {block} is a {type(layer).__name__}")
+        return layer
+
+    def mix(self, block: int) -> nn.Parameter:
+        """The weight of a block's non-MoE layer."""
+        return dict(self.mixes.named_parameters())[f"{block}.weight"]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for mix, moe in zip(self.mixes, self.moes, strict=True):
+            x = x + torch.tanh(mix(x))
+            for _ in range(self.uses):
+                if self.checkpointing is None:
+                    x = x + moe(x)
+                else:
+                    x = x + checkpoint(moe, x, use_reentrant=self.checkpointing == "reentrant")
+        out: Tensor = self.head(x)
+        return out
+
+
+def next_id_loss(out: Tensor, ids: Tensor, scale: float) -> Tensor:
+    """Summed cross-entropy, times `scale`, of each id predicting the next, in a circle; 0 for no ids."""
+    targets = ids.reshape(-1).roll(-1)
+    return nn.functional.cross_entropy(out.flatten(0, -2), targets, reduction="sum") * scale
+
+
+def random_state(model: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Another value for every float in the model's state dict, of ordinary size; balancing biases are 0."""
+    rng = np.random.default_rng(seed)
+    state = {}
+    for name, value in model.state_dict().items():
+        spread = 0.0 if name.endswith("gate.bias") else 1.0 / np.sqrt(max(value.shape[-1], 1))
+        state[name] = torch.from_numpy(rng.normal(0.0, 1.0, tuple(value.shape)) * spread).to(value.dtype)
+    return state
+
+
+def expert_gradients(model: nn.Module, prefix_layers: str = "moes") -> dict[str, Tensor]:
+    """Gradients of this rank's home experts, by the name that each has in a state dict."""
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, prophet.MoE):
+            bank = module.experts
+            for part, p in bank.stacked():
+                for local in range(bank.experts):
+                    key = f"{name}.experts.{part}.{bank.first_expert + local}"
+                    found[key] = torch.zeros_like(p[local]) if p.grad is None else p.grad[local].detach().clone()
+    return found
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the global generator, alone among the threads, and put it back."""
+    with _RNG_LOCK, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+_RNG_LOCK = threading.Lock()
+
+
+def on_threads(size: int, body: Callable[[ThreadCollective], T], timeout_s: float = 60.0) -> list[T]:
+    """Run `body` on `size` thread ranks and return the results by rank."""
+    return ThreadWorld(size, timeout_s=timeout_s).run(body)
+
+
+def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that all ranks share, by name."""
+    return {n: p for n, p in model.named_parameters() if not getattr(p, "prophet_expert", False)}
+
+
+# --- ranks that are processes -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank's process ended: its result, or the text of its error; exit code and seconds it ran."""
+
+    result: Any
+    error: str | None
+    exit_code: int | None
+    seconds: float
+
+
+def _process_main(
+    rank: int, size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...], pipe: Connection
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    try:
+        pipe.send((body(*args), None))
+    except BaseException as error:
+        pipe.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+        raise SystemExit(3) from None
+    dist.barrier()
+    dist.destroy_process_group()
+    leave()
+
+
+def process_outcomes(size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Outcome]:
+    """Run `body(*args)` in `size` gloo processes, and say how each ended; what still runs after `timeout_s`
+    is killed.
+
+    `body` must be importable; it finds the process group initialised. Results travel by pipe, so keep them
+    small.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch._dynamo", "tests.helpers.training"])
+    started = time.monotonic()
+    ended: dict[int, float] = {}
+    found: dict[int, tuple[Any, str | None]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        readers, processes = [], []
+        for rank in range(size):
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_process_main,
+                args=(rank, size, store, body, args, writer),
+                name=f"rank-{rank}",
+                daemon=True,
+            )
+            process.start()
+            writer.close()
+            readers.append(reader)
+            processes.append(process)
+        try:
+            while len(ended) < size and time.monotonic() < started + timeout_s:
+                waiting: list[Any] = [readers[r] for r in range(size) if r not in found]
+                waiting += [processes[r].sentinel for r in range(size) if r not in ended]
+                ready = wait(waiting, timeout=max(started + timeout_s - time.monotonic(), 0.01))
+                for rank in range(size):
+                    if readers[rank] in ready:
+                        try:
+                            found[rank] = readers[rank].recv()
+                        except EOFError:
+                            found[rank] = (None, "ended without a word")
+                    if processes[rank].sentinel in ready:
+                        ended[rank] = time.monotonic() - started
+        finally:
+            for process in processes:
+                with suppress(ProcessLookupError):
+                    if process.is_alive() and process.pid is not None:
+                        os.kill(process.pid, signal.SIGKILL)
+                process.join(5)
+    late = (None, f"still running after {timeout_s:g} s")
+    return [
+        Outcome(*found.get(r, late), processes[r].exitcode if r in ended else None, ended.get(r, timeout_s))
+        for r in range(size)
+    ]
+
+
+def on_processes(size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+    """The results by rank of `body(*args)` in `size` gloo processes; a rank's error is raised here."""
+    outcomes = process_outcomes(size, body, *args, timeout_s=timeout_s)
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error is not None or outcome.exit_code != 0:
+            raise RuntimeError(f"rank {rank} ended with {outcome.exit_code}: {outcome.error}")
+    return [o.result for o in outcomes]

@@ -1,0 +1,101 @@
+"""The "prophet" section of a DeepSpeed config: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prophet_deepspeed.section import ConfigError, read_config
+from prophet_deepspeed.start import check_biases
+
+import prophet
+from prophet.ranks.threads import ThreadCollective
+from tests.helpers.support import on_threads
+
+
+def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> None:
+    config: dict[str, Any] = {"train_batch_size": 8, "prophet": {"ep_size": 2, "slots_per_rank": 3}}
+    plain, section = read_config(config)
+    assert plain == {"train_batch_size": 8}
+    assert "prophet" in config
+    assert (section.ep_size, section.slots_per_rank, section.engine_config().slots_per_rank) == (2, 3, 3)
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    assert read_config(path) == (plain, section)
+    replan = read_config({"prophet": {"replan": {"interval": 7, "drift": None}}})[1].engine_config().replan
+    assert replan == prophet.ReplanConfig(interval=7, drift=None)
+    assert read_config({"prophet": {"enabled": False}})[1].engine_config().planner == "static"
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"prophet": {"slots_per_rnk": 2}}, r"prophet\.slots_per_rnk: unknown key; did you mean 'slots_per_rank'"),
+        ({"prophett": {}}, "did you mean 'prophet'"),
+        ({"prophet": []}, "prophet: expected an object, got list"),
+        ({"prophet": {"ep_size": 0}}, r"prophet\.ep_size: expected at least 1"),
+        ({"prophet": {"ep_size": "4"}}, r"prophet\.ep_size: expected an integer, got '4'"),
+        ({"prophet": {"enabled": 1}}, r"prophet\.enabled: expected true or false"),
+        ({"prophet": {"planner": "best"}}, r"prophet\.planner: expected one of"),
+        (
+            {"prophet": {"topology": "none.toml"}},
+            r"prophet\.topology: expected a topology file \(TOML\), there is no none",
+        ),
+        ({"prophet": {"replan": 10}}, r"prophet\.replan: expected an object, got 10"),
+        (
+            {"prophet": {"replan": {"intervall": 10}}},
+            r"prophet\.replan\.intervall: unknown key; did you mean 'interval'",
+        ),
+        (
+            {"prophet": {"replan": {"interval": 0}}},
+            r"prophet\.replan\.interval must be an integer of at least 1, got 0",
+        ),
+        ({"prophet": {"replan": {"interval": "ten"}}}, r"prophet\.replan\.interval must be an integer .*, got 'ten'"),
+        ({"prophet": {"replan": {"drift": "some"}}}, r"prophet\.replan\.drift must be a number .*, got 'some'"),
+        ({"prophet": {"schedule": "fast"}}, r"prophet\.schedule must be one of"),
+        ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: 3 is not supported.*no whole expert"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "'fp16' or 'fp32' for a fp16 model"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, r"data_types\.grad_accum_dtype: expected 'fp32'"),
+        ({"bf16": {"enabled": True, "immediate_grad_update": True}}, r"bf16\.immediate_grad_update: not supported"),
+        ({"optimizer": {"type": "Muon"}}, r"optimizer\.type: 'Muon' is not supported"),
+        ({"data_efficiency": {"enabled": True}}, "data_efficiency: not supported: what its samplers have drawn"),
+        ({"amp": {"enabled": True}}, "amp: not supported"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: only true"),
+        ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel\.autotp_size"),
+    ],
+)
+def test_refused_by_name(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_config(config)
+
+
+def test_groups_whose_balancing_biases_would_differ_are_refused() -> None:
+    def body(group: ThreadCollective) -> None:
+        biased, plain = (
+            prophet.MoE(4, 6, 4, 2, group=group, gate=prophet.GateConfig(bias_update_rate=rate)) for rate in (0.1, 0.0)
+        )
+        check_biases([plain], 4)
+        check_biases([plain, biased], 2)
+        with pytest.raises(
+            ConfigError, match=r"ep_size: 2 with 4 processes is not supported for gates with a balancing"
+        ):
+            check_biases([plain, biased], 4)
+
+    on_threads(2, body)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": {"stage": 1}},
+        {"fp16": {"enabled": True, "initial_scale_power": 8}, "gradient_clipping": 1.0},
+        {"data_types": {"grad_accum_dtype": "fp32"}, "gradient_accumulation_steps": 4},
+        {"zero_optimization": {"stage": 2, "overlap_comm": True, "round_robin_gradients": True}},
+        {"prophet": {"ep_size": 2}, "activation_checkpointing": {"partition_activations": False}},
+    ],
+)
+def test_accepted(config: dict[str, Any]) -> None:
+    assert read_config(config)[0] == {k: v for k, v in config.items() if k != "prophet"}

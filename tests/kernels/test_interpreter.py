@@ -1,0 +1,111 @@
+"""Runs the Triton kernels' tests in Triton's interpreter, and compiles the kernels for a GPU that is not there.
+
+Both need a process of their own: whether a kernel is interpreted is settled when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.pretend_device import SUPPORTED
+from tests.kernels.conftest import Interpreted
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+ROOT = Path(__file__).parents[2]
+
+
+def version(text: str) -> tuple[int, int]:
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+INTERPRETER = pytest.mark.skipif(
+    version(triton.__version__) < (3, 8) and version(np.__version__) >= (2, 4),
+    reason="this Triton's interpreter fails with numpy 2.4",
+)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu runs on it")
+@INTERPRETER
+def test_kernels_agree_with_their_definitions_in_the_interpreter(
+    interpreted: Interpreted, request: pytest.FixtureRequest
+) -> None:
+    interpreted.passed(request.node.name)
+
+
+@INTERPRETER
+def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter(
+    interpreted: Interpreted, request: pytest.FixtureRequest
+) -> None:
+    assert "skipped" not in interpreted.passed(request.node.name)
+
+
+@INTERPRETER
+@pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
+def test_a_step_waits_for_its_device_once_per_layer(interpreted: Interpreted, request: pytest.FixtureRequest) -> None:
+    interpreted.passed(request.node.name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
+def test_an_engines_tests_pass_on_a_device_that_is_not_the_host() -> None:
+    names = ["engine/test_agreement", "engine/test_prediction", "engine/test_resume", "scheduler/test_recording"]
+    names += ["engine/test_replan", "engine/test_stale_replicas"]
+    done = run(["-m", "pytest", "-q", "-p", "tests.helpers.pretended", *(f"tests/{name}.py" for name in names)])
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+
+
+# what a program may use on an H100, 227 KiB of the 228 of a multiprocessor
+SHARED_LIMIT = 232448
+
+
+def hopper(*names: str) -> list[dict[str, Any]]:
+    done = run(["-m", "tests.helpers.compile_for_hopper", *names])
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "tf32"])
+def test_every_tile_shape_compiles_for_hopper_and_fits(dtype: str) -> None:
+    """All tile shapes that the rule may choose or that are tuned over, in every kernel of the grouped FFN."""
+    rows = hopper(dtype)
+    assert {row["kernel"] for row in rows} == {
+        "rows: product", "rows: swiglu", "rows: gelu", "rows: swiglu backward", "rows: gelu backward", "weights"
+    }  # fmt: skip
+    for row in rows:
+        assert 0 < row["shared_bytes"] <= SHARED_LIMIT, row
+        assert row["async"], row  # weights are found through a table of addresses, and pipelined all the same
+        if dtype != "fp32" and row["tile"][0] >= 64:
+            assert row["wgmma"], row  # Hopper's matrix instructions
+    ruled = [row for row in rows if row["tile"] == [128, 128, 64, 8, 3]]
+    assert len(ruled) >= 6 or dtype in ("fp32", "tf32")
+    assert all(row["spilled_bytes"] <= 64 for row in ruled), ruled
+
+
+def test_the_other_kernels_compile_for_hopper() -> None:
+    rows = hopper("others")
+    assert len(rows) == 16
+    assert all(row["shared_bytes"] <= SHARED_LIMIT for row in rows)

@@ -1,0 +1,272 @@
+"""Calibration: the fit is exact on lines, robust on others, checked on what it has not seen, and equal on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from prophet.errors import SpecError
+from prophet.experts.bank import ExpertBank
+from prophet.machine.calibrate import (
+    Calibration,
+    Probe,
+    Ranges,
+    calibrate,
+    check,
+    measure_overlap,
+    model_lines,
+)
+from prophet.machine.fit import (
+    Fit,
+    Line,
+    Point,
+    fit_line,
+    rate_of,
+)
+from prophet.planner.cost import step_cost
+from prophet.ranks.threads import ThreadCollective, ThreadWorld
+from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology
+
+SMALL = Ranges(rows=(4, 64), tokens=(8, 32), groups=(1, 2), halves=(1, 3), points=3)
+
+
+def points(seconds: Callable[[float, float], float], *counts: float) -> list[Point]:
+    return [Point(x, c, seconds(x, c)) for c in counts for x in (1e3, 1e5, 1e6, 1e8)]
+
+
+def test_a_line_is_found_exactly() -> None:
+    line = fit_line(points(lambda x, _: 3e-5 + 2e-9 * x, 1.0))
+    assert (line.fixed_s, line.unit_s, line.count_s) == (pytest.approx(3e-5), pytest.approx(2e-9), 0.0)
+
+
+def test_costs_per_call_per_expert_and_per_token_are_told_apart() -> None:
+    line = fit_line(points(lambda x, c: 3e-5 + 1e-5 * c + 2e-9 * x, 1.0, 2.0, 4.0))
+    assert (line.fixed_s, line.unit_s, line.count_s) == (
+        pytest.approx(3e-5),
+        pytest.approx(2e-9),
+        pytest.approx(1e-5),
+    )
+
+
+def test_the_relative_error_counts_not_the_absolute() -> None:
+    # a point that is far off at the large end must not spoil the small one
+    line = fit_line([Point(1.0, 1, 1.0), Point(10.0, 1, 10.0), Point(1000.0, 1, 1200.0)])
+    assert abs(line.seconds(Point(1.0, 1, 0.0)) - 1.0) < 0.2
+
+
+def test_one_disturbed_size_does_not_bend_the_line() -> None:
+    good = [Point(x, 1, 1e-4 + 1e-9 * x) for x in (1e4, 3e4, 1e5, 3e5, 1e6, 3e6)]
+    line = fit_line([*good, Point(2e5, 1, 9e-4)])
+    assert max(line.errors(good)) < 0.01
+
+
+@pytest.mark.parametrize("seconds", [(1.0, 4.0, 9.0), (3.0, 2.0, 1.0)])
+def test_no_part_is_negative(seconds: tuple[float, ...]) -> None:
+    line = fit_line([Point(float(i), 1, t) for i, t in enumerate(seconds, start=1)])
+    assert line.fixed_s >= 0
+    assert line.unit_s >= 0
+
+
+def test_errors_are_measured_on_points_the_fit_has_not_seen() -> None:
+    fit = Fit("a2a", "byte", Line(1.0, 1.0), (Point(1.0, 1, 9.0),), (Point(3.0, 1, 5.0), Point(1.0, 1, 2.0)))
+    assert fit.mean_error == pytest.approx((1 / 5 + 0) / 2)
+    assert fit.max_error == pytest.approx(1 / 5)
+    assert Fit("a2a", "byte", Line(1.0, 1.0), fit.fitted, ()).max_error == 0.0
+
+
+def body(c: ThreadCollective) -> Calibration:
+    return calibrate(c, dim=8, hidden=16, repeats=3, ranks_per_node=2, ranges=SMALL)
+
+
+def test_all_ranks_get_the_same_topology() -> None:
+    found = ThreadWorld(4).run(body)
+    assert all(f == found[0] for f in found)
+    operations = {f.operation for f in found[0].fits}
+    assert operations == {"a2a_intra", "a2a_inter", "expert_forward", "expert_backward", "trans", "agg"}
+    assert {f.operation for f in found[0].model} == operations
+    topology = found[0].topology
+    assert (topology.ranks, topology.nodes) == (4, 2)
+    assert all(f > 0 for f in topology.flops_per_s)
+    assert 0 <= topology.overlap_cost < 1
+    for fit in found[0].fits:
+        fitted, held_out = {p.size for p in fit.fitted}, {p.size for p in fit.held_out}
+        assert fitted
+        assert held_out
+        assert not fitted & held_out
+        assert min(fitted) < min(held_out)
+        assert max(held_out) < max(fitted)
+    forward = next(f for f in found[0].fits if f.operation == "expert_forward")
+    assert {p.count for p in forward.fitted} == {1, 2}
+
+
+def test_one_rank_has_no_links_to_measure() -> None:
+    found = calibrate(ThreadWorld(1).collective(0), dim=8, hidden=16, repeats=2, ranges=SMALL, held_out=False)
+    assert {f.operation for f in found.fits} == {"expert_forward", "expert_backward"}
+    assert found.model == ()
+    assert all(f.held_out == () for f in found.fits)
+
+
+class _Told(Probe):
+    """Takes the seconds of the probes from a list; every other of four samples lies `spread_s` above them."""
+
+    def __init__(self, collective: ThreadCollective, seconds: list[list[float]], spread_s: float = 0.0) -> None:
+        super().__init__(collective, torch.device("cpu"), 1)
+        self.seconds, self.spread_s = seconds, spread_s
+
+    def samples(self, runs: Sequence[Callable[[], float | None]]) -> list[FloatArray]:
+        for run in runs:
+            run()
+        return [np.full((4, 1), lower) for lower in self.seconds.pop(0)]
+
+    def differences(self, first: Callable[[], float], second: Callable[[], float]) -> FloatArray:
+        first()
+        second()
+        alone_s, beside_s = self.seconds.pop(0)
+        return np.tile([beside_s - alone_s + self.spread_s, beside_s - alone_s], 2)
+
+
+@pytest.mark.parametrize(
+    ("beside_s", "spread_s", "expected"),
+    [(5.0, 0.0, 0.0), (4.9, 0.0, 0.0), (5.5, 0.0, 0.25), (9.0, 0.0, 0.95), (5.4, 0.2, 0.25), (5.1, 0.8, 0.0)],
+)
+def test_what_a_hidden_transfer_costs_is_what_it_adds_per_second(
+    beside_s: float, spread_s: float, expected: float
+) -> None:
+    bank = ExpertBank(8, 16, 1)
+
+    def told(c: ThreadCollective) -> float:
+        return measure_overlap(_Told(c, [[2.0, 1.0], [5.0, beside_s]], spread_s), bank, rows=4, n_bytes=256)
+
+    assert ThreadWorld(2).run(told) == [pytest.approx(expected)] * 2
+    assert measure_overlap(_Told(ThreadWorld(1).collective(0), []), bank, rows=4, n_bytes=256) == 0.0
+
+
+def test_a_check_fits_nothing_and_uses_the_lines_it_is_given() -> None:
+    lines = {"expert_forward": Line(1e9, 0.0), "trans": Line(0.0, 1e9)}
+
+    def checked(c: ThreadCollective) -> tuple[Fit, ...]:
+        return check(c, lines, dim=8, hidden=16, repeats=2, ranges=SMALL)
+
+    found = ThreadWorld(2).run(checked)
+    assert found[0] == found[1]
+    assert [f.operation for f in found[0]] == ["expert_forward", "trans"]
+    assert all(f.fitted == () and f.mean_error > 1e3 for f in found[0])
+
+
+def test_the_models_lines_are_what_the_cost_model_says() -> None:
+    from prophet.planner.cost import compute_seconds, exchange_seconds
+
+    shape = LayerShape(dim=8, hidden=16)
+    topology = Topology(
+        ranks=2,
+        ranks_per_node=2,
+        intra=Link(bytes_per_s=1e6, latency_s=1e-3),
+        inter=Link(bytes_per_s=1e3, latency_s=1e-1),
+        flops_per_s=(1e6, 2e6),
+        free_bytes=(1 << 30,) * 2,
+        expert_overhead_s=2e-3,
+        call_overhead_s=5e-3,
+    )
+    lines = model_lines(topology, shape)
+    context = PlanContext(topology=topology, shape=shape, home=(0, 0, 1, 1))
+    load = np.array([[10, 20, 0, 0], [0, 0, 10, 20]])
+    split = Split.to_homes(load, Placement.homes_only(4, 2))
+    forward = compute_seconds(split.tokens.sum(axis=0), context)
+    assert lines["expert_forward"].seconds(Point(30, 2, 0.0)) == pytest.approx(forward)
+    assert lines["expert_backward"].seconds(Point(30, 2, 0.0)) == pytest.approx(2 * forward)
+    exchange = exchange_seconds(np.array([[0.0, 4096.0], [4096.0, 0.0]]), topology)
+    for operation in ("a2a_intra", "trans", "agg"):
+        assert lines[operation].seconds(Point(4096, 1, 0.0)) == pytest.approx(exchange)
+
+
+def test_a_call_overhead_is_paid_once_and_only_where_there_is_work() -> None:
+    from prophet.planner.cost import compute_seconds
+
+    topology = Topology.uniform(2, flops_per_s=1e6)
+    shape = LayerShape(dim=8, hidden=16)
+    slow = Topology(**{**{f: getattr(topology, f) for f in topology.__slots__}, "call_overhead_s": 0.5})
+    load = np.array([[3, 0], [0, 4]])
+    plain, more = (compute_seconds(load, PlanContext(topology=t, shape=shape, home=(0, 1))) for t in (topology, slow))
+    assert more == pytest.approx(plain + 0.5)
+    assert compute_seconds(0 * load, PlanContext(topology=slow, shape=shape, home=(0, 1))) == 0.0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rows": (8, 8)}, {"tokens": (0, 4)}, {"groups": ()}, {"groups": (300,)}, {"points": 1}]
+)
+def test_ranges_that_make_no_sense_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(SpecError, match="Ranges"):
+        Ranges(**wrong)  # type: ignore[arg-type]
+
+
+def test_other_types_of_numbers() -> None:
+    found = calibrate(
+        ThreadWorld(1).collective(0),
+        dim=8,
+        hidden=16,
+        repeats=2,
+        ranges=SMALL,
+        dtype=torch.bfloat16,
+        activation="swiglu",
+    )
+    assert all(f.line.unit_s >= 0 for f in found.fits)
+
+
+def test_samples_that_were_disturbed_show_in_the_spread() -> None:
+    """Each run takes one of the seconds below by a made-up clock; the lower quartile counts."""
+    from prophet.machine import calibrate as module
+
+    took = iter([9.0, 9.0, 1.0, 1.0, 1.0, 3.0, 3.0])  # the first two are the warm-up and the look at its length
+    probe = module.Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 5)
+    (lower, median), by_rank = probe.typical([lambda: next(took)])
+    assert (lower.tolist(), median.tolist()) == ([1.0], [1.0])
+    assert by_rank.tolist() == [[1.0]]
+    took = iter([9.0, 9.0, 1.0, 1.0, 3.0, 3.0, 3.0])
+    (lower, median), _ = probe.typical([lambda: next(took)])
+    assert (lower.tolist(), median.tolist()) == ([1.0], [3.0])
+
+
+def test_short_runs_are_sampled_more_often() -> None:
+    from prophet.machine import calibrate as module
+
+    calls = [0, 0, 0]
+    lasts = (1.0, 3.0, 100.0)
+
+    def run(i: int) -> float:
+        calls[i] += 1
+        return lasts[i]
+
+    probe = module.Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 4)
+    (lower, _), _ = probe.typical([lambda i=i: run(i) for i in range(3)])  # type: ignore[misc]
+    assert lower.tolist() == list(lasts)
+    assert calls == [2 + 4 * 8, 2 + 4 * 8, 2 + 4]  # at most eight times as often
+
+
+def test_the_rate_of_transfers_is_that_of_most_of_them() -> None:
+    link = Link(bytes_per_s=2e9, latency_s=1e-4)
+    points = [Point(n, 1, 1e-4 + n / 0.5e9) for n in (1e5, 1e6, 1e7)]
+    assert rate_of(points, link) == pytest.approx(0.25)
+    assert rate_of([*points, Point(1e6, 1, 1.0)], link) == pytest.approx(0.25)  # one that was disturbed
+    assert rate_of([Point(1e6, 1, 5e-5)], link) > 1  # shorter than the latency alone: fast, but not for nothing
+
+
+def test_slower_transfers_count_as_more_bytes() -> None:
+    shape, link = LayerShape(dim=8, hidden=16), Link(bytes_per_s=1e6)
+    slow = dataclasses.replace(Topology.uniform(2, intra=link), trans_rate=0.5, agg_rate=0.25)
+    load = np.array([[300, 0], [300, 0]], dtype=np.int64)
+    placement = Placement.with_replicas((0, 1), 2, [(0, 1)])
+    split = Split(np.array([[[300, 0], [0, 0]], [[0, 300], [0, 0]]], dtype=np.int64))
+    even, later = (
+        step_cost(split, placement, PlanContext(topology=t, shape=shape, home=(0, 1)))
+        for t in (Topology.uniform(2, intra=link), slow)
+    )
+    split.check(load, placement)
+    assert later.trans_s == pytest.approx(2 * even.trans_s)
+    assert later.agg_s == pytest.approx(4 * even.agg_s)
+    assert later.a2a_s == even.a2a_s
+    with pytest.raises(SpecError, match="trans_rate"):
+        dataclasses.replace(slow, trans_rate=0.0)

@@ -1,0 +1,292 @@
+"""The live view: what is written, what a crash or a failing sink does, and the commands that show it."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import prophet
+from prophet.cli import BAD_INPUT, OK, main
+from prophet.engine.config import EngineConfig
+from prophet.engine.report import StepReport
+from prophet.errors import MonitorError
+from prophet.monitor import WAITING
+from prophet.monitor.read import Tail, read_steps
+from prophet.monitor.rows import detail_period, hottest, measured_gain, ratios, step_row
+from prophet.monitor.sinks import JsonLines, WandB, heat_map, images, scalars
+from prophet.monitor.view import chosen_layers, course
+from prophet.ranks.threads import ThreadCollective
+from tests.helpers.support import (
+    FixedPlanner,
+    TinyModel,
+    everywhere,
+    next_id_loss,
+    on_threads,
+)
+
+
+def report(step: int = 0) -> StepReport:
+    """Two ranks, two layers, four experts; the first layer's first expert is hot."""
+    counts = np.array([[[30, 2, 4, 4], [30, 2, 4, 4]], [[5, 5, 5, 5], [5, 5, 5, 5]]])
+    return StepReport(
+        step=step,
+        counts=counts,
+        rank_load=np.array([[40, 40], [20, 20]]),
+        rank_load_static=np.array([[64, 16], [20, 20]]),
+        copies=np.array([[0, 1], [0, 0]]),
+        dropped=np.array([3, 0]),
+        seconds={"expert": 0.06, "exposed_trans": 0.01, "exposed_agg": 0.02, "gate": 0.5},
+        actions=(),
+    )
+
+
+def write(folder: Path, steps: int, **header: Any) -> None:
+    lines = JsonLines(folder)
+    lines.start({"layers": 2, "ranks": 2, "experts": [4, 4], "planner": "prophet", **header})
+    for i in range(steps):
+        lines.step(step_row(report(i), time_s=time.time(), step_s=0.1 if i else None, detail=i % 2 == 0))
+    lines.close()
+
+
+def train(folder: Path, steps: int, **options: Any) -> None:
+    """A monitored run of two ranks."""
+
+    def body(ranks: ThreadCollective) -> None:
+        model = TinyModel(group=ranks)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        config = EngineConfig(slots_per_rank=4, planner=FixedPlanner(everywhere(8, 2)))
+        engine = prophet.attach(model, optimizer, config=config)
+        with prophet.monitor(engine, folder, **options) as live:
+            assert live.writing == (ranks.rank == 0)
+            for step in range(steps):
+                ids = (torch.arange(48).view(4, 12) * (step + 2)) % 7
+                optimizer.zero_grad()
+                next_id_loss(model(ids), ids, 1 / 48).backward()
+                optimizer.step()
+        live.close()
+        assert not engine.on_step
+        engine.close()
+
+    on_threads(2, body)
+
+
+# --- numbers ---
+
+
+def test_numbers_of_a_step() -> None:
+    row = step_row(report(), time_s=1.0, step_s=0.5, detail=True)
+    assert row["max_mean"] == [1.0, 1.0]
+    assert row["max_mean_static"] == [1.6, 1.0]
+    assert row["copies"] == [1, 0]
+    assert row["dropped"] == [3, 0]
+    assert row["exposed_s"] == pytest.approx(0.03)
+    assert row["hottest"][0][0] == [0, 3.0]
+    assert row["experts"] == [[60, 4, 8, 8], [10, 10, 10, 10]]
+    # 0.06 s for 60 rows of rank 0: 84 rows on the busiest ranks without replicas, 60 with them and 0.03 s exposed
+    assert row["gain_measured"] == pytest.approx(0.084 / 0.09, abs=1e-4)
+    assert not {"experts", "rank_load"} & step_row(report(), time_s=1.0, step_s=0.5, detail=False).keys()
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_nothing_measured_is_no_gain() -> None:
+    empty = report()
+    assert measured_gain(empty, 0) is not None
+    empty.seconds.clear()
+    assert measured_gain(empty, 0) is None
+    assert ratios(np.zeros((2, 3), dtype=np.int64)) == [1.0, 1.0]
+    assert hottest(np.zeros((1, 3), dtype=np.int64)) == [[]]
+
+
+def test_details_are_rarer_in_large_models() -> None:
+    assert detail_period(4, 4, 16) == 1
+    assert detail_period(60, 64, 256) > 10
+
+
+def test_pictures() -> None:
+    image = heat_map(np.array([[0.0, 1.0, 2.0, 9.0]]))
+    assert image.shape == (8, 32, 3)
+    assert image[0, 0].tolist() == [0, 34, 78]
+    assert image[0, 16].tolist() == image[0, 31].tolist() == [254, 232, 56]
+    assert course([1.0, 1.5]) == "▁█"
+    assert chosen_layers({"max_mean": [1.0, 3.0, 2.0]}, 2) == [1, 2]
+
+
+# --- a run ---
+
+
+def test_a_run_is_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "run", 3, tensorboard=False, predict_every=1, notes={"data": "ids in a circle"})
+    steps = read_steps(tmp_path / "run")
+    assert [r["step"] for r in steps.rows] == [0, 1, 2]
+    assert steps.header["planner"] == "fixed"
+    assert all(len(r["gain_predicted"]) == 2 for r in steps.rows)
+    assert sum(steps.rows[2]["copies"]) > 0 == sum(steps.rows[0]["copies"])
+    assert np.sum(steps.rows[1]["rank_load"]) == np.sum(steps.rows[1]["experts"]) == 2 * 2 * 2 * 48
+    assert main(["watch", str(tmp_path / "run"), "--once"]) == OK
+    shown = capsys.readouterr().out
+    for word in ("step 3", "2 ranks", "max/mean", "predicted", "exposed", "hottest"):
+        assert word in shown
+    assert main(["report", str(tmp_path / "run")]) == OK
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    for word in ("as it ran", "Layers", "predicted gain", "ids in a circle", "<svg"):
+        assert word in page
+    assert "The loss does not notice" not in page
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="needs moe-prophet[monitor]")
+def test_tensorboard_gets_what_the_lines_have(tmp_path: Path) -> None:
+    """Read back with TensorBoard's own reader: every scalar, and the heat maps pixel by pixel."""
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(tmp_path, 4, tensorboard=True, heat_every=2, notes={"data": "ids in a circle"})
+    found = EventAccumulator(str(tmp_path))
+    found.Reload()
+    tags = found.Tags()
+    lines = (tmp_path / "steps.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if "max_mean" in row]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    wanted = [scalars(row) for row in rows]
+    assert set(tags["scalars"]) == {name for row in wanted for name in row}
+    assert {"prophet/max_mean", "prophet_max_mean/layer_01"} <= set(tags["scalars"])
+    for name in tags["scalars"]:
+        values = {e.step: e.value for e in found.Scalars(name)}
+        assert values == pytest.approx({row["step"]: v[name] for row, v in zip(rows, wanted, strict=True) if name in v})
+    maps = [images(row) for row in rows]
+    assert set(tags["images"]) == set(maps[0]) == {f"prophet_heat/{n}" for n in ("experts", "ranks", "ranks_static")}
+    for name in tags["images"]:
+        drawn = found.Images(name)
+        assert [e.step for e in drawn] == [0, 2], "every second step has heat maps"
+        for event in drawn:
+            pixels = np.asarray(Image.open(io.BytesIO(event.encoded_image_string)).convert("RGB"))
+            np.testing.assert_array_equal(pixels, maps[event.step][name])
+    text = found.Tensors("prophet/run/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "ids in a circle" in text
+
+
+def test_wandb_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that records calls: the library itself needs an account."""
+    logged: list[dict[str, Any]] = []
+    run = types.SimpleNamespace(
+        define_metric=lambda *_, **__: None,
+        config=types.SimpleNamespace(update=lambda *_, **__: None),
+        log=logged.append,
+    )
+    stub = types.ModuleType("wandb")
+    stub.__dict__.update(run=run, Image=lambda image: ("image", image.shape))
+    monkeypatch.setitem(__import__("sys").modules, "wandb", stub)
+    assert WandB.active() is run
+    sink = WandB(run, heat_every=2)
+    sink.start({"layers": 2})
+    for i in range(2):
+        sink.step(step_row(report(i), time_s=0.0, step_s=0.1, detail=True))
+    sink.close()
+    assert [line["prophet/step"] for line in logged] == [0, 1]
+    assert logged[0]["prophet_heat/experts"] == ("image", (16, 32, 3))
+    assert "prophet_heat/experts" not in logged[1]
+    assert logged[1]["prophet_dropped/layer_00"] == 3.0
+
+
+def test_a_sink_that_fails_or_hangs_does_not_stop_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(JsonLines, "step", fails)
+    with pytest.warns(UserWarning, match="JSONL failed and is left out from now on"):
+        train(tmp_path, 3, tensorboard=False)
+
+
+def test_a_slow_sink_costs_steps_and_not_time(tmp_path: Path) -> None:
+    engine: Any = types.SimpleNamespace(
+        on_step=[],
+        planner=FixedPlanner([]),
+        collective=types.SimpleNamespace(rank=0, size=2),
+        layers=[types.SimpleNamespace(num_experts=4)] * 2,
+        contexts=[types.SimpleNamespace(topology=types.SimpleNamespace(name="t"))],
+    )
+
+    class Engine(types.SimpleNamespace):
+        """Can be referred to weakly."""
+
+    engine = Engine(**vars(engine))
+    live = prophet.monitor(engine, tmp_path, tensorboard=False, predict_every=0)
+    hold = live._guarded
+    live._guarded = lambda call, what: time.sleep(0.02) is None and hold(call, what)  # type: ignore[method-assign]
+    began = time.perf_counter()
+    for i in range(3 * WAITING):
+        engine.on_step[0](report(i))
+    assert time.perf_counter() - began < 1.0
+    assert live.skipped >= WAITING
+    live._guarded = hold  # type: ignore[method-assign]
+    live.close()
+    rows = read_steps(tmp_path).rows
+    assert len(rows) + live.skipped == 3 * WAITING
+    assert rows[-1]["skipped"] == live.skipped
+
+
+# --- reading ---
+
+
+def test_a_cut_line_and_a_second_start(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    file = tmp_path / "steps.jsonl"
+    file.write_bytes(file.read_bytes()[:-40])  # a crash within a line
+    assert len(read_steps(tmp_path).rows) == 4
+    tail = Tail(file)
+    assert tail.poll()
+    assert len(tail.rows) == 4
+    write(tmp_path, 2)
+    assert tail.poll()
+    assert [r["step"] for r in tail.rows] == [0, 1]
+    assert tail.starts == read_steps(tmp_path).starts == 2
+    assert not tail.poll()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "no run here"), ("{}\n", "expected a first line"), ("", "no step"), ('{"start": 3}\n', "first line")],
+)
+def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "steps.jsonl").write_text(content)
+    with pytest.raises(MonitorError, match=said):
+        read_steps(tmp_path)
+    for command in (["watch", str(tmp_path), "--once"], ["report", str(tmp_path)]):
+        assert main(command) == BAD_INPUT
+        assert said in capsys.readouterr().err
+
+
+def test_arguments_are_checked(tmp_path: Path) -> None:
+    engine: Any = types.SimpleNamespace()
+    with pytest.raises(ValueError, match="detail_every"):
+        prophet.monitor(engine, tmp_path, detail_every=0)
+    with pytest.raises(ValueError, match=r"wandb\.init"):
+        prophet.monitor(engine, tmp_path, wandb=True)
+
+
+def test_the_script_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text(encoding="utf-8")
+    script = page.split("```python\n")[1].split("```")[0]
+    monkeypatch.setattr("sys.argv", ["script", str(tmp_path / "run")])
+    exec(compile(script, "docs/monitoring.md", "exec"), {"__name__": "__main__"})
+    steps = read_steps(tmp_path / "run")
+    assert len(steps.rows) == 5
+    assert steps.header["notes"] == {"data": "random ids"}
+
+
+def test_the_cost_can_be_measured() -> None:
+    from benchmarks.monitoring.__main__ import measure
+
+    row = measure(layers=2, ranks=2, experts=4, steps=5, tensorboard=False)
+    assert row["skipped"] == 0
+    assert row["training_us"] > 0
+    assert row["bytes_per_step"] > 100

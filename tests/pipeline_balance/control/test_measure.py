@@ -1,0 +1,95 @@
+"""The meter's clocks, windows and what counts for which layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline_balance.control.measure import Meter, PipelineLayer, local_costs
+
+
+class _Clock:
+    """Goes on by one at every reading."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def _train(meter: Meter, microbatches: int) -> dict[int, PipelineLayer]:
+    layers = {i: PipelineLayer(nn.Linear(2, 2), i, meter, seed=None) for i in range(2)}
+    loss_fn = meter.timed_loss(nn.functional.mse_loss)
+    for _ in range(microbatches):
+        x = torch.ones(1, 2)
+        for layer in layers.values():
+            x = layer(x)
+        value = loss_fn(x, torch.zeros(1, 2))
+        meter.run_action("B", 0, value.backward)
+    return layers
+
+
+def test_layers_are_timed_by_the_work_clock() -> None:
+    meter = Meter(work_clock=_Clock())
+    layers = _train(meter, 3)
+    costs = local_costs(layers, {0: range(2)}, meter, None)
+    assert costs[0].forward_s == 1.0
+    assert costs[1].forward_s == 2.0  # its own, and the loss
+    # from the start of the action, over the gradient's arrival, to the next one
+    assert costs[1].backward_s == 2.0
+    assert costs[0].backward_s == 1.0
+    assert meter.times().compute_s > 0
+
+
+def test_old_samples_are_forgotten() -> None:
+    meter = Meter(work_clock=_Clock(), max_samples=4)
+    _train(meter, 9)
+    assert len(meter.forward[0]) == len(meter.backward[1]) == len(meter.loss) == 4
+    meter.reset()
+    assert not meter.forward
+    assert not meter.loss
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_the_first_backward_is_announced_once(enabled: bool) -> None:
+    meter = Meter(enabled=enabled)
+    called: list[int] = []
+    meter.on_backward = lambda: called.append(len(called))
+    _train(meter, 2)
+    assert called == [0]
+    assert meter.on_backward is None
+
+
+def test_one_disturbed_microbatch_does_not_count_and_uneven_ones_do() -> None:
+    meter = Meter()
+    layer = PipelineLayer(nn.Linear(2, 2), 0, meter, seed=None)
+    meter.forward[0] = [1.0, 1.0, 1.0, 1.8, 90.0]
+    assert local_costs({0: layer}, {0: [0]}, meter, None)[0].forward_s == pytest.approx(1.2)
+
+
+def test_bytes_are_counted_once_in_a_period_and_stay_known() -> None:
+    meter = Meter()
+    layer = PipelineLayer(nn.Sequential(nn.Linear(2, 4), nn.Tanh()), 0, meter, seed=0)
+    counted = []
+    for rows in (1, 2, 3, 4):
+        layer(torch.ones(rows, 2, requires_grad=True))
+        counted.append(meter.activation_bytes[0])
+        if rows == 2:
+            meter.reset()
+    # the first microbatch ever, then the second one of the next period
+    assert counted == [counted[0], counted[0], counted[0], 4 * counted[0]]
+    assert len(meter.forward[0]) == 1
+
+
+def test_pauses_between_actions_are_told() -> None:
+    clock = _Clock()
+    meter = Meter(clock=clock)
+    meter.begin_step()
+    for pause in (40.0, 3.0, 3.0, 50.0):
+        clock.now += pause
+        meter.run_action("F", 0, lambda: None)
+    # what comes before the first action of a step is no pause between two; both readings take one each
+    assert meter.times().between_s == 5.0

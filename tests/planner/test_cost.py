@@ -1,0 +1,129 @@
+"""The performance models, against figures computed by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from prophet.errors import SpecError
+from prophet.planner.cost import exchange_seconds, mean_bandwidth, paper_cost, step_cost, transfer_cost
+from prophet.spec import LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
+
+SHAPE = LayerShape(dim=10, hidden=20, bias=False)  # 400 parameters, 1600 bytes; 800 flops and 40 bytes per token
+FOUR = Topology.uniform(
+    4,
+    ranks_per_node=2,
+    flops_per_s=8e5,  # 1000 tokens per second
+    intra=Link(bytes_per_s=4000.0, latency_s=0.001),
+    inter=Link(bytes_per_s=400.0, latency_s=0.01),
+    expert_overhead_s=0.002,
+)
+
+
+def context(topology: Topology = FOUR, windows: Windows | None = None) -> PlanContext:
+    return PlanContext(topology=topology, shape=SHAPE, home=(0, 1, 2, 3), windows=windows or Windows())
+
+
+def test_paper_model_adds_up_equations_1_to_6() -> None:
+    flat = Topology.uniform(4, flops_per_s=8e5, intra=Link(bytes_per_s=4000.0))
+    cost = paper_cost(
+        np.array([50, 100, 20, 30]),
+        np.array([10, 60, 20, 0]),
+        replicated=3,
+        excluded=1,
+        context=context(flat),
+        overlapped=False,
+    )
+    assert cost.a2a_s == pytest.approx(4 * 60 * 40 / 4000)
+    assert cost.expert_s == pytest.approx(3 * 100 / 1000)
+    assert cost.exposed_trans_s == pytest.approx(3 * (4 - 1) * 1600 / (4 * 4000))
+    assert cost.exposed_agg_s == cost.exposed_trans_s
+    assert cost.total_s == pytest.approx(2.4 + 0.3 + 0.9 + 0.9)
+
+
+def test_paper_model_hides_transfers_as_equation_8() -> None:
+    flat = Topology.uniform(4, flops_per_s=8e5, intra=Link(bytes_per_s=4000.0))
+    cost = paper_cost(
+        np.array([100, 0, 0, 0]),
+        np.zeros(4, dtype=np.int64),
+        replicated=3,
+        excluded=1,
+        context=context(flat, Windows(fnec_s=0.3, bnec_s=1.0)),
+    )
+    assert cost.trans_s == pytest.approx(0.9)
+    assert cost.exposed_trans_s == pytest.approx(0.9 - 0.1 - 0.3)
+    assert cost.exposed_agg_s == 0.0
+
+
+def test_mean_bandwidth_is_that_of_an_even_exchange() -> None:
+    assert mean_bandwidth(FOUR) == pytest.approx(3 / (1 / 4000 + 2 / 400))
+    assert mean_bandwidth(Topology.uniform(1, intra=Link(bytes_per_s=7.0))) == 7.0
+
+
+def test_exchange_takes_the_busiest_rank_of_the_slowest_level() -> None:
+    pairs = np.zeros((4, 4))
+    assert exchange_seconds(pairs, FOUR) == 0.0
+    pairs[0, 0] = 1e9  # what stays is free
+    pairs[0, 1] = 400.0
+    assert exchange_seconds(pairs, FOUR) == pytest.approx(0.001 + 0.1)
+    pairs[0, 2] = pairs[0, 3] = 40.0  # rank 0 sends 80 bytes out of its node
+    assert exchange_seconds(pairs, FOUR) == pytest.approx(0.01 + 0.2)
+    pairs[1, 3] = 400.0  # rank 3 receives 440
+    assert exchange_seconds(pairs, FOUR) == pytest.approx(0.01 + 1.1)
+
+
+def test_two_phase_transfer_is_taken_where_it_is_cheaper() -> None:
+    one_node = Topology.uniform(4, intra=Link(bytes_per_s=1600.0, latency_s=0.25))
+    everywhere = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1), (0, 2), (0, 3)])
+    cost = transfer_cost(everywhere, one_node, 1600)
+    assert cost.two_phase
+    assert cost.seconds == pytest.approx(0.25 + 1 + 0.25 + 2 / 3)  # direct: 0.25 + 3
+    single = transfer_cost(Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1)]), one_node, 1600)
+    assert not single.two_phase
+    assert single.seconds == pytest.approx(1.25)
+    assert transfer_cost(Placement.homes_only(4, 4), one_node, 1600).seconds == 0.0
+
+
+def test_step_cost_counts_groups_windows_and_slow_ranks() -> None:
+    topology = Topology(
+        ranks=2,
+        ranks_per_node=2,
+        intra=Link(bytes_per_s=4000.0),
+        inter=Link(bytes_per_s=1.0),
+        flops_per_s=(8e5, 4e5),
+        free_bytes=(10**9, 10**9),
+        expert_overhead_s=0.002,
+    )
+    plan = PlanContext(topology=topology, shape=SHAPE, home=(0, 1), windows=Windows(fnec_s=0.1, bnec_s=0.05))
+    tokens = np.zeros((2, 2, 2), dtype=np.int64)
+    tokens[0, 0, 0] = 30
+    tokens[0, 0, 1] = 10
+    tokens[1, 1, 1] = 20
+    placement = Placement.with_replicas((0, 1), 2, [(0, 1)])
+    cost = step_cost(Split(tokens), placement, plan)
+    forward = max(0.030 + 0.002, 0.060 + 2 * 0.002)
+    assert cost.expert_s == pytest.approx(3 * forward)
+    assert cost.a2a_s == pytest.approx(4 * 10 * 40 / 4000)
+    assert cost.trans_s == pytest.approx(0.4)
+    assert cost.exposed_trans_s == pytest.approx(0.4 - forward - 0.1)
+    assert cost.exposed_agg_s == pytest.approx(0.4 - 2 * forward - 0.05)
+    taxed = dataclasses.replace(plan, topology=dataclasses.replace(topology, overlap_cost=0.2))
+    cost = step_cost(Split(tokens), placement, taxed)
+    assert cost.exposed_trans_s == pytest.approx(0.4 - 0.8 * (forward + 0.1))
+    first = dataclasses.replace(plan, windows=Windows(fnec_s=0.1, bnec_s=0.05, experts=False))
+    cost = step_cost(Split(tokens), placement, first)  # no experts come before the first block's
+    assert cost.exposed_trans_s == pytest.approx(0.4 - 0.1)
+    assert cost.exposed_agg_s == pytest.approx(0.4 - 0.05)
+    roomy = dataclasses.replace(taxed, windows=Windows(fnec_s=9.0, bnec_s=9.0))
+    cost = step_cost(Split(tokens), placement, roomy)
+    assert cost.exposed_trans_s == cost.exposed_agg_s == pytest.approx(0.2 * 0.4)
+
+
+def test_sizes_that_disagree_are_refused() -> None:
+    split = Split(np.zeros((2, 2, 2), dtype=np.int64))
+    with pytest.raises(SpecError, match="4 ranks"):
+        step_cost(split, Placement.homes_only(2, 2), context())
+    with pytest.raises(SpecError, match="per rank"):
+        paper_cost(np.zeros(3, np.int64), np.zeros(4, np.int64), replicated=0, excluded=0, context=context())

@@ -1,0 +1,91 @@
+"""The oracle bounds every planner from below, and its own placement reaches its bound where tokens are many."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from prophet.errors import SpecError
+from prophet.machine.presets import PRESET_NAMES, get_preset
+from prophet.planner import get_planner
+from prophet.planner.cost import step_cost
+from prophet.spec import Placement
+
+pytest.importorskip("scipy")
+
+
+@pytest.mark.parametrize(("overlap_cost", "experts"), [(0.0, True), (0.3, True), (0.0, False), (0.3, False)])
+@pytest.mark.parametrize("name", ["hpwnv:MoE-GPT-L", "h100-nvlink:Mixtral-8x7B", "gloo-loopback"])
+def test_no_planner_beats_the_oracle(name: str, overlap_cost: float, experts: bool) -> None:
+    from prophet.planner.oracle import lower_bound, solve_exactly
+
+    rng = np.random.default_rng(3)
+    load = rng.multinomial(4096, rng.dirichlet(np.full(4, 0.4)), size=4).astype(np.int64)
+    context = get_preset(name).context(4, 4, routed_per_rank=4096, slots_per_rank=2)
+    topology = dataclasses.replace(context.topology, overlap_cost=overlap_cost)
+    context = dataclasses.replace(
+        context, topology=topology, windows=dataclasses.replace(context.windows, experts=experts)
+    )
+    best = solve_exactly(load, context, time_limit_s=20)
+    assert best.bound <= best.seconds * (1 + 1e-3)
+    assert lower_bound(load, context) <= best.bound * (1 + 1e-6)
+    split = get_planner("prophet", split_effort=10.0).split(load, best.placement, context)
+    assert step_cost(split, best.placement, context).total_s <= 1.03 * best.seconds, "it is what the model says"
+    for policy in ("prophet", "static", "top2", "pro-prophet", "eplb"):
+        planner = get_planner(policy)
+        placement = planner.place(load, context)
+        seconds = step_cost(planner.split(load, placement, context), placement, context).total_s
+        assert seconds >= best.bound * (1 - 1e-6)
+
+
+def test_the_timed_split_comes_close_to_the_best_one() -> None:
+    """Exchange-bound cases, half of them on two nodes: where the lowest bottleneck alone is far from the best."""
+    from prophet.planner.oracle import solve_exactly
+
+    timed, exact = [], []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        ranks = (4, 6)[seed % 2]
+        load = np.stack([rng.multinomial(4096, rng.dirichlet(np.full(ranks, 0.5))) for _ in range(ranks)])
+        load = load.astype(np.int64)
+        name = ("hpwnv:MoE-GPT-M", "h100-ib:Qwen3-30B-A3B", "a100-ib:DeepSeek-V3")[seed % 3]
+        context = get_preset(name).context(ranks, ranks, routed_per_rank=4096, slots_per_rank=2)
+        if seed % 4 < 2:
+            topology = dataclasses.replace(context.topology, ranks_per_node=ranks // 2)
+            context = dataclasses.replace(context, topology=topology)
+        placement = get_planner("prophet-search", effort=10.0, gain_margin=0.0, spare=0.0).place(load, context)
+        best = solve_exactly(load, context, within=placement, time_limit_s=20)
+        for gaps, effort in ((timed, 10.0), (exact, 0.0)):
+            split = get_planner("prophet", split_effort=effort).split(load, placement, context)
+            gaps.append(step_cost(split, placement, context).total_s / best.seconds - 1)
+    assert min(timed) >= -1e-3
+    assert np.median(timed) <= 0.005
+    assert max(timed) <= 0.03
+    assert max(exact) > 0.2  # the cases are such that it matters
+
+
+def test_the_best_split_uses_the_given_replicas_only() -> None:
+    from prophet.planner.oracle import solve_exactly
+
+    load = np.array([[4000, 50], [4000, 50]], dtype=np.int64)
+    context = get_preset("gloo-loopback").context(2, 2, routed_per_rank=4050, slots_per_rank=1)
+    homes = context.homes_only()
+    none = solve_exactly(load, context, within=homes, time_limit_s=20)
+    static = step_cost(get_planner("static").split(load, homes, context), homes, context).total_s
+    assert none.seconds == pytest.approx(static, rel=1e-6)
+    assert solve_exactly(load, context, time_limit_s=20).seconds < 0.8 * static
+    with pytest.raises(SpecError, match="`within` is for 3 experts"):
+        solve_exactly(load, context, within=Placement.with_replicas((0, 1, 1), 2, ()))
+
+
+def test_presets_build_and_unknown_ones_are_refused() -> None:
+    for name in PRESET_NAMES:
+        context = get_preset(name).context(16, 32, routed_per_rank=4096)
+        assert context.windows.bnec_s == pytest.approx(2 * context.windows.fnec_s)
+        assert get_preset(name).name == name
+    with pytest.raises(SpecError, match="no preset"):
+        get_preset("tpu")
+    with pytest.raises(SpecError, match="no model"):
+        get_preset("hpwnv:Llama")

@@ -1,0 +1,144 @@
+"""FSDP2 cuts the dense parameters over all processes and leaves the experts whole, in groups of two and of four."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import prophet
+from prophet.engine.parallel import ExpertReplicas, expert_groups, expert_parameters
+from tests.helpers.support import (
+    RandomPlanner,
+    dense_parameters,
+    expert_gradients,
+    next_id_loss,
+    on_processes,
+)
+from tests.helpers.training import (
+    SCALE,
+    Case,
+    Step,
+    compare,
+    expected,
+)
+
+# 4 ranks' batches; the oracle knows nothing of groups
+CASE = Case(ranks=4, shapes=((4,), (0,), (2,), (5,)), seed=12, microbatches=2)
+
+
+def whole(x: Tensor) -> Any:
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).numpy().copy()
+
+
+def fsdp_run(ep_size: int, nested: bool) -> tuple[list[Step], list[float], set[str]]:
+    ep, replicas = expert_groups(ep_size)
+    rank = torch.distributed.get_rank()
+    model = CASE.model(ep)
+    model.load_state_dict(CASE.state())
+    experts = {p for _, p in expert_parameters(model)}
+    if nested:
+        for module in (*model.mixes, *model.moes):
+            fully_shard(module, ignored_params=experts)
+    fully_shard(model, ignored_params=experts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=CASE.lr)
+    averager = ExpertReplicas(model, replicas)
+    config = CASE.engine_config(RandomPlanner(5, 0.8))
+    engine = prophet.attach(model, optimizer, config=config)
+    steps, norms = [], []
+    for s in range(CASE.steps):
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for m in range(CASE.microbatches):
+            if nested:  # only the last backward pass of a step communicates
+                averager.enabled = m == CASE.microbatches - 1
+                model.set_requires_gradient_sync(averager.enabled)
+            ids = CASE.ids(s, m)[rank]
+            loss = next_id_loss(model(ids), ids, SCALE)
+            loss.backward()
+            total += loss.detach()
+        torch.distributed.all_reduce(total)
+        norms.append(float(engine.clip_grad_norm_(model.parameters(), 1e9)))
+        dense = {n: whole(p.grad) for n, p in dense_parameters(model).items() if p.grad is not None}
+        steps.append(Step(float(total / 4), dense, {n: g.numpy() for n, g in expert_gradients(model).items()}, None))
+        optimizer.step()
+    clipped = float(engine.clip_grad_norm_(model.parameters(), norms[-1] / 2))
+    norms.append(float(engine.clip_grad_norm_(model.parameters(), 1e9)) / clipped)
+    cut = {n for n, p in model.named_parameters() if hasattr(p, "full_tensor")}
+    engine.close()
+    averager.close()
+    return steps, norms, cut
+
+
+@pytest.mark.parametrize(("ep_size", "nested"), [(2, False), (2, True), (4, True)])
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_gradients_equal_the_oracle(ep_size: int, nested: bool) -> None:
+    by_rank = on_processes(4, fsdp_run, ep_size, nested, timeout_s=90)
+    wanted = expected(CASE)
+    compare(wanted, [r[0] for r in by_rank])
+    for _, norms, cut in by_rank:
+        assert cut == {n for n in wanted[0][1] if ".experts." not in n}
+        assert norms[:-1] == pytest.approx([np.sqrt(sum((g**2).sum() for g in grads.values())) for _, grads in wanted])
+        assert norms[-1] == pytest.approx(0.5, rel=1e-3)
+
+
+def forgotten() -> list[str]:
+    found = []
+    for nested in (False, True):
+        ep, replicas = expert_groups(2)
+        model = CASE.model(ep)
+        if nested:
+            fully_shard(model.moes[0])
+        fully_shard(model)
+        ids = CASE.ids(0, 0)[0]
+        tries: list[Any] = [
+            lambda m=model, r=replicas: ExpertReplicas(m, r),
+            lambda m=model: prophet.attach(m, config=CASE.engine_config()),
+            lambda m=model, i=ids: m(i),
+        ]
+        for attempt in tries:
+            with pytest.raises(ValueError, match=r"ignored_params=\{p for _, p in") as caught:
+                attempt()
+            found.append(str(caught.value))
+    return found
+
+
+def test_experts_that_were_cut_are_refused() -> None:
+    """Gathering them would mix the experts of different ranks without a word."""
+    assert len(on_processes(2, forgotten, timeout_s=60)[0]) == 6
+
+
+def reduced_precision() -> list[float]:
+    """In bfloat16 by FSDP's policy, and under autocast: the gradients' norms, and that of float32."""
+    found = []
+    for how in ("policy", "autocast", "float32"):
+        ep, _ = expert_groups(2)
+        model = CASE.model(ep).float()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how == "policy" else MixedPrecisionPolicy()
+        experts = {p for _, p in expert_parameters(model)}
+        fully_shard(model, mp_policy=policy, ignored_params=experts)
+        ids = CASE.ids(0, 0)[torch.distributed.get_rank()]
+        if how == "policy":
+            with pytest.raises(ValueError, match=r"has torch\.float32 parameters, got torch\.bfloat16"):
+                model(ids)
+            for moe in model.moes:
+                moe.experts.to(torch.bfloat16)
+        engine = prophet.attach(model, config=CASE.engine_config(RandomPlanner(5, 0.8)))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=how == "autocast"):
+            loss = next_id_loss(model(ids).float(), ids, SCALE)
+        loss.backward()
+        found.append(float(engine.clip_grad_norm_(model.parameters(), 1e9)))
+        engine.close()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_reduced_precision() -> None:
+    policy, autocast, exact = on_processes(2, reduced_precision, timeout_s=60)[0]
+    assert policy == pytest.approx(exact, rel=0.05)
+    assert autocast == pytest.approx(exact, rel=0.05)
+    assert exact > 0

@@ -1,0 +1,87 @@
+"""Another number of ranks through a checkpoint: 3 -> 2 -> 4, each time with processes that start from nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline_balance.leave.membership import (
+    DESCRIPTION,
+    load_checkpoint,
+    read_checkpoint,
+    save_checkpoint,
+)
+from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError
+from tests.helpers.pipeline_processes import run_gloo
+from tests.processes.test_pipeline_trainer import (
+    LAYERS,
+    TOLERANCE,
+    batch,
+    pipeline,
+    plain_losses,
+)
+
+STEPS = 5
+
+
+def _spread(ranks: int) -> StageMap:
+    return StageMap.contiguous([k * LAYERS // ranks for k in range(ranks + 1)])
+
+
+def _train(rank: int, size: int, folder: str, following: int) -> list[float | None]:
+    path = Path(folder)
+    first = 0
+    if (path / DESCRIPTION).exists():
+        run = pipeline(read_checkpoint(path).stage_map)
+        first = load_checkpoint(run, path).step
+    else:
+        run = pipeline(_spread(size))
+    losses = [run.step(*batch(step)) for step in range(first, first + STEPS)]
+    save_checkpoint(run, path, step=first + STEPS, stage_map=_spread(following))
+    # saving changes nothing
+    losses.append(run.step(*batch(first + STEPS)))
+    return losses
+
+
+def test_three_two_four(tmp_path: Path) -> None:
+    losses: list[float] = []
+    for size, following in ((3, 2), (2, 4), (4, 1)):
+        rows = run_gloo(_train, size, str(tmp_path), following)
+        got = [next(x for x in at if x is not None) for at in zip(*rows, strict=True)]
+        if losses:
+            assert losses.pop() == pytest.approx(got[0], rel=TOLERANCE)
+        losses += got
+    assert losses == pytest.approx(plain_losses(3 * STEPS + 1)[0], rel=TOLERANCE)
+    assert read_checkpoint(tmp_path).stage_map == _spread(1)
+
+
+def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no checkpoint was finished here"):
+        read_checkpoint(tmp_path)
+    (tmp_path / DESCRIPTION).write_text("[]")
+    with pytest.raises(SpecError, match="written by save_checkpoint"):
+        read_checkpoint(tmp_path)
+    (tmp_path / DESCRIPTION).write_text(json.dumps({"step": 1, "boundaries": [0, 0], "ranks": [0]}))
+    with pytest.raises(SpecError, match="stage 0 is empty"):
+        read_checkpoint(tmp_path)
+
+
+def _other_model(rank: int, size: int, folder: str) -> str:
+    run = pipeline(_spread(size))
+    save_checkpoint(run, Path(folder), step=0)
+    description = Path(folder) / DESCRIPTION
+    said = json.loads(description.read_text())
+    said["tensors"] = [[n, [3], *rest] if n == "0/table.weight" else [n, s, *rest] for n, s, *rest in said["tensors"]]
+    description.write_text(json.dumps(said))
+    before = run.step(*batch(0))
+    with pytest.raises(SpecError, match=r"layer 0 needs table.weight of shape \[11, 12\], the checkpoint has \[3\]"):
+        load_checkpoint(run, Path(folder))
+    assert run.step(*batch(1)) is not None
+    return "refused" if before is not None else ""
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    assert run_gloo(_other_model, 1, str(tmp_path)) == ["refused"]

@@ -1,0 +1,157 @@
+"""Moves that go wrong in a running pipeline: a named error, and what was there before is whole."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline_balance.control.controller import Controller, ControllerConfig
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.pipeline.training_state import collect
+from pipeline_balance.spec import PartitionError, RankLimits, StageMap
+from prophet.errors import TransitionError
+from prophet.state.transition import empty
+from tests.helpers.pipeline_processes import run_gloo
+from tests.processes.test_pipeline_trainer import (
+    LAYERS,
+    TOLERANCE,
+    batch,
+    pipeline,
+    plain_losses,
+)
+
+THREE = StageMap.contiguous((0, 3, 5, LAYERS))
+
+
+def _state(run: ElasticPipeline) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in collect(run.layers, run.optimizer).tensors.items()}
+
+
+def _same(run: ElasticPipeline, before: dict[str, Tensor]) -> bool:
+    now = _state(run)
+    return set(now) == set(before) and all(torch.equal(now[name], tensor) for name, tensor in before.items())
+
+
+class _DiesInExchange:
+    """A collective whose process is gone when state begins to travel."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def exchange(self, *_: object, **__: object) -> object:
+        os._exit(1)
+
+
+def _lose_one(rank: int, size: int) -> dict[str, Any]:
+    run = pipeline(THREE)
+    for step in range(2):
+        run.step(*batch(step))
+    before, layers = _state(run), dict(run.layers)
+    if rank == size - 1:
+        run.collective = _DiesInExchange(run.collective)  # type: ignore[assignment]
+    with pytest.raises(TransitionError, match="the state from before the move is whole") as caught:
+        # layers of the lost rank and of the others change places
+        run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
+    return {
+        "whole": _same(run, before) and run.stage_map == THREE and run.layers == layers,
+        "said": str(caught.value),
+    }
+
+
+def test_a_rank_that_dies_during_a_move_leaves_the_others_whole() -> None:
+    answers = run_gloo(_lose_one, 3, silent=frozenset({2}))
+    for answer in answers[:2]:
+        assert answer["whole"]
+        assert "of a transition failed" in answer["said"]
+
+
+def _no_memory(run: ElasticPipeline, calls: int) -> None:
+    left = [calls]
+
+    def allocate(*args: Any) -> Tensor:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("none left")
+        return empty(*args)
+
+    run.allocate = allocate
+
+
+def _allocation_fails(rank: int, size: int) -> dict[str, Any]:
+    run = pipeline(THREE)
+    losses = [run.step(*batch(0))]
+    whole = []
+    for calls in (0, 1, 3):
+        before = _state(run)
+        if rank == 1:
+            _no_memory(run, calls)
+        with pytest.raises(TransitionError, match="nothing has moved") as caught:
+            run.rebuild(StageMap.contiguous((0, 1, 6, LAYERS)))
+        whole.append(_same(run, before) and run.stage_map == THREE)
+        assert ("none left" in str(caught.value)) == (rank == 1)
+        assert ("ranks [1]" in str(caught.value)) == (rank != 1)
+        run.allocate = empty
+    losses.append(run.step(*batch(1)))
+    run.rebuild(StageMap.contiguous((0, 1, 6, LAYERS)))
+    return {"losses": [*losses, run.step(*batch(2))], "whole": whole}
+
+
+def test_an_allocation_that_fails_moves_nothing() -> None:
+    answers = run_gloo(_allocation_fails, 3)
+    assert all(all(a["whole"]) for a in answers)
+    assert answers[2]["losses"] == pytest.approx(plain_losses(3)[0], rel=TOLERANCE)
+
+
+def _no_group(*_: object) -> object:
+    raise RuntimeError("no group today")
+
+
+def _building_fails(rank: int, size: int) -> dict[str, Any]:
+    run = pipeline(THREE)
+    losses = [run.step(*batch(0))]
+    before, layers, plain = _state(run), dict(run.layers), run._pipeline_group
+    # state has arrived; the new stages' group cannot be made
+    run._pipeline_group = _no_group  # type: ignore[assignment, method-assign]
+    with pytest.raises(TransitionError, match=rf"rank {rank}: .*no group today.*from before the move is whole"):
+        run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
+    whole = _same(run, before) and run.stage_map == THREE and run.layers == layers
+    run._pipeline_group = plain  # type: ignore[method-assign]
+    losses.append(run.step(*batch(1)))
+    run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
+    return {"losses": [*losses, run.step(*batch(2))], "whole": whole}
+
+
+def test_stages_that_cannot_be_built_leave_the_old_ones_in_force() -> None:
+    answers = run_gloo(_building_fails, 3)
+    assert all(a["whole"] for a in answers)
+    losses = [next(x for x in at if x is not None) for at in zip(*(a["losses"] for a in answers), strict=True)]
+    assert losses == pytest.approx(plain_losses(3)[0], rel=TOLERANCE)
+
+
+def _too_large(rank: int, size: int, ahead: bool) -> dict[str, Any]:
+    run = pipeline(THREE)
+    small = RankLimits.uniform(size, memory_bytes=4_000)
+    config = ControllerConfig(every_steps=2, measure_steps=2, prepare_in_backward=ahead)
+    balanced = Controller(run, small, config)
+    losses = [balanced.step(*batch(0))]
+    before = run.layers
+    with pytest.raises(PartitionError, match=r"layer \d+ .*needs at least \d+ bytes, more than any rank has"):
+        balanced.step(*batch(1))
+    assert run.stage_map == THREE
+    assert run.layers is before
+    # the step itself was done; training goes on without the controller
+    return {"losses": [*losses, run.step(*batch(2))]}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_layer_larger_than_any_rank_is_named(ahead: bool) -> None:
+    answers = run_gloo(_too_large, 3, ahead)
+    expected = plain_losses(3)[0]
+    assert answers[2]["losses"] == pytest.approx([expected[0], expected[2]], rel=TOLERANCE)

@@ -1,0 +1,145 @@
+"""Ranks leave, wait, and come back while training goes on: 4 -> 3 -> 2 -> 4, with a loss that does not notice."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pipeline_balance
+from pipeline_balance.leave.membership import Membership, MembershipError, released
+from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError
+from tests.helpers.pipeline_processes import run_gloo
+from tests.processes.test_pipeline_trainer import (
+    LAYERS,
+    TOLERANCE,
+    batch,
+    pipeline,
+    plain_losses,
+)
+
+STEPS = 40
+
+
+def _spread(ranks: int) -> StageMap:
+    return StageMap.contiguous([k * LAYERS // ranks for k in range(ranks + 1)])
+
+
+def _leave_first_group() -> None:
+    """The one that the test's processes met in; whoever leaves while another is still connecting cuts it off."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _elastic(rank: int, size: int, path: str) -> dict[str, Any]:
+    _leave_first_group()
+    membership = Membership(dist.FileStore(path, -1), 10 + rank, timeout_s=40.0)
+    membership.start([10 + r for r in range(size)])
+    run = pipeline(_spread(size))
+    losses: dict[int, float] = {}
+    sizes: list[tuple[int, int]] = []
+    gone: list[list[int]] = []
+    step = 0
+    while step < STEPS:
+        if step in (10, 20) and run.ranks > size - step // 10:
+            run.rebuild(_spread(size - step // 10))
+            if not released(membership, run, lambda members: gone.append(list(members))):
+                if not membership.wait_for_call():
+                    return {"losses": losses, "sizes": sizes, "gone": gone, "ended": "while waiting"}
+                run.change_group(None, None)
+                step = 30
+                run.rebuild(_spread(size))
+        if step == 30 and run.ranks < size:
+            assert membership.switch(run, [10 + r for r in range(size)])
+            run.rebuild(_spread(size))
+        loss = run.step(*batch(step))
+        if loss is not None:
+            losses[step] = loss
+        sizes.append((step, dist.get_world_size()))
+        step += 1
+    membership.end()
+    return {"losses": losses, "sizes": sizes, "gone": gone, "ended": "trained to the end"}
+
+
+def test_four_three_two_four() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_gloo(_elastic, 4, str(Path(folder) / "members"))
+    losses = {step: loss for r in results for step, loss in r["losses"].items()}
+    assert [losses[s] for s in range(STEPS)] == pytest.approx(plain_losses(STEPS)[0], rel=TOLERANCE)
+    world = dict(results[0]["sizes"])
+    assert [world[s] for s in (9, 10, 20, 30)] == [4, 3, 2, 4]
+    assert results[0]["gone"] == [[13], [12]]
+    assert [s for s, _ in results[3]["sizes"]] == [*range(10), *range(30, 40)]
+    assert {r["ended"] for r in results} == {"trained to the end"}
+
+
+def _down_to_one(rank: int, size: int, path: str) -> str:
+    _leave_first_group()
+    membership = Membership(dist.FileStore(path, -1), rank, timeout_s=40.0)
+    membership.start(range(size))
+    run = pipeline(_spread(size))
+    balanced = pipeline_balance.attach(run)
+    losses = [balanced.step(*batch(0))]
+    with pytest.raises(SpecError, match="still run stages"):
+        membership.switch(run, [0])
+    run.rebuild(StageMap((0, LAYERS), (1,)))
+    if not released(membership, run):
+        with pytest.raises(MembershipError, match=r"not called within 0\.2 s"):
+            membership.wait_for_call(timeout_s=0.2)
+        return "ended" if not membership.wait_for_call() else "called"
+    with pytest.raises(SpecError, match=r"the group has 1 ranks now.*attach again"):
+        balanced.step(*batch(1))
+    balanced = pipeline_balance.attach(run)
+    losses += [balanced.step(*batch(step)) for step in range(1, 4)]
+    time.sleep(1.0)  # so that the other one's short wait runs out first
+    membership.end()
+    assert losses == pytest.approx(plain_losses(4)[0], rel=TOLERANCE)
+    return "alone"
+
+
+def test_down_to_one_rank_that_is_not_the_first() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_gloo(_down_to_one, 2, str(Path(folder) / "members")) == ["ended", "alone"]
+
+
+def _newcomer(rank: int, size: int, path: str) -> list[float | None]:
+    """Member 2 is a process that was never there before."""
+    _leave_first_group()
+    membership = Membership(dist.FileStore(path, -1), rank, timeout_s=40.0)
+    if rank == 2:
+        assert membership.wait_for_call()
+        torch.manual_seed(99)
+        run = pipeline(_spread(1), joining=True)
+        losses: list[float | None] = [None, None]
+    else:
+        membership.start([0, 1])
+        run = pipeline(_spread(2))
+        losses = [run.step(*batch(step)) for step in range(2)]
+        assert membership.switch(run, [0, 1, 2])
+    run.rebuild(_spread(3))
+    losses += [run.step(*batch(step)) for step in range(2, 5)]
+    membership.end()
+    return losses
+
+
+def test_a_newcomer_joins() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        rows = run_gloo(_newcomer, 3, str(Path(folder) / "members"))
+    got = [next(x for x in at if x is not None) for at in zip(*rows, strict=True)]
+    assert got == pytest.approx(plain_losses(5)[0], rel=TOLERANCE)
+
+
+def test_members_are_checked() -> None:
+    membership = Membership(dist.HashStore(), 3)
+    with pytest.raises(SpecError, match="not among"):
+        membership.start([0, 1])
+    with pytest.raises(SpecError, match="different members"):
+        membership.start([3, 3])
+    with pytest.raises(SpecError, match="negative"):
+        Membership(dist.HashStore(), -1)

@@ -1,0 +1,272 @@
+"""Training on real processes while layers move: losses equal those of one process that never moves anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.control.measure import Meter, PipelineLayer
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.spec import StageMap
+from prophet.errors import BudgetError, SpecError, TransitionError
+from prophet.state.transition import empty
+from tests.helpers.pipeline_processes import run_gloo
+
+LAYERS, DIM, VOCABULARY, MICROBATCHES, BATCH = 7, 12, 11, 4, 8
+SEED = 5
+# losses of a float32 run whose sums are taken in the same order; what differs is only where they run
+TOLERANCE = 1e-5
+
+
+class _Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+class _Block(nn.Module):
+    """Residual, with dropout (random numbers), a buffer that changes, and a width that differs by layer."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, 8 * index)
+        self.down = nn.Linear(8 * index, DIM)
+        self.drop = nn.Dropout(0.1)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x + self.down(self.drop(torch.relu(self.up(x))))
+
+
+def build_layer(index: int) -> nn.Module:
+    torch.manual_seed(100 + index)
+    if index == 0:
+        return _Embed()
+    return nn.Linear(DIM, VOCABULARY) if index == LAYERS - 1 else _Block(index)
+
+
+def boundaries() -> list[Tensor]:
+    rows = BATCH // MICROBATCHES
+    hidden = [torch.zeros(rows, DIM) for _ in range(LAYERS - 1)]
+    return [torch.zeros(rows, dtype=torch.int64), *hidden, torch.zeros(rows, VOCABULARY)]
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(VOCABULARY, (BATCH,), generator=generator)
+    return ids, (ids * 3 + 1) % VOCABULARY
+
+
+def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=3e-3)
+
+
+def pipeline(stage_map: StageMap, **options: Any) -> ElasticPipeline:
+    return ElasticPipeline(
+        build_layer,
+        stage_map,
+        microbatches=MICROBATCHES,
+        loss_fn=nn.functional.cross_entropy,
+        make_optimizer=make_optimizer,
+        boundaries=boundaries(),
+        seed=SEED,
+        timeout_s=60.0,
+        **options,
+    )
+
+
+def plain_losses(
+    steps: int, before_step: Callable[[dict[int, Any], int], object] | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same training in one process without a pipeline."""
+    meter = Meter(enabled=False)
+    layers = [PipelineLayer(build_layer(i), i, meter, seed=SEED) for i in range(LAYERS)]
+    optimizer = make_optimizer([p for layer in layers for p in layer.parameters()])
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        if before_step is not None:
+            before_step(dict(enumerate(layers)), step)
+        parts = []
+        for ids, target in zip(*(t.chunk(MICROBATCHES) for t in batch(step)), strict=True):
+            x = ids
+            for layer in layers:
+                x = layer(x)
+            loss = nn.functional.cross_entropy(x, target)
+            (loss / MICROBATCHES).backward()
+            parts.append(float(loss.detach()))
+        optimizer.step()
+        losses.append(sum(parts) / len(parts))
+    return losses, {f"{i}/{n}": t.detach() for i, m in enumerate(layers) for n, t in m.module.state_dict().items()}
+
+
+def _maps(step: int, size: int) -> StageMap:
+    """A map for every tenth step: boundaries wander, and the ranks in use go 4, 3, 2, 4."""
+    ranks = {0: size, 1: max(size - 1, 1), 2: max(size - 2, 1), 3: size}[min(step // 50, 3)]
+    shift = step // 10 % 3
+    cuts = sorted({min(LAYERS - ranks + k, 1 + k + shift) for k in range(ranks - 1)})
+    used = range(ranks) if step // 10 % 2 == 0 else range(size - ranks, size)
+    return StageMap((0, *cuts, LAYERS), tuple(used))
+
+
+def _train(rank: int, size: int, steps: int, split: bool) -> dict[str, Any]:
+    torch.manual_seed(rank)  # each process has another global stream; the layers' own must win
+    run = pipeline(_maps(0, size), split_backward=split)
+    losses: list[float | None] = []
+    moved_bytes = rebuilds = 0
+    used: list[int] = []
+    for step in range(steps):
+        if step and step % 10 == 0:
+            done = run.rebuild(_maps(step, size))
+            moved_bytes += done.sent_bytes
+            rebuilds += 1
+        if used[-1:] != [len(run.stage_map.used_ranks)]:
+            used.append(len(run.stage_map.used_ranks))
+        losses.append(run.step(*batch(step)))
+    # arrays, because tensors would be shared through the sending process, which is about to end
+    state = {f"{i}/{n}": t.numpy() for i, layer in run.layers.items() for n, t in layer.module.state_dict().items()}
+    return {"losses": losses, "moved_bytes": moved_bytes, "rebuilds": rebuilds, "used": used, "state": state}
+
+
+@pytest.mark.parametrize(("size", "steps", "split"), [(4, 200, False), (3, 60, True)])
+def test_losses_do_not_notice_moves(size: int, steps: int, split: bool) -> None:
+    results = run_gloo(_train, size, steps, split)
+    expected, weights = plain_losses(steps)
+    got = [next(x for x in at if x is not None) for at in zip(*(r["losses"] for r in results), strict=True)]
+    assert got == pytest.approx(expected, rel=TOLERANCE)
+    assert got[-1] < got[0] / 2
+    assert results[0]["rebuilds"] == steps // 10 - 1
+    assert results[0]["used"] == ([4, 3, 2, 4] if steps == 200 else [3, 2])
+    assert sum(r["moved_bytes"] for r in results) > 0
+    held = {name: t for r in results for name, t in r["state"].items()}
+    assert set(held) == set(weights)
+    for name, array in held.items():
+        torch.testing.assert_close(torch.from_numpy(array), weights[name], rtol=1e-4, atol=1e-5)
+
+
+def _any_map(rank: int, size: int) -> list[float | None]:
+    """Stages to and fro between two ranks, as layers moved one by one leave them."""
+    run = pipeline(StageMap((0, 1, 3, 4, 6, 7), (0, 0, 1, 0, 1)))
+    return [run.step(*batch(step)) for step in range(5)]
+
+
+def test_any_map_of_stages_to_ranks() -> None:
+    results = run_gloo(_any_map, 2)
+    assert [a if a is not None else b for a, b in zip(*results, strict=True)] == pytest.approx(plain_losses(5)[0])
+
+
+def _measure(rank: int, size: int) -> dict[str, Any]:
+    run = pipeline(StageMap.contiguous((0, 3, LAYERS)))
+    for step in range(4):
+        run.step(*batch(step))
+    return {"costs": run.measure(), "times": run.times()}
+
+
+def test_measured_costs_are_equal_on_all_ranks() -> None:
+    results = run_gloo(_measure, 2)
+    costs = results[0]["costs"]
+    assert costs == results[1]["costs"]
+    assert len(costs) == LAYERS
+    for i, cost in enumerate(costs):
+        layer = build_layer(i)
+        assert cost.parameter_bytes == sum(p.numel() * 4 for p in layer.parameters())
+        # two moments and a counter per parameter
+        assert cost.optimizer_bytes == 2 * cost.parameter_bytes + 4 * len(list(layer.parameters()))
+        assert cost.forward_s > 0
+        assert cost.backward_s > 0
+    assert costs[1].activation_bytes < costs[4].activation_bytes
+    assert costs[0].backward_input_s == 0.0
+    for result in results:
+        times = result["times"]
+        assert times.steps == 4
+        assert 0 < times.compute_s < times.step_s
+        assert times.wait_forward_s >= 0
+        assert times.other_s >= 0
+
+
+def _refuse(rank: int, size: int) -> str:
+    run = pipeline(StageMap.contiguous((0, LAYERS)))
+    for wrong, text in (
+        (StageMap.contiguous((0, 2)), "of 2 layers"),
+        (StageMap((0, LAYERS), (1,)), "names rank 1 of 1"),
+    ):
+        with pytest.raises(SpecError, match=text):
+            run.rebuild(wrong)
+    with pytest.raises(SpecError, match="needs inputs"):
+        run.step(None, None)
+    return "refused"
+
+
+def test_wrong_maps_are_refused() -> None:
+    assert run_gloo(_refuse, 1) == ["refused"]
+
+
+def _failed_move(rank: int, size: int) -> list[float | None]:
+    run = pipeline(StageMap.contiguous((0, 3, LAYERS)))
+    losses = [run.step(*batch(step)) for step in range(3)]
+    run.budget_bytes = 1
+    with pytest.raises(BudgetError):
+        run.rebuild(StageMap.contiguous((0, 5, LAYERS)))
+    run.budget_bytes = 1 << 20
+    if rank == 1:
+        run.allocate = _no_memory
+    with pytest.raises(TransitionError, match="nothing has moved"):
+        run.rebuild(StageMap.contiguous((0, 1, LAYERS)))
+    run.allocate = empty
+    losses += [run.step(*batch(step)) for step in range(3, 6)]
+    run.rebuild(StageMap.contiguous((0, 5, LAYERS)))
+    return losses + [run.step(*batch(step)) for step in range(6, 9)]
+
+
+def _no_memory(*_: Any) -> Tensor:
+    raise MemoryError("none left")
+
+
+def test_training_goes_on_after_a_move_that_failed() -> None:
+    results = run_gloo(_failed_move, 2)
+    assert results[1] == pytest.approx(plain_losses(9)[0], rel=TOLERANCE)
+
+
+def _freeze(layers: dict[int, Any], step: int) -> bool:
+    """Freeze a prefix at step 3, a layer in the middle too at step 6, thaw all at step 9."""
+    wanted = {3: {0, 1, 2}, 6: {0, 1, 2, 3, 5}, 9: set()}.get(step)
+    if wanted is None:
+        return False
+    for i, layer in layers.items():
+        layer.requires_grad_(i not in wanted)
+    return True
+
+
+def _train_frozen(rank: int, size: int, split: bool) -> dict[str, Any]:
+    run = pipeline(StageMap.contiguous((0, 2, 4, LAYERS)), split_backward=split)
+    losses, costs = [], []
+    for step in range(12):
+        if _freeze(run.layers, step):
+            run.refresh()
+        if step == 7:
+            run.rebuild(StageMap.contiguous((0, 4, 5, LAYERS)))
+        losses.append(run.step(*batch(step)))
+        costs.append(run.measure())
+    return {"losses": losses, "costs": costs}
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_frozen_layers_skip_what_nobody_needs(split: bool) -> None:
+    results = run_gloo(_train_frozen, 3, split)
+    expected, _ = plain_losses(12, _freeze)
+    assert results[2]["losses"] == pytest.approx(expected, rel=TOLERANCE)
+    before, frozen, middle = (results[0]["costs"][s] for s in (2, 5, 8))
+    assert all(c.backward_s > 0 for c in before)
+    # the prefix is free of backward work, a frozen layer above trainable ones still passes the gradient on
+    assert [c.backward_s > 0 for c in frozen] == [False] * 3 + [True] * 4
+    assert [c.backward_s > 0 for c in middle] == [False] * 4 + [True] * 3
+    assert middle[5].backward_weight_s == 0.0 < middle[5].backward_input_s
+    assert all(c.forward_s > 0 for c in middle)

@@ -1,0 +1,185 @@
+"""Replicas that are dropped after the forward pass and fetched again: exact, within their budget, and printed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import prophet
+from prophet.errors import ReplicaMemoryError
+from prophet.experts.bank import ReplicaPool
+from prophet.ranks.collective import Collective
+from prophet.scheduler.budget import within_budget
+from prophet.scheduler.schedules import NAMES, schedule_named
+from prophet.spec import Placement
+from tests.helpers.support import (
+    FixedPlanner,
+    everywhere,
+    on_processes,
+    on_threads,
+)
+from tests.helpers.training import (
+    Case,
+    Run,
+    Step,
+    compare,
+    expected,
+    train,
+    train_in_process,
+)
+
+CASE = Case(ranks=2, blocks=3, shapes=((2, 3), (4,)), slots=8, steps=3, seed=3, replica_memory="refetch")
+ALL = everywhere(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "transfers"), [("block-wise", "direct"), ("look-ahead", "two-phase"), ("blocking", "two-phase")]
+)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"microbatches": 2},
+        {"microbatches": 2, "announced": False},
+        {"uses": 2},
+        {"checkpointing": "non-reentrant", "microbatches": 2},
+        {"checkpointing": "reentrant"},
+    ],
+)
+def test_refetched_replicas_give_the_oracles_gradients(
+    schedule: str, transfers: str, variant: dict[str, object]
+) -> None:
+    case = replace(CASE, schedule=schedule, transfers=transfers, **variant)  # type: ignore[arg-type]
+    by_rank = on_threads(2, lambda group: train(case, group, FixedPlanner(ALL)))
+    compare(expected(case), by_rank)
+    kept = replace(case, replica_memory="keep")
+    for refetched, plain in zip(by_rank, on_threads(2, lambda g: train(kept, g, FixedPlanner(ALL))), strict=True):
+        for a, b in zip(refetched, plain, strict=True):
+            assert all(np.array_equal(grad, b.experts[name]) for name, grad in a.experts.items())
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_what_is_launched_is_what_is_scheduled(schedule: str) -> None:
+    case = replace(CASE, schedule=schedule, transfers="direct")
+    wanted = schedule_named(schedule, 3, refetch=True)
+    for steps in on_threads(2, lambda group: train(case, group, FixedPlanner(ALL))):
+        reports = [s.report for s in steps]
+        assert [r.actions for r in reports if r is not None] == [(), wanted, wanted]
+
+
+def test_on_processes() -> None:
+    compare(expected(CASE), on_processes(2, train_in_process, CASE))
+
+
+def test_two_backward_passes_through_one_graph() -> None:
+    def body(group: Collective) -> list[Step]:
+        run = Run(CASE, group, FixedPlanner(ALL))
+        steps = [run.step_in_two_passes(s) for s in range(3)]
+        run.close()
+        return steps
+
+    compare(expected(CASE), on_threads(2, body))
+
+
+def peak(case: Case, **options: object) -> int:
+    """Bytes that the pool held at most during a step, on the fullest rank."""
+
+    def body(group: Collective) -> int:
+        run = Run(case, group, FixedPlanner(ALL), **options)  # type: ignore[arg-type]
+        pool, most = run.engine.pool, [0]
+        enter = run.engine.runtime.enter
+
+        def watched(window: object) -> None:
+            enter(window)  # type: ignore[arg-type]
+            most[0] = max(most[0], pool.in_use_bytes)
+
+        run.engine.runtime.enter = watched  # type: ignore[method-assign, assignment]
+        for s in range(3):
+            run.whole_step(s)
+        assert pool.in_use_bytes == 0
+        run.close()
+        return most[0]
+
+    return max(on_threads(2, body))
+
+
+def test_refetching_holds_the_parameters_of_two_layers_at_a_time() -> None:
+    case = replace(CASE, blocks=5)
+    layer = (
+        2
+        * Run(case, prophet.ranks.process_group.ThreadWorld(1).collective(0), balanced=False)
+        .model.moe(0)
+        .experts.shape()
+        .expert_bytes
+    )
+    assert peak(replace(case, replica_memory="keep")) == 5 * 2 * layer
+    assert peak(case) == 5 * layer + 2 * layer
+    assert peak(replace(case, schedule="look-ahead")) == 5 * layer + 3 * layer
+    # a budget that leaves room for the gradients of all layers and the parameters of two
+    assert peak(replace(case, schedule="look-ahead"), replica_memory_bytes=7 * layer) <= 7 * layer
+
+
+@pytest.mark.parametrize("memory", ["keep", "refetch"])
+@pytest.mark.parametrize("replicas", [1, 2, 3.5, 5])
+def test_any_budget_is_kept_and_exact(memory: str, replicas: float) -> None:
+    case = replace(CASE, replica_memory=memory, steps=3)
+
+    class Full(FixedPlanner):
+        """What fits a layer alone."""
+
+        def place(self, load: object, context: prophet.spec.PlanContext) -> Placement:
+            limits = context.slot_limits()
+            pairs = [
+                (e, r)
+                for e, r in self.pairs
+                if sum(q == r for _, q in self.pairs[: self.pairs.index((e, r))]) < limits[r]
+            ]
+            return Placement.with_replicas(context.home, context.ranks, pairs)
+
+    def body(group: Collective) -> list[Step]:
+        shape = case.model(prophet.ranks.process_group.ThreadWorld(1).collective(0)).moe(0).experts.shape()
+        limit = int(shape.replica_bytes * replicas)
+        run = Run(case, group, Full(ALL), replica_memory_bytes=limit)  # the pool itself refuses more
+        steps = [run.whole_step(s) for s in range(case.steps)]
+        assert run.engine.pool.held_bytes <= limit
+        run.close()
+        return steps
+
+    compare(expected(case), on_threads(2, body))
+
+
+def test_refetching_leaves_room_for_more_replicas() -> None:
+    homes = [0, 1]
+    full = [Placement.with_replicas(homes, 2, [(0, 1), (1, 0)])] * 4
+    sizes = [10] * 4
+
+    def copies(budget: int, span: int | None) -> list[int]:
+        return [len(p.replicas()) for p in within_budget(full, sizes, sizes, budget, range(4), span=span)]
+
+    assert copies(80, None) == [2, 2, 2, 2]
+    assert copies(60, None) == [2, 2, 2, 0]
+    assert copies(60, 2) == [2, 2, 2, 2]
+    assert copies(59, 2) == [2, 2, 2, 0]
+    assert copies(0, 2) == [0, 0, 0, 0]
+
+
+def test_a_pool_frees_and_restores_parameters() -> None:
+    pool = ReplicaPool(100)
+    params, grads = pool.take(10, torch.float32, torch.device("cpu"))
+    view = params[2:4]
+    assert (pool.in_use_bytes, pool.held_bytes) == (80, 80)
+    pool.release(params)
+    assert (pool.in_use_bytes, pool.held_bytes, params.untyped_storage().size()) == (40, 40, 0)
+    pool.restore(params)
+    params.fill_(3.0)
+    assert view.tolist() == [3.0, 3.0]
+    pool.release(params)
+    other = pool.take(7, torch.float32, torch.device("cpu"))
+    with pytest.raises(ReplicaMemoryError, match="a replica needs 40 bytes, but 96"):
+        pool.restore(params)
+    pool.give(params, grads)
+    pool.give(*other)
+    assert (pool.in_use_bytes, pool.held_bytes) == (0, 56)

@@ -1,0 +1,366 @@
+"""The step simulator against closed forms, and against its own rules on random steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prophet.errors import SpecError
+from prophet.planner.cost import transfer_cost
+from prophet.scheduler.actions import Action
+from prophet.scheduler.pieces import Form
+from prophet.scheduler.schedules import (
+    NAMES,
+    Schedule,
+    block_wise,
+    blocking,
+    program,
+    schedule_named,
+)
+from prophet.scheduler.simulate import (
+    SimulatedStep,
+    StepDurations,
+    check_schedule,
+    exchange_by_rank,
+    predicted_durations,
+    simulate,
+    transfer_by_chunk,
+)
+from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
+
+QUICK = settings(max_examples=60, deadline=None)
+
+
+@st.composite
+def durations(draw: st.DrawFn) -> StepDurations:
+    blocks, chunks, ranks = draw(st.integers(1, 4)), 2, draw(st.integers(1, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    scale = rng.choice([0.0, 0.3, 1.0, 5.0], size=11)
+
+    def draw_s(i: int, *shape: int) -> FloatArray:
+        seconds: FloatArray = rng.exponential(size=shape) * scale[i]
+        return seconds
+
+    return StepDurations(
+        a2a_s=draw_s(0, blocks, 4, ranks),
+        fec_s=draw_s(1, blocks, ranks),
+        fnec_s=draw_s(2, blocks, ranks),
+        bnec_s=draw_s(3, blocks, ranks),
+        bec_s=draw_s(4, blocks, ranks),
+        trans_s=draw_s(5, blocks, chunks, ranks),
+        agg_s=draw_s(6, blocks, chunks, ranks),
+        plan_s=draw_s(7, blocks),
+        start_s=draw_s(8, ranks),
+        end_s=draw_s(9, ranks),
+        counts_s=float(scale[10]) * 0.01,
+        overlap_cost=draw(st.sampled_from([0.0, 0.3])),
+    )
+
+
+def parts(step: SimulatedStep) -> FloatArray:
+    names = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
+    total: FloatArray = np.sum([getattr(step, f"{n}_s") for n in names], axis=0)
+    return total
+
+
+# --- closed forms ---
+
+
+@pytest.mark.parametrize("shared_link", [False, True])
+def test_blocking_is_the_sum_of_everything(shared_link: bool) -> None:
+    d = StepDurations.uniform(
+        3, 4, a2a_s=2, fec_s=3, fnec_s=5, bnec_s=7, bec_s=6, trans_s=(1, 2), agg_s=(0.5, 1), start_s=4, end_s=8
+    )
+    step = simulate(blocking(3), d, shared_link=shared_link)
+    assert step.makespan_s == pytest.approx(3 * (4 * 2 + 3 + 5 + 7 + 6 + 3 + 1.5) + 4 + 8)
+    assert step.exposed_s == pytest.approx({"plan": 0.0, "trans": 9.0, "agg": 4.5})
+
+
+@pytest.mark.parametrize(("fec", "fnec"), [(4.0, 4.0), (1.0, 4.0), (4.0, 1.0), (0.5, 0.5), (0.0, 0.0)])
+@pytest.mark.parametrize("chunks", [(2.0, 2.0), (3.0, 0.0), (0.0, 3.0)])
+@pytest.mark.parametrize("a2a", [0.0, 0.25, 10.0])
+def test_what_stays_exposed_on_a_shared_link(fec: float, fnec: float, chunks: tuple[float, float], a2a: float) -> None:
+    """Eq. 8 chunk by chunk: only compute is cover, whether the all-to-alls are short or long.
+
+    Block 0's Trans has only the start to hide under (and there is none here), so it is paid in full.
+    """
+    d = StepDurations.uniform(3, 2, a2a_s=a2a, fec_s=fec, fnec_s=fnec, trans_s=chunks)
+    step = simulate(block_wise(3), d)
+    after_fec = max(0.0, chunks[0] - fec)
+    slowed = min(a2a, after_fec)  # the rest of chunk 0 runs under the combine all-to-all and slows it down
+    per_block = slowed + max(0.0, after_fec - slowed + chunks[1] - fnec)
+    assert step.makespan_s == pytest.approx(3 * (4 * a2a + fec + fnec) + sum(chunks) + 2 * per_block)
+
+
+def test_all_to_alls_cover_transfers_on_a_link_of_their_own() -> None:
+    d = StepDurations.uniform(2, 2, a2a_s=10, fec_s=1, trans_s=(4, 4))
+    own = simulate(block_wise(2), d, shared_link=False)
+    shared = simulate(block_wise(2), d)
+    # block 0: 8 seconds of Trans start with the step and the dispatch of 10 covers them; block 1: hidden as well
+    assert own.makespan_s == pytest.approx(2 * 41)
+    assert shared.makespan_s == pytest.approx(2 * 41 + 8 + (4 - 1) + 4)
+    assert shared.shared_s.tolist() == pytest.approx([15, 15])
+
+
+def test_what_was_held_back_of_trans_follows_the_counts() -> None:
+    """Chunk 2 has no window: it starts after the counts, beside the dispatch, unless nothing of Trans went before."""
+    d = StepDurations.uniform(
+        2, 2, a2a_s=4, fec_s=3, fnec_s=3, counts_s=1, trans_s=(3.0, 3.0, 5.0), agg_s=(0.0, 0.0, 0.0)
+    )
+    ahead = simulate(block_wise(2), d, shared_link=False, record=True)
+    late = {
+        s.name: s.start_s for s in ahead.spans if s.rank == 0 and s.name in ("Trans(1,2)", "dispatch(1)", "counts(1)")
+    }
+    assert late["Trans(1,2)"] == late["dispatch(1)"] == late["counts(1)"] + 1
+    after = simulate(blocking(2), d, shared_link=False, record=True)
+    (start_s,) = {s.start_s for s in after.spans if s.name == "Trans(1,0)"}
+    (dispatched_s,) = {s.end_s for s in after.spans if s.name == "dispatch(1)"}
+    assert start_s == dispatched_s
+
+
+def test_agg_hides_under_the_backward_pass_of_the_block_before() -> None:
+    d = StepDurations.uniform(2, 2, bnec_s=3, bec_s=5, agg_s=(2, 4))
+    step = simulate(block_wise(2), d)
+    # Agg(1): 2 under BNEC(0) of 3, 4 under BEC(0) of 5; Agg(0) is sent at the very end, in full
+    assert step.exposed_s["agg"] == pytest.approx(6)
+    assert step.makespan_s == pytest.approx(2 * 8 + 6)
+
+
+def test_a_transfer_takes_its_cost_from_the_compute_beside_it() -> None:
+    d = StepDurations.uniform(1, 2, start_s=10.0, fec_s=3.0, trans_s=(4.0, 0.0), overlap_cost=0.25)
+    step = simulate([Action.parse("TRANS(0,0)@START")], d)
+    np.testing.assert_allclose(step.slowed_s, 0.25 * 4.0)  # all of it beside the compute
+    assert step.makespan_s == pytest.approx(step.compute_s[0] + 1.0)
+    short = simulate([Action.parse("TRANS(0,0)@START")], dataclasses.replace(d, start_s=np.full(2, 1.5)))
+    np.testing.assert_allclose(
+        short.slowed_s, 0.5
+    )  # 1.5 s of work take 2 s, the other 2 s of the transfer are waited for
+    np.testing.assert_allclose(short.exposed_trans_s, 2.0)
+    assert simulate(blocking(1), d).slowed_s.max() == 0.0
+    # a rank that is done before the last one has launched the chunk loses nothing to it
+    d = StepDurations.uniform(2, 2, fec_s=3.0, trans_s=(4.0, 0.0), overlap_cost=0.25)
+    late, trans_s = d.a2a_s.copy(), d.trans_s.copy()
+    late[0, 0, 1] = 5.0  # rank 1 begins its FEC(0) when rank 0 has ended it
+    trans_s[0] = 0.0
+    step = simulate([Action.parse("TRANS(1,0)@FEC(0)")], dataclasses.replace(d, a2a_s=late, trans_s=trans_s))
+    np.testing.assert_allclose(step.slowed_s, [0.0, 0.25 * 4.0])
+
+
+def test_the_slowest_rank_makes_the_others_wait() -> None:
+    d = StepDurations.uniform(2, 3, a2a_s=1, fec_s=2)
+    slow = d.fec_s.copy()
+    slow[0, 1] = 9
+    step = simulate(block_wise(2), dataclasses.replace(d, fec_s=slow))
+    assert step.makespan_s == pytest.approx(2 * 4 + 9 + 2)
+    assert step.idle_s.tolist() == pytest.approx([7, 0, 7])
+
+
+def test_a_chunk_starts_when_the_last_rank_has_launched_it() -> None:
+    d = StepDurations.uniform(1, 2, trans_s=(1, 0))
+    late = dataclasses.replace(d, trans_s=np.array([[[1.0, 0.0], [0.0, 0.0]]]))
+    step = simulate((Action.parse("TRANS(0,0)@START"),), late, record=True)
+    assert step.exposed_trans_s.tolist() == [1.0, 0.0]
+    assert [(s.name, s.rank) for s in step.spans] == [("Trans(0,0)", 0)]
+
+
+def test_the_plan_is_exposed_only_beyond_the_end_of_the_step() -> None:
+    d = StepDurations.uniform(2, 2, a2a_s=1, fec_s=1, plan_s=3)
+    # planning of block 0 begins at 0 and of block 1 when the thread is free, at 3; the step itself takes 10
+    assert simulate(blocking(2), d).exposed_s["plan"] == 0
+    late = dataclasses.replace(d, plan_s=np.array([3.0, 9.0]))
+    assert simulate(blocking(2), late).exposed_s["plan"] == pytest.approx(2)
+
+
+# --- rules on random steps ---
+
+
+@QUICK
+@given(durations(), st.booleans(), st.sampled_from([block_wise, blocking]))
+def test_every_second_of_every_rank_has_a_name(d: StepDurations, shared: bool, make: object) -> None:
+    step = simulate(make(d.blocks), d, shared_link=shared)  # type: ignore[operator]
+    np.testing.assert_allclose(parts(step), step.makespan_s, rtol=1e-12, atol=1e-12)
+    assert all(getattr(step, f.name).min() >= 0 for f in dataclasses.fields(step) if f.name.endswith("s_s"))
+
+
+@QUICK
+@given(durations(), st.booleans())
+def test_makespan_is_at_least_every_stream(d: StepDurations, shared: bool) -> None:
+    step = simulate(block_wise(d.blocks), d, shared_link=shared)
+    floor = 1 - 1e-12
+    assert step.makespan_s >= floor * (d.compute_s() + d.a2a_s.sum(axis=(0, 1))).max()
+    assert step.makespan_s >= floor * (d.trans_s + d.agg_s).sum(axis=(0, 1)).max()
+    critical = sum(d.fec_s[i].max() + d.bec_s[i].max() for i in range(d.blocks))
+    assert step.makespan_s >= floor * critical  # all-to-alls on both sides of the experts
+
+
+@QUICK
+@given(durations())
+def test_exposed_is_at_most_what_is_sent(d: StepDurations) -> None:
+    """On one rank, which waits for no other's launch; with several that wait counts as well."""
+    own = [f.name for f in dataclasses.fields(d) if f.name not in ("plan_s", "counts_s", "overlap_cost")]
+    d = dataclasses.replace(d, **{name: getattr(d, name)[..., :1] for name in own})
+    for make in (block_wise, blocking):
+        step = simulate(make(d.blocks), d)
+        assert (step.exposed_trans_s <= d.trans_s.sum(axis=(0, 1)) + 1e-9).all()
+        assert (step.exposed_agg_s <= d.agg_s.sum(axis=(0, 1)) + 1e-9).all()
+        assert (step.exposed_plan_s <= d.plan_s.sum() + 1e-9).all()
+
+
+@QUICK
+@given(durations())
+def test_block_wise_is_never_slower_than_blocking_on_links_of_its_own(d: StepDurations) -> None:
+    """Where hiding is free: else a transfer can be taken from the rank that all others wait for."""
+    d = dataclasses.replace(d, overlap_cost=0.0)
+    fast = simulate(block_wise(d.blocks), d, shared_link=False)
+    slow = simulate(blocking(d.blocks), d, shared_link=False)
+    assert fast.makespan_s <= slow.makespan_s * (1 + 1e-12)
+
+
+@QUICK
+@given(durations())
+def test_block_wise_is_never_slower_on_a_shared_link_when_ranks_send_alike(d: StepDurations) -> None:
+    """Without planning: a transfer that slows the first exchange of counts makes the planner start that much later."""
+    same = {n: np.repeat(getattr(d, n)[..., :1], d.ranks, axis=-1) for n in ("trans_s", "agg_s", "a2a_s")}
+    d = dataclasses.replace(d, **same, plan_s=np.zeros(d.blocks), overlap_cost=0.0)  # type: ignore[arg-type]
+    fast, slow = simulate(block_wise(d.blocks), d), simulate(blocking(d.blocks), d)
+    assert fast.makespan_s <= slow.makespan_s * (1 + 1e-12)
+
+
+@QUICK
+@given(durations())
+def test_recorded_spans_agree_with_the_sums(d: StepDurations) -> None:
+    step = simulate(block_wise(d.blocks), d, record=True)
+    for stream, expected in (
+        ("compute", d.compute_s() + step.slowed_s),
+        ("tokens", step.a2a_s + step.shared_s),
+    ):
+        found = np.zeros(d.ranks)
+        for span in step.spans:
+            found[span.rank] += span.seconds * (span.stream == stream)
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+    for rank in range(d.ranks):  # one thing at a time on each stream
+        for stream in ("compute", "tokens", "weights", "plan"):
+            own = sorted(s for s in step.spans if (s.rank, s.stream) == (rank, stream))
+            assert all(b.start_s >= a.end_s - 1e-9 for a, b in itertools.pairwise(own))
+
+
+# --- errors ---
+
+
+@pytest.mark.parametrize(
+    ("actions", "message"),
+    [
+        (("TRANS(3,0)@START",), "outside a step of 2 blocks"),
+        (("TRANS(0,2)@START",), "outside a step of 2 blocks and 2 chunks"),
+        (("TRANS(0,0)@FEC(2)",), "names a window outside"),
+        (("TRANS(0,0)@START", "TRANS(0,0)@FEC(0)"), "launched twice"),
+        (("AGG(1,0)@BEC(1)",), "before the backward pass of its own experts"),
+        (("AGG(0,0)@FNEC(0)",), "before the backward pass of its own experts"),
+    ],
+)
+def test_schedules_that_do_not_fit(actions: tuple[str, ...], message: str) -> None:
+    schedule: Schedule = tuple(Action.parse(a) for a in actions)
+    with pytest.raises(ValueError, match=message):
+        simulate(schedule, StepDurations.uniform(2, 2))
+
+
+def test_built_in_schedules_fit() -> None:
+    for blocks in (1, 2, 5):
+        check_schedule(block_wise(blocks), blocks, 2)
+        check_schedule(blocking(blocks), blocks, 2)
+
+
+def test_bad_durations_name_the_field() -> None:
+    d = StepDurations.uniform(2, 2)
+    with pytest.raises(SpecError, match=r"fec_s must have shape \[2, 2\]"):
+        dataclasses.replace(d, fec_s=np.zeros((2, 3)))
+    with pytest.raises(SpecError, match="agg_s must have shape"):
+        dataclasses.replace(d, agg_s=np.zeros((2, 3, 2)))
+    with pytest.raises(SpecError, match="bec_s must hold finite seconds"):
+        dataclasses.replace(d, bec_s=np.full((2, 2), -1.0))
+    with pytest.raises(SpecError, match="overlap_cost must be at least 0 and below 1"):
+        dataclasses.replace(d, overlap_cost=1.0)
+    with pytest.raises(SpecError, match="a2a_s must have shape"):
+        dataclasses.replace(d, a2a_s=np.zeros((2, 2)))
+
+
+# --- durations from the model ---
+
+
+def context() -> PlanContext:
+    topology = Topology.uniform(4, ranks_per_node=2, intra=Link(bytes_per_s=1000.0), inter=Link(bytes_per_s=100.0))
+    topology = dataclasses.replace(topology, flops_per_s=(1e4, 1e4, 1e4, 5e3))
+    return PlanContext(
+        topology=topology, shape=LayerShape(dim=2, hidden=2, bias=False), home=(0, 1, 2, 3), windows=Windows(fnec_s=1.0)
+    )
+
+
+def test_exchange_by_rank_follows_the_busiest_link() -> None:
+    topology = context().topology
+    pairs = np.zeros((4, 4))
+    pairs[0, 1] = 500.0  # inside node 0
+    pairs[2, 2] = 1e9  # stays at home
+    assert exchange_by_rank(pairs, topology).tolist() == [0.5, 0.5, 0.0, 0.0]
+    pairs[0, 3] = 100.0  # between nodes
+    assert exchange_by_rank(pairs, topology).tolist() == [1.0, 0.5, 0.0, 1.0]
+
+
+def test_predicted_durations() -> None:
+    load = np.array([[8, 0, 0, 0]] * 4)
+    c = context()
+    placement = Placement.with_replicas(c.home, 4, [(0, 1)])
+    tokens = np.zeros((4, 4, 4), dtype=np.int64)
+    tokens[:2, 0, 0] = 8
+    tokens[2:, 0, 1] = 8
+    split = Split(tokens)
+    split.check(load, placement)
+    cut = (0, 256, 1024)
+    d = predicted_durations([placement], [split], [c], forms=[Form(cut, cut)], plan_s=0.1)
+    assert d.fec_s[0].tolist() == pytest.approx([16 * 16 / 1e4, 16 * 16 / 1e4, 0, 0])
+    assert d.fnec_s[0].tolist() == [1, 1, 1, 2]
+    assert d.bec_s[0].tolist() == pytest.approx((2 * d.fec_s[0]).tolist())
+    assert d.trans_s[0, :, 1].tolist() == pytest.approx([0.25 * 32 / 1000, 0.75 * 32 / 1000])
+    assert d.trans_s[0, 0, 2:].tolist() == [0, 0]
+    np.testing.assert_allclose(d.agg_s, d.trans_s)
+    step = simulate(block_wise(1), d)
+    assert step.makespan_s > 0
+    with pytest.raises(SpecError, match="as many placements"):
+        predicted_durations([placement], [split, split], [c])
+
+
+def test_chunks_of_both_forms_add_up_to_the_planners_cost() -> None:
+    c = context()
+    for pairs in ([(0, 1), (0, 2), (0, 3), (3, 1)], [(1, 3)], []):
+        placement = Placement.with_replicas(c.home, 4, pairs)
+        cost = transfer_cost(placement, c.topology, 32)
+        for cut in ((0, 256, 1024), (0, 1024), (0, 100, 512, 900, 1024)):
+            totals = []
+            for agg in (False, True):
+                for two_phase in (False, True):
+                    chunks = transfer_by_chunk(placement, c.topology, 32, cut, two_phase=two_phase, agg=agg)
+                    assert chunks.shape == (len(cut) - 1, 4)
+                    totals.append(chunks.max(axis=1).sum())
+            assert totals[:2] == pytest.approx(totals[2:])
+            assert min(totals[:2]) == pytest.approx(cost.seconds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("refetch", [False, True])
+def test_a_program_and_its_transfers_alone_play_the_same_step(name: str, refetch: bool) -> None:
+    d = StepDurations.uniform(4, 2, a2a_s=1, fec_s=2, fnec_s=1, bnec_s=1, bec_s=4, trans_s=(1,) * 4, agg_s=(1,) * 4)
+    schedule = schedule_named(name, 4, refetch=refetch)
+    alone, whole = simulate(schedule, d), simulate(program(schedule, 4), d)
+    assert alone.makespan_s == whole.makespan_s
+    np.testing.assert_allclose(parts(whole), whole.makespan_s)
+    if refetch and name == "blocking":
+        assert whole.makespan_s == simulate(schedule_named(name, 4), d).makespan_s + 3 * 4
+
+
+def test_thousands_of_ranks_are_quick() -> None:
+    d = StepDurations.uniform(24, 4096, a2a_s=1, fec_s=2, fnec_s=1, bnec_s=1, bec_s=4, trans_s=(1, 1), agg_s=(1, 1))
+    assert simulate(block_wise(24), d).makespan_s > 24 * 12

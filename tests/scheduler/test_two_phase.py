@@ -1,0 +1,137 @@
+"""The two forms of Trans and Agg: the same gradients bit by bit, on all collectives, and the cheaper one is taken."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from prophet.planner.cost import transfer_cost
+from prophet.ranks.collective import Done, Operation
+from prophet.ranks.threads import _ThreadPending
+from prophet.scheduler.forms import FormChooser, Seconds
+from prophet.scheduler.pieces import GRAIN, HALVES
+from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
+from tests.helpers.recorder import RecordingCollective
+from tests.helpers.support import FixedPlanner, on_processes, on_threads
+from tests.helpers.training import (
+    Case,
+    Run,
+    Step,
+    compare,
+    expected,
+    train,
+    train_in_process,
+)
+
+# three receivers of expert 0, two of expert 5, one of expert 7
+PAIRS = [(0, 1), (0, 2), (0, 3), (5, 0), (5, 3), (7, 0)]
+CASE = Case(ranks=4, shapes=((3,), (2, 2), (0,), (5,)), slots=3, microbatches=2, steps=3, seed=11)
+
+
+def same_bits(a: Step, b: Step) -> None:
+    assert a.loss == b.loss
+    for name, grad in {**a.dense, **a.experts}.items():
+        assert np.array_equal(grad, {**b.dense, **b.experts}[name]), name
+
+
+@pytest.mark.parametrize("schedule", ["block-wise", "blocking"])
+@pytest.mark.parametrize("variant", [{}, {"announced": False}, {"uses": 2}, {"checkpointing": "non-reentrant"}])
+def test_both_forms_give_the_same_bits(schedule: str, variant: dict[str, object]) -> None:
+    case = replace(CASE, schedule=schedule, **variant)  # type: ignore[arg-type]
+    found = [
+        on_threads(4, lambda group, form=form: train(replace(case, transfers=form), group, FixedPlanner(PAIRS)))  # type: ignore[misc]
+        for form in ("direct", "two-phase")
+    ]
+    compare(expected(case), found[1])
+    for direct, two_phase in zip(*found, strict=True):
+        for a, b in zip(direct, two_phase, strict=True):
+            same_bits(a, b)
+
+
+def test_both_forms_on_processes() -> None:
+    case = replace(CASE, transfers="two-phase", microbatches=1)
+    compare(expected(case), on_processes(4, train_in_process, case))
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_calls_of_the_two_phases(monkeypatch: pytest.MonkeyPatch, arrived: bool) -> None:
+    monkeypatch.setattr(Done, "ended", lambda _: arrived)
+    case = Case(ranks=4, blocks=2, shapes=((5,),) * 4, slots=8, transfers="two-phase")
+    fake = RecordingCollective(0, 4)
+    run = Run(case, fake, FixedPlanner(PAIRS))
+    run.whole_step(0)
+    fake.calls.clear()
+    run.whole_step(1)
+    weights = [c.op for c in fake.calls if c.channel == "weights" and c.kind == "all_to_all"]
+    names = ["Trans scatter chunk 0", "Trans gather chunk 1", "Agg reduce chunk 0", "Agg home chunk 1"]
+    assert weights == [
+        Operation(names[i], b) for i, b in ((0, 0), (1, 0), (0, 1), (1, 1), (2, 1), (3, 1), (2, 0), (3, 0))
+    ]
+    one = run.engine.layers[0].experts.expert_numel * 8
+    scatter = next(c for c in fake.calls if c.op == Operation(names[0], 1)).sent_bytes
+    assert scatter == (0, *(pytest.approx(one / 3, abs=8),) * 3)
+    order = [str(c.op) for c in fake.calls if c.kind == "all_to_all"]
+    # the first block's second phase has no window of its own: it follows the first where that has arrived when counts
+    # are exchanged, and else waits for it as late as it can
+    gather, dispatch = order.index("Trans gather chunk 1 of layer 0"), order.index("dispatch of layer 0")
+    assert (gather < dispatch) == arrived
+    assert order.index("Trans scatter chunk 0 of layer 1") < order.index("combine of layer 0")
+    assert order.index("combine of layer 0") < order.index("Trans gather chunk 1 of layer 1")
+    run.close()
+
+
+@pytest.mark.parametrize("schedule", ["block-wise", "look-ahead"])
+def test_ranks_may_see_the_first_phase_end_at_different_times(monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    """Those that have seen it launch the second phase before tokens travel, the others later, all in one order."""
+    seen = set()
+
+    def ended(_: object) -> bool:
+        rank = int(threading.current_thread().name.removeprefix("rank-"))
+        seen.add(rank)
+        return rank % 2 == 0
+
+    monkeypatch.setattr(_ThreadPending, "ended", ended)
+    case = replace(CASE, transfers="two-phase", schedule=schedule, replica_memory="refetch")
+    compare(expected(case), on_threads(4, lambda group: train(case, group, FixedPlanner(PAIRS))))
+    assert seen == {0, 1, 2, 3}
+
+
+def test_the_cheaper_form_is_taken() -> None:
+    topology = Topology.uniform(8, intra=Link(bytes_per_s=1e6))
+    context = PlanContext(topology=topology, shape=LayerShape(dim=8, hidden=8), home=tuple(range(8)))
+    many = Placement.with_replicas(context.home, 8, [(0, r) for r in range(1, 8)])
+    one = Placement.with_replicas(context.home, 8, [(0, 1), (2, 3)])
+    chooser = FormChooser(2)
+
+    def chosen(layer: int, placement: Placement, who: FormChooser = chooser, **cover_s: float) -> tuple[bool, bool]:
+        form = who.form(layer, placement, context, **cover_s)  # type: ignore[arg-type]
+        return form.two_phase_trans, form.two_phase_agg
+
+    for placement, two_phase in ((many, True), (one, False)):
+        cost = transfer_cost(placement, topology, context.shape.expert_bytes)
+        assert cost.two_phase == two_phase
+        trans, agg = chooser.prepare(0, placement, context)
+        assert min(trans.direct, trans.first + trans.second) == pytest.approx(cost.seconds)
+        assert (agg.first, agg.second) == (pytest.approx(trans.second), pytest.approx(trans.first))
+        for _ in range(2):
+            assert chosen(0, placement) == (two_phase, two_phase)
+    assert chosen(1, many) == (True, True)
+    assert chosen(1, one) == (False, False), "what is remembered belongs to its placement"
+    assert chosen(0, many, FormChooser(2, "direct")) == (False, False)
+    assert chosen(0, one, FormChooser(2, "two-phase")) == (True, True)
+    form = chooser.form(0, many, context, trans_cut=(0, 100, 1024), agg_cut=(0, 1024))
+    assert (form.trans_cut, form.agg_cut) == ((0, 100, 1024), (0, 1024))
+
+
+def test_a_form_that_is_cheaper_but_hides_less_is_not_taken() -> None:
+    seconds = Seconds(direct=10.0, first=3.0, second=3.0)
+    even, uneven = HALVES, (0, GRAIN // 8, GRAIN)
+    assert seconds.two_phase(even, 0.0)
+    assert seconds.two_phase(even, 8.0), "4 + 4 cover 3 + 3; a direct transfer has 2 left over"
+    assert seconds.two_phase(uneven, 8.0), "2 of the first phase are exposed, as of a direct transfer"
+    assert not seconds.two_phase(uneven, 12.0), "1.5 before the second phase can start; a direct transfer is hidden"
+    assert seconds.two_phase(uneven, 24.0)
+    assert not Seconds(6.0, 3.0, 3.0).two_phase(even, 0.0)

@@ -1,0 +1,302 @@
+"""Layouts, routes and transitions by hand, and every way in which a move can fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline_balance.pipeline.training_state import by_layer
+from pipeline_balance.spec import StageMap
+from prophet.errors import BudgetError, LayoutError, TransitionError
+from prophet.ranks.threads import ThreadCollective, ThreadWorld
+from prophet.state.layout import (
+    Layout,
+    Piece,
+    csr_rows,
+    csr_specs,
+    flat_shard,
+    layout_from,
+    missing,
+    slice_box,
+)
+from prophet.state.plan import plan
+from prophet.state.route import Route, route
+from prophet.state.space import Box, Space, TensorSpec
+from prophet.state.transition import Moved, empty, transition
+from tests.helpers.pipeline_support import random_values, same_bits, states_of
+
+MATRIX = Space((TensorSpec(name="w", shape=(4, 6)),))
+
+
+def grown_by_one_copy() -> Route:
+    whole = ("w", MATRIX["w"].box)
+    return route(layout_from(MATRIX, 2, {0: [whole]}), layout_from(MATRIX, 2, {0: [whole], 1: [whole]}))
+
+
+def test_a_new_copy_is_sent() -> None:
+    # what rank 0 holds and no longer wants is nothing, yet rank 1 needs all of it
+    way = grown_by_one_copy()
+    assert [str(t) for t in way.transfers] == ["w[0:4, 0:6] 0->1"]
+    assert way.wire_bytes == 96
+
+
+def test_columns_to_rows_sends_only_what_is_missing() -> None:
+    columns = layout_from(MATRIX, 2, {r: [("w", slice_box((4, 6), 1, 2, r))] for r in range(2)})
+    rows = layout_from(MATRIX, 2, {r: [("w", slice_box((4, 6), 0, 2, r))] for r in range(2)})
+    way = route(columns, rows)
+    assert sorted(str(t) for t in way.transfers) == ["w[0:2, 3:6] 1->0", "w[2:4, 0:3] 0->1"]
+    assert [str(box) for _, _, box in way.kept(0)] == ["[0:2, 0:3]"]
+
+
+def test_copies_share_the_sending_and_nodes_come_first() -> None:
+    space = Space(tuple(TensorSpec(name=f"t{i}", shape=(8,)) for i in range(4)))
+    every = [(t.name, t.box) for t in space.tensors]
+    before = layout_from(space, 3, {0: every, 1: every})
+    after = layout_from(space, 3, {0: every, 1: every, 2: every})
+    assert route(before, after).sent_bytes() == (64, 64, 0)
+    assert route(before, after, nodes=[0, 1, 1]).sent_bytes() == (0, 128, 0)
+
+
+def test_by_layer_puts_unlayered_state_everywhere() -> None:
+    space = Space(
+        (
+            TensorSpec(name="a", shape=(2,), layer=0),
+            TensorSpec(name="b", shape=(2,), layer=1),
+            TensorSpec(name="step", shape=(), dtype="int64"),
+        )
+    )
+    layout = by_layer(space, StageMap((0, 1, 2), (1, 0)), 3)
+    assert [[p.name for p in row] for row in layout.pieces] == [["b", "step"], ["a", "step"], ["step"]]
+    assert layout.bytes_on(0) == 16
+    layout.check_complete()
+    with pytest.raises(LayoutError, match=r"no rank holds b\[0:2\]"):
+        layout_from(space, 2, {0: [("a", Box((0,), (2,)))]}).check_complete()
+
+
+def test_zero_shards_cut_across_tensors() -> None:
+    tensors = (TensorSpec(name="a", shape=(3, 3)), TensorSpec(name="b", shape=(2, 2, 2)))
+    shards = [flat_shard(tensors, 4, i) for i in range(4)]
+    assert [str(p) for p in shards[1]] == ["a[1:2, 2:3]", "a[2:3, 0:3]", "b[0:1, 0:1, 0:1]"]
+    space = Space(tensors)
+    layout = layout_from(space, 4, dict(enumerate(shards)))
+    layout.check_complete()
+    assert [layout.bytes_on(r) for r in range(4)] == [20, 20, 20, 8]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_rows_move_with_their_offsets() -> None:
+    dense = torch.tensor([[0.0, 2, 0], [1, 0, 3], [0, 0, 0], [4, 5, 6]])
+    crow, col = [0, 1, 3, 3, 6], [1, 0, 2, 0, 1, 2]
+    space = Space(csr_specs("w", rows=4, nonzeros=6))
+    before = layout_from(space, 3, {0: csr_rows("w", crow, 0, 3), 1: csr_rows("w", crow, 3, 4)})
+    after = layout_from(space, 3, {2: csr_rows("w", crow, 1, 4), 1: csr_rows("w", crow, 0, 1)})
+    values = {
+        "w.crow": torch.tensor(crow),
+        "w.col": torch.tensor(col),
+        "w.values": torch.tensor([2.0, 1, 3, 4, 5, 6]),
+    }
+    states = states_of(before, values)
+    moved = ThreadWorld(3).run(lambda c: transition(route(before, after), states[c.rank], c, budget_bytes=64))
+    got = {p.name: t for p, t in moved[2].state.items()}
+    rebuilt = torch.sparse_csr_tensor(got["w.crow"] - got["w.crow"][0], got["w.col"], got["w.values"], size=(3, 3))
+    assert torch.equal(rebuilt.to_dense(), dense[1:])
+
+
+def test_an_empty_tensor_moves_too() -> None:
+    space = Space((TensorSpec(name="w", shape=(0, 3)), TensorSpec(name="v", shape=(1,))))
+    every = [(t.name, t.box) for t in space.tensors]
+    way = route(layout_from(space, 2, {0: every}), layout_from(space, 2, {1: every}))
+    states = [{Piece(n, b): torch.zeros(b.shape) for n, b in every}, {}]
+    moved = ThreadWorld(2).run(lambda c: transition(way, states[c.rank], c, budget_bytes=8))
+    assert [tuple(t.shape) for t in moved[1].state.values()] == [(0, 3), (1,)]
+
+
+def test_unchanged_pieces_are_not_copied() -> None:
+    way = grown_by_one_copy()
+    held = torch.arange(24.0).reshape(4, 6)
+    states: list[dict[Piece, Tensor]] = [{way.before.pieces[0][0]: held}, {}]
+    moved = ThreadWorld(2).run(lambda c: transition(way, states[c.rank], c, budget_bytes=1 << 20))
+    assert next(iter(moved[0].state.values())) is held
+    assert moved[0].new_state_bytes == 0
+    assert torch.equal(next(iter(moved[1].state.values())), held)
+
+
+def test_a_step_over_the_budget_is_split() -> None:
+    staged = plan(grown_by_one_copy(), 32)
+    # 16 bytes go out at a time: 96 bytes in six windows, two of which fit a stage
+    assert staged.peak_buffer_bytes <= 32
+    assert len(staged.stages) == 3
+    assert plan(grown_by_one_copy(), 96).stages == (grown_by_one_copy().transfers,)
+    with pytest.raises(BudgetError, match="one element of w"):
+        plan(grown_by_one_copy(), 7)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: layout_from(MATRIX, 1, {0: [("w", Box((0, 0), (5, 6)))]}), "outside"),
+        (lambda: layout_from(MATRIX, 1, {0: [("v", Box((0, 0), (1, 1)))]}), "no tensor 'v'"),
+        (lambda: layout_from(MATRIX, 1, {0: [("w", Box((0, 0), (2, 6))), ("w", Box((1, 0), (3, 6)))]}), "overlap"),
+        (lambda: layout_from(MATRIX, 1, {1: []}), "outside 0..0"),
+        (lambda: Space((TensorSpec(name="a", shape=()), TensorSpec(name="a", shape=()))), "twice"),
+        (lambda: TensorSpec(name="a", shape=(), dtype="float128"), "element type"),
+        (lambda: Box((0,), (1, 2)), "as many starts"),
+        (lambda: Box((2,), (1,)), "start <= stop"),
+        (lambda: slice_box((4, 6), 2, 2, 0), "dimension 2"),
+        (lambda: route(layout_from(MATRIX, 1, {}), layout_from(MATRIX, 2, {})), "1 and 2 ranks"),
+        (
+            lambda: route(layout_from(MATRIX, 1, {}), layout_from(MATRIX, 1, {0: [("w", MATRIX["w"].box)]})),
+            "which no rank holds",
+        ),
+    ],
+)
+def test_wrong_layouts_are_refused(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(LayoutError, match=text):
+        make()
+
+
+def test_missing_counts_elements_once() -> None:
+    left = missing([Box((0, 0), (4, 4))], [Box((0, 0), (2, 2)), Box((1, 1), (3, 3)), Box((9, 9), (9, 9))])
+    assert sum(b.elements for b in left) == 16 - 7
+
+
+def _pair() -> tuple[Route, list[dict[Piece, Tensor]], dict[str, Tensor]]:
+    """Two ranks swap a tensor each."""
+    space = Space((TensorSpec(name="a", shape=(64,)), TensorSpec(name="b", shape=(64,), dtype="float64")))
+    a, b = (("a", space["a"].box), ("b", space["b"].box))
+    before, after = layout_from(space, 2, {0: [a], 1: [b]}), layout_from(space, 2, {0: [b], 1: [a]})
+    values = {t.name: random_values(np.random.default_rng(0), t) for t in space.tensors}
+    return route(before, after), states_of(before, values), values
+
+
+def _assert_whole(way: Route, states: Sequence[dict[Piece, Tensor]], values: dict[str, Tensor]) -> None:
+    for row in states:
+        for piece, tensor in row.items():
+            assert same_bits(tensor, values[piece.name][piece.box.slices(way.space[piece.name].box)])
+
+
+def _outcomes(size: int, body: Callable[[ThreadCollective], Moved], timeout_s: float = 20.0) -> list[object]:
+    def guarded(collective: ThreadCollective) -> object:
+        try:
+            return body(collective)
+        except TransitionError as error:
+            return error
+
+    return ThreadWorld(size, timeout_s=timeout_s).run(guarded)
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_an_allocation_that_fails_stops_all_ranks(fails_at: int) -> None:
+    way, states, values = _pair()
+
+    def body(collective: ThreadCollective) -> Moved:
+        asked = [0]
+
+        def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+            asked[0] += 1
+            if collective.rank == 1 and asked[0] == fails_at + 1:
+                raise MemoryError("not enough memory: you tried to allocate a lot")
+            return empty(shape, dtype, device)
+
+        return transition(way, states[collective.rank], collective, budget_bytes=128, allocate=allocate)
+
+    errors = [str(e) for e in _outcomes(2, body)]
+    assert "ranks [1] could not prepare" in errors[0]
+    assert "rank 1: no memory for the new state: not enough memory" in errors[1]
+    _assert_whole(way, states, values)
+
+
+def test_a_rank_that_dies_during_the_move() -> None:
+    way, states, values = _pair()
+
+    class Dies(ThreadCollective):
+        exchanges = 0
+
+        def exchange(self, sends, recvs, **options):  # type: ignore[no-untyped-def]
+            Dies.exchanges += 1
+            if Dies.exchanges == 2:
+                raise SystemExit("this rank is gone")
+            return super().exchange(sends, recvs, **options)
+
+    world = ThreadWorld(2, timeout_s=20.0)
+
+    def body(collective: ThreadCollective) -> object:
+        mine: ThreadCollective = Dies(world, 1) if collective.rank == 1 else collective
+        try:
+            return transition(way, states[collective.rank], mine, budget_bytes=128)
+        except TransitionError as error:
+            return error
+        except SystemExit as gone:
+            world.abort(RuntimeError(str(gone)))
+            return gone
+
+    began = time.perf_counter()
+    with pytest.raises(RuntimeError, match="this rank is gone"):
+        world.run(body)
+    assert time.perf_counter() - began < 10.0
+    _assert_whole(way, states, values)
+
+
+def test_a_rank_that_never_answers_is_a_named_error() -> None:
+    way, states, values = _pair()
+
+    def body(collective: ThreadCollective) -> Moved:
+        if collective.rank == 1:
+            raise TransitionError("left out")
+        return transition(way, states[0], collective, budget_bytes=128)
+
+    errors = _outcomes(2, body, timeout_s=0.5)
+    assert "no answer from rank 1" in str(errors[0])
+    assert "the state from before the move is whole" in str(errors[0])
+    _assert_whole(way, states, values)
+
+
+def test_ranks_that_mean_different_moves_do_not_hang() -> None:
+    way, states, values = _pair()
+    other = route(way.before, way.before)
+    body = lambda c: transition((way, other)[c.rank], states[c.rank], c, budget_bytes=128)  # noqa: E731
+    for error in _outcomes(2, body):
+        assert "ranks [1] want another transition" in str(error)
+    _assert_whole(way, states, values)
+
+
+def test_wrong_state_is_named_before_anything_moves() -> None:
+    way, states, _ = _pair()
+    wrong: list[dict[Piece, Tensor]] = [states[0], {p: t.float() for p, t in states[1].items()}]
+    errors = [str(e) for e in _outcomes(2, lambda c: transition(way, wrong[c.rank], c, budget_bytes=128))]
+    assert "ranks [1] could not prepare" in errors[0]
+    assert "b[0:64] must be [64] torch.float64 on cpu, got [64] torch.float32" in errors[1]
+    absent: list[dict[Piece, Tensor]] = [{}, states[1]]
+    errors = [str(e) for e in _outcomes(2, lambda c: transition(way, absent[c.rank], c, budget_bytes=128))]
+    assert "the state and the layout differ in a[0:64]" in errors[0]
+
+
+def test_a_budget_too_small_is_an_error_on_every_rank() -> None:
+    way, states, _ = _pair()
+    budgets = (1 << 20, 8)
+
+    def body(collective: ThreadCollective) -> object:
+        with pytest.raises(BudgetError, match="one element of b"):
+            transition(way, states[collective.rank], collective, budget_bytes=budgets[collective.rank])
+        return None
+
+    assert ThreadWorld(2).run(body) == [None, None]
+
+
+def test_layouts_grow_and_shrink_in_ranks() -> None:
+    space = Space(tuple(TensorSpec(name=f"l{i}", shape=(3,), layer=i) for i in range(6)))
+    four = by_layer(space, StageMap.contiguous((0, 2, 3, 5, 6)), 4)
+    two = by_layer(space, StageMap.contiguous((0, 3, 6)), 2).on_ranks(4)
+    values = {t.name: random_values(np.random.default_rng(1), t) for t in space.tensors}
+    states = states_of(four, values)
+    there = ThreadWorld(4).run(lambda c: transition(route(four, two), states[c.rank], c, budget_bytes=64))
+    assert [len(m.state) for m in there] == [3, 3, 0, 0]
+    back = ThreadWorld(4).run(lambda c: transition(route(two, four), there[c.rank].state, c, budget_bytes=64))
+    _assert_whole(route(two, four), [m.state for m in back], values)
+    with pytest.raises(LayoutError, match="cannot be cut"):
+        Layout(space, four.pieces).on_ranks(3)

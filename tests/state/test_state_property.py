@@ -1,0 +1,137 @@
+"""Random layout pairs: every bit arrives, no byte twice, no buffer above the budget, for 1 to 9 ranks."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prophet.ranks.threads import ThreadCollective, ThreadWorld
+from prophet.state.plan import peer, plan
+from prophet.state.route import route
+from prophet.state.space import Box, flat_boxes
+from prophet.state.transition import Moved, transition, transition_naive
+from tests.helpers.pipeline_support import (
+    missing_bytes,
+    random_layout,
+    random_space,
+    random_values,
+    same_bits,
+    states_of,
+)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(16, 2_000))
+@settings(max_examples=500, deadline=None)
+def test_every_bit_arrives(seed: int, ranks: int, budget_bytes: int) -> None:
+    rng = np.random.default_rng(seed)
+    space = random_space(rng)
+    before = random_layout(rng, space, ranks, complete=True)
+    after = random_layout(rng, space, ranks, complete=bool(rng.integers(2)))
+    values = {t.name: random_values(rng, t) for t in space.tensors}
+    states = states_of(before, values)
+    nodes = [int(n) for n in rng.integers(0, 3, size=ranks)]
+    way = route(before, after, nodes=nodes)
+    asked = [0] * ranks
+
+    def body(collective: ThreadCollective) -> Moved:
+        def metered(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            # poisoned, so that an element that nobody wrote is seen
+            memory = torch.full((math.prod(shape) * dtype.itemsize,), 0xA5, dtype=torch.uint8, device=device)
+            asked[collective.rank] += memory.numel()
+            if dtype == torch.bool:
+                return torch.ones(shape, dtype=dtype)
+            return memory.view(dtype).reshape(shape)
+
+        mine = states[collective.rank]
+        return transition(way, mine, collective, budget_bytes=budget_bytes + collective.rank, allocate=metered)
+
+    moved = ThreadWorld(ranks, timeout_s=30.0).run(body)
+    expected = transition_naive(states, after)
+    for rank in range(ranks):
+        assert set(moved[rank].state) == set(after.pieces[rank])
+        for piece, tensor in moved[rank].state.items():
+            assert same_bits(tensor, expected[rank][piece]), (rank, str(piece))
+        # all that was allocated is the new state and the buffer, and the buffer is within the least budget
+        assert asked[rank] == moved[rank].buffer_bytes + moved[rank].new_state_bytes
+        assert moved[rank].buffer_bytes <= budget_bytes
+        # what was there before is untouched
+        for piece, tensor in states[rank].items():
+            assert same_bits(tensor, values[piece.name][piece.box.slices(space[piece.name].box)])
+    assert sum(m.sent_bytes for m in moved) == missing_bytes(before, after) == way.wire_bytes
+    assert tuple(m.sent_bytes for m in moved) == way.sent_bytes()
+    assert tuple(m.received_bytes for m in moved) == way.received_bytes()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(16, 4_000))
+@settings(max_examples=100, deadline=None)
+def test_stages_hold_the_budget_and_miss_nothing(seed: int, ranks: int, budget_bytes: int) -> None:
+    rng = np.random.default_rng(seed)
+    space = random_space(rng)
+    way = route(random_layout(rng, space, ranks, complete=True), random_layout(rng, space, ranks, complete=False))
+    staged = plan(way, budget_bytes)
+    assert staged.peak_buffer_bytes <= budget_bytes
+    planned = [t for stage in staged.stages for t in stage]
+    for name, source, destination in {(t.name, t.source, t.destination) for t in way.transfers}:
+        count = np.zeros(space[name].shape, dtype=np.int64)
+        for t in planned:
+            if (t.name, t.source, t.destination) == (name, source, destination):
+                count[t.box.slices(space[name].box)] += 1
+        for t in way.transfers:
+            if (t.name, t.source, t.destination) == (name, source, destination):
+                count[t.box.slices(space[name].box)] -= 1
+        assert not count.any()
+
+
+@given(st.integers(1, 17))
+@settings(max_examples=17, deadline=None)
+def test_every_pair_meets_once(ranks: int) -> None:
+    met = [(i, peer(i, s, ranks)) for s in range(ranks) for i in range(ranks)]
+    assert sorted(met) == [(i, j) for i in range(ranks) for j in range(ranks)]
+    assert all(peer(peer(i, s, ranks), s, ranks) == i for s in range(ranks) for i in range(ranks))
+
+
+@given(st.lists(st.integers(1, 6), max_size=4), st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_flat_range_is_few_boxes(shape: list[int], data: st.DataObject) -> None:
+    total = math.prod(shape)
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    boxes = flat_boxes(shape, start, stop)
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    numbers = np.arange(total).reshape(shape)
+    whole = Box.whole(shape)
+    listed = [int(n) for b in boxes for n in np.asarray(numbers[b.slices(whole)]).reshape(-1)]
+    assert listed == list(range(start, stop))
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=200, deadline=None)
+def test_box_algebra_against_masks(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = tuple(int(n) for n in rng.integers(1, 6, size=rng.integers(0, 4)))
+
+    def some_box() -> Box:
+        ends = [sorted(int(x) for x in rng.integers(0, n + 1, size=2)) for n in shape]
+        return Box(tuple(a for a, _ in ends), tuple(b for _, b in ends))
+
+    def mask(box: Box) -> np.ndarray:
+        filled = np.zeros(shape, dtype=np.int64)
+        filled[box.slices(Box.whole(shape))] += 1
+        return filled
+
+    a, b = some_box(), some_box()
+    common = a.intersect(b)
+    both = mask(a) * mask(b)
+    assert (mask(common) == both).all() if common else not both.any()
+    rest = a.subtract(b)
+    assert len(rest) <= 2 * len(shape)
+    assert (sum((mask(r) for r in rest), np.zeros(shape, dtype=np.int64)) == mask(a) - both).all()
+    if a.elements:
+        size = int(rng.integers(1, a.elements + 1))
+        parts = a.split(size)
+        assert all(p.elements <= size for p in parts)
+        assert (sum((mask(p) for p in parts), np.zeros(shape, dtype=np.int64)) == mask(a)).all()
