@@ -23,8 +23,7 @@ def test_equal_rows_differ_nowhere() -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("losses", ["0x1.1p+0"]), ("placements", [4, 3]), ("splits", [])])
 def test_the_first_step_that_differs_is_named(field: str, value: list[Any]) -> None:
-    before = [{"case": ROWS}, {"case": ROWS}]
-    after = copy.deepcopy(before)
+    before, after = ([{"case": copy.deepcopy(ROWS)} for _ in range(2)] for _ in range(2))
     after[1]["case"][1][field] = value
     assert differences(before, after) == {"case": [f"rank 1, step 1: {field}"]}
 
