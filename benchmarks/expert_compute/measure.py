@@ -15,7 +15,8 @@ from benchmarks.common import Row
 from benchmarks.kernels.layer import dense_passes
 from prophet.experts.bank import ExpertBank
 from prophet.kernels.grouped_ffn import grouped_ffn
-from prophet.machine.calibrate import Probe, shape_of
+from prophet.machine.calibrate import shape_of
+from prophet.machine.measure import Probe
 from prophet.ranks.collective import Collective
 from prophet.spec import Activation
 

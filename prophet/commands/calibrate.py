@@ -150,7 +150,7 @@ def _show(answer: dict[str, Any], job: Job, as_json: bool) -> int:
 
 def _from_files(arguments: argparse.Namespace) -> int:
     """Fit to benchmarks' files, write the topology file, and print what was found."""
-    from prophet.machine.files import ExpertKind, calibrate_from
+    from prophet.machine.benchmark_files import ExpertKind, calibrate_from
 
     if arguments.topology:
         raise UsageError("--from reads what was measured, --topology measures what was fitted: expected one of them")
@@ -266,8 +266,9 @@ def _rank_body(rank: int, job: Job, answer: Path) -> None:
 
 def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
     """Calibrate or check; rank 0 writes the topology file. The answer is what `--json` prints."""
-    from prophet.machine.calibrate import Ranges, calibrate, check
+    from prophet.machine.calibrate import calibrate, check
     from prophet.machine.fit import Line
+    from prophet.machine.measure import Ranges
     from prophet.machine.memory import keep_memory
 
     if device == "cpu":

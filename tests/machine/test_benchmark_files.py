@@ -14,7 +14,7 @@ from benchmarks.expert_compute import measure as experts
 from benchmarks.trans_agg import measure as transfers
 from prophet.cli import BAD_INPUT, OK, main
 from prophet.errors import BenchmarkFileError
-from prophet.machine.files import ExpertKind, Found, calibrate_from
+from prophet.machine.benchmark_files import ExpertKind, Found, calibrate_from
 from prophet.machine.topology import read_fits, read_topology
 from tests.helpers.support import on_threads
 
