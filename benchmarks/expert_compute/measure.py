@@ -99,7 +99,7 @@ def measure(
                     flops = g * tokens * shape.forward_flops_per_token
                     for i, operation in enumerate(PASSES):
                         cases.append({"operation": operation, **case, "flops": flops * (i + 1)})
-                        runs += [passes(bank, x, [tokens] * g, probe._sync)[i], dense[i]]
+                        runs += [passes(bank, x, [tokens] * g, probe.sync)[i], dense[i]]
             if cases:
                 rows += timed(probe, cases, runs)
     return rows
