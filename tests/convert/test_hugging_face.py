@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import prophet
 from prophet.convert import converted, load_original_state_dict, original_state_dict
 from prophet.ranks.threads import ThreadWorld
+from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
     FAMILIES,
     alone,
@@ -24,7 +25,7 @@ from tests.helpers.moe_models import (
     together,
     transformers,
 )
-from tests.helpers.support import on_processes, on_threads, seeded
+from tests.helpers.support import on_threads, seeded
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -15,7 +15,7 @@ from pipeline_balance.leave.membership import (
 )
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
-from tests.helpers.pipeline_processes import run_gloo
+from tests.helpers.launch import run_gloo
 from tests.processes.test_pipeline_trainer import (
     LAYERS,
     TOLERANCE,

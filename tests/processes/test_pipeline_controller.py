@@ -13,7 +13,7 @@ import pipeline_balance
 from pipeline_balance.control.controller import ControllerConfig, DecisionMismatch, MoveCost
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
-from tests.helpers.pipeline_processes import run_gloo
+from tests.helpers.launch import run_gloo
 
 LAYERS, DIM, MICROBATCHES = 8, 6, 4
 

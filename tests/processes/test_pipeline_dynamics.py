@@ -14,7 +14,7 @@ from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
-from tests.helpers.pipeline_processes import run_gloo
+from tests.helpers.launch import run_gloo
 from tests.pipeline_balance.dynamics.test_blocks import (
     CASES,
     DIM,

@@ -15,7 +15,7 @@ from pipeline_balance.pipeline.training_state import collect
 from pipeline_balance.spec import PartitionError, RankLimits, StageMap
 from prophet.errors import TransitionError
 from prophet.state.transition import empty
-from tests.helpers.pipeline_processes import run_gloo
+from tests.helpers.launch import run_gloo
 from tests.processes.test_pipeline_trainer import (
     LAYERS,
     TOLERANCE,

@@ -14,7 +14,7 @@ from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, SpecError, TransitionError
 from prophet.state.transition import empty
-from tests.helpers.pipeline_processes import run_gloo
+from tests.helpers.launch import run_gloo
 
 LAYERS, DIM, VOCABULARY, MICROBATCHES, BATCH = 7, 12, 11, 4, 8
 SEED = 5
