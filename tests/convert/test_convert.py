@@ -25,6 +25,7 @@ from prophet.convert import (
 from prophet.convert.checks import check_no_optimizer
 from prophet.errors import ConversionError, RoutingError
 from prophet.ranks.threads import ThreadWorld
+from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
     VOCAB,
     alone,
@@ -33,7 +34,7 @@ from tests.helpers.moe_models import (
     layers_of,
     together,
 )
-from tests.helpers.support import on_processes, on_threads, seeded
+from tests.helpers.support import on_threads, seeded
 
 DIM, HIDDEN, EXPERTS, TOP_K = 8, 10, 4, 2
 

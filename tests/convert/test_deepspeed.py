@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import prophet
 from prophet.errors import ConversionError
 from prophet.ranks.process_group import collective_for
+from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
     VOCAB,
     LossFn,
@@ -22,7 +23,7 @@ from tests.helpers.moe_models import (
     layers_of,
     together,
 )
-from tests.helpers.support import on_processes, on_threads, seeded
+from tests.helpers.support import on_threads, seeded
 
 deepspeed_layer = pytest.importorskip(
     "deepspeed.moe.layer", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'"

@@ -14,6 +14,7 @@ import prophet
 from prophet.convert import converted, load_original_state_dict, original_state_dict
 from prophet.errors import ConversionError
 from prophet.ranks.threads import ThreadWorld
+from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
     FAMILIES,
     alone,
@@ -25,7 +26,7 @@ from tests.helpers.moe_models import (
     together,
     transformers,
 )
-from tests.helpers.support import on_processes, on_threads, seeded
+from tests.helpers.support import on_threads, seeded
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

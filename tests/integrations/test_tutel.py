@@ -17,7 +17,8 @@ from torch import Tensor, nn
 import prophet
 from prophet.convert import converted
 from prophet.errors import ConversionError
-from tests.helpers.support import FixedPlanner, everywhere, on_processes
+from tests.helpers.launch import on_processes
+from tests.helpers.support import FixedPlanner, everywhere
 
 WHY = "needs tutel: NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel"
 needs_tutel = pytest.mark.skipif(importlib.util.find_spec("tutel") is None, reason=WHY)

@@ -9,7 +9,7 @@ import pytest
 
 from prophet.cli import FAILED, OK, main
 from prophet.machine.topology import read_fits, read_topology
-from tests.helpers.launching import as_launched
+from tests.helpers.launch import as_launched
 
 SMALL = ["--expert", "16x32", "--rows", "16", "128"]
 OPERATIONS = {"a2a_intra", "expert_forward", "expert_backward", "trans", "agg"}

@@ -14,11 +14,10 @@ from prophet.engine.engine import Engine
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import collective_for
 from tests.engine.test_agreement import Lopsided
+from tests.helpers.launch import Outcome, process_outcomes
 from tests.helpers.support import (
     FixedPlanner,
-    Outcome,
     everywhere,
-    process_outcomes,
 )
 from tests.helpers.training import Case, Run
 
@@ -36,7 +35,7 @@ def die() -> None:
 
 
 def hang() -> None:
-    time.sleep(3 * PATIENCE_S)
+    time.sleep(2 * PATIENCE_S)
     die()
 
 

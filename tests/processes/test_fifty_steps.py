@@ -9,7 +9,8 @@ from prophet.demo.text import load_corpus
 from prophet.demo.train import RunResult, TrainConfig, train
 from prophet.planner.base import Planner
 from prophet.ranks.process_group import collective_for
-from tests.helpers.support import RandomPlanner, on_processes
+from tests.helpers.launch import on_processes
+from tests.helpers.support import RandomPlanner
 
 RANKS, STEPS = 4, 50
 LIMIT_S = 240.0

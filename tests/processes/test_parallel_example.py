@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launching import EXAMPLES, torchrun
+from tests.helpers.launch import EXAMPLES, torchrun
 
 
 def run(folder: Path, *, ranks: int, ep_size: int, steps: int) -> dict[int, float]:

@@ -14,7 +14,7 @@ from pipeline_balance.control.controller import ControllerConfig, DecisionMismat
 from pipeline_balance.pipeline.stages import PipelineConfig
 from pipeline_balance.pipeline.trainer import PipelineTrainer
 from pipeline_balance.spec import StageMap
-from tests.helpers.pipeline_processes import run_gloo
+from tests.helpers.launch import run_gloo
 
 LAYERS, DIM, MICROBATCHES = 8, 6, 4
 

@@ -15,8 +15,8 @@ from pipeline_balance.pipeline.trainer import PipelineTrainer
 from pipeline_balance.spec import StageMap
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
+from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_blocks import CASES, DIM, HEADS, TOKENS
-from tests.helpers.pipeline_processes import run_gloo
 
 MICROBATCHES, SEQUENCES, STEPS = 2, 2, 9
 ALL = [*CASES, "freezing"]

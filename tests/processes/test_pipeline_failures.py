@@ -15,8 +15,8 @@ from pipeline_balance.pipeline.training_state import collect
 from pipeline_balance.spec import PartitionError, RankLimits, StageMap
 from prophet.errors import TransitionError
 from prophet.state.transition import empty
+from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, pipeline, plain_losses
-from tests.helpers.pipeline_processes import run_gloo
 
 THREE = StageMap.contiguous((0, 3, 5, LAYERS))
 

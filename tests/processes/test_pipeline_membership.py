@@ -15,8 +15,8 @@ import pipeline_balance
 from pipeline_balance.leave.membership import Membership, MembershipError, released
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
+from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, pipeline, plain_losses
-from tests.helpers.pipeline_processes import run_gloo
 
 STEPS = 40
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, SpecError, TransitionError
 from prophet.state.transition import empty
+from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, build_layer, pipeline, plain_losses
-from tests.helpers.pipeline_processes import run_gloo
 
 
 def _maps(step: int, size: int) -> StageMap:

@@ -22,8 +22,7 @@ from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import ProcessGroupCollective, collective_for
 from prophet.ranks.waiting import Waiter
 from tests.helpers.cluster_testbed import needs_testbed
-from tests.helpers.launching import ended_within
-from tests.helpers.support import on_processes
+from tests.helpers.launch import ended_within, on_processes
 
 OP = Operation("dispatch", 3)
 
