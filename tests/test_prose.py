@@ -83,6 +83,7 @@ def test_what_is_no_prose_is_no_fault(text: str) -> None:
 
 
 def test_sentences_end_where_a_reader_sees_them_end() -> None:
-    text = "# Title\n\nOne two, e.g. Three. `code` ends 2.5 times! *Four*\nfive.\n\n- six\n- seven (eight.)\n\n**Label.** Nine."
+    text = "# Title\n\nOne two, e.g. Three. `code` ends 2.5 times! *Four*\nfive.\n\n- six\n- seven (eight.)\n\n"
+    text += "**Label.** Nine."
     found = ["One two, e.g Three.", "Code ends 2.5 times!", "*Four* five.", "six", "seven (eight.)", "Nine."]
     assert list(sentences_of(text)) == found
