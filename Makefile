@@ -3,6 +3,7 @@
 #   make demo    train a small MoE language model on four ranks, without and with balancing; writes out/demo/
 #   make test    run the tests (make test-all: the slow ones too, faults on an emulated cluster among them)
 #   make lint    ruff, its formatter and mypy
+#   make docs    build the documentation site, build/docs/index.html
 #   make bench   run the benchmarks (BENCH=name for one of them)
 #   make clean   remove the environment and everything that was made
 #
@@ -19,7 +20,7 @@ BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint docs bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -45,6 +46,11 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	$(INSTALL) -e '.[docs]'
+	@touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/prophet demo $(ARGS)
 
@@ -59,6 +65,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict $(ARGS)
 
 bench: $(VENV)/.installed-test
 	@for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
