@@ -77,7 +77,7 @@ def make_report(steps: Steps, *, name: str) -> Report:
     if gains:
         figures.append((f"{statistics.median(gains):.2f} ×", "measured gain of the experts' time"))
     header = steps.header
-    words = [f"{k}: {v}" for k, v in header.get("notes", {}).items()]
+    words = [f"{k}: {v}" for k, v in header.get("labels", {}).items()]
     return Report(
         title=f"Balance of {name}",
         lead=f"Steps {rows[0]['step'] + 1} to {rows[-1]['step'] + 1} of {header['layers']} MoE layers on "
@@ -87,7 +87,7 @@ def make_report(steps: Steps, *, name: str) -> Report:
         counts=np.array([r["experts"] for r in detailed])[:, :, None, :],
         figures=figures,
         tables=(layers_table(steps),),
-        notes=(
+        remarks=(
             *words,
             "“Without replicas” was not run: it is what every rank would have computed of the same routing, which is "
             "exact in rows.",
