@@ -77,7 +77,7 @@ def make_report(steps: Steps, *, name: str) -> Report:
     if gains:
         figures.append((f"{statistics.median(gains):.2f} ×", "measured gain of the experts' time"))
     header = steps.header
-    words = [f"{k}: {v}" for k, v in header.get("labels", {}).items()]
+    words = [f"{k}: {v}" for k, v in header.get("notes", {}).items()]
     return Report(
         title=f"Balance of {name}",
         lead=f"Steps {rows[0]['step'] + 1} to {rows[-1]['step'] + 1} of {header['layers']} MoE layers on "

@@ -132,7 +132,7 @@ def monitor(
     detail_every: int | None = None,
     predict_every: int = 10,
     heat_every: int = 10,
-    labels: dict[str, str] | None = None,
+    notes: dict[str, str] | None = None,
 ) -> Monitor:
     """Write every step of `engine` from now on into the folder `run`: for `prophet watch` and `prophet report`.
 
@@ -141,7 +141,7 @@ def monitor(
     tensorboard: None where it is installed, True to insist, False for none. wandb: None for the run that is under way
     in this process if there is one, a run object, or False. detail_every: steps between two that carry the loads of all
     experts and ranks; None for what keeps a line near 2048 numbers on average. predict_every: steps between two
-    predicted gains (0: none). heat_every: details between two sets of heat maps. labels: words for the head of the
+    predicted gains (0: none). heat_every: details between two sets of heat maps. notes: words for the head of the
     page.
 
     Raises ValueError for numbers out of range, ImportError where TensorBoard was asked for and is missing, OSError
@@ -169,7 +169,7 @@ def monitor(
         "experts": [layer.num_experts for layer in engine.layers],
         "planner": engine.planner.name,
         "topology": engine.contexts[0].topology.name,
-        "labels": {str(k): str(v) for k, v in (labels or {}).items()},
+        "notes": {str(k): str(v) for k, v in (notes or {}).items()},
     }
     sinks: list[Callable[[], Sink]] = []
     if process_rank() == 0 and engine.collective.rank == 0:

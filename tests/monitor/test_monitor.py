@@ -19,11 +19,11 @@ from prophet.cli import BAD_INPUT, OK, main
 from prophet.engine.config import EngineConfig
 from prophet.engine.report import StepReport
 from prophet.errors import MonitorError
-from prophet.monitor import WAITING
 from prophet.monitor.read import Tail, read_steps
 from prophet.monitor.rows import detail_period, hottest, measured_gain, ratios, step_row
 from prophet.monitor.sinks import JsonLines, WandB, heat_map, images, scalars
 from prophet.monitor.view import chosen_layers, course
+from prophet.monitor.writer import WAITING
 from prophet.ranks.threads import ThreadCollective
 from tests.helpers.support import (
     FixedPlanner,
@@ -124,7 +124,7 @@ def test_pictures() -> None:
 
 
 def test_a_run_is_written_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path / "run", 3, tensorboard=False, predict_every=1, labels={"data": "ids in a circle"})
+    train(tmp_path / "run", 3, tensorboard=False, predict_every=1, notes={"data": "ids in a circle"})
     steps = read_steps(tmp_path / "run")
     assert [r["step"] for r in steps.rows] == [0, 1, 2]
     assert steps.header["planner"] == "fixed"
@@ -148,7 +148,7 @@ def test_tensorboard_gets_what_the_lines_have(tmp_path: Path) -> None:
     from PIL import Image
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    train(tmp_path, 4, tensorboard=True, heat_every=2, labels={"data": "ids in a circle"})
+    train(tmp_path, 4, tensorboard=True, heat_every=2, notes={"data": "ids in a circle"})
     found = EventAccumulator(str(tmp_path))
     found.Reload()
     tags = found.Tags()
@@ -280,7 +280,7 @@ def test_the_script_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     exec(compile(script, "docs/monitoring.md", "exec"), {"__name__": "__main__"})
     steps = read_steps(tmp_path / "run")
     assert len(steps.rows) == 5
-    assert steps.header["labels"] == {"data": "random ids"}
+    assert steps.header["notes"] == {"data": "random ids"}
 
 
 def test_the_cost_can_be_measured() -> None:
