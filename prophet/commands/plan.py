@@ -213,12 +213,12 @@ def _describe(answer: dict[str, Any]) -> str:
 
 
 def _write_html(file: Path, reports: list[tuple[dict[str, Any], list[int], list[Replay]]]) -> None:
-    from prophet.report import PlanReport, write_plan
+    from prophet.report import Comparison, write_comparison
 
     pages = []
     for answer, iterations, results in reports:
         pages.append(
-            PlanReport(
+            Comparison(
                 name=Path(answer["trace"]["file"]).name,
                 subtitle=f"{_describe(answer)} Predicted for {answer['machine']}, at most "
                 f"{answer['slots_per_rank']} copies of a layer's experts on a rank.",
@@ -226,7 +226,7 @@ def _write_html(file: Path, reports: list[tuple[dict[str, Any], list[int], list[
                 results=results,
             )
         )
-    write_plan(file, pages)
+    write_comparison(file, pages)
 
 
 def _print(answer: dict[str, Any]) -> None:
