@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -328,13 +330,20 @@ def test_the_search_for_optimizers_leaves_other_threads_alone() -> None:
             failed.append(error)
 
     thread = threading.Thread(target=make_tuples)
+    gc.freeze()  # earlier tests' objects are not searched: it would take most of the time
+    heap: list[list[int]] = [[] for _ in range(20_000)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # the threads take turns within a search
     thread.start()
     try:
-        for _ in range(40):
+        for _ in range(400):
             check_no_optimizer(nn.Linear(3, 3).parameters())
     finally:
+        sys.setswitchinterval(interval)
+        gc.unfreeze()
         done.set()
         thread.join(timeout=60)
+    assert heap
     assert not failed
 
 
