@@ -5,6 +5,7 @@
 #   make test-benchmarks  run the benchmarks' tests
 #   make test-all         run all tests, the slow ones too (faults on an emulated cluster among them)
 #   make lint             ruff, its formatter and mypy
+#   make docs             build the documentation site, build/docs/index.html
 #   make bench            run the benchmarks (BENCH=name for one of them)
 #   make clean            remove the environment and everything that was made
 #
@@ -25,7 +26,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAG
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-all warm lint bench clean
+.PHONY: help demo test test-benchmarks test-all warm lint docs bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -51,6 +52,11 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	$(INSTALL) -e '.[docs]'
+	@touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/prophet demo $(ARGS)
 
@@ -72,6 +78,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict $(ARGS)
 
 bench: $(VENV)/.installed-test
 	@for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done

@@ -151,7 +151,7 @@ def with_loss(x: Tensor, loss: Tensor) -> Tensor:
 
 
 def builder(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: int = 0) -> Callable[[int], nn.Module]:
-    """`build_layer` for an `ElasticPipeline`: the same layer i on every rank. `make_block(i)` makes block i of 0, 1, ..
+    """`build_layer` for a `PipelineTrainer`: the same layer i on every rank. `make_block(i)` makes block i of 0, 1, ..
 
     The caller's random stream is left as it was.
     """

@@ -25,6 +25,7 @@ from prophet.convert import (
     original_state_dict,
 )
 from prophet.convert.checks import check_no_optimizer
+from prophet.errors import ConversionError, RoutingError
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.expert_lists import (
     DIM,
@@ -179,7 +180,7 @@ def test_an_adapter_of_ones_own(ranks: int) -> None:
 def test_an_adapter_that_is_wrong_is_found_out_and_nothing_has_changed() -> None:
     model = Net(MyBlock)
     state = {n: t.clone() for n, t in model.state_dict().items()}
-    with pytest.raises(prophet.ConversionError, match=r"blocks.0 \(my blocks\): value 0 of the block's answer differs"):
+    with pytest.raises(ConversionError, match=r"blocks.0 \(my blocks\): value 0 of the block's answer differs"):
         prophet.convert(model, adapters=(WrongAdapter(),))
     assert type(model.blocks[0]) is MyBlock
     assert all(torch.equal(model.state_dict()[n], t) for n, t in state.items())
@@ -191,7 +192,7 @@ def test_an_adapter_that_is_wrong_is_found_out_and_nothing_has_changed() -> None
 def refuses(model: nn.Module, text: str, **options: Any) -> None:
     """Converting fails with `text`, and leaves the model as it was."""
     kinds = [type(m) for m in model.modules()]
-    with pytest.raises(prophet.ConversionError, match=text):
+    with pytest.raises(ConversionError, match=text):
         prophet.convert(model, **options)
     assert [type(m) for m in model.modules()] == kinds
 
@@ -288,11 +289,11 @@ def test_converting_twice() -> None:
 
 def test_reverting_what_is_not_converted_or_is_attached() -> None:
     model = Net()
-    with pytest.raises(prophet.ConversionError, match="nothing in this model has been converted"):
+    with pytest.raises(ConversionError, match="nothing in this model has been converted"):
         prophet.revert(model)
     prophet.convert(model)
     engine = prophet.attach(model)
-    with pytest.raises(prophet.ConversionError, match=r"engine.close\(\) first"):
+    with pytest.raises(ConversionError, match=r"engine.close\(\) first"):
         prophet.revert(model)
     engine.close()
     prophet.revert(model)
@@ -345,7 +346,7 @@ def test_ranks_with_different_models() -> None:
 
     def body(group: Any) -> None:
         text = r"the experts' parameters of rank\(s\) \[1\] differ.*seed all ranks alike"
-        with pytest.raises(prophet.ConversionError, match=text):
+        with pytest.raises(ConversionError, match=text):
             prophet.convert(models[group.rank], group=group)
 
     for net in models:  # four experts do not divide by three
@@ -389,9 +390,9 @@ def test_routing_that_cannot_be() -> None:
     x, ids, weights = torch.randn(3, DIM), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2)
     with pytest.raises(ValueError, match=r"of one shape \[tokens, top_k\]"):
         layer(x, ids, weights[:, :1])
-    with pytest.raises(prophet.RoutingError, match="NaN or infinite"):
+    with pytest.raises(RoutingError, match="NaN or infinite"):
         layer(x, ids + EXPERTS, weights)
-    with pytest.raises(prophet.RoutingError, match="NaN or infinite"):
+    with pytest.raises(RoutingError, match="NaN or infinite"):
         layer(x, ids, weights * float("nan"))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import converted, load_original_state_dict, original_state_dict
+from prophet.errors import ConversionError
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
@@ -221,7 +222,7 @@ def test_frozen_experts_stay_frozen() -> None:
 
 def test_another_activation_is_refused_by_name() -> None:
     model = hugging_face("mixtral", hidden_act="gelu")
-    with pytest.raises(prophet.ConversionError, match=r"model.layers.0.*\(Mixtral\): .*(hidden_act|activations)"):
+    with pytest.raises(ConversionError, match=r"model.layers.0.*\(Mixtral\): .*(hidden_act|activations)"):
         prophet.convert(model)
     assert not list(converted(model))
 
@@ -231,7 +232,7 @@ def test_another_clamp_is_refused_by_name() -> None:
     for module in model.modules():
         if hasattr(module, "limit"):
             module.limit = 5.0
-    with pytest.raises(prophet.ConversionError, match=r"swiglu_limit: the clamped SwiGLU has 7.0, got 5.0"):
+    with pytest.raises(ConversionError, match=r"swiglu_limit: the clamped SwiGLU has 7.0, got 5.0"):
         prophet.convert(model)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import load_original_state_dict, original_state_dict
+from prophet.errors import ConversionError
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
     VOCAB,
@@ -174,7 +175,7 @@ def refusals() -> list[str]:
         try:
             prophet.convert(model)
             found.append("converted")
-        except prophet.ConversionError as error:
+        except ConversionError as error:
             found.append(str(error))
     return found
 

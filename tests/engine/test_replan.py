@@ -17,7 +17,7 @@ from prophet.engine.replan import (
     next_plan,
     predicted_gain,
 )
-from prophet.errors import SpecError
+from prophet.errors import ConfigMismatch, SpecError
 from prophet.planner import get_planner
 from prophet.ranks.threads import ThreadCollective
 from prophet.spec import IntArray, LayerShape, Placement, PlanContext, Topology
@@ -224,7 +224,7 @@ def test_ranks_must_agree_on_when_to_plan() -> None:
     def body(c: ThreadCollective) -> None:
         model = TinyModel(seed=1, group=c, blocks=1)
         config = prophet.EngineConfig(replan=prophet.ReplanConfig(interval=2 + c.rank))
-        with pytest.raises(prophet.ConfigMismatch, match="engine configuration"):
+        with pytest.raises(ConfigMismatch, match="engine configuration"):
             prophet.attach(model, config=config)
 
     on_threads(2, body)

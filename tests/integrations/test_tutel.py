@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import converted
+from prophet.errors import ConversionError
 from tests.helpers.launch import on_processes
 from tests.helpers.support import FixedPlanner, everywhere
 
@@ -138,7 +139,7 @@ def what_users_rely_on() -> list[str]:
     again = [p.skip_allreduce for p in model.parameters() if hasattr(p, "skip_allreduce")]
     failed += check("marks after revert", again == wanted)
     balanced.close()
-    return failed + check("twice", "has been converted" in message(balanced.revert, prophet.ConversionError))
+    return failed + check("twice", "has been converted" in message(balanced.revert, ConversionError))
 
 
 def loading() -> list[str]:

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pipeline_balance.dynamics import loads
 from pipeline_balance.dynamics.freezing import Freezer, FreezingRule, freeze_prefix, gradient_rates
 from pipeline_balance.dynamics.pruning import (
     PrunedLinear,
@@ -21,6 +20,7 @@ from pipeline_balance.dynamics.pruning import (
 from pipeline_balance.spec import LayerCost
 from prophet.errors import SpecError
 from prophet.ranks.threads import ThreadWorld
+from tests.helpers import pipeline_loads as loads
 
 COST = LayerCost(
     forward_s=1.0,

@@ -1,7 +1,7 @@
-"""GPipe, 1F1B, interleaved 1F1B and ZB-H1 as data.
+"""GPipe, interleaved 1F1B, ZB-H1 and ZB-V as data: published schedules that the simulator is checked with.
 
-Shape legend: P ranks, V stages per rank, M microbatches. Sources: GPipe (Huang et al., 2019), 1F1B
-(PipeDream-Flush, Narayanan et al., 2021), interleaved 1F1B (Megatron-LM, 2021), ZB-H1 (Qi et al., 2023).
+Shape legend: P ranks, V stages per rank, M microbatches. Sources: GPipe (Huang et al., 2019), interleaved 1F1B
+(Megatron-LM, 2021), ZB-H1 (Qi et al., 2023), ZB-V (Qi et al., 2024).
 """
 
 from __future__ import annotations
@@ -14,21 +14,6 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
     check_shape(ranks, microbatches)
     order = range(microbatches)
     rows = [[Action(r, "F", m) for m in order] + [Action(r, "B", m) for m in order] for r in range(ranks)]
-    return build(rows, ranks, microbatches)
-
-
-def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs P - 1 - r forwards ahead, then one forward and one backward in turn; stage r on rank r."""
-    check_shape(ranks, microbatches)
-    rows = []
-    for r in range(ranks):
-        ahead = min(ranks - 1 - r, microbatches)
-        row = [Action(r, "F", m) for m in range(ahead)]
-        for m in range(microbatches):
-            if m + ahead < microbatches:
-                row.append(Action(r, "F", m + ahead))
-            row.append(Action(r, "B", m))
-        rows.append(row)
     return build(rows, ranks, microbatches)
 
 

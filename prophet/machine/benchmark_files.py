@@ -18,13 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from prophet.errors import BenchmarkFileError
-from prophet.machine.calibrate import (
-    Calibration,
-    Measured,
-    calibration_of,
-    shape_of,
-)
+from prophet.machine.calibrate import Calibration, calibration_of, shape_of
 from prophet.machine.fit import Point
+from prophet.machine.measure import Measured
 
 MAX_FILE_BYTES = 1 << 24
 MAX_ROWS = 100_000
@@ -261,7 +257,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any], str], _Row | None]] = {
 
 
 def _exchange_point(row: Mapping[str, Any], where: str, size: float) -> Point:
-    """Of an exchange the median counts, as in `prophet.machine.calibrate`."""
+    """Of an exchange the median counts, as in `prophet.machine.measure`."""
     seconds, spread = _seconds(row, where)
     return Point(size, 1, seconds * (1.0 + spread), spread)
 

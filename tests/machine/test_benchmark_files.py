@@ -14,7 +14,7 @@ from benchmarks.expert_compute import measure as experts
 from benchmarks.trans_agg import measure as transfers
 from prophet.cli import BAD_INPUT, OK, main
 from prophet.errors import BenchmarkFileError
-from prophet.machine.files import ExpertKind, Found, calibrate_from
+from prophet.machine.benchmark_files import ExpertKind, Found, calibrate_from
 from prophet.machine.topology import read_fits, read_topology
 from tests.helpers.support import on_threads
 
@@ -203,7 +203,7 @@ def test_the_command_writes_what_was_read(tmp_path: Path, capsys: pytest.Capture
     assert "Read, not measured" in capsys.readouterr().out
     assert main(["calibrate", *given]) == BAD_INPUT
     assert "expected --out FILE" in capsys.readouterr().err
-    assert main(["calibrate", *given, "--check", "--topology", str(out)]) == BAD_INPUT
+    assert main(["calibrate", *given, "--check", "--machine", str(out)]) == BAD_INPUT
     assert "expected one of them" in capsys.readouterr().err
     assert main(["calibrate", "--from", str(tmp_path), "--check"]) == BAD_INPUT
     assert str(tmp_path) in capsys.readouterr().err
