@@ -231,6 +231,21 @@ def test_nothing_imports_tests_or_benchmarks() -> None:
     assert not wrong
 
 
+def wrong_test_imports(imports: list[Import]) -> list[str]:
+    """What tests share is in `tests.helpers`: a file that imports another file of tests moves and breaks with it."""
+    return [
+        f"{i.where}: {i.module}"
+        for i in imports
+        if i.module.startswith("tests.") and not i.module.startswith("tests.helpers")
+    ]
+
+
+def test_no_test_imports_another() -> None:
+    assert not wrong_test_imports(imports_in("tests"))
+    breach = "from tests.layer.test_moe import layer"
+    assert wrong_test_imports(list(imports_of(breach, Path("tests/engine/test_x.py"))))
+
+
 def test_no_module_hides_a_library() -> None:
     assert not [p.as_posix() for p in sources(*_SHIPPED, "benchmarks", "examples") if p.name in _FORBIDDEN_NAMES]
 

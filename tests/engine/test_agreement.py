@@ -17,6 +17,7 @@ from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
 from tests.helpers.support import (
     FixedPlanner,
+    Lopsided,
     TinyModel,
     everywhere,
     on_threads,
@@ -47,17 +48,6 @@ def check(found: list[BaseException], kind: type[BaseException], *texts: str) ->
         assert type(error) is kind, f"rank {rank}: {error!r}"
         for text in texts:
             assert text in str(error), f"rank {rank}: {error}"
-
-
-class Lopsided(FixedPlanner):
-    """Deals the remainder out to the highest ranks first: as exact as `FixedPlanner`, and different."""
-
-    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
-        tokens = super().split(load, placement, context).tokens.copy()
-        for r, e in np.ndindex(*load.shape):
-            holders = np.flatnonzero(placement.holds[e])
-            tokens[r, e, holders] = np.sort(tokens[r, e, holders])
-        return Split(tokens)
 
 
 def test_another_placement() -> None:

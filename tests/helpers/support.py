@@ -85,6 +85,17 @@ class FixedPlanner:
         return Split(tokens)
 
 
+class Lopsided(FixedPlanner):
+    """Deals the remainder out to the highest ranks first: as exact as `FixedPlanner`, and different."""
+
+    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
+        tokens = super().split(load, placement, context).tokens.copy()
+        for r, e in np.ndindex(*load.shape):
+            holders = np.flatnonzero(placement.holds[e])
+            tokens[r, e, holders] = np.sort(tokens[r, e, holders])
+        return Split(tokens)
+
+
 def everywhere(experts: int, ranks: int) -> list[tuple[int, int]]:
     """(expert, rank) pairs that put a replica of every expert on every rank that is not its home."""
     return [(e, r) for e in range(experts) for r in range(ranks) if e // (experts // ranks) != r]
