@@ -16,12 +16,9 @@ import torch
 import torch.distributed as dist
 
 import pipeline_balance
-from pipeline_balance.control.controller import ControllerConfig
-from pipeline_balance.control.measure import Meter
+from pipeline_balance import ControllerConfig, Meter, PipelineConfig, PipelineTrainer, StageMap
 from pipeline_balance.dynamics.freezing import freeze_prefix
 from pipeline_balance.dynamics.gpt import Block, GPTShape, boundaries, builder, loss
-from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.spec import StageMap
 from prophet.demo.text import VOCABULARY, load_corpus, rank_batch
 
 SHAPE = GPTShape(vocabulary=VOCABULARY, dim=64, heads=4, blocks=10, context=128)
@@ -31,13 +28,13 @@ MICROBATCHES, SEQUENCES = 4, 2
 def train(steps: int) -> list[StageMap]:
     """Train on all ranks; returns the stage map of every step."""
     ranks = dist.get_world_size()
-    pipeline = ElasticPipeline(
+    pipeline = PipelineTrainer(
         builder(SHAPE, lambda _: Block(SHAPE.dim, SHAPE.heads), seed=0),
         StageMap.contiguous([k * SHAPE.layers // ranks for k in range(ranks + 1)]),
-        microbatches=MICROBATCHES,
         loss_fn=loss,
         make_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
         boundaries=boundaries(SHAPE, SEQUENCES, SHAPE.context),
+        config=PipelineConfig(microbatches=MICROBATCHES),
         # these processes share cores: count the processor's time, not the wall clock's
         meter=Meter(work_clock=time.thread_time),
     )
@@ -61,7 +58,7 @@ def train(steps: int) -> list[StageMap]:
             print(f"step {step}: loss {value:.3f}, {frozen} layers frozen, stages {maps[-1].boundaries}, {used} ranks")
     spent = balanced.overhead()
     if dist.get_rank() == 0:
-        print(f"moved {spent.rebalances} times; balancing took {100 * spent.fraction:.1f} % of the time")
+        print(f"moved {spent.moves} times; balancing took {100 * spent.fraction:.1f} % of the time")
     return maps
 
 

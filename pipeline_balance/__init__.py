@@ -1,30 +1,55 @@
 """Keeps the pipeline stages of a dynamic model equally busy and moves training state between layouts.
 
->>> import pipeline_balance                                   # doctest: +SKIP
->>> balanced = pipeline_balance.attach(pipeline)              # an ElasticPipeline; all ranks alike
->>> loss = balanced.step(inputs, target)                      # and train as before
+>>> import pipeline_balance                                                   # doctest: +SKIP
+>>> pipeline = pipeline_balance.PipelineTrainer(build_layer, stage_map, ...)  # doctest: +SKIP
+>>> balanced = pipeline_balance.attach(pipeline)                              # on all ranks alike
+>>> loss = balanced.step(inputs, target)                                      # and train as before
+
+Names are imported when they are first asked for, so that `import pipeline_balance` alone needs neither torch nor numpy.
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from pipeline_balance.control.controller import Controller, ControllerConfig
-    from pipeline_balance.pipeline.trainer import ElasticPipeline
-    from pipeline_balance.spec import RankLimits
+    from pipeline_balance.control.controller import Controller
+    from pipeline_balance.control.decide import ControllerConfig
+    from pipeline_balance.control.measure import Meter
+    from pipeline_balance.pipeline.stages import PipelineConfig
+    from pipeline_balance.pipeline.trainer import PipelineTrainer
+    from pipeline_balance.spec import RankLimits, StageMap
 
-__all__ = ["attach"]
+__all__ = ["ControllerConfig", "Meter", "PipelineConfig", "PipelineTrainer", "StageMap", "attach"]
+
+_MODULE_OF = {
+    "ControllerConfig": "pipeline_balance.control.decide",
+    "Meter": "pipeline_balance.control.measure",
+    "PipelineConfig": "pipeline_balance.pipeline.stages",
+    "PipelineTrainer": "pipeline_balance.pipeline.trainer",
+    "StageMap": "pipeline_balance.spec",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 def attach(
-    pipeline: ElasticPipeline,
+    pipeline: PipelineTrainer,
     limits: Sequence[RankLimits] | None = None,
     config: ControllerConfig | None = None,
 ) -> Controller:
-    """Balance `pipeline` from now on: train with the returned controller's `step` instead of the pipeline's."""
+    """Balance `pipeline` from now on: train with the returned controller's `step` instead of the pipeline's.
+
+    `limits` [P] are the ranks' memory and speed (None: all alike, without a limit), `config` says how often to measure
+    and when a move pays; both are equal on all ranks.
+    """
     from pipeline_balance.control.controller import Controller
 
     return Controller(pipeline, limits, config)

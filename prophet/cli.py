@@ -51,9 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(conflict[0], "error" if conflict[1] else "warning")
         if conflict[1]:
             return NAME_CONFLICT
-    from prophet.commands.arguments import UsageError
-    from prophet.demo.launch import DemoError
-    from prophet.errors import MonitorError, RankFailed, ReportError, SpecError, TopologyError, TraceError
+    from prophet.errors import MonitorError, RankFailed, ReportError, SpecError, TopologyError, TraceError, UsageError
 
     arguments = _parser().parse_args(argv)
     try:
@@ -61,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, MonitorError, TraceError, TopologyError, SpecError) as error:
         _complain(str(error))
         return BAD_INPUT
-    except (DemoError, RankFailed, ReportError, OSError) as error:
+    except (RankFailed, ReportError, OSError) as error:
         _complain(str(error))
         return FAILED
     except KeyboardInterrupt:

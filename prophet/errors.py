@@ -5,6 +5,8 @@ All of them carry one sentence that says what was expected, and where: rank, lay
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +31,10 @@ class TransitionError(RuntimeError):
 
 class TraceError(ValueError):
     """A trace cannot be read or written; names the file, the field and what was expected."""
+
+
+class TextError(ValueError):
+    """There is no usable text for the demo; the message says where it was looked for and what was expected."""
 
 
 class TopologyError(ValueError):
@@ -90,3 +96,14 @@ class ReportError(ValueError):
 
 class MonitorError(ValueError):
     """There is no run to show; the message says where it was looked for and what was expected."""
+
+
+class UsageError(ValueError):
+    """A command's arguments or input cannot be used; one line says why."""
+
+
+def no_such(kind: str, name: str, known: Sequence[str]) -> str:
+    """The message where `name` is none of the `known` ones; it suggests the closest of them."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"there is no {kind} {name!r}{hint} (the {kind}s are {', '.join(known)})"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import Row
-from prophet.machine.calibrate import Probe
+from prophet.machine.measure import Probe
 from prophet.ranks.collective import Collective, Operation
 from prophet.spec import IntArray
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from prophet.machine.calibrate import Probe, discard
 from prophet.machine.fit import Point, fit_line, least_relative
+from prophet.machine.measure import Probe, discard
 from prophet.ranks.collective import Collective, Operation
 from prophet.spec import BoolArray, FloatArray, IntArray, LayerShape, Link, Topology, Windows
 

@@ -22,7 +22,7 @@ from benchmarks.cluster.profiles import ProfileError, load_profile
 from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.common import write_json
 from benchmarks.pacing import compute_apart
-from prophet.machine.calibrate import Probe, discard
+from prophet.machine.measure import Probe, discard
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 

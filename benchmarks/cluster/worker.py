@@ -41,7 +41,7 @@ from prophet.demo.text import load_corpus
 from prophet.engine.config import Experiment
 from prophet.engine.report import StepReport
 from prophet.layer.moe import moe_layers
-from prophet.machine.calibrate import Probe, measure_overlap
+from prophet.machine.measure import Probe, measure_overlap
 from prophet.planner import get_planner, warm
 from prophet.ranks.collective import Collective, Operation
 from prophet.scheduler.actions import Window

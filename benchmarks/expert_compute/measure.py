@@ -15,7 +15,8 @@ from benchmarks.common import Row
 from benchmarks.kernels.layer import dense_passes
 from prophet.experts.bank import ExpertBank
 from prophet.kernels.grouped_ffn import grouped_ffn
-from prophet.machine.calibrate import Probe, shape_of
+from prophet.machine.calibrate import shape_of
+from prophet.machine.measure import Probe
 from prophet.ranks.collective import Collective
 from prophet.spec import Activation
 
@@ -98,7 +99,7 @@ def measure(
                     flops = g * tokens * shape.forward_flops_per_token
                     for i, operation in enumerate(PASSES):
                         cases.append({"operation": operation, **case, "flops": flops * (i + 1)})
-                        runs += [passes(bank, x, [tokens] * g, probe._sync)[i], dense[i]]
+                        runs += [passes(bank, x, [tokens] * g, probe.sync)[i], dense[i]]
             if cases:
                 rows += timed(probe, cases, runs)
     return rows

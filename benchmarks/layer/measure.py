@@ -17,7 +17,8 @@ from torch import Tensor
 from benchmarks.common import Row
 from benchmarks.layer.cases import Sizes, common_state, inputs
 from benchmarks.layer.implementations import OURS, Implementation, build, missing
-from prophet.machine.calibrate import Ranges, calibrate
+from prophet.machine.calibrate import calibrate
+from prophet.machine.measure import Ranges
 from prophet.ranks.collective import Collective, Operation
 from prophet.spec import Topology
 

@@ -23,7 +23,7 @@ from benchmarks.pipeline.policies import (
     smoothed,
     start_map,
 )
-from pipeline_balance.control.learn import Judge
+from pipeline_balance.control.learn import Learner
 from pipeline_balance.control.measure import Meter, PipelineLayer, local_costs
 from pipeline_balance.dynamics.gpt import loss as loss_fn
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap, moved_bytes
@@ -98,7 +98,7 @@ def simulate_policy(
     limits = RankLimits.uniform(ranks)
     current = start_map(policy, smoothed(recording.costs[:warm_up]), ranks, case.microbatches, transfer_s)
     config = controller_config(policy, case.every_steps, transfer_s=transfer_s, bytes_per_s=bytes_per_s, fixed_s=0.05)
-    judge = Judge(limits, case.microbatches, config)
+    learner = Learner(limits, case.microbatches, config)
     frozen = 0
     step_s: list[float] = []
     maps: list[StageMap] = []
@@ -119,13 +119,13 @@ def simulate_policy(
         )
         if recording.frozen[step] != frozen:
             frozen = recording.frozen[step]
-            judge.lookout.disturbed()
-        due = judge.lookout.due
-        judge.lookout.step += 1
+            learner.timer.loads_changed()
+        due = learner.timer.due
+        learner.timer.step += 1
         if policy in DYNAMIC and due:
             began = time.perf_counter()
-            made = judge.look(smoothed(recording.costs[: step + 1], config.measure_steps), current)
-            judge.settle(made)
+            made = learner.decide(smoothed(recording.costs[: step + 1], config.measure_steps), current)
+            learner.learn(made)
             looks += 1
             took = time.perf_counter() - began
             decide_s += took

@@ -17,11 +17,11 @@ import torch
 from benchmarks.cluster.host import Host
 from benchmarks.cluster.testbed import Testbed
 from benchmarks.pacing import wake_promptly
+from pipeline_balance.pipeline.training_state import by_layer
 from pipeline_balance.spec import StageMap
 from prophet.machine.memory import keep_memory
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.process_group import ProcessGroupCollective
-from prophet.state.layout import by_layer
 from prophet.state.route import Route, route
 from prophet.state.space import Space, TensorSpec
 from prophet.state.transition import transition

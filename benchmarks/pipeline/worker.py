@@ -35,7 +35,8 @@ from benchmarks.pipeline.policies import (
 from pipeline_balance.control.controller import Controller, ControllerConfig, Decision
 from pipeline_balance.control.measure import Meter, PipelineLayer
 from pipeline_balance.dynamics.gpt import loss as loss_fn
-from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.pipeline.stages import PipelineConfig
+from pipeline_balance.pipeline.trainer import PipelineTrainer
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.demo.text import Corpus, load_corpus
@@ -63,7 +64,7 @@ class Runner:
     """One policy's copy of the model and what it has taken so far."""
 
     policy: str
-    pipeline: ElasticPipeline
+    pipeline: PipelineTrainer
     dynamism: Dynamism
     controller: Controller | None = None
     step_s: list[float] = field(default_factory=list)
@@ -76,17 +77,13 @@ class Runner:
 class PacedController(Controller):
     """A controller on a slower host: its tensors' work takes the host's time, planning is a processor's work."""
 
-    def __init__(self, pipeline: ElasticPipeline, pace: Pace, *, config: ControllerConfig) -> None:
+    def __init__(self, pipeline: PipelineTrainer, pace: Pace, *, config: ControllerConfig) -> None:
         super().__init__(pipeline, config=config)
         self.pace = pace
 
     def rebalance(self) -> Decision:
         with PacedOperators(self.pace.slowdown):
             return super().rebalance()
-
-    def conclude(self) -> Decision:
-        with PacedOperators(self.pace.slowdown):
-            return super().conclude()
 
 
 class Bench:
@@ -100,18 +97,18 @@ class Bench:
         self.transfer_s, self.bytes_per_s = self._probe()
         self.between_s = 0.0
 
-    def _pipeline(self) -> ElasticPipeline:
+    def _pipeline(self) -> PipelineTrainer:
         layers = self.case.layers
         size, more = divmod(layers, self.ranks)
-        return ElasticPipeline(
+        return PipelineTrainer(
             self.case.build_layer(),
             StageMap.contiguous([k * size + min(k, more) for k in range(self.ranks + 1)]),
-            microbatches=self.case.microbatches,
             loss_fn=paced_loss(self.pace, loss_fn),
             make_optimizer=self._optimizer,
             boundaries=self.case.boundaries(),
-            seed=self.case.seed,
-            budget_bytes=self.budget_bytes,
+            config=PipelineConfig(
+                microbatches=self.case.microbatches, seed=self.case.seed, budget_bytes=self.budget_bytes
+            ),
             meter=PacedMeter(self.pace),
         )
 
@@ -287,7 +284,7 @@ class Bench:
                 "move": overhead.move_s if overhead else 0.0,
                 "total": overhead.total_s if overhead else sum(runner.step_s),
             },
-            "rebalances": overhead.rebalances if overhead else 0,
+            "rebalances": overhead.moves if overhead else 0,
             "moved_bytes": overhead.moved_bytes if overhead else 0,
             "measured_steps": runner.measured_steps,
             "looks": len(runner.controller.decisions) if runner.controller else 0,

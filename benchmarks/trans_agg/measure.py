@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.common import Row
 from prophet.experts.bank import ExpertBank, Replica
-from prophet.machine.calibrate import Probe
+from prophet.machine.measure import Probe
 from prophet.ranks.collective import Collective, Operation
 from prophet.scheduler.pieces import Chunk, agg_chunks, trans_chunks
 from prophet.scheduler.transfers import Agg, Trans, Transfer

@@ -1,20 +1,21 @@
-"""Measure, decide, move only where it pays: the controller of an `ElasticPipeline`.
+"""Measure, decide, move only where it pays: the controller of a `PipelineTrainer`.
 
-Shape legend: L layers, P ranks, M microbatches. It knows nothing of why loads change. What to do is worked out in
-`decision` and `judge`, from figures that are equal on all ranks.
+Shape legend: L layers, P ranks. It does not know why loads change. `decide` and `learn` work out what to do, from
+figures that are equal on all ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pipeline_balance.control.ahead import Ahead
 from pipeline_balance.control.decide import (
     ControllerConfig,
     Decision,
@@ -22,7 +23,8 @@ from pipeline_balance.control.decide import (
     Policy,
     decide,
 )
-from pipeline_balance.control.learn import Judge
+from pipeline_balance.control.learn import Learner, MoveTime
+from pipeline_balance.control.measure import gather_costs
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
 from prophet.errors import SpecError
@@ -30,7 +32,8 @@ from prophet.ranks.collective import Collective, Operation
 from prophet.spec import digest
 
 if TYPE_CHECKING:
-    from pipeline_balance.pipeline.trainer import ElasticPipeline, Prepared, Rebuilt
+    from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt
+    from pipeline_balance.pipeline.trainer import PipelineTrainer
 
 __all__ = ["Controller", "ControllerConfig", "Decision", "DecisionMismatch", "MoveCost", "Overhead", "Policy", "decide"]
 
@@ -47,7 +50,7 @@ class Overhead:
     measure_s: float
     decide_s: float
     move_s: float
-    rebalances: int
+    moves: int
     moved_bytes: int
 
     @property
@@ -57,16 +60,25 @@ class Overhead:
         return spent / self.total_s if self.total_s > 0 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A decision that is ready to be carried out, the costs it was made from, and what a move needs beforehand."""
+
+    costs: list[LayerCost]
+    decision: Decision
+    prepared: Prepared | None = None
+
+
 class Controller:
-    """Runs the steps of an `ElasticPipeline` and keeps its stages balanced. All ranks drive theirs in step.
+    """Runs the steps of a `PipelineTrainer` and keeps its stages balanced. All ranks drive theirs in step.
 
     `limits` [P] are the ranks' memory and speed, equal on all ranks. Layer times measured on a rank of speed v are
-    taken as v times as long on a rank of speed 1. `judge` holds what was learnt so far.
+    taken as v times as long on a rank of speed 1. `learner` holds what earlier decisions have taught.
     """
 
     def __init__(
         self,
-        pipeline: ElasticPipeline,
+        pipeline: PipelineTrainer,
         limits: Sequence[RankLimits] | None = None,
         config: ControllerConfig | None = None,
     ) -> None:
@@ -75,18 +87,21 @@ class Controller:
         if len(self.limits) != pipeline.ranks:
             raise SpecError(f"limits needs one entry per rank ({pipeline.ranks}), got {len(self.limits)}")
         self.config = config or ControllerConfig()
-        self.judge = Judge(self.limits, pipeline.microbatches, self.config)
+        self.learner = Learner(self.limits, pipeline.microbatches, self.config)
         self.decisions: list[Decision] = []
         self.imbalance: Imbalance | None = None
-        self._spent = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
+        self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
         self._moves: list[Rebuilt] = []
-        self._ahead: Ahead | None = None
-        self._settled_at = 1
+        self._thread: ThreadPoolExecutor | None = None
+        self._ahead: Future[_Ready] | None = None
+        # layers that have not gone backward since they came here have no times yet
+        self._timed_from = 1
         self._refreshed = pipeline.refreshed
         if self.config.prepare_in_backward:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="prepare-move")
             pipeline.side_collective()
             pipeline.meter.max_samples = self.config.measure_steps * pipeline.microbatches
-        pipeline.meter.enabled = self.judge.lookout.measuring
+        pipeline.meter.enabled = self.learner.timer.measuring
 
     def step(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
         """One training step, and a decision where one is due. Returns what the pipeline's step returns."""
@@ -95,99 +110,98 @@ class Controller:
                 f"the group has {self.pipeline.ranks} ranks now, the controller was made for {len(self.limits)}: "
                 f"attach again after the group has changed"
             )
-        began = time.perf_counter()
-        lookout = self.judge.lookout
-        if self.pipeline.refreshed != self._refreshed:
-            self._refreshed = self.pipeline.refreshed
-            lookout.disturbed()
-        self.pipeline.meter.enabled = lookout.measuring
-        due = lookout.due
-        # layers that have not gone backward since they came here have no times yet
-        ahead = self.config.prepare_in_backward and lookout.step >= self._settled_at
-        if due and ahead:
-            self.pipeline.meter.on_backward = self._begin
-        loss = self.pipeline.step(inputs, target)
-        lookout.step += 1
-        if due and ahead:
-            self.conclude()
-        elif due and not self.config.prepare_in_backward:
-            self.rebalance()
-        self._spent["total"] += time.perf_counter() - began
+        with self._spending("total"):
+            timer = self.learner.timer
+            if self.pipeline.refreshed != self._refreshed:
+                self._refreshed = self.pipeline.refreshed
+                timer.loads_changed()
+            self.pipeline.meter.enabled = timer.measuring
+            due = timer.due and (self._thread is None or timer.step >= self._timed_from)
+            if due and self._thread is not None:
+                self.pipeline.meter.on_backward = self._begin
+            loss = self.pipeline.step(inputs, target)
+            timer.step += 1
+            if due:
+                self.rebalance()
         return loss
 
     def rebalance(self) -> Decision:
-        """Measure, decide and, where it pays, move; collective over all ranks."""
-        t0 = time.perf_counter()
-        costs = self.at_unit_speed(self.pipeline.measure())
-        t1 = time.perf_counter()
-        decision = self.decide_from(costs, self.pipeline.collective)
-        t2 = time.perf_counter()
-        self._move(decision, costs, None)
-        self.judge.settle(decision)
-        self.pipeline.meter.reset()
-        t3 = time.perf_counter()
-        for name, seconds in (("measure", t1 - t0), ("decide", t2 - t1), ("move", t3 - t2)):
-            self._spent[name] += seconds
-        return decision
+        """Decide and, where it pays, move; collective over all ranks, between steps.
+
+        Costs are measured now, or with `prepare_in_backward` were when the backward pass of the last step began.
+        """
+        ready = self._decide_now() if self._thread is None else self._decided_ahead()
+        with self._spending("move"):
+            move = self._move(ready) if ready.decision.move else None
+            self.learner.learn(ready.decision, move)
+            if self._thread is None:
+                self.pipeline.meter.reset()
+            elif move is not None:
+                self._timed_from = self.learner.timer.step + 1
+        return ready.decision
+
+    def _decide_now(self) -> _Ready:
+        with self._spending("measure"):
+            costs = self._measure(self.pipeline.local_costs(), self.pipeline.collective)
+        with self._spending("decide"):
+            return _Ready(costs, self._decide(costs, self.pipeline.collective))
 
     def _begin(self) -> None:
         """Start to work out the next decision beside the backward pass that begins now."""
-        began = time.perf_counter()
-        self._ahead = Ahead(self, self.pipeline.local_costs())
-        self._spent["measure"] += time.perf_counter() - began
+        assert self._thread is not None
+        with self._spending("measure"):
+            self._ahead = self._thread.submit(self._decide_beside, self.pipeline.local_costs())
 
-    def conclude(self) -> Decision:
-        """Take up what was prepared beside the backward pass; collective over all ranks, after the step."""
+    def _decide_beside(self, local: Mapping[int, LayerCost]) -> _Ready:
+        """A decision, and what its move needs, on the side communicator; runs in the controller's thread."""
+        side = self.pipeline.side_collective()
+        costs = self._measure(local, side)
+        decision = self._decide(costs, side)
+        return _Ready(costs, decision, self.pipeline.prepare(decision.best, side) if decision.move else None)
+
+    def _decided_ahead(self) -> _Ready:
+        """What was worked out beside the backward pass, once it is ready; raises what went wrong there."""
         if self._ahead is None:  # a rank that had nothing to do in backward
             self.pipeline.meter.on_backward = None
             self._begin()
         ahead, self._ahead = self._ahead, None
         assert ahead is not None
-        t0 = time.perf_counter()
-        decision = ahead.result(self.pipeline.timeout_s)
-        t1 = time.perf_counter()
-        self._move(decision, ahead.costs, ahead.prepared)
-        self.judge.settle(decision)
-        if decision.move:
-            self._settled_at = self.judge.lookout.step + 1
-        t2 = time.perf_counter()
-        self._spent["decide"] += t1 - t0
-        self._spent["move"] += t2 - t1
-        return decision
+        with self._spending("decide"):
+            if not wait([ahead], self.pipeline.timeout_s).done:
+                raise TimeoutError(f"no decision was worked out within {self.pipeline.timeout_s:g} s")
+            return ahead.result()
 
-    def at_unit_speed(self, costs: Sequence[LayerCost]) -> list[LayerCost]:
-        """Measured costs as they would be on a rank of speed 1."""
-        home = self.pipeline.stage_map.assignment()
-        return [_scaled(c, self.limits[home[i]].speed) for i, c in enumerate(costs)]
+    def _measure(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
+        """All layers' costs as they would be on a rank of speed 1, from every rank's own; collective."""
+        stage_map = self.pipeline.stage_map
+        costs = gather_costs(local, stage_map.layers, collective, self.pipeline.device)
+        return [_scaled(c, self.limits[r].speed) for c, r in zip(costs, stage_map.assignment(), strict=True)]
 
-    def decide_from(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
-        """A decision that all ranks share, noted but not carried out; collective over `collective`."""
+    def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
+        """A decision that all ranks share, not carried out yet; collective."""
         current = self.pipeline.stage_map
         self.imbalance = Imbalance.of([x for x in rank_loads_s(costs, current, self.limits) if x > 0] or [0.0])
-        decision = self.judge.look(costs, current)
+        decision = self.learner.decide(costs, current)
         self._check_agreed(decision, collective)
         self.decisions.append(decision)
         return decision
 
-    def _move(self, decision: Decision, costs: Sequence[LayerCost], prepared: Prepared | None) -> None:
-        if not decision.move:
-            return
-        speeds = [r.speed for r in self.limits]
-        durations = Durations.of_stages(costs, decision.best, speeds=speeds, transfer_s=self.config.transfer_s)
-        self.pipeline.drop_gradients()
-        self._learn(self.pipeline.rebuild(decision.best, durations=durations, prepared=prepared))
-
     def _check_agreed(self, decision: Decision, collective: Collective) -> None:
-        chosen = decision.best if decision.move else decision.current
-        array = torch.tensor([*chosen.boundaries, *chosen.ranks], dtype=torch.int64).numpy()
+        next_map = decision.best if decision.move else decision.current
+        array = torch.tensor([*next_map.boundaries, *next_map.ranks], dtype=torch.int64).numpy()
         mine = torch.tensor([digest(array)], dtype=torch.int64, device=self.pipeline.device)
         every = collective.all_gather(mine, op=Operation("comparing decisions")).cpu().reshape(-1).tolist()
         differ = [r for r, d in enumerate(every) if d != every[0]]
         if differ:
-            raise DecisionMismatch(f"ranks {differ} chose another stage map than rank 0 did")
+            raise DecisionMismatch(f"ranks {differ} decided on another stage map than rank 0")
 
-    def _learn(self, done: Rebuilt) -> None:
-        """What this move took on the slowest rank; equal on all ranks."""
+    def _move(self, ready: _Ready) -> MoveTime:
+        """Go to the decision's map; what that took on the slowest rank, equal on all ranks."""
+        best = ready.decision.best
+        speeds = [r.speed for r in self.limits]
+        durations = Durations.of_stages(ready.costs, best, speeds=speeds, transfer_s=self.config.transfer_s)
+        self.pipeline.drop_gradients()
+        done = self.pipeline.rebuild(best, durations=durations, prepared=ready.prepared)
         self._moves.append(done)
         mine = torch.tensor(
             [done.seconds, float(done.sent_bytes + done.received_bytes)],
@@ -195,16 +209,23 @@ class Controller:
             device=self.pipeline.device,
         )
         every = self.pipeline.collective.all_gather(mine, op=Operation("timing a move")).cpu()
-        self.judge.learn(float(every[:, 0].max()), float(every[:, 1].max()))
+        return MoveTime(seconds=float(every[:, 0].max()), busiest_bytes=float(every[:, 1].max()))
+
+    @contextmanager
+    def _spending(self, what: str) -> Iterator[None]:
+        """Seconds from here to the end of the block count as spent on `what`."""
+        began = time.perf_counter()
+        yield
+        self._spent_s[what] += time.perf_counter() - began
 
     def overhead(self) -> Overhead:
         """What balancing has taken so far on this rank."""
         return Overhead(
-            total_s=self._spent["total"],
-            measure_s=self._spent["measure"],
-            decide_s=self._spent["decide"],
-            move_s=self._spent["move"],
-            rebalances=len(self._moves),
+            total_s=self._spent_s["total"],
+            measure_s=self._spent_s["measure"],
+            decide_s=self._spent_s["decide"],
+            move_s=self._spent_s["move"],
+            moves=len(self._moves),
             moved_bytes=sum(m.sent_bytes for m in self._moves),
         )
 

@@ -7,11 +7,11 @@ exceeds what the move is expected to cost. Why loads change is not known here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from pipeline_balance.maps.compare import Choice, predicted_makespan_s
-from pipeline_balance.maps.diffusion import diffuse
+from pipeline_balance.maps.compare import ComparedMap, predicted_makespan_s
+from pipeline_balance.maps.diffusion import Load, diffuse
 from pipeline_balance.maps.partition import (
     explain_memory,
     partition_by_parameters,
@@ -49,16 +49,16 @@ class MoveCost:
 class ControllerConfig:
     """`every_steps` steps lie between two decisions, the last `measure_steps` of them are measured.
 
-    With `max_every_steps` that distance doubles up to this after every decision that found nothing to gain, and is
-    `every_steps` again after a move. Where stages are refreshed (layers were frozen or thawed), loads have changed for
-    certain: the next decision comes as soon as that has been measured.
+    With `max_every_steps` that distance doubles, up to this, after every decision that found nothing to gain, and is
+    `every_steps` again after a move. Refreshing the stages (layers were frozen or thawed) changes the loads for
+    certain: the next decision then comes as soon as they have been measured.
 
-    `min_gain` is the least relative gain that is taken for more than noise. `repack_slowdown` allows fewer ranks where
+    `min_gain` is the least relative gain that counts as more than noise. `repack_slowdown` allows fewer ranks where
     the step becomes longer by at most this fraction of the best one on all ranks (None: never). `transfer_s` is what an
-    activation takes between two stages. `horizon_steps` is for how many steps at most a change is expected to pay
-    (None: four times `every_steps`); how much of a gain is still there from one decision to the next is learnt, and
-    shortens that. `prepare_in_backward` measures, decides and prepares the move beside the backward pass before it, by
-    what is known when that begins.
+    activation takes between two stages. `horizon_steps` is for how many steps at most a move is expected to pay (None:
+    four times `every_steps`); the controller learns how much of a gain lasts from one decision to the next, which
+    shortens that. `prepare_in_backward` measures, decides and prepares the move beside the backward pass before it,
+    from the times known when that pass begins.
     """
 
     every_steps: int = 50
@@ -89,9 +89,13 @@ class ControllerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """What was decided and why. `move` says whether `best` is worth going to from `current`."""
+    """What was decided and why. `move` says whether to go from `current` to `best`.
+
+    `gains` says whether the predicted gain is more than noise, whether or not it pays for the move.
+    """
 
     move: bool
+    gains: bool
     current: StageMap
     best: StageMap
     current_makespan_s: float
@@ -103,42 +107,6 @@ class Decision:
     def gain_s(self) -> float:
         """Predicted seconds saved per step."""
         return self.current_makespan_s - self.best_makespan_s
-
-
-def candidates(
-    costs: Sequence[LayerCost],
-    limits: Sequence[RankLimits],
-    current: StageMap,
-    ranks: Sequence[int],
-    *,
-    microbatches: int,
-    policy: Policy,
-) -> list[StageMap]:
-    """Maps on `ranks` (in this order) that the policy proposes; empty if none fits."""
-    there = [limits[r] for r in ranks]
-    number = {rank: i for i, rank in enumerate(ranks)}
-    local = StageMap.from_assignment(number.get(r, len(ranks)) for r in current.assignment())
-    found: list[StageMap] = []
-    try:
-        if policy in ("diffusion", "diffusion-by-parameters"):
-            start = local
-            if local.ranks != tuple(range(len(ranks))):
-                # layers that run elsewhere, or not in order, have no boundary to shift yet
-                start = partition_near(costs, there, local, microbatches=microbatches, slack=float(len(costs)))
-            measure = "time" if policy == "diffusion" else "parameters"
-            found.append(
-                diffuse(costs, there, start, microbatches=microbatches, measure=measure).stage_map  # type: ignore[arg-type]
-            )
-        elif policy == "partition-by-parameters":
-            found.append(partition_by_parameters(costs, there, microbatches=microbatches))
-        else:
-            found.append(partition_by_time(costs, there, microbatches=microbatches))
-            found += [
-                partition_near(costs, there, local, microbatches=microbatches, slack=slack) for slack in (0.0, 0.01)
-            ]
-    except PartitionError:
-        return []
-    return [StageMap(m.boundaries, tuple(ranks[r] for r in m.ranks)) for m in found]
 
 
 def decide(
@@ -158,105 +126,159 @@ def decide(
 
     Raises `PartitionError` if nothing fits, the map in force included.
     """
+    compared = _Comparison(costs, limits, current, microbatches, config)
     everyone = tuple(range(min(len(limits), len(costs))))
-    now_fits = fits(costs, current, limits, microbatches)
-    known: dict[StageMap, float] = {}
-
-    def proposed(ranks: Sequence[int]) -> list[tuple[float, StageMap]]:
-        found = candidates(costs, limits, current, ranks, microbatches=microbatches, policy=config.policy)
-        found = [m for m in dict.fromkeys(found) if fits(costs, m, limits, microbatches)]
-        return [(evaluate(m), m) for m in found if not hopeless(m)]
-
-    def hopeless(stage_map: StageMap) -> bool:
-        """Whether the slowest rank stays as slow, so that there is nothing to simulate, which costs most here."""
-        if config.repack_slowdown is not None or not now_fits:
-            return False
-        loads = rank_loads_s(costs, stage_map, limits)
-        return max(loads) > (1.0 - config.min_gain / 2) * max(rank_loads_s(costs, current, limits))
-
-    def evaluate(stage_map: StageMap) -> float:
-        if stage_map not in known:
-            known[stage_map] = predicted_makespan_s(
-                costs, stage_map, limits, microbatches=microbatches, transfer_s=config.transfer_s
-            )
-        return known[stage_map]
-
-    def decision(move: bool, makespan_s: float, best: StageMap, reason: str) -> Decision:
-        return Decision(
-            move=move,
-            current=current,
-            best=best,
-            current_makespan_s=now_s,
-            best_makespan_s=makespan_s,
-            move_s=config.move_cost.seconds(costs, current, best, len(limits)),
-            reason=reason,
-        )
-
-    now_s = evaluate(current)
-    options = proposed(everyone)
+    options = compared.proposed(everyone)
     if config.repack_slowdown is not None:
-        allowed_s = min([s for s, _ in options], default=now_s) * (1.0 + config.repack_slowdown)
-        packed = _packed(costs, limits, current, allowed_s, microbatches, config)
+        allowed_s = min([s for s, _ in options], default=compared.now_s) * (1.0 + config.repack_slowdown)
+        packed = compared.packed(allowed_s)
         if packed is not None:
             ranks = len(packed.stage_map.used_ranks)
-            return decision(True, packed.makespan_s, packed.stage_map, f"{ranks} ranks suffice")
+            return compared.decision(True, packed.makespan_s, packed.stage_map, f"{ranks} ranks suffice")
         # Ranks that were given up are taken back only when those in use no longer keep up, and by more than noise, else
         # the two rules would undo each other.
-        on_used = proposed(_in_stage_order(current))
+        on_used = compared.proposed(_in_stage_order(current))
         if on_used and min(s for s, _ in on_used) <= allowed_s * (1.0 + config.min_gain):
             options = on_used
     elif current.used_ranks != everyone:
-        options += proposed(_in_stage_order(current))
-    if not options and not now_fits:
+        options += compared.proposed(_in_stage_order(current))
+    if not options and not compared.now_fits:
         why = explain_memory(costs, limits, microbatches)
         raise PartitionError(f"no stage map fits the ranks' memory, the one in force included: {why}")
 
     def net_s(option: tuple[float, StageMap]) -> float:
-        cost_s = config.move_cost.seconds(costs, current, option[1], len(limits))
-        return (now_s - option[0]) * horizon_steps - cost_s
+        return (compared.now_s - option[0]) * horizon_steps - compared.move_s(option[1])
 
-    best_s, best = max(options, key=net_s, default=(now_s, current))
-    gain_s = now_s - best_s
-    if not now_fits:
-        return decision(True, best_s, best, "the map in force no longer fits")
-    if best == current or gain_s <= config.min_gain * now_s:
-        return decision(False, best_s, best, "nothing to gain")
-    cost_s = config.move_cost.seconds(costs, current, best, len(limits))
+    best_s, best = max(options, key=net_s, default=(compared.now_s, current))
+    if not compared.now_fits:
+        return compared.decision(True, best_s, best, "the map in force no longer fits")
+    stay = compared.decision(False, best_s, best, "nothing to gain")
+    if not stay.gains:
+        return stay
+    gain_s, cost_s = stay.gain_s * horizon_steps, stay.move_s
     if net_s((best_s, best)) + missed_s <= 0:
-        return decision(False, best_s, best, f"{gain_s * horizon_steps:.3g} s gained would not pay {cost_s:.3g} s")
-    return decision(True, best_s, best, f"gains {gain_s * horizon_steps:.3g} s for {cost_s:.3g} s")
+        return replace(stay, reason=f"{gain_s:.3g} s gained would not pay {cost_s:.3g} s")
+    return replace(stay, move=True, reason=f"gains {gain_s:.3g} s for {cost_s:.3g} s")
+
+
+class _Comparison:
+    """Stage maps compared with the one in force, by the step that the simulator predicts; each is simulated once."""
+
+    def __init__(
+        self,
+        costs: Sequence[LayerCost],
+        limits: Sequence[RankLimits],
+        current: StageMap,
+        microbatches: int,
+        config: ControllerConfig,
+    ) -> None:
+        self.costs, self.limits, self.current = costs, limits, current
+        self.microbatches, self.config = microbatches, config
+        self._known_s: dict[StageMap, float] = {}
+        self.now_fits = fits(costs, current, limits, microbatches)
+        self.now_s = self.makespan_s(current)
+
+    def makespan_s(self, stage_map: StageMap) -> float:
+        """Predicted seconds of a step."""
+        if stage_map not in self._known_s:
+            self._known_s[stage_map] = predicted_makespan_s(
+                self.costs,
+                stage_map,
+                self.limits,
+                microbatches=self.microbatches,
+                transfer_s=self.config.transfer_s,
+            )
+        return self._known_s[stage_map]
+
+    def move_s(self, stage_map: StageMap) -> float:
+        """Expected seconds of a move from the map in force."""
+        return self.config.move_cost.seconds(self.costs, self.current, stage_map, len(self.limits))
+
+    def proposed(self, ranks: Sequence[int]) -> list[tuple[float, StageMap]]:
+        """The policy's maps on `ranks` (in this order) that fit and may gain, each with its makespan."""
+        found = _maps_of_policy(
+            self.costs, self.limits, self.current, ranks, microbatches=self.microbatches, policy=self.config.policy
+        )
+        fitting = [m for m in dict.fromkeys(found) if fits(self.costs, m, self.limits, self.microbatches)]
+        return [(self.makespan_s(m), m) for m in fitting if not self._cannot_gain(m)]
+
+    def _cannot_gain(self, stage_map: StageMap) -> bool:
+        """Whether the slowest rank stays as slow: then there is nothing to simulate, which costs most here."""
+        if self.config.repack_slowdown is not None or not self.now_fits:
+            return False
+        loads = rank_loads_s(self.costs, stage_map, self.limits)
+        return max(loads) > (1.0 - self.config.min_gain / 2) * max(rank_loads_s(self.costs, self.current, self.limits))
+
+    def packed(self, allowed_s: float) -> ComparedMap | None:
+        """The best map on the fewest ranks, fewer than those in use, whose step takes at most `allowed_s`."""
+        fastest = sorted((r.speed for r in self.limits), reverse=True)
+        work_s = sum(c.total_s for c in self.costs) * self.microbatches
+        for size in range(1, len(self.current.used_ranks)):
+            if work_s / sum(fastest[:size]) > allowed_s:
+                continue
+            try:
+                packed = repack(
+                    self.costs,
+                    self.limits,
+                    self.current,
+                    microbatches=self.microbatches,
+                    target_ranks=size,
+                    transfer_s=self.config.transfer_s,
+                ).best
+            except PartitionError:
+                continue
+            if packed.makespan_s <= allowed_s:
+                return packed
+        return None
+
+    def decision(self, move: bool, best_s: float, best: StageMap, reason: str) -> Decision:
+        """The decision for `best`, whose step takes `best_s`."""
+        return Decision(
+            move=move,
+            gains=self.now_s - best_s > self.config.min_gain * self.now_s,
+            current=self.current,
+            best=best,
+            current_makespan_s=self.now_s,
+            best_makespan_s=best_s,
+            move_s=self.move_s(best),
+            reason=reason,
+        )
+
+
+def _maps_of_policy(
+    costs: Sequence[LayerCost],
+    limits: Sequence[RankLimits],
+    current: StageMap,
+    ranks: Sequence[int],
+    *,
+    microbatches: int,
+    policy: Policy,
+) -> list[StageMap]:
+    """Maps on `ranks` (in this order) that the policy proposes; empty if none fits."""
+    there = [limits[r] for r in ranks]
+    number = {rank: i for i, rank in enumerate(ranks)}
+    local = StageMap.from_assignment(number.get(r, len(ranks)) for r in current.assignment())
+    found: list[StageMap] = []
+    try:
+        if policy in ("diffusion", "diffusion-by-parameters"):
+            start = local
+            if local.ranks != tuple(range(len(ranks))):
+                # layers that run elsewhere, or not in order, have no boundary to shift yet
+                start = partition_near(costs, there, local, microbatches=microbatches, slack=float(len(costs)))
+            load: Load = "time" if policy == "diffusion" else "parameters"
+            found.append(diffuse(costs, there, start, microbatches=microbatches, load=load).stage_map)
+        elif policy == "partition-by-parameters":
+            found.append(partition_by_parameters(costs, there, microbatches=microbatches))
+        else:
+            found.append(partition_by_time(costs, there, microbatches=microbatches))
+            found += [
+                partition_near(costs, there, local, microbatches=microbatches, slack=slack) for slack in (0.0, 0.01)
+            ]
+    except PartitionError:
+        return []
+    return [StageMap(m.boundaries, tuple(ranks[r] for r in m.ranks)) for m in found]
 
 
 def _in_stage_order(stage_map: StageMap) -> tuple[int, ...]:
     """Ranks in use, each where its first stage stands."""
     return tuple(dict.fromkeys(stage_map.ranks))
-
-
-def _packed(
-    costs: Sequence[LayerCost],
-    limits: Sequence[RankLimits],
-    current: StageMap,
-    allowed_s: float,
-    microbatches: int,
-    config: ControllerConfig,
-) -> Choice | None:
-    """The best map on the fewest ranks, fewer than those in use, whose step takes at most `allowed_s`."""
-    fastest = sorted((r.speed for r in limits), reverse=True)
-    work_s = sum(c.total_s for c in costs) * microbatches
-    for size in range(1, len(current.used_ranks)):
-        if work_s / sum(fastest[:size]) > allowed_s:
-            continue
-        try:
-            packed = repack(
-                costs,
-                limits,
-                current,
-                microbatches=microbatches,
-                target_ranks=size,
-                transfer_s=config.transfer_s,
-            )
-        except PartitionError:
-            continue
-        if packed.choice.makespan_s <= allowed_s:
-            return packed.choice
-    return None

@@ -1,4 +1,4 @@
-"""What a controller remembers between decisions: when to look again, how long gains last, what moves cost.
+"""What a controller learns: when the next decision is due, how long gains last, what moves cost.
 
 Shape legend: L layers, P ranks. No clock and no process group: ranks that are told the same figures agree.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipeline_balance.control.decide import (
     ControllerConfig,
@@ -20,13 +20,21 @@ from pipeline_balance.maps.partition import partition_by_time
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap
 
 
-class Lookout:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MoveTime:
+    """What a move took: seconds on the slowest rank, bytes sent and received on the busiest."""
+
+    seconds: float
+    busiest_bytes: float
+
+
+class DecisionTimer:
     """Counts steps; says which are measured, and after which a decision is due."""
 
     def __init__(self, config: ControllerConfig) -> None:
         self.config = config
         self.step = 0
-        self.interval = config.every_steps
+        self.interval_steps = config.every_steps
         self.due_at = config.every_steps
         # a decision beside the backward pass sees the steps before this one
         self._measured = config.measure_steps + int(config.prepare_in_backward)
@@ -41,20 +49,20 @@ class Lookout:
         """Whether the coming step ends with a decision."""
         return self.step + 1 >= self.due_at
 
-    def disturbed(self) -> None:
-        """Loads have changed for certain: look as soon as that is measured."""
-        self.interval = self.config.every_steps
+    def loads_changed(self) -> None:
+        """Loads have changed for certain: decide as soon as they have been measured."""
+        self.interval_steps = self.config.every_steps
         self.due_at = min(self.due_at, self.step + self._measured)
 
-    def looked(self, *, quiet: bool) -> None:
+    def decided(self, *, quiet: bool) -> None:
         """A decision was made after the last step; `quiet`: it found nothing to gain."""
         most = self.config.max_every_steps or self.config.every_steps
-        self.interval = min(2 * self.interval, most) if quiet else self.config.every_steps
-        self.due_at = self.step + self.interval
+        self.interval_steps = min(2 * self.interval_steps, most) if quiet else self.config.every_steps
+        self.due_at = self.step + self.interval_steps
 
 
-class Judge:
-    """Decides with what earlier decisions have taught.
+class Learner:
+    """Decides with what earlier decisions and moves have taught.
 
     `trust` from 0 to 1 is how much of a predicted gain was still there at the next decision. `missed_s` is what staying
     has lost since the last time there was nothing to gain.
@@ -64,18 +72,18 @@ class Judge:
         self.limits = tuple(limits)
         self.microbatches = microbatches
         self.config = config
-        self.lookout = Lookout(config)
+        self.timer = DecisionTimer(config)
         self.move_cost: MoveCost = config.move_cost
-        # who gives a horizon is believed until it turns out otherwise
+        # a horizon that the user gives is believed until it turns out otherwise
         self.trust = 1.0 if config.horizon_steps is not None else 0.5
         self.missed_s = 0.0
         self._last: Decision | None = None
         # the search is compiled when it is first called: not in the middle of a step
         partition_by_time([LayerCost(forward_s=1.0)], RankLimits.uniform(1), microbatches=1)
 
-    def look(self, costs: Sequence[LayerCost], current: StageMap) -> Decision:
-        """The decision for these costs, to be settled before the next step. May run beside a step."""
-        self._look_back(costs)
+    def decide(self, costs: Sequence[LayerCost], current: StageMap) -> Decision:
+        """The decision for these costs. May run beside a step; `learn` from it before the next one."""
+        self._learn_trust(costs)
         decision = decide(
             costs,
             self.limits,
@@ -85,32 +93,30 @@ class Judge:
             config=replace(self.config, move_cost=self.move_cost),
             missed_s=self.missed_s,
         )
-        gains = self._gains(decision)
-        waits = gains and not decision.move
-        self.missed_s = self.missed_s + decision.gain_s * self.lookout.interval if waits else 0.0
-        self._last = decision if gains else None
+        waits = decision.gains and not decision.move
+        self.missed_s = self.missed_s + decision.gain_s * self.timer.interval_steps if waits else 0.0
+        self._last = decision if decision.gains else None
         return decision
 
-    def settle(self, decision: Decision) -> None:
-        """The decision is carried out, between two steps: the next one is due later where this one was quiet."""
-        self.lookout.looked(quiet=not self._gains(decision) and not decision.move)
+    def learn(self, decision: Decision, move: MoveTime | None = None) -> None:
+        """The decision has been carried out, between two steps; `move` is what that took, None without a move.
 
-    def _gains(self, decision: Decision) -> bool:
-        return decision.gain_s > self.config.min_gain * decision.current_makespan_s
+        The next decision is due later where this one found nothing to gain. What a move's bytes do not explain of its
+        time is the next one's fixed part.
+        """
+        if move is not None:
+            fixed_s = max(move.seconds - move.busiest_bytes / self.move_cost.bytes_per_s, 0.0)
+            self.move_cost = replace(self.move_cost, fixed_s=(self.move_cost.fixed_s + fixed_s) / 2)
+        self.timer.decided(quiet=not decision.gains and not decision.move)
 
     def lasting_steps(self) -> int:
         """For how many steps a gain counts that loses all but `trust` of itself from one decision to the next."""
-        interval = self.lookout.interval
+        interval = self.timer.interval_steps
         most = self.config.horizon_steps or 4 * self.config.every_steps
-        looks = math.ceil(most / interval)
-        return max(1, min(most, round(interval * sum(self.trust**n for n in range(1, looks + 1)))))
+        decisions = math.ceil(most / interval)
+        return max(1, min(most, round(interval * sum(self.trust**n for n in range(1, decisions + 1)))))
 
-    def learn(self, seconds: float, busiest_bytes: float) -> None:
-        """A move took this long on the slowest rank: what its bytes do not explain is the next one's fixed part."""
-        fixed = max(seconds - busiest_bytes / self.move_cost.bytes_per_s, 0.0)
-        self.move_cost = replace(self.move_cost, fixed_s=(self.move_cost.fixed_s + fixed) / 2)
-
-    def _look_back(self, costs: Sequence[LayerCost]) -> None:
+    def _learn_trust(self, costs: Sequence[LayerCost]) -> None:
         """See what is left of the last gain, taken or not, now that loads are others."""
         last, self._last = self._last, None
         if last is None:

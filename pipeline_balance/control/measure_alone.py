@@ -1,6 +1,6 @@
 """Measuring layers without a pipeline: one process, one layer at a time, before training begins.
 
-For runtimes that fix their stages when the model is built and know nothing of `ElasticPipeline`. Only one layer and its
+For runtimes that fix their stages when the model is built and know nothing of `PipelineTrainer`. Only one layer and its
 input are in memory at once, so a model that no single rank could hold can be measured.
 """
 

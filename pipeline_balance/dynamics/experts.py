@@ -1,8 +1,7 @@
 """Mixture of experts: prophet's MoE layer in a pipeline block, with its auxiliary losses.
 
-Shape legend: B sequences, T tokens of each, D model dim, E experts. The layer's load is that of its most loaded rank
-(see `loads.mixture_of_experts`); with all experts on the pipeline's rank it varies with how tokens spread over experts
-only.
+Shape legend: B sequences, T tokens of each, D model dim, E experts. The layer waits for its most loaded
+expert-parallel rank; with all experts on the pipeline's rank its time varies with how tokens spread over experts only.
 """
 
 from __future__ import annotations

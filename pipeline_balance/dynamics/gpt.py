@@ -142,7 +142,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 def with_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """x, with `loss` added to what the backward pass minimises: a layer of one output can so have a loss of its own.
+    """x, with `loss` added to what the backward pass minimises: so a layer with one output can add its loss.
 
     The loss counts once per microbatch, like the model's; whoever averages gradients over microbatches averages it too.
     """
@@ -151,7 +151,7 @@ def with_loss(x: Tensor, loss: Tensor) -> Tensor:
 
 
 def builder(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: int = 0) -> Callable[[int], nn.Module]:
-    """`build_layer` for an `ElasticPipeline`: the same layer i on every rank. `make_block(i)` makes block i of 0, 1, ..
+    """`build_layer` for a `PipelineTrainer`: the same layer i on every rank. `make_block(i)` makes block i of 0, 1, ..
 
     The caller's random stream is left as it was.
     """
@@ -179,5 +179,5 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def guessing_loss(shape: GPTShape) -> float:
-    """What `loss` is before anything is learnt."""
+    """What `loss` is before anything is learned."""
     return math.log(shape.vocabulary)

@@ -1,14 +1,12 @@
 """Giving ranks back and calling them in again: the process group shrinks and grows while the pipeline goes on training.
 
-Words: a member is a process with a number of its own that never changes; its rank is its place in the group of the day.
-A generation is one such group. gloo can neither split nor shrink a group, and NCCL's communicators cannot be resized,
-so every generation is a fresh process group, met for under the generation's own prefix in a store that outlives them
-all. A member that is left out either ends or waits in the store for the next generation that names it.
+Words: a member is a process whose number never changes; its rank is its place in the group of the day. A generation is
+one such group. gloo can neither split nor shrink a group, and NCCL's communicators cannot be resized, so every
+generation is a fresh process group, met for under the generation's prefix in a store that outlives them all. A member
+that is left out either ends or waits in the store for the next generation that names it.
 
-Where processes cannot outlive the change (another number of pods, another machine), the state goes through a checkpoint
-that is written by one set of ranks and read by another: `save_checkpoint`, `read_checkpoint`, `load_checkpoint`. It
-holds tensors in torch's distributed format and, in JSON beside them, what they are; read only checkpoints of your own,
-as torch keeps its index of them as a pickle.
+Where processes cannot outlive the change (another number of pods, another machine), the state travels through a
+checkpoint instead: see `checkpoint`.
 """
 
 from __future__ import annotations
@@ -17,25 +15,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import MAX_DESCRIPTION_BYTES, by_layer, collect, share
-from pipeline_balance.spec import StageMap
+from pipeline_balance.pipeline.trainer import PipelineTrainer
 from prophet.errors import SpecError
-from prophet.ranks.collective import Operation
-from prophet.state.space import Space, TensorSpec
-from prophet.state.transition import torch_dtype
-
-DESCRIPTION = "pipeline.json"
 
 
 class MembershipError(RuntimeError):
@@ -75,7 +60,7 @@ class Membership:
         self._enter(first)
         return first
 
-    def switch(self, pipeline: ElasticPipeline, members: Sequence[int]) -> bool:
+    def switch(self, pipeline: PipelineTrainer, members: Sequence[int]) -> bool:
         """Go from the present generation to one of `members`, between steps; called by all present members.
 
         Members that run a stage must stay: `rebuild` without them first. Newcomers must be waiting (`wait_for_call`).
@@ -104,7 +89,7 @@ class Membership:
         """Wait, outside any group, until a later generation names this member; False once training has ended.
 
         After True, enter the pipeline: `pipeline.change_group(None, None)` where there is one from before, else
-        `ElasticPipeline(..., joining=True)`. Raises `MembershipError` after `timeout_s` without news.
+        `PipelineTrainer(build_layer, None, ...)`. Raises `MembershipError` after `timeout_s` without news.
         """
         limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
         while True:
@@ -166,7 +151,7 @@ def _key(number: int) -> str:
 
 def released(
     membership: Membership,
-    pipeline: ElasticPipeline,
+    pipeline: PipelineTrainer,
     on_release: Callable[[Sequence[int]], None] | None = None,
 ) -> bool:
     """Let all members without a stage go, and tell `on_release` (on the first rank that stays) which they are.
@@ -182,108 +167,3 @@ def released(
     if still and on_release is not None and membership.generation.rank_of(membership.member) == 0:
         on_release(gone)
     return still
-
-
-# --- through a checkpoint -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """What a checkpoint says of itself: the next step, and the stage map that the next run is meant to use."""
-
-    step: int
-    stage_map: StageMap
-    space: Space
-    scalars: dict[str, Any]
-    frozen: frozenset[str]
-
-
-def save_checkpoint(pipeline: ElasticPipeline, folder: Path, *, step: int, stage_map: StageMap | None = None) -> None:
-    """Write parameters, buffers, optimizer state and random streams of all layers; collective, between steps.
-
-    `stage_map` is for the run that reads it, on any number of ranks (None: the one in force). Gradients are not saved.
-    The description is written last: a folder without it holds no checkpoint.
-    """
-    after = stage_map if stage_map is not None else pipeline.stage_map
-    after.check_layers(pipeline.stage_map.layers)
-    held = collect(pipeline.layers, pipeline.optimizer, gradients=False)
-    space, scalars, frozen = share(held, pipeline.collective, pipeline.device)
-    if pipeline.collective.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / DESCRIPTION).unlink(missing_ok=True)
-    _meet(pipeline, "starting a checkpoint")
-    save_tensors(dict(held.tensors), checkpoint_id=folder, process_group=pipeline.group)
-    if pipeline.collective.rank == 0:
-        said = {
-            "step": step,
-            "boundaries": list(after.boundaries),
-            "ranks": list(after.ranks),
-            "tensors": [[t.name, list(t.shape), t.dtype, t.kind, t.layer] for t in space.tensors],
-            "scalars": scalars,
-            "frozen": sorted(frozen),
-        }
-        part = folder / f"{DESCRIPTION}.part"
-        part.write_text(json.dumps(said), encoding="utf-8")
-        part.replace(folder / DESCRIPTION)
-    _meet(pipeline, "finishing a checkpoint")
-
-
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """The description of a checkpoint, without its tensors. Raises `SpecError`, naming the file, if it is none."""
-    path = folder / DESCRIPTION
-    try:
-        with path.open("rb") as f:
-            text = f.read(MAX_DESCRIPTION_BYTES + 1)
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror}): no checkpoint was finished here") from error
-    if len(text) > MAX_DESCRIPTION_BYTES:
-        raise SpecError(f"{path}: expected at most {MAX_DESCRIPTION_BYTES} bytes")
-    try:
-        said = json.loads(text)
-        return Checkpoint(
-            step=int(said["step"]),
-            stage_map=StageMap(tuple(said["boundaries"]), tuple(said["ranks"])),
-            space=Space(
-                tuple(
-                    TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=layer)
-                    for name, shape, dtype, kind, layer in said["tensors"]
-                )
-            ),
-            scalars=dict(said["scalars"]),
-            frozen=frozenset(said["frozen"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise SpecError(f"{path}: expected a description written by save_checkpoint ({error!r})") from error
-
-
-def load_checkpoint(pipeline: ElasticPipeline, folder: Path) -> Checkpoint:
-    """Take over the state that other ranks, of any number, have saved; collective, before the first step.
-
-    The pipeline keeps its own stage map (build it with `read_checkpoint(folder).stage_map` to use the saved one).
-    Raises `SpecError` on a checkpoint of another model, with the pipeline as it was.
-    """
-    saved = read_checkpoint(folder)
-    saved.stage_map.check_layers(pipeline.stage_map.layers)
-    layers = pipeline.new_layers(pipeline.stage_map)
-    pieces = by_layer(saved.space, pipeline.stage_map, pipeline.ranks).pieces[pipeline.rank]
-    shapes = {piece.name: piece.box.shape for piece in pieces}
-    for index, layer in layers.items():
-        for name, parameter in layer.module.named_parameters():
-            if shapes.get(f"{index}/{name}") != tuple(parameter.shape):
-                raise SpecError(
-                    f"{folder}: layer {index} needs {name} of shape {list(parameter.shape)}, the checkpoint has "
-                    f"{list(shapes[f'{index}/{name}']) if f'{index}/{name}' in shapes else 'none'}"
-                )
-    state: dict[Any, Tensor] = {
-        piece: torch.empty(piece.box.shape, dtype=torch_dtype(saved.space[piece.name]), device=pipeline.device)
-        for piece in pieces
-    }
-    load_tensors(
-        {piece.name: tensor for piece, tensor in state.items()}, checkpoint_id=folder, process_group=pipeline.group
-    )
-    pipeline.adopt(pipeline.stage_map, layers, state, saved.scalars, set(saved.frozen))
-    return saved
-
-
-def _meet(pipeline: ElasticPipeline, why: str) -> None:
-    pipeline.collective.all_gather(torch.zeros(1, dtype=torch.int64, device=pipeline.device), op=Operation(why))

@@ -1,4 +1,4 @@
-"""Choosing among stage maps: by bottleneck, then simulated makespan, then bytes moved, then order of mention.
+"""Comparing stage maps: by bottleneck, then simulated makespan, then bytes moved, then order of mention.
 
 Shape legend: S stages, P ranks, M microbatches.
 """
@@ -23,7 +23,7 @@ from pipeline_balance.spec import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ComparedMap:
     """A stage map and what is expected of it; `moved_bytes` counts from the map in force (0 without one)."""
 
     stage_map: StageMap
@@ -57,8 +57,8 @@ def predicted_makespan_s(
     return simulate(schedule, durations).makespan_s
 
 
-def choose(
-    candidates: Iterable[StageMap],
+def best_map(
+    stage_maps: Iterable[StageMap],
     costs: Sequence[LayerCost],
     limits: Sequence[RankLimits],
     *,
@@ -66,30 +66,31 @@ def choose(
     current: StageMap | None = None,
     transfer_s: float = 0.0,
     tolerance: float = 1e-9,
-) -> Choice:
-    """The best candidate that fits. Figures within `tolerance` (relative) of the best count as ties.
+) -> ComparedMap:
+    """The best of the maps that fit. Figures within `tolerance` (relative) of the best count as ties.
 
-    Raises `PartitionError` if no candidate fits.
+    Raises `PartitionError` if none fits.
     """
-    judged = []
-    for stage_map in dict.fromkeys(candidates):
-        if fits(costs, stage_map, limits, microbatches):
-            judged.append((max(rank_loads_s(costs, stage_map, limits)), stage_map))
-    if not judged:
-        raise PartitionError("none of the candidate stage maps fits the ranks' memory")
-    least = min(bottleneck for bottleneck, _ in judged)
-    choices = [
-        Choice(
+    bottlenecks_s = {
+        m: max(rank_loads_s(costs, m, limits))
+        for m in dict.fromkeys(stage_maps)
+        if fits(costs, m, limits, microbatches)
+    }
+    if not bottlenecks_s:
+        raise PartitionError("none of the stage maps fits the ranks' memory")
+    least = min(bottlenecks_s.values())
+    compared = [
+        ComparedMap(
             stage_map=stage_map,
-            bottleneck_s=bottleneck,
+            bottleneck_s=bottleneck_s,
             makespan_s=predicted_makespan_s(costs, stage_map, limits, microbatches=microbatches, transfer_s=transfer_s),
             moved_bytes=moved_bytes(costs, current, stage_map) if current else 0,
         )
-        for bottleneck, stage_map in judged
-        if _ties(bottleneck, least, tolerance)
+        for stage_map, bottleneck_s in bottlenecks_s.items()
+        if _ties(bottleneck_s, least, tolerance)
     ]
-    shortest = min(c.makespan_s for c in choices)
-    tied = [c for c in choices if _ties(c.makespan_s, shortest, tolerance)]
+    shortest = min(c.makespan_s for c in compared)
+    tied = [c for c in compared if _ties(c.makespan_s, shortest, tolerance)]
     return min(tied, key=lambda c: c.moved_bytes)
 
 

@@ -23,11 +23,11 @@ from pipeline_balance.spec import (
     PartitionError,
     RankLimits,
     StageMap,
-    rank_memory_bytes,
+    fits,
 )
 from prophet.errors import SpecError
 
-Measure = Literal["time", "parameters"]
+Load = Literal["time", "parameters"]
 Moves = Literal["contiguous", "free"]
 
 
@@ -48,26 +48,26 @@ def diffuse(
     start: StageMap,
     *,
     microbatches: int,
-    measure: Measure = "time",
+    load: Load = "time",
     moves: Moves = "contiguous",
     max_moves: int = 10_000,
 ) -> Diffusion:
     """Improve `start` move by move; each round takes the move that lowers the sum of squared deviations most.
 
-    A rank's load is the sum of its layers' seconds over its speed, or of their parameter bytes (`measure`).
+    A rank's load is the sum of its layers' seconds over its speed, or of their parameter bytes (`load`).
     Contiguous moves need stage k on rank k for all P ranks. Raises `PartitionError` if `start` itself does
     not fit.
     """
-    if measure not in ("time", "parameters") or moves not in ("contiguous", "free"):
+    if load not in ("time", "parameters") or moves not in ("contiguous", "free"):
         raise SpecError(
-            f"measure must be 'time' or 'parameters' and moves 'contiguous' or 'free', got {measure!r}, {moves!r}"
+            f"load must be 'time' or 'parameters' and moves 'contiguous' or 'free', got {load!r}, {moves!r}"
         )
     if moves == "contiguous" and start.ranks != tuple(range(len(limits))):
         raise SpecError(f"contiguous moves need stage k on rank k for {len(limits)} ranks, got {list(start.ranks)}")
-    if not _fits_all(costs, start, limits, microbatches):
+    if not fits(costs, start, limits, microbatches):
         raise PartitionError("the stage map that diffusion starts from does not fit the ranks' memory")
-    weight = [c.total_s if measure == "time" else float(c.parameter_bytes) for c in costs]
-    speed = [r.speed if measure == "time" else 1.0 for r in limits]
+    weight = [c.total_s if load == "time" else float(c.parameter_bytes) for c in costs]
+    speed = [r.speed if load == "time" else 1.0 for r in limits]
     current = start
     deviation = _squared_deviations(weight, speed, current)
     accepted: list[LayerMove] = []
@@ -75,23 +75,18 @@ def diffuse(
     propose = _boundary_moves if moves == "contiguous" else _free_moves
     while len(accepted) < max_moves:
         best: tuple[float, LayerMove, StageMap] | None = None
-        for move, candidate in propose(current, weight, speed):
-            after = _squared_deviations(weight, speed, candidate)
+        for move, moved in propose(current, weight, speed):
+            after = _squared_deviations(weight, speed, moved)
             if after >= (best[0] if best else deviation):
                 continue
-            if _fits_all(costs, candidate, limits, microbatches):
-                best = (after, move, candidate)
+            if fits(costs, moved, limits, microbatches):
+                best = (after, move, moved)
         if best is None:
             break
         deviation, move, current = best
         accepted.append(move)
         history.append(deviation)
     return Diffusion(stage_map=current, moves=tuple(accepted), squared_deviations=tuple(history))
-
-
-def _fits_all(costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits], microbatches: int) -> bool:
-    needed = rank_memory_bytes(costs, stage_map, limits, microbatches)
-    return all(n <= r.memory_bytes for n, r in zip(needed, limits, strict=True))
 
 
 def _loads(weight: Sequence[float], speed: Sequence[float], stage_map: StageMap) -> list[float]:

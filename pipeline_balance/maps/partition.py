@@ -72,7 +72,7 @@ def _problem(
     if stages < 1:
         raise SpecError("a partition needs the limits of at least one rank")
     if layers < stages:
-        raise PartitionError(f"{layers} layers cannot fill {stages} stages: every stage needs at least one layer")
+        raise PartitionError(_too_few_layers(layers, stages))
     held = [in_flight(k, stages, microbatches) for k in range(stages)]
     state = [c.state_bytes for c in costs]
     active = [c.activation_bytes for c in costs]
@@ -174,7 +174,7 @@ def partition_uniform(costs: Sequence[LayerCost], limits: Sequence[RankLimits], 
     """
     layers, stages = len(costs), len(limits)
     if layers < stages or stages < 1:
-        raise PartitionError(f"{layers} layers cannot fill {stages} stages: every stage needs at least one layer")
+        raise PartitionError(_too_few_layers(layers, stages))
     size, more = divmod(layers, stages)
     stage_map = StageMap.contiguous([k * size + min(k, more) for k in range(stages + 1)])
     if not fits(costs, stage_map, limits, microbatches):

@@ -2,18 +2,15 @@
 
 Shape legend: L layers, P ranks, M microbatches. The order of ranks is kept: a rank before another one before
 re-packing runs earlier layers afterwards. `repack` fills ranks with consecutive layers and then balances time
-exactly over the ranks it kept. `first_fit` is DynMo's rule (Algorithm 2), which merges whole ranks, with its
-faults put right: it stops for a source once that found a place, forgets the memory it freed, skips ranks that
-are empty, and ends at the target.
+exactly over the ranks it kept.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline_balance.maps.compare import Choice, choose
+from pipeline_balance.maps.compare import ComparedMap, best_map
 from pipeline_balance.maps.partition import explain_memory, partition_by_time, partition_near
 from pipeline_balance.spec import (
     LayerCost,
@@ -21,22 +18,21 @@ from pipeline_balance.spec import (
     RankLimits,
     StageMap,
     in_flight,
-    rank_memory_bytes,
 )
 from prophet.errors import SpecError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Repacking:
-    """The map after re-packing, with its expected figures, and the ranks that are left without work."""
+class RepackedMap:
+    """The best map after re-packing, with its expected figures, and the ranks that are left without work."""
 
-    choice: Choice
+    best: ComparedMap
     released_ranks: tuple[int, ...]
 
     @property
     def stage_map(self) -> StageMap:
         """The stage map on the ranks that are kept."""
-        return self.choice.stage_map
+        return self.best.stage_map
 
 
 def fill_contiguously(
@@ -100,11 +96,11 @@ def repack(
     target_ranks: int | None = None,
     max_bottleneck_s: float | None = None,
     transfer_s: float = 0.0,
-) -> Repacking:
+) -> RepackedMap:
     """Re-pack onto `target_ranks`, or, without a target, onto the fewest ranks that memory and time allow.
 
     `max_bottleneck_s` bounds the slowest rank's seconds per microbatch. Which ranks stay: those that filling
-    chose, the first, the last, and those that hold most of the state are tried; the best map by bottleneck,
+    uses, the first, the last, and those that hold most of the state are tried; the best map by bottleneck,
     then makespan, then bytes moved wins. `current` is the map in force. Raises `PartitionError` if the target
     cannot be met.
     """
@@ -120,11 +116,11 @@ def repack(
             maps += _balanced(costs, limits, current, kept, microbatches)
         if not maps:
             continue
-        choice = choose(maps, costs, limits, microbatches=microbatches, current=current, transfer_s=transfer_s)
-        if max_bottleneck_s is None or choice.bottleneck_s <= max_bottleneck_s:
-            used = choice.stage_map.used_ranks
-            return Repacking(choice=choice, released_ranks=tuple(r for r in range(ranks) if r not in used))
-        slowest = choice.bottleneck_s
+        best = best_map(maps, costs, limits, microbatches=microbatches, current=current, transfer_s=transfer_s)
+        if max_bottleneck_s is None or best.bottleneck_s <= max_bottleneck_s:
+            used = best.stage_map.used_ranks
+            return RepackedMap(best=best, released_ranks=tuple(r for r in range(ranks) if r not in used))
+        slowest = best.bottleneck_s
     if slowest is not None:
         raise PartitionError(f"the slowest rank would take {slowest:.6g} s per microbatch, above {max_bottleneck_s}")
     aim = f"{target_ranks} ranks" if target_ranks is not None else f"at most {most} ranks"
@@ -169,33 +165,3 @@ def _balanced(
     except PartitionError:
         return []
     return [StageMap(m.boundaries, tuple(kept[r] for r in m.ranks)) for m in (even, near)]
-
-
-def first_fit(
-    costs: Sequence[LayerCost],
-    limits: Sequence[RankLimits],
-    current: StageMap,
-    *,
-    microbatches: int,
-    target_ranks: int = 1,
-) -> StageMap:
-    """Merge whole ranks, first fit, until `target_ranks` are left or none can be merged; for comparison only.
-
-    Layers keep their new rank wherever they stand in the model, so the result may have several stages per
-    rank. It may keep more than `target_ranks`: five ranks at 60 % memory cannot be merged at all.
-    """
-    assignment = list(current.assignment())
-    active = set(assignment)
-    for source, destination in itertools.permutations(range(len(limits)), 2):
-        if len(active) <= target_ranks:
-            break
-        # the paper merges towards higher ranks only
-        if destination < source or source not in active or destination not in active:
-            continue
-        merged = [destination if r == source else r for r in assignment]
-        stage_map = StageMap.from_assignment(merged)
-        needed = rank_memory_bytes(costs, stage_map, limits, microbatches)
-        if all(n <= limit.memory_bytes for n, limit in zip(needed, limits, strict=True)):
-            assignment = merged
-            active.discard(source)
-    return StageMap.from_assignment(assignment)

@@ -5,41 +5,45 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from prophet.commands.arguments import UsageError, not_negative, positive
+from prophet.commands.arguments import add_json, machine, positive
+from prophet.errors import UsageError
 
 if TYPE_CHECKING:
+    from prophet.machine.benchmark_files import ExpertKind
     from prophet.ranks.launch import Launch
 
 _TIMEOUT_S = 60.0  # on every wait of one rank for another
+_LIMIT_S = 3600.0  # on ranks that the command starts itself, all together
 _NOISY = 0.08  # spread of samples beyond which figures are not worth keeping
 _MOST = 1 << 16  # of an expert's dimensions
-_DTYPES = ("float32", "bfloat16", "float16")
+_REPEATS = 25  # samples per size
+_RANKS = 2
+_EXPERT: dict[str, Any] = {"dim": 256, "hidden": 512, "activation": "gelu", "dtype": "float32"}
+_ACTIVATIONS, _DTYPES = ("gelu", "swiglu"), ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What every rank does: picklable, and equal on all of them."""
+    """What every rank does: picklable, and equal on all of them.
+
+    lines: fixed, per unit and per expert seconds by operation, of a file that is checked; None where lines are fitted.
+    """
 
     out: Path | None
-    lines: dict[str, tuple[float, float, float]] | None  # fixed, per unit, per expert: checked instead of fitted
+    lines: dict[str, tuple[float, float, float]] | None
     held_out: bool
-    dim: int
-    hidden: int
-    activation: Literal["gelu", "swiglu"]
-    dtype: str
+    expert: dict[str, Any]
     ranks_per_node: int | None
-    free_bytes: int
     rows: tuple[int, int]
-    tokens: tuple[int, int]
     repeats: int
-    name: str
 
 
 def add(commands: Any) -> None:
@@ -49,187 +53,196 @@ def add(commands: Any) -> None:
         help="measure this machine for the performance model",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(
-            "Measure the all-to-all, the experts' forward and backward pass, Trans and Agg on all ranks at once,\n"
-            "fit the performance model, and write a topology file for `prophet plan --topology` and\n"
-            "EngineConfig(topology=...). Starts the ranks itself, as processes of this machine; under torchrun it\n"
-            "joins those that are there (NCCL where every rank has a GPU, else gloo)."
+            "Measure the all-to-all, the experts' forward and backward pass, Trans and Agg on all ranks at once, fit\n"
+            "the performance model, and write a topology file for `prophet plan --machine` and\n"
+            "EngineConfig(topology=...). The command starts the ranks as processes of this machine. Under torchrun it\n"
+            "joins the ranks that are already running (NCCL where every rank has a GPU, else gloo)."
         ),
-        epilog="About half a minute on two cores. Sizes between the fitted ones are kept out of the fit: --check "
-        "reports how\nfar off the model is on those. Measure while nothing else runs.",
+        epilog=(
+            "Takes about half a minute on two cores. Measure while nothing else runs. The file is TOML that you can\n"
+            "edit: replicas may use 1 GiB per rank (rank.free_bytes) unless you change it."
+        ),
     )
     add_argument = parser.add_argument
-    add_argument("--ranks", type=positive, metavar="N", help="ranks to start (default: 2)")
-    add_argument("--out", type=Path, metavar="FILE", help="where the topology file goes (TOML)")
-    add_argument("--check", action="store_true", help="measure sizes that the fit has not seen, and report the error")
-    add_argument("--topology", type=Path, metavar="FILE", help="with --check: fit nothing, check this file instead")
+    add_argument("--ranks", type=positive, metavar="N", help=f"ranks to start (default: {_RANKS})")
+    add_argument("--out", type=Path, metavar="FILE", help="write the topology file here (TOML)")
+    add_argument("--check", action="store_true", help="also measure sizes that the fit has not seen; report the error")
+    add_argument(
+        "--machine", metavar="FILE", help="with --check: check this topology file instead of fitting a new one"
+    )
     add_argument(
         "--from",
         dest="files",
         type=Path,
         action="append",
         metavar="FILE",
-        help="measure nothing: fit to what benchmarks.a2a, .expert_compute and .trans_agg wrote with --json "
-        "(give it once for every file)",
+        help="fit to what benchmarks.a2a, .expert_compute or .trans_agg wrote with --json instead of measuring; "
+        "may be repeated",
     )
-    add_argument("--dim", type=positive, metavar="N", help="model dimension of the expert (default: 256)")
-    add_argument("--hidden", type=positive, metavar="N", help="its hidden dimension (default: 512)")
-    add_argument("--activation", choices=("gelu", "swiglu"), help="(default: gelu)")
-    add_argument("--dtype", choices=_DTYPES, help="(default: float32)")
+    add_argument(
+        "--expert",
+        type=_expert,
+        default={},
+        metavar="DIMxHIDDEN[,ACTIVATION][,DTYPE]",
+        help=f"the expert to measure: its dimensions, {' or '.join(_ACTIVATIONS)}, and {', '.join(_DTYPES[:-1])} or "
+        f"{_DTYPES[-1]} (default: 256x512,gelu,float32)",
+    )
     add_argument(
         "--rows",
         type=positive,
         nargs=2,
         default=(256, 2048),
         metavar=("MIN", "MAX"),
-        help="token rows that a rank sends in one all-to-all: about those of your layer (default: 256 2048)",
+        help="token rows that a rank sends in one all-to-all and that its experts compute: about those of your layer "
+        "(default: 256 2048)",
     )
-    add_argument(
-        "--tokens",
-        type=positive,
-        nargs=2,
-        default=(256, 2048),
-        metavar=("MIN", "MAX"),
-        help="token rows that a rank's experts compute (default: 256 2048)",
-    )
-    add_argument("--ranks-per-node", type=positive, metavar="N", help="ranks that share a node (default: all)")
-    add_argument(
-        "--free-bytes",
-        type=not_negative,
-        default=1 << 30,
-        metavar="N",
-        help="memory for replicas on every rank, for the file (default: %(default)s)",
-    )
-    add_argument("--repeats", type=positive, default=25, metavar="N", help="samples per size (default: %(default)s)")
-    add_argument("--name", default="calibrated", help="the topology's name (default: %(default)s)")
-    add_argument(
-        "--limit", type=positive, default=600, metavar="SECONDS", help="give up after this long (default: %(default)s)"
-    )
-    add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _expert(text: str) -> dict[str, Any]:
+    """The parts of an expert that `text` names, by field."""
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        size = re.fullmatch(r"(\d+)x(\d+)", part)
+        if size:
+            found |= {"dim": int(size[1]), "hidden": int(size[2])}
+        elif part in _ACTIVATIONS:
+            found["activation"] = part
+        elif part in _DTYPES:
+            found["dtype"] = part
+        else:
+            raise argparse.ArgumentTypeError(
+                f"expected DIMxHIDDEN, one of {', '.join(_ACTIVATIONS)} or one of {', '.join(_DTYPES)}, got {part!r}"
+            )
+    return found
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, write the file, and print what was found."""
-    from prophet.ranks.launch import launched, run_ranks
+    from prophet.ranks.launch import launched
 
-    if arguments.files:
-        return _from_files(arguments)
     job, ranks = _job(arguments)
-    launch = launched()
-    if launch is not None:
+    if arguments.files:
+        answer: dict[str, Any] | None = _from_files(arguments.files, job, arguments.expert, ranks)
+    elif (launch := launched()) is not None:
         answer = _join(launch, job, ranks)
     else:
-        if os.cpu_count() and (ranks or 2) > 4 * (os.cpu_count() or 1):
-            raise UsageError(
-                f"--ranks: expected at most four ranks per core ({4 * (os.cpu_count() or 1)}), got {ranks}"
-            )
-        with tempfile.TemporaryDirectory(prefix="prophet-calibrate-") as scratch:
-            folder = Path(scratch)
-            run_ranks(
-                _rank_body,
-                (job, folder / "answer.json"),
-                ranks=ranks or 2,
-                folder=folder,
-                limit_s=float(arguments.limit),
-                timeout_s=_TIMEOUT_S,
-                what="the calibration",
-            )
-            answer = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+        answer = _start(job, ranks or _RANKS)
     if answer is None:  # another rank speaks
         return 0
-    return _show(answer, job, arguments.json)
-
-
-def _show(answer: dict[str, Any], job: Job, as_json: bool) -> int:
-    if as_json:
+    if arguments.json:
         print(json.dumps(answer, indent=2))
     else:
-        _print(answer, job)
+        _print(answer)
     return 0
 
 
-def _from_files(arguments: argparse.Namespace) -> int:
-    """Fit to benchmarks' files, write the topology file, and print what was found."""
-    from prophet.machine.files import ExpertKind, calibrate_from
+def _start(job: Job, ranks: int) -> dict[str, Any]:
+    """Measure on ranks that are processes of this machine."""
+    from prophet.ranks.launch import run_ranks
 
-    if arguments.topology:
-        raise UsageError("--from reads what was measured, --topology measures what was fitted: expected one of them")
-    job, ranks = _job(arguments)
-    kind = ExpertKind(
-        dim=arguments.dim, hidden=arguments.hidden, activation=arguments.activation, dtype=arguments.dtype
-    )
-    found = calibrate_from(
-        arguments.files,
-        kind=kind,
-        ranks=ranks,
-        ranks_per_node=job.ranks_per_node,
-        free_bytes=job.free_bytes,
-        held_out=job.held_out,
-        name=job.name,
-    )
-    own = found.kind
-    job = replace(
-        job,
-        dim=own.dim or job.dim,
-        hidden=own.hidden or job.hidden,
-        activation=own.activation or job.activation,
-        dtype=own.dtype or job.dtype,
-        repeats=found.repeats,
-    )
-    answer: dict[str, Any] = {"ranks": found.calibration.topology.ranks, "device": found.device, "file": None}
-    answer |= {k: getattr(job, k) for k in ("dim", "hidden", "activation", "repeats")}
-    answer["from"] = [str(f) for f in arguments.files]
-    return _show(_fitted(found.calibration, job, answer, write=True), job, arguments.json)
+    most = 4 * (os.cpu_count() or ranks)
+    if ranks > most:
+        raise UsageError(f"--ranks: expected at most four ranks per core ({most}), got {ranks}")
+    with tempfile.TemporaryDirectory(prefix="prophet-calibrate-") as scratch:
+        folder = Path(scratch)
+        run_ranks(
+            _rank_body,
+            (job, folder / "answer.json"),
+            ranks=ranks,
+            folder=folder,
+            limit_s=_LIMIT_S,
+            timeout_s=_TIMEOUT_S,
+            what="the calibration",
+        )
+        answer: dict[str, Any] = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
+    return answer
+
+
+def _from_files(files: list[Path], job: Job, expert: dict[str, Any], ranks: int | None) -> dict[str, Any]:
+    """Fit to benchmarks' files, and write the topology file."""
+    from prophet.machine.benchmark_files import ExpertKind, calibrate_from
+
+    found = calibrate_from(files, kind=ExpertKind(**expert), ranks=ranks, held_out=job.held_out, name=_name(job))
+    job = replace(job, expert=_described(found.kind), repeats=found.repeats)
+    answer = _about(job, found.calibration.topology.ranks, found.device)
+    answer["from"] = [str(f) for f in files]
+    return _fitted(found.calibration, job, answer, write=True)
+
+
+def _described(kind: ExpertKind) -> dict[str, Any]:
+    """An expert's fields; what benchmarks' files leave open is as usual."""
+    return {name: getattr(kind, name) or usual for name, usual in _EXPERT.items()}
+
+
+def _name(job: Job) -> str:
+    """The topology's name."""
+    return job.out.stem if job.out else "calibrated"
+
+
+def _about(job: Job, ranks: int, device: str) -> dict[str, Any]:
+    """What an answer says besides its figures."""
+    return {"ranks": ranks, "device": device, "file": None, **job.expert, "repeats": job.repeats}
 
 
 def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
     """The job that the arguments ask for, and the number of ranks it needs; None where any will do."""
-    from prophet.machine.calibrate import model_lines, shape_of
-    from prophet.machine.topology import read_fits, read_topology
-
-    dim, hidden = arguments.dim or 256, arguments.hidden or 512
-    activation: Literal["gelu", "swiglu"] = arguments.activation or "gelu"
-    ranks, per_node, lines = arguments.ranks, arguments.ranks_per_node, None
-    for name in ("rows", "tokens"):
-        low, high = getattr(arguments, name)
-        if low >= high:
-            raise UsageError(f"--{name}: expected the smaller number first, got {low} {high}")
-    if arguments.topology:
+    expert, ranks, per_node, lines = {**_EXPERT, **arguments.expert}, arguments.ranks, None, None
+    low, high = arguments.rows
+    if low >= high:
+        raise UsageError(f"--rows: expected the smaller number first, got {low} {high}")
+    if arguments.machine and arguments.files:
+        raise UsageError("--from reads measurements, --machine checks a file by new ones: expected one of them")
+    if arguments.machine:
         if not arguments.check or arguments.out:
-            raise UsageError("--topology goes with --check, and without --out: the file is checked, nothing is fitted")
-        topology, fits = read_topology(arguments.topology), read_fits(arguments.topology)
-        if ranks not in (None, topology.ranks):
-            raise UsageError(f"--ranks {ranks}: {arguments.topology} is for {topology.ranks} ranks")
-        ranks, per_node = topology.ranks, topology.ranks_per_node
-        layer = fits.get("expert_forward", {})
-        dim = arguments.dim or int(layer.get("dim", dim))
-        hidden = arguments.hidden or int(layer.get("hidden", hidden))
-        activation = arguments.activation or ("swiglu" if layer.get("swiglu") else "gelu")
-        found = model_lines(topology, shape_of(dim, hidden, activation, _dtype(arguments.dtype or "float32")))
-        lines = {o: (line.fixed_s, line.unit_s, line.count_s) for o, line in found.items()}
-        for operation, figures in fits.items():
-            if {"fixed_s", "unit_s"} <= figures.keys():
-                lines[operation] = (figures["fixed_s"], figures["unit_s"], figures.get("count_s", 0.0))
+            raise UsageError("--machine goes with --check, and without --out: the file is checked, nothing is fitted")
+        expert, ranks, per_node, lines = _checked(arguments.machine, arguments.expert, ranks)
     elif not arguments.out and not arguments.check and not arguments.json:
         raise UsageError("expected --out FILE, --check or --json: nothing would come of the measurements")
-    if not (1 <= dim <= _MOST and 1 <= hidden <= _MOST):
-        raise UsageError(f"expected dimensions of an expert from 1 to {_MOST}, got {dim} x {hidden}")
+    if not (1 <= expert["dim"] <= _MOST and 1 <= expert["hidden"] <= _MOST):
+        raise UsageError(
+            f"--expert: expected dimensions of an expert from 1 to {_MOST}, got {expert['dim']} x {expert['hidden']}"
+        )
     job = Job(
         out=arguments.out.absolute() if arguments.out else None,
         lines=lines,
         held_out=arguments.check,
-        dim=dim,
-        hidden=hidden,
-        activation=activation,
-        dtype=arguments.dtype or "float32",
+        expert=expert,
         ranks_per_node=per_node,
-        free_bytes=arguments.free_bytes,
-        rows=tuple(arguments.rows),
-        tokens=tuple(arguments.tokens),
-        repeats=arguments.repeats,
-        name=arguments.name,
+        rows=(low, high),
+        repeats=_REPEATS,
     )
     return job, ranks
+
+
+def _checked(
+    file: str, asked: dict[str, Any], ranks: int | None
+) -> tuple[dict[str, Any], int, int, dict[str, tuple[float, float, float]]]:
+    """The expert, ranks, ranks per node and lines of a topology file that is to be checked."""
+    from prophet.machine.calibrate import model_lines, shape_of
+    from prophet.machine.topology import read_fits
+    from prophet.spec import Topology
+
+    topology = machine(file).source
+    if not isinstance(topology, Topology):
+        raise UsageError(f"--machine: expected a topology file, got {file}, whose figures were never measured")
+    fits = read_fits(file)
+    if ranks not in (None, topology.ranks):
+        raise UsageError(f"--ranks {ranks}: {file} is for {topology.ranks} ranks")
+    measured = fits.get("expert_forward", {})
+    expert = dict(_EXPERT)
+    if measured:
+        expert |= {name: int(measured.get(name, expert[name])) for name in ("dim", "hidden")}
+        expert["activation"] = "swiglu" if measured.get("swiglu") else "gelu"
+    expert |= asked
+    shape = shape_of(expert["dim"], expert["hidden"], expert["activation"], _dtype(expert["dtype"]))
+    found = model_lines(topology, shape)
+    lines = {o: (line.fixed_s, line.unit_s, line.count_s) for o, line in found.items()}
+    for operation, figures in fits.items():
+        if {"fixed_s", "unit_s"} <= figures.keys():
+            lines[operation] = (figures["fixed_s"], figures["unit_s"], figures.get("count_s", 0.0))
+    return expert, topology.ranks, topology.ranks_per_node, lines
 
 
 def _dtype(name: str) -> Any:
@@ -266,29 +279,26 @@ def _rank_body(rank: int, job: Job, answer: Path) -> None:
 
 def _measure(job: Job, collective: Any, device: str) -> dict[str, Any]:
     """Calibrate or check; rank 0 writes the topology file. The answer is what `--json` prints."""
-    from prophet.machine.calibrate import Ranges, calibrate, check
+    from prophet.machine.calibrate import calibrate, check
     from prophet.machine.fit import Line
+    from prophet.machine.measure import Ranges
     from prophet.machine.memory import keep_memory
 
     if device == "cpu":
         keep_memory()
-    ranges = Ranges(rows=job.rows, tokens=job.tokens)
     layer: dict[str, Any] = {
-        "dim": job.dim,
-        "hidden": job.hidden,
-        "activation": job.activation,
-        "dtype": _dtype(job.dtype),
+        **job.expert,
+        "dtype": _dtype(job.expert["dtype"]),
         "device": device,
         "ranks_per_node": job.ranks_per_node,
-        "ranges": ranges,
+        "ranges": Ranges(rows=job.rows, tokens=job.rows),
         "repeats": job.repeats,
     }
-    answer: dict[str, Any] = {"ranks": collective.size, "device": device.partition(":")[0], "file": None}
-    answer |= {k: layer[k] for k in ("dim", "hidden", "activation", "repeats")}
+    answer = _about(job, collective.size, device.partition(":")[0])
     if job.lines is not None:
         lines = {o: Line(*figures) for o, figures in job.lines.items()}
         return answer | {"operations": _rows(check(collective, lines, **layer)), "model": []}
-    found = calibrate(collective, **layer, free_bytes=job.free_bytes, held_out=job.held_out, name=job.name)
+    found = calibrate(collective, **layer, held_out=job.held_out, name=_name(job))
     return _fitted(found, job, answer, write=collective.rank == 0)
 
 
@@ -307,8 +317,8 @@ def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dic
             "largest": max(sizes),
         }
         if fit.unit == "token":
-            figures |= {"count_s": fit.line.count_s, "dim": job.dim, "hidden": job.hidden}
-            figures["swiglu"] = float(job.activation == "swiglu")
+            figures |= {"count_s": fit.line.count_s, "dim": job.expert["dim"], "hidden": job.expert["hidden"]}
+            figures["swiglu"] = float(job.expert["activation"] == "swiglu")
         if fit.held_out:
             figures |= {"mean_error": fit.mean_error, "max_error": fit.max_error}
         return figures
@@ -349,7 +359,7 @@ def _rows(fits: Iterable[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _print(answer: dict[str, Any], job: Job) -> None:
+def _print(answer: dict[str, Any]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -360,7 +370,7 @@ def _print(answer: dict[str, Any], job: Job) -> None:
         console.print(f"Read, not measured: {', '.join(answer['from'])}", highlight=False, soft_wrap=True)
     console.print(
         f"{answer['ranks']} ranks ({device}), an expert of {answer['dim']} x {answer['hidden']} "
-        f"({answer['activation']}, {job.dtype}), at least {answer['repeats']} samples per size.",
+        f"({answer['activation']}, {answer['dtype']}), at least {answer['repeats']} samples per size.",
         highlight=False,
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)

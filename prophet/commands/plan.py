@@ -4,81 +4,62 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from prophet.commands.arguments import UsageError, no_such, not_negative, positive
+from prophet.commands.arguments import (
+    add_json,
+    add_machine,
+    add_planner,
+    add_slots,
+    known_names,
+    machine,
+    planner_names,
+    positive,
+)
+from prophet.errors import UsageError
 
 if TYPE_CHECKING:
+    from prophet.machine.named import Machine
     from prophet.machine.presets import Model
-    from prophet.spec import PlanContext, Topology
+    from prophet.spec import PlanContext
     from prophet.traces.npz import RoutingTrace
     from prophet.traces.replay import Replay
 
 _DEFAULT_PLANNERS = ("static", "top2", "top3", "pro-prophet", "prophet")
-_DEFAULT_PRESET = "h100-ib:Mixtral-8x7B"
+_MOST_ITERATIONS = 25  # of a trace that are judged, evenly spread: medians no longer move with more
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    from prophet.machine.presets import CLUSTERS, MODELS
-    from prophet.planner import PLANNER_NAMES
-
     plan = commands.add_parser(
         "plan",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         help="what would balancing gain on my routing trace?",
         description=(
-            "Replay routing traces: place replicas from the iteration before, split each step's tokens by its own\n"
-            "counts, and predict the time of an MoE layer on a machine, named or measured. Times are predictions of\n"
-            "the performance model, not measurements; the balance (busiest rank over mean) and the copies are exact."
+            "Replay routing traces and compare planners. Each iteration's replicas are placed from the iteration\n"
+            "before, each step's tokens are split by their exact counts, and the performance model predicts the time\n"
+            "of one MoE layer. The balance (busiest rank over mean) and the replicas are exact; times are predictions."
         ),
         epilog=(
             "A trace is an npz archive without pickle: counts, integers [steps, layers, ranks, experts]; iteration,\n"
-            "int32 [steps]; and, if wanted, meta, a JSON string. `prophet demo` writes one. Logs of other tools are\n"
-            "read, too: a .csv with the columns step,layer,rank,expert,count, and Megatron-LM's router trace, a\n"
-            ".jsonl file or the folder that holds one per rank.\n\n"
-            f"planners:  {', '.join(PLANNER_NAMES[:7])},\n           {', '.join(PLANNER_NAMES[7:])}\n"
-            f"machines:  {', '.join(CLUSTERS)}\n"
-            f"models:    {', '.join(MODELS)}"
+            "int32 [steps]; and optionally meta, a JSON string. `prophet demo` writes one. Logs of other tools work\n"
+            "too: a .csv file with the columns step,layer,rank,expert,count, or Megatron-LM's router trace, as a\n"
+            ".jsonl file or the folder that holds one file per rank.\n\n"
+            "A topology file must have as many ranks as the trace. Without :MODEL the layer's sizes come from dim\n"
+            "and hidden in the trace's metadata.\n\n"
+            f"{known_names()}"
         ),
     )
     argument = plan.add_argument
-    argument("traces", type=Path, nargs="*", metavar="TRACE", help="routing trace (.npz), or a log (.csv, .jsonl)")
-    argument("--trace", type=Path, action="append", default=[], metavar="TRACE", help="the same; any number of either")
-    argument(
-        "--planner",
-        action="append",
-        metavar="NAME",
-        help=f"planner to compare, or all; may be repeated (default: {', '.join(_DEFAULT_PLANNERS)})",
-    )
-    machine = plan.add_mutually_exclusive_group()
-    machine.add_argument("--preset", metavar="MACHINE[:MODEL]", help=f"for the times (default: {_DEFAULT_PRESET})")
-    machine.add_argument("--topology", type=Path, metavar="FILE", help="a machine measured by `prophet calibrate`")
-    argument("--model", metavar="NAME", help="with --topology: the layer's sizes (default: what the trace says)")
-    argument(
-        "--slots",
-        type=not_negative,
-        default=4,
-        metavar="N",
-        help="replicas a rank may hold per layer (default: %(default)s)",
-    )
-    argument("--top-k", type=positive, metavar="N", help="experts per token (default: the trace's, else the model's)")
+    argument("traces", type=Path, nargs="+", metavar="TRACE", help="routing trace (.npz), or a log (.csv, .jsonl)")
+    add_planner(plan, _DEFAULT_PLANNERS)
+    add_machine(plan)
+    add_slots(plan)
     argument("--experts", type=positive, metavar="N", help="experts of a log that does not say (default: as seen)")
-    argument("--iterations", type=positive, default=25, metavar="N", help="judge at most this many (default: 25)")
     argument("--html", type=Path, metavar="FILE", help="write a page with figures")
-    argument("--json", action="store_true", help="print JSON instead of a table")
-    plan.set_defaults(run=run, usage_error=plan.error)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Machine:
-    """Where the layer would run: a preset, or a measured topology with the sizes of a model."""
-
-    name: str
-    model: Model | None
-    topology: Topology | None
+    add_json(plan)
+    plan.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -86,19 +67,16 @@ def run(arguments: argparse.Namespace) -> int:
     from prophet.planner import get_planner
     from prophet.traces.importers import read_any
 
-    files = [*arguments.traces, *arguments.trace]
-    if not files:
-        arguments.usage_error("expected at least one TRACE")
-    names = _planner_names(arguments.planner)
+    names = list(dict.fromkeys(["static", *planner_names(arguments.planner, _DEFAULT_PLANNERS)]))
     if arguments.html:
         _check_page(arguments.html, names)
-    machine = _machine(arguments)
+    where = machine(arguments.machine)
     answers, reports = [], []
-    for file in files:
+    for file in arguments.traces:
         trace = read_any(file, experts=arguments.experts)
         if arguments.experts not in (None, trace.experts):
             raise UsageError(f"--experts {arguments.experts}: {file} says itself that it has {trace.experts} experts")
-        answer, results, pairs = _replay(file, trace, arguments, machine, [get_planner(n) for n in names])
+        answer, results, pairs = _replay(file, trace, arguments.slots, where, [get_planner(n) for n in names])
         answers.append(answer)
         iterations = [int(trace.iteration[now.start]) for _, now in pairs]
         reports.append((answer, iterations, results))
@@ -126,78 +104,32 @@ def _together(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Several traces in one JSON document."""
     return {
         "slots_per_rank": answers[0]["slots_per_rank"],
-        "traces": [{k: a[k] for k in ("trace", "preset", "planners")} for a in answers],
+        "traces": [{k: a[k] for k in ("trace", "machine", "planners")} for a in answers],
     }
 
 
-def _planner_names(asked: list[str] | None) -> list[str]:
-    from prophet.planner import PLANNER_NAMES
-
-    names = list(dict.fromkeys(["static", *(asked or _DEFAULT_PLANNERS)]))
-    if "all" in names:
-        names = list(dict.fromkeys(["static", *PLANNER_NAMES]))
-    for name in names:
-        if name not in PLANNER_NAMES:
-            raise no_such("--planner", "planner", name, PLANNER_NAMES)
-    return names
-
-
-def _machine(arguments: argparse.Namespace) -> _Machine:
-    from prophet.machine.presets import CLUSTERS, MODELS, get_preset
-    from prophet.machine.topology import read_topology
-
-    if arguments.topology is None:
-        if arguments.model:
-            raise UsageError("--model goes with --topology; with --preset write MACHINE:MODEL")
-        name = arguments.preset or _DEFAULT_PRESET
-        cluster, _, model = name.partition(":")
-        if cluster not in CLUSTERS:
-            raise no_such("--preset", "machine", cluster, list(CLUSTERS))
-        if model and model not in MODELS:
-            raise no_such("--preset", "model", model, list(MODELS))
-        preset = get_preset(name)
-        return _Machine(name=preset.name, model=None, topology=None)
-    topology = read_topology(arguments.topology)
-    if arguments.model and arguments.model not in MODELS:
-        raise no_such("--model", "model", arguments.model, list(MODELS))
-    model_of = MODELS[arguments.model] if arguments.model else None
-    return _Machine(name=f"{topology.name} ({arguments.topology})", model=model_of, topology=topology)
-
-
-def _context(
-    file: Path, trace: RoutingTrace, arguments: argparse.Namespace, machine: _Machine
-) -> tuple[PlanContext, int, str]:
-    """What the planners know, experts per token, and the name of the machine and model."""
-    from prophet.machine.presets import get_preset
+def _context(file: Path, trace: RoutingTrace, slots: int, where: Machine) -> tuple[PlanContext, int, str]:
+    """What the planners know, experts per token, and the name of the machine with its model."""
     from prophet.spec import PlanContext, check_experts_per_rank
     from prophet.traces.replay import routed_per_rank
 
-    routed = routed_per_rank(trace)
-    top_k = arguments.top_k or _whole_meta(file, trace, "top_k")
-    if machine.topology is None:
-        preset = get_preset(machine.name)
-        top_k = top_k or preset.model.top_k
-        context = preset.context(
-            trace.ranks, trace.experts, routed_per_rank=routed, top_k=top_k, slots_per_rank=arguments.slots
-        )
-        return context, top_k, preset.name
-    topology = machine.topology
-    if topology.ranks != trace.ranks:
+    if where.ranks not in (None, trace.ranks):
         raise UsageError(
-            f"{arguments.topology} is a machine of {topology.ranks} ranks, {file} was recorded on {trace.ranks}: "
-            f"calibrate with --ranks {trace.ranks}, or take a --preset"
+            f"--machine: {where.name} has {where.ranks} ranks, {file} was recorded on {trace.ranks}: calibrate with "
+            f"--ranks {trace.ranks}, or name one of the machines that come in any size"
         )
-    model = machine.model or _model_of(file, trace)
-    top_k = top_k or model.top_k
     m = check_experts_per_rank(trace.experts, trace.ranks)
+    model = where.model or _model_of(file, trace)
+    top_k = _whole_meta(file, trace, "top_k") or model.top_k
+    topology = where.topology(trace.ranks)
     context = PlanContext(
         topology=topology,
-        shape=model.shape(4),  # the precision that `prophet calibrate` measures unless told otherwise
+        shape=model.shape(where.element_bytes),
         home=tuple(e // m for e in range(trace.experts)),
-        windows=model.windows(routed / top_k, min(topology.flops_per_s)),
-        slots_per_rank=arguments.slots,
+        windows=model.windows(routed_per_rank(trace) / top_k, min(topology.flops_per_s)),
+        slots_per_rank=slots,
     )
-    return context, top_k, f"{machine.name}, {model.name}"
+    return context, top_k, where.label(model)
 
 
 def _model_of(file: Path, trace: RoutingTrace) -> Model:
@@ -206,7 +138,7 @@ def _model_of(file: Path, trace: RoutingTrace) -> Model:
 
     dim, hidden = _whole_meta(file, trace, "dim"), _whole_meta(file, trace, "hidden")
     if dim is None or hidden is None:
-        raise UsageError(f"{file}: its metadata has no dim and hidden; say --model NAME with --topology")
+        raise UsageError(f"{file}: its metadata has no dim and hidden; write --machine FILE:MODEL")
     return Model(
         name=f"{dim} x {hidden}",
         dim=dim,
@@ -228,14 +160,14 @@ def _whole_meta(file: Path, trace: RoutingTrace, name: str) -> int | None:
 
 
 def _replay(
-    file: Path, trace: RoutingTrace, arguments: argparse.Namespace, machine: _Machine, planners: list[Any]
+    file: Path, trace: RoutingTrace, slots: int, where: Machine, planners: list[Any]
 ) -> tuple[dict[str, Any], list[Replay], list[tuple[slice, slice]]]:
     from prophet.errors import SpecError
     from prophet.traces.replay import choose_iterations, replay
 
     try:
-        pairs = choose_iterations(trace, arguments.iterations)
-        context, top_k, where = _context(file, trace, arguments, machine)
+        pairs = choose_iterations(trace, _MOST_ITERATIONS)
+        context, top_k, label = _context(file, trace, slots, where)
     except SpecError as error:
         raise UsageError(f"{file}: {error}") from None
     results = [replay(trace, planner, context, pairs) for planner in planners]
@@ -249,8 +181,8 @@ def _replay(
             "top_k": top_k,
             "iterations_judged": len(pairs),
         },
-        "preset": where,
-        "slots_per_rank": arguments.slots,
+        "machine": label,
+        "slots_per_rank": slots,
         "planners": [_as_json(r, results[0]) for r in results],
     }
     return answer, results, pairs
@@ -281,20 +213,20 @@ def _describe(answer: dict[str, Any]) -> str:
 
 
 def _write_html(file: Path, reports: list[tuple[dict[str, Any], list[int], list[Replay]]]) -> None:
-    from prophet.report import PlanReport, write_plan
+    from prophet.report import Comparison, write_comparison
 
     pages = []
     for answer, iterations, results in reports:
         pages.append(
-            PlanReport(
+            Comparison(
                 name=Path(answer["trace"]["file"]).name,
-                subtitle=f"{_describe(answer)} Predicted for {answer['preset']}, at most {answer['slots_per_rank']} "
-                "copies of a layer's experts on a rank.",
+                subtitle=f"{_describe(answer)} Predicted for {answer['machine']}, at most "
+                f"{answer['slots_per_rank']} copies of a layer's experts on a rank.",
                 iterations=iterations,
                 results=results,
             )
         )
-    write_plan(file, pages)
+    write_comparison(file, pages)
 
 
 def _print(answer: dict[str, Any]) -> None:
@@ -336,7 +268,7 @@ def _print(answer: dict[str, Any]) -> None:
     else:
         verdict = "No planner is predicted to gain anything here."
     console.print(
-        f"{verdict} Times are predictions for {answer['preset']} (forward and backward of one layer, mean over steps); "
-        "balance and copies are exact.",
+        f"{verdict} Times are predictions for {answer['machine']} (forward and backward of one layer, mean over "
+        "steps); balance and copies are exact.",
         highlight=False,
     )

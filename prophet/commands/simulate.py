@@ -1,62 +1,69 @@
-"""`prophet simulate`: what a step would take on many ranks, by policy, with an error bar."""
+"""`prophet simulate`: what a step would take on many ranks, by planner, with an error bar."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
-_POLICIES = ("static", "pro-prophet", "prophet", "forced-balance")
+from prophet.commands.arguments import (
+    add_json,
+    add_machine,
+    add_planner,
+    add_slots,
+    known_names,
+    machine,
+    planner_names,
+    positive,
+)
+
+_PLANNERS = ("static", "pro-prophet", "prophet", "forced-balance")
 _RANKS = "8,64,512,4096"
-WIDTH = 110  # columns of the table where it goes to a file
+_GROUP = 64  # ranks of one expert-parallel group, at most
+_LAYERS, _EXPERTS_PER_RANK = 4, 2
+_MODEL = "Mixtral-8x7B"  # with a topology file that is named without a model
+_WIDTH = 110  # columns of the table where it goes to a file
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    from prophet.machine.presets import CLUSTERS, MODELS
-    from prophet.scheduler.schedules import NAMES
-
     command = commands.add_parser(
         "simulate",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         help="how long would a step take on 8 to 4096 ranks?",
         description=(
-            "Play a training step on more ranks than there are, by policy: the scheduler's own lists of operations\n"
-            "under the performance model of a named or calibrated machine. The error bar is that of steps which were\n"
-            "both simulated and measured; those ran on few hosts, so beyond them it says the least doubt there is."
+            "Simulate a training step on more ranks than you have, by planner: the scheduler's own lists of\n"
+            "operations under the performance model of a machine. The error bar comes from steps that were both\n"
+            "simulated and measured. Those ran on few hosts, so for more ranks it is a lower bound of the error."
         ),
-        epilog=f"machines:  {', '.join(CLUSTERS)}\nmodels:    {', '.join(MODELS)}",
+        epilog=(
+            f"Simulates {_LAYERS} MoE layers with {_EXPERTS_PER_RANK} experts per rank, in expert-parallel groups of "
+            f"at most {_GROUP} ranks.\n"
+            f"A topology file is stretched to the number of ranks; without :MODEL it gets {_MODEL}.\n"
+            "forced-balance, perfectly even routing, is always simulated: it is the ceiling.\n\n"
+            f"{known_names()}"
+        ),
     )
     add = command.add_argument
     add("--ranks", type=_ranks, default=_ranks(_RANKS), metavar="N,N,...", help=f"sizes (default: {_RANKS})")
+    add_planner(command, _PLANNERS)
+    add_machine(command)
+    add_slots(command)
     add(
-        "--group", type=_whole, default=64, metavar="N", help="ranks of one expert-parallel group at most (default: 64)"
+        "--skew",
+        type=_skew,
+        default=0.5,
+        metavar="S",
+        help="expert popularity falls as place^-S, from 0 (even) up (default: %(default)s)",
     )
-    add("--topology", type=Path, metavar="FILE", help="a calibrated machine, stretched; instead of the preset's")
-    add("--preset", default="h100-ib:Mixtral-8x7B", metavar="MACHINE:MODEL", help="(default: %(default)s)")
-    add("--policy", action="append", metavar="NAME", help=f"may be repeated (default: {', '.join(_POLICIES)})")
-    add("--schedule", choices=NAMES, default="block-wise", help="(default: %(default)s)")
-    add("--layers", type=_whole, default=4, metavar="N", help="MoE layers (default: %(default)s)")
-    add("--experts-per-rank", type=_whole, default=2, metavar="N", help="(default: %(default)s)")
-    add("--tokens", type=_whole, default=4096, metavar="N", help="tokens per rank and step (default: %(default)s)")
-    add("--skew", type=_skew, default=0.5, metavar="S", help="popularity falls as place^-S (default: %(default)s)")
-    add("--slots", type=_whole, default=4, metavar="N", help="replicas per rank and layer (default: %(default)s)")
-    add("--measured", type=Path, metavar="FILE", help="rows of the cluster benchmark, for the error bar")
-    add("--json", action="store_true", help="print JSON instead of a table")
-    command.set_defaults(run=_simulate)
-
-
-def _whole(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return value
+    add("--tokens", type=positive, default=4096, metavar="N", help="tokens per rank and step (default: %(default)s)")
+    add_json(command)
+    command.set_defaults(run=run)
 
 
 def _ranks(text: str) -> list[int]:
     try:
-        values = [_whole(word) for word in text.split(",") if word]
+        values = [positive(word) for word in text.split(",") if word]
     except ValueError:
         values = []
     if not values or max(values) > 1 << 16:
@@ -71,65 +78,43 @@ def _skew(text: str) -> float:
     return value
 
 
-def _simulate(arguments: argparse.Namespace) -> int:
-    from prophet.commands.arguments import no_such
-    from prophet.errors import SpecError, TopologyError
-    from prophet.machine.presets import get_preset
-    from prophet.machine.topology import read_topology
-    from prophet.planner import PLANNER_NAMES
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate every planner at every size, and print the comparison."""
+    from prophet.machine.presets import MODELS
     from prophet.spec import PlanContext
-    from prophet.traces.extrapolate import (
-        BALANCED,
-        MEASURED,
-        Scenario,
-        extrapolate,
-        read_error_bar,
-    )
+    from prophet.traces.extrapolate import BALANCED, MEASURED, Scenario, extrapolate
 
-    error = MEASURED if arguments.measured is None else read_error_bar(arguments.measured)
-    preset = get_preset(arguments.preset)
-    model = preset.model
+    where = machine(arguments.machine)
+    model = where.model or MODELS[_MODEL]
     # as large as the largest case: nodes keep their size when it is cut
-    topology = preset.cluster.topology(max(arguments.ranks))
-    if arguments.topology is not None:
-        try:
-            topology = read_topology(arguments.topology)
-        except TopologyError as problem:
-            raise SpecError(str(problem)) from None
-    experts = topology.ranks * arguments.experts_per_rank
+    topology = where.topology(max(arguments.ranks))
     context = PlanContext(
         topology=topology,
-        shape=model.shape(preset.cluster.element_bytes),
-        home=tuple(e // arguments.experts_per_rank for e in range(experts)),
+        shape=model.shape(where.element_bytes),
+        home=tuple(e // _EXPERTS_PER_RANK for e in range(topology.ranks * _EXPERTS_PER_RANK)),
         windows=model.windows(arguments.tokens, sum(topology.flops_per_s) / topology.ranks),
         slots_per_rank=arguments.slots,
     )
     scenario = Scenario(
         context=context,
-        layers=arguments.layers,
+        layers=_LAYERS,
         routed_per_rank=arguments.tokens * model.top_k,
         skew=arguments.skew,
-        dense_bytes=model.dense_params * arguments.layers * context.shape.grad_bytes,
-        schedule=arguments.schedule,
+        dense_bytes=model.dense_params * _LAYERS * context.shape.grad_bytes,
     )
-    policies = list(dict.fromkeys([*(arguments.policy or _POLICIES), BALANCED]))
-    known = [*PLANNER_NAMES, BALANCED]
-    for name in policies:
-        if name not in known:
-            raise no_such("--policy", "policy", name, known, "policies")
+    names = list(dict.fromkeys([*planner_names(arguments.planner, _PLANNERS, [BALANCED]), BALANCED]))
     rows = []
     for ranks in arguments.ranks:
-        found = {p: extrapolate(scenario, p, ranks, min(ranks, arguments.group), error) for p in policies}
-        rows += [
-            r.as_dict() | {"fraction_of_forced_balance": found[BALANCED].step_s / r.step_s} for r in found.values()
-        ]
+        found = {name: extrapolate(scenario, name, ranks, min(ranks, _GROUP), MEASURED) for name in names}
+        ceiling_s = found[BALANCED].step_s
+        rows += [r.as_dict() | {"fraction_of_forced_balance": ceiling_s / r.step_s} for r in found.values()]
     answer = {
-        "machine": context.topology.name,
+        "machine": topology.name,
         "model": model.name,
-        "layers": arguments.layers,
-        "schedule": arguments.schedule,
+        "layers": scenario.layers,
+        "schedule": scenario.schedule,
         "skew": arguments.skew,
-        "error": {"mean_absolute": error.mean, "errors": list(error.errors), "source": error.source},
+        "error": {"mean_absolute": MEASURED.mean, "errors": list(MEASURED.errors), "source": MEASURED.source},
         "rows": rows,
     }
     if arguments.json:
@@ -152,7 +137,7 @@ def _print(answer: dict[str, Any]) -> None:
 
     console = Console()
     if not console.is_terminal:  # a file has room
-        console = Console(width=max(console.width, WIDTH))
+        console = Console(width=max(console.width, _WIDTH))
     console.print(
         f"{answer['layers']} layers of {answer['model']} on {answer['machine']}, schedule {answer['schedule']}; every "
         f"figure is simulated.",
@@ -160,7 +145,7 @@ def _print(answer: dict[str, Any]) -> None:
     )
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.add_column("ranks", justify="right", no_wrap=True)
-    table.add_column("policy", no_wrap=True)
+    table.add_column("planner", no_wrap=True)
     for column in (
         "step\nms",
         "error bar\nms",
@@ -174,7 +159,7 @@ def _print(answer: dict[str, Any]) -> None:
     for r in answer["rows"]:
         table.add_row(
             str(r["ranks"]),
-            r["policy"],
+            r["planner"],
             _ms(r["step_s"]),
             f"{_ms(r['low_s'])}..{_ms(r['high_s'])}",
             f"{r['fraction_of_forced_balance']:.3f}",

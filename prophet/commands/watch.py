@@ -7,12 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError(f"expected seconds from 0.1 to 3600, got {text}")
-    return value
+_EVERY_S = 1.0  # between two reads of the run's file
 
 
 def add(commands: Any) -> None:
@@ -25,9 +20,6 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder, or its steps.jsonl")
     parser.add_argument("--once", action="store_true", help="print one frame and end")
-    parser.add_argument(
-        "--every", type=_seconds, default=1.0, metavar="SECONDS", help="look for new steps as often (default: 1)"
-    )
     parser.set_defaults(run=run)
 
 
@@ -59,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             while True:
                 if tail.rows:
                     live.update(shown(), refresh=True)
-                time.sleep(arguments.every)
+                time.sleep(_EVERY_S)
                 tail.poll()
     except KeyboardInterrupt:
         return 0

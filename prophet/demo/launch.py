@@ -16,7 +16,7 @@ from pathlib import Path
 from prophet.demo.progress import ProgressBar
 from prophet.demo.text import load_corpus
 from prophet.demo.train import Listener, MetricsFile, RunResult, TraceFile, TrainConfig, train
-from prophet.errors import RankFailed
+from prophet.errors import SpecError
 from prophet.planner import warm
 from prophet.ranks.launch import run_ranks
 from prophet.scheduler.timeline import Span
@@ -24,10 +24,6 @@ from prophet.spec import check_experts_per_rank
 from prophet.traces.npz import TraceWriter
 
 RUNS = (("off", "static"), ("on", "prophet"))
-
-
-class DemoError(RuntimeError):
-    """The demo could not run to its end; the message says which rank ended, and how."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +46,13 @@ class LaunchConfig:
 def launch(config: LaunchConfig) -> dict[str, RunResult]:
     """Train every run of `config.runs`, one after the other, and return its results by name.
 
-    Writes `metrics.jsonl` and `routing.npz` (the routing of the last run) into `config.out`. Raises `DemoError` when
-    a rank dies or the time is up, and `SpecError` when the experts cannot be divided among the ranks; no process
-    survives.
+    Writes `metrics.jsonl` and `routing.npz` (the routing of the last run) into `config.out`. Raises `RankFailed` when
+    a rank dies or the time is up; no process survives. Raises `SpecError` when the experts or the sequences cannot be
+    divided among the ranks.
     """
     check_experts_per_rank(config.train.model.experts, config.ranks)
     if config.train.sequences % config.ranks or config.train.held_out_sequences % config.ranks:
-        raise DemoError(
+        raise SpecError(
             f"{config.train.sequences} training and {config.train.held_out_sequences} held-out sequences "
             f"cannot be divided among {config.ranks} ranks"
         )
@@ -66,20 +62,17 @@ def launch(config: LaunchConfig) -> dict[str, RunResult]:
     (config.out / "metrics.jsonl").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="prophet-demo-") as scratch:
         folder = Path(scratch)
-        try:
-            run_ranks(
-                _rank_body,
-                (config, folder),
-                ranks=config.ranks,
-                folder=folder,
-                limit_s=config.limit_s,
-                timeout_s=config.train.timeout_s,
-                threads=config.threads,
-                what="the demo",
-                traces=config.out,
-            )
-        except RankFailed as error:
-            raise DemoError(str(error)) from None
+        run_ranks(
+            _rank_body,
+            (config, folder),
+            ranks=config.ranks,
+            folder=folder,
+            limit_s=config.limit_s,
+            timeout_s=config.train.timeout_s,
+            threads=config.threads,
+            what="the demo",
+            traces=config.out,
+        )
         return {
             name: replace(RunResult.load(folder / f"{name}.npz"), spans=_read_spans(folder, name, config.ranks))
             for name, _ in config.runs

@@ -157,7 +157,7 @@ def predicted_table(predictions: Sequence[Prediction]) -> Table:
     )
 
 
-def notes(results: dict[str, RunResult], cores: int | None) -> tuple[str, ...]:
+def remarks(results: dict[str, RunResult], cores: int | None) -> tuple[str, ...]:
     """What this machine can and cannot show, in plain words."""
     ranks = results["on"].rank_load.shape[2]
     if cores is not None and cores < ranks:
@@ -218,13 +218,13 @@ def make_report(
             (f"{b['copies_per_rank_mean']:.1f}", "expert copies per rank and layer, on average"),
             (
                 f"{1e3 * a['step_s_median']:.0f} → {1e3 * b['step_s_median']:.0f} ms",
-                "step time on this machine, where it cannot fall but for noise (see the notes)"
+                "step time on this machine, where it cannot fall but for noise (see the remarks)"
                 if cores is not None and cores < ranks
                 else "step time on this machine",
             ),
         ),
         tables=tables,
-        notes=notes(results, cores),
+        remarks=remarks(results, cores),
     )
 
 

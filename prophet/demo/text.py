@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from prophet.errors import TextError
 from prophet.spec import IntArray
 
 Bytes = npt.NDArray[np.uint8]
@@ -24,10 +25,6 @@ DEFAULT_MAX_BYTES = 4 << 20
 
 _SKIPPED_FOLDERS = {"test", "tests", "site-packages", "dist-packages", "__pycache__", "idlelib", "lib2to3"}
 _HELD_OUT_ONE_IN = 10
-
-
-class TextError(ValueError):
-    """There is no usable text; the message says where it was looked for and what was expected."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from prophet.scheduler.forms import Transfers
 from prophet.scheduler.schedules import NAMES
 from prophet.spec import PlanContext, Topology, Windows, odd_ones_out
 
+_PLANNER = ("name", "replicates", "withdraws", "warm", "place", "split")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
@@ -49,10 +51,11 @@ class EngineConfig:
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.planner, str | Planner):
+        lacking = [] if isinstance(self.planner, str) else [n for n in _PLANNER if not hasattr(self.planner, n)]
+        if lacking:
             raise TypeError(
-                f"EngineConfig.planner must be a name or a prophet.planner.Planner, got {type(self.planner).__name__}; "
-                f"derive your own from that class"
+                f"EngineConfig.planner must be a name or a prophet.planner.Planner, got {type(self.planner).__name__} "
+                f"without {', '.join(lacking)}: derive your own from that class"
             )
         if self.slots_per_rank < 0:
             raise ValueError(f"EngineConfig.slots_per_rank must not be negative, got {self.slots_per_rank}")
@@ -95,8 +98,9 @@ class Experiment:
 
 def signature(*values: EngineConfig | Experiment) -> str:
     """What must be equal on all ranks, as text: every field, and planners by name."""
-    pairs = [(f.name, getattr(value, f.name)) for value in values for f in fields(value)]
-    return " ".join(f"{name}={value.name if isinstance(value, Planner) else value}" for name, value in pairs)
+    pairs = {f.name: getattr(value, f.name) for value in values for f in fields(value)}
+    planner = pairs["planner"]
+    return " ".join(f"{n}={v}" for n, v in (pairs | {"planner": getattr(planner, "name", planner)}).items())
 
 
 def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:

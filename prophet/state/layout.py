@@ -2,7 +2,7 @@
 
 Shape legend: P ranks. Any combination of pipeline, tensor, data, expert and ZeRO sharding is a layout: replicas are
 equal boxes on several ranks, a shard is a part of a tensor's box. The constructors here cover slices along a
-dimension, ranges of a flattened buffer and rows of a sparse matrix; they combine by adding pieces.
+dimension and ranges of a flattened buffer; they combine by adding pieces.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from itertools import combinations
 from typing import NamedTuple
 
 from prophet.errors import LayoutError
-from prophet.spec import IntArray
 from prophet.state.space import Box, Space, TensorSpec, flat_boxes, total_bytes
 
 
@@ -127,33 +126,3 @@ def flat_shard(tensors: Sequence[TensorSpec], parts: int, index: int) -> list[Pi
             pieces += [Piece(tensor.name, box) for box in flat_boxes(tensor.shape, first, last)]
         offset += tensor.elements
     return pieces
-
-
-def csr_specs(
-    name: str, *, rows: int, nonzeros: int, dtype: str = "float32", layer: int | None = None
-) -> tuple[TensorSpec, ...]:
-    """The tensors of a pruned matrix in compressed sparse rows: row offsets, column indices, values.
-
-    States that follow the values (moments) are further tensors of shape [nonzeros] and are cut by the same boxes.
-    """
-    return (
-        TensorSpec(name=f"{name}.crow", shape=(rows + 1,), dtype="int64", kind="index", layer=layer),
-        TensorSpec(name=f"{name}.col", shape=(nonzeros,), dtype="int64", kind="index", layer=layer),
-        TensorSpec(name=f"{name}.values", shape=(nonzeros,), dtype=dtype, kind="parameter", layer=layer),
-    )
-
-
-def csr_rows(name: str, crow: IntArray | Sequence[int], first: int, last: int) -> list[Piece]:
-    """Rows first .. last-1 of a sparse matrix whose row offsets `crow` [rows + 1] are known to all ranks.
-
-    The piece of offsets has one entry more than rows and counts from the start of the whole matrix; subtract its first
-    entry to get the offsets of the rows alone.
-    """
-    if not 0 <= first <= last < len(crow):
-        raise LayoutError(f"{name}: rows {first}..{last} are outside a matrix of {len(crow) - 1} rows")
-    values = Box((int(crow[first]),), (int(crow[last]),))
-    return [
-        Piece(f"{name}.crow", Box((first,), (last + 1,))),
-        Piece(f"{name}.col", values),
-        Piece(f"{name}.values", values),
-    ]

@@ -106,11 +106,11 @@ class Scenario:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extrapolated:
-    """Seconds of a step of one policy on R ranks; max_mean is the mean over layers and groups."""
+    """Seconds of a step with one planner on R ranks; max_mean is the mean over layers and groups."""
 
     ranks: int
     group: int
-    policy: str
+    planner: str
     step_s: float
     low_s: float
     high_s: float
@@ -171,8 +171,11 @@ def even_load(scenario: Scenario, ranks: int, experts: int) -> IntArray:
     return load
 
 
-def extrapolate(scenario: Scenario, policy: str, ranks: int, group: int, error: ErrorBar) -> Extrapolated:
-    """One step of `policy` (a planner's name, or "forced-balance") on R ranks in groups of P; `SpecError` if uneven."""
+def extrapolate(scenario: Scenario, planner: str, ranks: int, group: int, error: ErrorBar) -> Extrapolated:
+    """One step of R ranks in groups of P; `SpecError` if they do not divide.
+
+    planner: its name, or "forced-balance".
+    """
     if group < 1 or ranks % group:
         raise SpecError(f"{ranks} ranks cannot form groups of {group}: expected a multiple of the group's size")
     context = resized(scenario.context, group)
@@ -181,7 +184,7 @@ def extrapolate(scenario: Scenario, policy: str, ranks: int, group: int, error: 
     update_s = slowest.seconds(2.0 * scenario.dense_bytes * (ranks - 1) / ranks)
     steps, balances, copies = [], [], []
     for at in range(min(groups, scenario.samples)):
-        step, balance, held = _group_step(scenario, policy, context, at, update_s)
+        step, balance, held = _group_step(scenario, planner, context, at, update_s)
         steps.append(step)
         balances.append(balance)
         copies.append(held)
@@ -190,7 +193,7 @@ def extrapolate(scenario: Scenario, policy: str, ranks: int, group: int, error: 
     return Extrapolated(
         ranks=ranks,
         group=group,
-        policy=policy,
+        planner=planner,
         step_s=worst.makespan_s,
         low_s=low,
         high_s=high,
@@ -202,18 +205,18 @@ def extrapolate(scenario: Scenario, policy: str, ranks: int, group: int, error: 
 
 
 def _group_step(
-    scenario: Scenario, policy: str, context: PlanContext, group: int, update_s: float
+    scenario: Scenario, name: str, context: PlanContext, group: int, update_s: float
 ) -> tuple[SimulatedStep, float, float]:
     """(the step, mean max/mean of its layers, replicas per rank over all layers) of one group."""
     ranks, experts = context.ranks, context.experts
-    planner = get_planner("static" if policy == BALANCED else policy)
+    planner = get_planner("static" if name == BALANCED else name)
     first = replace(context, windows=replace(context.windows, experts=False))
     contexts: Sequence[PlanContext] = [first, *[context] * (scenario.layers - 1)]
     placements: list[Placement] = []
     splits: list[Split] = []
     present: list[IntArray] = []
     for here, (before, now) in zip(contexts, loads(scenario, ranks, experts, group), strict=True):
-        even = even_load(scenario, ranks, experts) if policy == BALANCED else None
+        even = even_load(scenario, ranks, experts) if name == BALANCED else None
         placement = planner.place(before if even is None else even, here)
         load = now if even is None else even
         placements.append(placement)

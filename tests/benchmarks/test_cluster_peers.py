@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.cluster.peers import build_peer
 from benchmarks.cluster.workload import Workload, build
 from benchmarks.layer.implementations import INSTALL
-from tests.helpers.support import on_processes
+from tests.helpers.launch import on_processes
 
 
 def losses(system: str) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from benchmarks.expert_compute import __main__ as command
 from benchmarks.expert_compute import measure as measuring
 from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.ranks.threads import ThreadCollective
-from tests.helpers.launching import as_launched
+from tests.helpers.launch import as_launched
 from tests.helpers.support import on_threads
 
 OPTIONS: dict[str, Any] = {

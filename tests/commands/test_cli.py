@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ from prophet.machine.topology import write_topology
 from prophet.spec import Topology
 from prophet.traces.npz import RoutingTrace, write_trace
 
+COMMANDS = ("demo", "plan", "calibrate", "simulate", "watch", "report")
 REAL_TRACE = Path(__file__).parents[2] / ".." / "shared" / "traces" / "smartmoe-gpt-32e-dev.npz"
 
 
@@ -29,7 +31,7 @@ def skewed(tmp_path: Path) -> Path:
 
 
 def test_plan_prints_a_table(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(skewed), "--preset", "h100-nvlink"]) == OK
+    assert main(["plan", str(skewed), "--machine", "h100-nvlink"]) == OK
     shown = capsys.readouterr().out
     for word in ("static", "top2", "pro-prophet", "prophet", "top 1", "2 layers", "h100-nvlink:Mixtral-8x7B"):
         assert word in shown
@@ -55,12 +57,12 @@ def test_plan_takes_several_traces_and_logs(skewed: Path, capsys: pytest.Capture
     log = skewed.parent / "log.csv"
     rows = [f"{t},0,{r},{e},{1000 if e == 3 else 5}" for t in range(3) for r in range(2) for e in range(4)]
     log.write_text("\n".join(["step,layer,rank,expert,count", *rows]))
-    assert main(["plan", str(skewed), "--trace", str(log), "--planner", "prophet", "--json"]) == OK
+    assert main(["plan", str(skewed), str(log), "--planner", "prophet", "--json"]) == OK
     answer = json.loads(capsys.readouterr().out)
     assert [t["trace"]["ranks"] for t in answer["traces"]] == [4, 2]
     assert [t["trace"]["file"] for t in answer["traces"]] == [str(skewed), str(log)]
     assert all([p["planner"] for p in t["planners"]] == ["static", "prophet"] for t in answer["traces"])
-    assert main(["plan", "--trace", str(log), "--planner", "prophet"]) == OK
+    assert main(["plan", str(log), "--planner", "prophet"]) == OK
     assert "log.csv: 1 layers, 2 ranks, 4 experts" in " ".join(capsys.readouterr().out.split())
 
 
@@ -70,20 +72,9 @@ def test_plan_on_a_measured_machine(skewed: Path, capsys: pytest.CaptureFixture[
         write_topology(file, Topology.uniform(4, flops_per_s=flops, name="here"))
     seconds = []
     for file in (fast, slow):
-        arguments = [
-            "plan",
-            str(skewed),
-            "--topology",
-            str(file),
-            "--model",
-            "MoE-GPT-S",
-            "--planner",
-            "top2",
-            "--json",
-        ]
-        assert main(arguments) == OK
+        assert main(["plan", str(skewed), "--machine", f"{file}:MoE-GPT-S", "--planner", "top2", "--json"]) == OK
         answer = json.loads(capsys.readouterr().out)
-        assert answer["preset"] == f"here ({file}), MoE-GPT-S"
+        assert answer["machine"] == f"here ({file}), MoE-GPT-S"
         seconds.append(answer["planners"][0]["predicted_expert_s"])
     assert seconds[1] == pytest.approx(10 * seconds[0])
 
@@ -92,14 +83,14 @@ def test_plan_takes_the_layers_sizes_from_the_trace(skewed: Path, capsys: pytest
     counts = np.full((3, 1, 2, 4), 50)
     write_trace(skewed, RoutingTrace(counts, np.arange(3, dtype=np.int32), {"top_k": 2, "dim": 64, "hidden": 128}))
     write_topology(skewed.parent / "m.toml", Topology.uniform(2, name="here"))
-    assert main(["plan", str(skewed), "--topology", str(skewed.parent / "m.toml"), "--planner", "top2"]) == OK
+    assert main(["plan", str(skewed), "--machine", str(skewed.parent / "m.toml"), "--planner", "top2"]) == OK
     assert "64 x 128" in " ".join(capsys.readouterr().out.split())
 
 
 def test_plan_with_all_planners(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from prophet.planner import PLANNER_NAMES
 
-    assert main(["plan", str(skewed), "--planner", "all", "--iterations", "1", "--json"]) == OK
+    assert main(["plan", str(skewed), "--planner", "all", "--json"]) == OK
     assert {p["planner"] for p in json.loads(capsys.readouterr().out)["planners"]} == set(PLANNER_NAMES)
 
 
@@ -124,28 +115,31 @@ def test_no_slots_no_gain(skewed: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["plan", "TRACE", "absent.csv"], "absent.csv: expected a routing log, there is no such file"),
         (["plan", "TRACE", "--planner", "magic"], "no planner 'magic'"),
         (["plan", "TRACE", "--planner", "pro-profet"], "no planner 'pro-profet'; did you mean 'pro-prophet'?"),
-        (["plan", "TRACE", "--preset", "h100-nvlin"], "no machine 'h100-nvlin'; did you mean 'h100-nvlink'?"),
-        (["plan", "TRACE", "--model", "Mixtral-8x7B"], "--model goes with --topology"),
+        (["plan", "TRACE", "--machine", "h100-nvlin"], "no machine 'h100-nvlin'; did you mean 'h100-nvlink'?"),
+        (["plan", "TRACE", "--machine", "Mixtral-8x7B"], "no machine 'Mixtral-8x7B'"),
         (["plan", "TRACE", "--planner", "static", "--html", "x.html"], "at least one planner besides static"),
         (["plan", "TRACE", "--html", "FOLDER"], "is a folder"),
         (["plan", "TRACE", "--experts", "7"], "--experts 7: "),
         (["plan", "ODD"], "meta: top_k: expected a whole number of at least 1, got 'two'"),
-        (["simulate", "--ranks", "12", "--group", "8"], "12 ranks cannot form groups of 8"),
-        (["simulate", "--ranks", "8", "--policy", "forced"], "did you mean 'forced-balance'?"),
-        (["plan", "TRACE", "--topology", "absent.toml"], "absent.toml: expected a topology file (TOML)"),
-        (["plan", "TRACE", "--topology", "BROKEN"], "intra.bytes_per_s: expected a finite number, got 'fast'"),
-        (["plan", "TRACE", "--topology", "TWO"], "is a machine of 2 ranks"),
-        (["plan", "TRACE", "--topology", "FOUR"], "its metadata has no dim and hidden; say --model NAME"),
-        (["plan", "TRACE", "--topology", "FOUR", "--model", "Mixtral"], "did you mean 'Mixtral-8x7B'?"),
+        (["simulate", "--ranks", "96"], "96 ranks cannot form groups of 64"),
+        (["simulate", "--ranks", "8", "--planner", "forced"], "did you mean 'forced-balance'?"),
+        (["simulate", "--ranks", "8", "--machine", "absent.toml"], "absent.toml: expected a topology file (TOML)"),
+        (["simulate", "--machine", "h100-ib:elephant"], "no model 'elephant'"),
+        (["plan", "TRACE", "--machine", "absent.toml"], "absent.toml: expected a topology file (TOML)"),
+        (["plan", "TRACE", "--machine", "BROKEN"], "intra.bytes_per_s: expected a finite number, got 'fast'"),
+        (["plan", "TRACE", "--machine", "TWO"], "has 2 ranks"),
+        (["plan", "TRACE", "--machine", "FOUR"], "its metadata has no dim and hidden; write --machine FILE:MODEL"),
+        (["plan", "TRACE", "--machine", "FOUR:Mixtral"], "did you mean 'Mixtral-8x7B'?"),
         (["calibrate"], "expected --out FILE, --check or --json"),
-        (["calibrate", "--topology", "FOUR"], "--topology goes with --check"),
-        (["calibrate", "--check", "--topology", "absent.toml"], "absent.toml: expected a topology file"),
-        (["calibrate", "--check", "--topology", "FOUR", "--ranks", "2"], "is for 4 ranks"),
+        (["calibrate", "--machine", "FOUR"], "--machine goes with --check"),
+        (["calibrate", "--check", "--machine", "absent.toml"], "absent.toml: expected a topology file"),
+        (["calibrate", "--check", "--machine", "h100-ib"], "--machine: expected a topology file, got h100-ib"),
+        (["calibrate", "--check", "--machine", "FOUR", "--ranks", "2"], "is for 4 ranks"),
         (["calibrate", "--check", "--rows", "64", "8"], "--rows: expected the smaller number first, got 64 8"),
         (["calibrate", "--check", "--ranks", "100000"], "--ranks: expected at most four ranks per core"),
-        (["calibrate", "--check", "--dim", "1000000"], "expected dimensions of an expert from 1 to 65536"),
-        (["plan", "TRACE", "--preset", "cray"], "no machine 'cray'"),
-        (["plan", "TRACE", "--preset", "h100-ib:elephant"], "no model 'elephant'"),
+        (["calibrate", "--check", "--expert", "1000000x8"], "expected dimensions of an expert from 1 to 65536"),
+        (["plan", "TRACE", "--machine", "cray"], "no machine 'cray'"),
+        (["plan", "TRACE", "--machine", "h100-ib:elephant"], "no model 'elephant'"),
         (["plan", "SHORT"], "needs two"),
         (["plan", "UNEVEN"], "9 experts cannot be divided among 4"),
         (["demo", "--text", "absent"], "--text: absent: expected a text file"),
@@ -168,7 +162,7 @@ def test_bad_input_is_one_line(
         **{n: str(skewed.parent / n) for n in ("SHORT", "UNEVEN", "TWO", "FOUR", "BROKEN", "ODD")},
         "FOLDER": str(skewed.parent),
     }
-    arguments = [names.get(a, a) for a in arguments]
+    arguments = [":".join(names.get(word, word) for word in a.split(":")) for a in arguments]
     if arguments[0] == "demo":
         arguments += ["--out", str(skewed.parent / "out")]
     assert main(arguments) == BAD_INPUT
@@ -185,10 +179,11 @@ def test_bad_input_is_one_line(
         ["juggle"],
         ["plan"],
         ["plan", "x", "--slots", "-1"],
-        ["plan", "x", "--preset", "hpnv", "--topology", "y"],
+        ["plan", "x", "--preset", "hpnv"],
+        ["plan", "--planner", "prophet"],
         ["demo", "--steps", "0"],
         ["calibrate", "--ranks", "0"],
-        ["calibrate", "--activation", "relu"],
+        ["calibrate", "--expert", "8x8,relu"],
     ],
 )
 def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,9 +193,7 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "usage: prophet" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["plan", "--help"], ["calibrate", "--help"], ["--version"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], *([command, "--help"] for command in COMMANDS), ["--version"]])
 def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
@@ -208,6 +201,27 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown.strip()
     assert max(len(line) for line in shown.splitlines()) <= 110
+
+
+def test_a_word_means_one_thing_in_every_command_and_few_are_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[str, set[str]] = {}
+    arguments = 0
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        shown = capsys.readouterr().out
+        usage = " ".join(shown.split("\n\n")[0].split()).replace("[-h]", "")
+        arguments += usage.count("[--") + (("TRACE" in usage) or (" RUN" in usage))
+        for option in re.findall(r"^  (--[a-z]+)(?: .*)?$", shown, re.M):
+            found.setdefault(option, set()).add(command)
+    assert arguments <= 30
+    assert {o for o, commands in found.items() if {"plan", "simulate"} <= commands} >= {
+        "--planner",
+        "--machine",
+        "--slots",
+        "--json",
+    }
+    assert not found.keys() & {"--preset", "--topology", "--policy", "--trace", "--model"}
 
 
 def test_failures_and_interrupts_have_codes_of_their_own(
@@ -258,7 +272,7 @@ def test_the_other_prophet_on_disk(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not REAL_TRACE.exists(), reason="the shared routing traces are not beside this checkout")
 def test_plan_on_a_published_trace(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(REAL_TRACE), "--planner", "prophet", "--iterations", "3", "--json"]) == OK
+    assert main(["plan", str(REAL_TRACE), "--planner", "prophet", "--json"]) == OK
     static, balanced = json.loads(capsys.readouterr().out)["planners"]
     assert static["max_mean_median"] > 5
     assert balanced["predicted_speed_up"] > 2

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import prophet
+from prophet.errors import ConversionError
 from prophet.ranks.process_group import collective_for
+from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
     VOCAB,
     LossFn,
@@ -21,7 +23,7 @@ from tests.helpers.moe_models import (
     layers_of,
     together,
 )
-from tests.helpers.support import on_processes, on_threads, seeded
+from tests.helpers.support import on_threads, seeded
 
 deepspeed_layer = pytest.importorskip(
     "deepspeed.moe.layer", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'"
@@ -170,11 +172,11 @@ def test_revert_is_exact(case: str) -> None:
 )
 def test_experts_that_would_change_are_refused(expert: nn.Module, text: str) -> None:
     model = Net(expert)
-    with pytest.raises(prophet.ConversionError, match=text):
+    with pytest.raises(ConversionError, match=text):
         prophet.convert(model)
 
 
 def test_a_model_built_for_other_ranks_is_refused() -> None:
     model = Net(Mlp(nn.GELU()), ep_size=2)
-    with pytest.raises(prophet.ConversionError, match=r"built for 2 expert-parallel ranks; the group has 1"):
+    with pytest.raises(ConversionError, match=r"built for 2 expert-parallel ranks; the group has 1"):
         prophet.convert(model)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import converted, load_original_state_dict, original_state_dict
+from prophet.errors import ConversionError
 from prophet.ranks.threads import ThreadWorld
+from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
     FAMILIES,
     alone,
@@ -24,7 +26,7 @@ from tests.helpers.moe_models import (
     together,
     transformers,
 )
-from tests.helpers.support import on_processes, on_threads, seeded
+from tests.helpers.support import on_threads, seeded
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -220,7 +222,7 @@ def test_frozen_experts_stay_frozen() -> None:
 
 def test_another_activation_is_refused_by_name() -> None:
     model = hugging_face("mixtral", hidden_act="gelu")
-    with pytest.raises(prophet.ConversionError, match=r"model.layers.0.*\(Mixtral\): .*(hidden_act|activations)"):
+    with pytest.raises(ConversionError, match=r"model.layers.0.*\(Mixtral\): .*(hidden_act|activations)"):
         prophet.convert(model)
     assert not list(converted(model))
 
@@ -230,7 +232,7 @@ def test_another_clamp_is_refused_by_name() -> None:
     for module in model.modules():
         if hasattr(module, "limit"):
             module.limit = 5.0
-    with pytest.raises(prophet.ConversionError, match=r"swiglu_limit: the clamped SwiGLU has 7.0, got 5.0"):
+    with pytest.raises(ConversionError, match=r"swiglu_limit: the clamped SwiGLU has 7.0, got 5.0"):
         prophet.convert(model)
 
 

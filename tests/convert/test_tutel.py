@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import load_original_state_dict, original_state_dict
+from prophet.errors import ConversionError
+from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
     VOCAB,
     alone,
@@ -18,7 +20,7 @@ from tests.helpers.moe_models import (
     compare,
     together,
 )
-from tests.helpers.support import on_processes, on_threads, seeded
+from tests.helpers.support import on_threads, seeded
 
 WHY = "needs tutel: NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel"
 pytest.importorskip("tutel.moe", reason=WHY)
@@ -173,7 +175,7 @@ def refusals() -> list[str]:
         try:
             prophet.convert(model)
             found.append("converted")
-        except prophet.ConversionError as error:
+        except ConversionError as error:
             found.append(str(error))
     return found
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prophet.demo.text import Corpus, TextError, held_out_rows, load_corpus, rank_batch
+from prophet.demo.text import Corpus, held_out_rows, load_corpus, rank_batch
+from prophet.errors import TextError
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import prophet
-from prophet.errors import CollectiveTimeout
+from prophet.errors import CollectiveTimeout, ConfigMismatch, PlanMismatch, RoutingError
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
 from tests.helpers.support import (
     FixedPlanner,
+    Lopsided,
     TinyModel,
     everywhere,
     on_threads,
@@ -49,24 +50,13 @@ def check(found: list[BaseException], kind: type[BaseException], *texts: str) ->
             assert text in str(error), f"rank {rank}: {error}"
 
 
-class Lopsided(FixedPlanner):
-    """Deals the remainder out to the highest ranks first: as exact as `FixedPlanner`, and different."""
-
-    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
-        tokens = super().split(load, placement, context).tokens.copy()
-        for r, e in np.ndindex(*load.shape):
-            holders = np.flatnonzero(placement.holds[e])
-            tokens[r, e, holders] = np.sort(tokens[r, e, holders])
-        return Split(tokens)
-
-
 def test_another_placement() -> None:
     def body(group: Collective) -> None:
         run = Run(CASE, group, FixedPlanner(ALL[1:] if group.rank == 1 else ALL), slots_per_rank=8)
         for s in range(3):
             run.whole_step(s)
 
-    check(errors(body), prophet.PlanMismatch, "placement of rank(s) [1]", "MoE layer 0", "step 1")
+    check(errors(body), PlanMismatch, "placement of rank(s) [1]", "MoE layer 0", "step 1")
 
 
 @pytest.mark.parametrize("check_every", [1, 50])
@@ -77,7 +67,7 @@ def test_another_split(check_every: int) -> None:
         for s in range(3):
             run.whole_step(s)
 
-    check(errors(body), prophet.PlanMismatch, "the split of rank(s) [2]", "MoE layer 0", "step 1")
+    check(errors(body), PlanMismatch, "the split of rank(s) [2]", "MoE layer 0", "step 1")
 
 
 def test_another_step() -> None:
@@ -86,7 +76,7 @@ def test_another_step() -> None:
         run.engine.step += int(group.rank == 0)
         run.whole_step(0)
 
-    check(errors(body), prophet.PlanMismatch, "step of rank(s) [0]", "[1, 0, 0] by rank")
+    check(errors(body), PlanMismatch, "step of rank(s) [0]", "[1, 0, 0] by rank")
 
 
 def test_one_rank_evaluates_while_the_others_train() -> None:
@@ -102,7 +92,7 @@ def test_one_rank_evaluates_while_the_others_train() -> None:
             where = "exchange of counts of layer 0" if rank == 1 else "comparison of placements"
             assert f"rank {rank}: {where} failed: no answer" in str(error)
         else:
-            assert isinstance(error, prophet.PlanMismatch)
+            assert isinstance(error, PlanMismatch)
             assert "rank(s) [1]" in str(error)
 
 
@@ -114,7 +104,7 @@ def test_one_rank_evaluates_in_the_middle_of_the_others_step() -> None:
         run.model.train(group.rank != 1)
         run.forward(2)
 
-    check(errors(body), prophet.PlanMismatch, "rank(s) [1]", "MoE layer 0")
+    check(errors(body), PlanMismatch, "rank(s) [1]", "MoE layer 0")
 
 
 @pytest.mark.parametrize(
@@ -133,7 +123,7 @@ def test_another_engine_configuration(odd: dict[str, Any]) -> None:
     def body(group: Collective) -> None:
         Run(CASE, group, FixedPlanner(ALL), **(odd if group.rank == 1 else {}))
 
-    check(errors(body), prophet.ConfigMismatch, "engine configuration of rank(s) [1]", "rank ")
+    check(errors(body), ConfigMismatch, "engine configuration of rank(s) [1]", "rank ")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +141,7 @@ def test_another_layer(odd: dict[str, object]) -> None:
         model = TinyModel(num_experts=6, group=group, **(odd if group.rank == 2 else {}))  # type: ignore[arg-type]
         prophet.attach(model, config=CASE.engine_config(FixedPlanner(())))
 
-    check(errors(body), prophet.ConfigMismatch, "MoE layers of rank(s) [2]")
+    check(errors(body), ConfigMismatch, "MoE layers of rank(s) [2]")
 
 
 def test_another_number_of_layers() -> None:
@@ -159,14 +149,14 @@ def test_another_number_of_layers() -> None:
         model = TinyModel(num_experts=6, group=group, blocks=3 if group.rank == 0 else 2)
         prophet.attach(model, config=CASE.engine_config(FixedPlanner(())))
 
-    check(errors(body), prophet.ConfigMismatch, "number of MoE layers of rank(s) [0]")
+    check(errors(body), ConfigMismatch, "number of MoE layers of rank(s) [0]")
 
 
 def test_after_a_refused_attach_the_model_is_as_before() -> None:
     def body(group: Collective) -> None:
         model = TinyModel(num_experts=6, group=group)
         config = CASE.engine_config(FixedPlanner(()), slots_per_rank=1 + group.rank)
-        with pytest.raises(prophet.ConfigMismatch):
+        with pytest.raises(ConfigMismatch):
             prophet.attach(model, config=config)
         model(torch.arange(3))
         prophet.attach(model, config=CASE.engine_config(FixedPlanner(()))).close()
@@ -187,7 +177,7 @@ def test_a_broken_gate_on_one_rank(value: float) -> None:
                 run.model.moe(1).gate.weight[2] = value
         run.whole_step(1)
 
-    check(errors(body), prophet.RoutingError, "MoE layer 1, step 1", "rank(s) [1]", "NaN or infinite")
+    check(errors(body), RoutingError, "MoE layer 1, step 1", "rank(s) [1]", "NaN or infinite")
 
 
 def test_broken_input_on_two_ranks_without_an_engine() -> None:
@@ -195,7 +185,7 @@ def test_broken_input_on_two_ranks_without_an_engine() -> None:
         layer = prophet.MoE(4, 4, 6, group=group)
         layer(torch.full((2, 4), torch.nan if group.rank != 1 else 1.0))
 
-    check(errors(body), prophet.RoutingError, "MoE layer, step 0", "rank(s) [0, 2]")
+    check(errors(body), RoutingError, "MoE layer, step 0", "rank(s) [0, 2]")
 
 
 def test_training_goes_on_after_a_broken_batch() -> None:
@@ -209,7 +199,7 @@ def test_training_goes_on_after_a_broken_batch() -> None:
             if group.rank == 2:
                 with torch.no_grad():
                     run.model.moe(1).gate.weight.fill_(torch.nan)
-            with pytest.raises(prophet.RoutingError):
+            with pytest.raises(RoutingError):
                 run.forward(s)
             with torch.no_grad():
                 run.model.moe(1).gate.weight.copy_(good)

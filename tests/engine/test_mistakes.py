@@ -18,7 +18,7 @@ import torch._dynamo
 import torch.fx
 
 import prophet
-from prophet.errors import CollectiveError
+from prophet.errors import CollectiveError, PlanMismatch
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.support import (
@@ -40,30 +40,30 @@ CASE = Case(ranks=2, steps=4, blocks=2, seed=8)
 STATIC = prophet.EngineConfig(planner="static")
 
 ELSEWHERE = {
-    "experts do not divide by the group": "unit/test_convert.py::test_wrong_group_size",
-    "a layer for an impossible group": "unit/test_layer.py::test_impossible_layers",
-    "processes do not divide into groups": "distributed/test_expert_replicas.py::test_groups_that_do_not_fit",
-    "converted after the optimizer was built": "unit/test_convert.py::test_after_the_optimizer_was_built",
-    "converted twice": "unit/test_convert.py::test_converting_twice",
-    "experts of several dtypes": "unit/test_convert.py::test_mixed_dtypes",
-    "input of another dtype than the layer": "unit/test_layer.py::test_another_dtype",
-    "tied experts in a model to convert": "unit/test_convert.py::test_tied_experts",
-    "two engines on one model": "unit/test_engine_steps.py::test_two_engines_on_one_model",
-    "wrapped in DDP too early": "distributed/test_ddp.py::test_ddp_and_repeatability",
-    "fully_shard takes the experts, too": "distributed/test_fsdp.py::test_experts_that_were_cut_are_refused",
+    "experts do not divide by the group": "convert/test_convert.py::test_wrong_group_size",
+    "a layer for an impossible group": "layer/test_moe.py::test_impossible_layers",
+    "processes do not divide into groups": "processes/test_expert_replicas.py::test_groups_that_do_not_fit",
+    "converted after the optimizer was built": "convert/test_convert.py::test_after_the_optimizer_was_built",
+    "converted twice": "convert/test_convert.py::test_converting_twice",
+    "experts of several dtypes": "convert/test_convert.py::test_mixed_dtypes",
+    "input of another dtype than the layer": "layer/test_moe.py::test_another_dtype",
+    "tied experts in a model to convert": "convert/test_convert.py::test_tied_experts",
+    "two engines on one model": "engine/test_steps.py::test_two_engines_on_one_model",
+    "wrapped in DDP too early": "processes/test_ddp.py::test_ddp_and_repeatability",
+    "fully_shard takes the experts, too": "processes/test_fsdp.py::test_experts_that_were_cut_are_refused",
     "accumulation that was not announced": (
-        "unit/test_engine_steps.py::test_unannounced_accumulation_is_correct_and_costs_one_agg_each"
+        "engine/test_steps.py::test_unannounced_accumulation_is_correct_and_costs_one_agg_each"
     ),
     "fewer backward passes than announced": (
-        "unit/test_engine_steps.py::test_an_early_optimizer_step_warns_and_is_still_complete"
+        "engine/test_steps.py::test_an_early_optimizer_step_warns_and_is_still_complete"
     ),
-    "evaluation in training mode": "unit/test_engine_steps.py::test_a_forward_without_gradients_in_training_mode",
-    "evaluation on one rank only": "unit/test_engine_agreement.py::test_one_rank_evaluates_while_the_others_train",
-    "an auxiliary loss that nobody adds": "unit/test_layer.py::test_auxiliary_losses_that_nobody_collects",
-    "another configuration on one rank": "unit/test_engine_agreement.py::test_another_engine_configuration",
-    "a step that nobody ends": "unit/test_engine_steps.py::test_a_step_that_nobody_ends",
-    "one rank's state dict alone": "unit/test_state_dict.py::test_one_ranks_own_entries_are_not_enough_elsewhere",
-    "no MoE layer in the model": "unit/test_engine_steps.py::test_a_model_without_moe_layers",
+    "evaluation in training mode": "engine/test_steps.py::test_a_forward_without_gradients_in_training_mode",
+    "evaluation on one rank only": "engine/test_agreement.py::test_one_rank_evaluates_while_the_others_train",
+    "an auxiliary loss that nobody adds": "layer/test_moe.py::test_auxiliary_losses_that_nobody_collects",
+    "another configuration on one rank": "engine/test_agreement.py::test_another_engine_configuration",
+    "a step that nobody ends": "engine/test_steps.py::test_a_step_that_nobody_ends",
+    "one rank's state dict alone": "layer/test_state_dict.py::test_one_ranks_own_entries_are_not_enough_elsewhere",
+    "no MoE layer in the model": "engine/test_steps.py::test_a_model_without_moe_layers",
 }
 
 
@@ -291,9 +291,7 @@ def test_one_rank_with_fewer_microbatches() -> None:
                 run.backward(step, microbatch)
             run.optimizer.step()
 
-    with pytest.raises(
-        (CollectiveError, prophet.PlanMismatch), match=r"rank 1 is in|step of rank\(s\) \[1\]|no answer"
-    ):
+    with pytest.raises((CollectiveError, PlanMismatch), match=r"rank 1 is in|step of rank\(s\) \[1\]|no answer"):
         on_threads(2, body, timeout_s=5)
 
 

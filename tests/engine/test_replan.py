@@ -12,7 +12,7 @@ import torch
 import prophet
 from prophet.engine.history import History
 from prophet.engine.replan import EVERY_STEP, KeptPlan, ReplanConfig, next_plan, predicted_gain
-from prophet.errors import SpecError
+from prophet.errors import ConfigMismatch, SpecError
 from prophet.planner import get_planner
 from prophet.planner.base import Planner
 from prophet.ranks.threads import ThreadCollective
@@ -222,7 +222,7 @@ def test_ranks_must_agree_on_when_to_plan() -> None:
     def body(c: ThreadCollective) -> None:
         model = TinyModel(seed=1, group=c, blocks=1)
         config = prophet.EngineConfig(replan=prophet.ReplanConfig(interval=2 + c.rank))
-        with pytest.raises(prophet.ConfigMismatch, match="engine configuration"):
+        with pytest.raises(ConfigMismatch, match="engine configuration"):
             prophet.attach(model, config=config)
 
     on_threads(2, body)

@@ -1,4 +1,4 @@
-"""Random spaces, layouts and states for the tests of `pipeline_balance.state`."""
+"""Random and sparse spaces, layouts and states for the tests of `prophet.state`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prophet.errors import LayoutError
+from prophet.spec import IntArray
 from prophet.state.layout import Layout, Piece, layout_from
 from prophet.state.space import Box, Space, TensorSpec
 from prophet.state.transition import torch_dtype
@@ -97,3 +99,33 @@ def _mask(layout: Layout, rank: int, spec: TensorSpec) -> np.ndarray:
 
 def held_bytes(tensors: Sequence[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def csr_specs(
+    name: str, *, rows: int, nonzeros: int, dtype: str = "float32", layer: int | None = None
+) -> tuple[TensorSpec, ...]:
+    """The tensors of a pruned matrix in compressed sparse rows: row offsets, column indices, values.
+
+    States that follow the values (moments) are further tensors of shape [nonzeros] and are cut by the same boxes.
+    """
+    return (
+        TensorSpec(name=f"{name}.crow", shape=(rows + 1,), dtype="int64", kind="index", layer=layer),
+        TensorSpec(name=f"{name}.col", shape=(nonzeros,), dtype="int64", kind="index", layer=layer),
+        TensorSpec(name=f"{name}.values", shape=(nonzeros,), dtype=dtype, kind="parameter", layer=layer),
+    )
+
+
+def csr_rows(name: str, crow: IntArray | Sequence[int], first: int, last: int) -> list[Piece]:
+    """Rows first .. last-1 of a sparse matrix whose row offsets `crow` [rows + 1] are known to all ranks.
+
+    The piece of offsets has one entry more than rows and counts from the start of the whole matrix; subtract its first
+    entry to get the offsets of the rows alone.
+    """
+    if not 0 <= first <= last < len(crow):
+        raise LayoutError(f"{name}: rows {first}..{last} are outside a matrix of {len(crow) - 1} rows")
+    values = Box((int(crow[first]),), (int(crow[last]),))
+    return [
+        Piece(f"{name}.crow", Box((first,), (last + 1,))),
+        Piece(f"{name}.col", values),
+        Piece(f"{name}.values", values),
+    ]

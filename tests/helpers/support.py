@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import tempfile
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import TypeVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import prophet
 from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective
-from prophet.ranks.launch import leave
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import IntArray, Placement, PlanContext, Split, digest
 
@@ -95,6 +84,17 @@ class FixedPlanner(Planner):
             holders = np.flatnonzero(placement.holds[e])
             tokens[r, e, holders] = load[r, e] // holders.size
             tokens[r, e, holders[: load[r, e] % holders.size]] += 1
+        return Split(tokens)
+
+
+class Lopsided(FixedPlanner):
+    """Deals the remainder out to the highest ranks first: as exact as `FixedPlanner`, and different."""
+
+    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
+        tokens = super().split(load, placement, context).tokens.copy()
+        for r, e in np.ndindex(*load.shape):
+            holders = np.flatnonzero(placement.holds[e])
+            tokens[r, e, holders] = np.sort(tokens[r, e, holders])
         return Split(tokens)
 
 
@@ -208,93 +208,3 @@ def on_threads(size: int, body: Callable[[ThreadCollective], T], timeout_s: floa
 def dense_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters that all ranks share, by name."""
     return {n: p for n, p in model.named_parameters() if not getattr(p, "prophet_expert", False)}
-
-
-# --- ranks that are processes -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How one rank's process ended: its result, or the text of its error; exit code and seconds it ran."""
-
-    result: Any
-    error: str | None
-    exit_code: int | None
-    seconds: float
-
-
-def _process_main(
-    rank: int, size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...], pipe: Connection
-) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    try:
-        pipe.send((body(*args), None))
-    except BaseException as error:
-        pipe.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-        raise SystemExit(3) from None
-    dist.barrier()
-    dist.destroy_process_group()
-    leave()
-
-
-def process_outcomes(size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Outcome]:
-    """Run `body(*args)` in `size` gloo processes, and say how each ended; what still runs after `timeout_s`
-    is killed.
-
-    `body` must be importable; it finds the process group initialised. Results travel by pipe, so keep them
-    small.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch._dynamo", "tests.helpers.training"])
-    started = time.monotonic()
-    ended: dict[int, float] = {}
-    found: dict[int, tuple[Any, str | None]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "store")
-        readers, processes = [], []
-        for rank in range(size):
-            reader, writer = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_process_main,
-                args=(rank, size, store, body, args, writer),
-                name=f"rank-{rank}",
-                daemon=True,
-            )
-            process.start()
-            writer.close()
-            readers.append(reader)
-            processes.append(process)
-        try:
-            while len(ended) < size and time.monotonic() < started + timeout_s:
-                waiting: list[Any] = [readers[r] for r in range(size) if r not in found]
-                waiting += [processes[r].sentinel for r in range(size) if r not in ended]
-                ready = wait(waiting, timeout=max(started + timeout_s - time.monotonic(), 0.01))
-                for rank in range(size):
-                    if readers[rank] in ready:
-                        try:
-                            found[rank] = readers[rank].recv()
-                        except EOFError:
-                            found[rank] = (None, "ended without a word")
-                    if processes[rank].sentinel in ready:
-                        ended[rank] = time.monotonic() - started
-        finally:
-            for process in processes:
-                with suppress(ProcessLookupError):
-                    if process.is_alive() and process.pid is not None:
-                        os.kill(process.pid, signal.SIGKILL)
-                process.join(5)
-    late = (None, f"still running after {timeout_s:g} s")
-    return [
-        Outcome(*found.get(r, late), processes[r].exitcode if r in ended else None, ended.get(r, timeout_s))
-        for r in range(size)
-    ]
-
-
-def on_processes(size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-    """The results by rank of `body(*args)` in `size` gloo processes; a rank's error is raised here."""
-    outcomes = process_outcomes(size, body, *args, timeout_s=timeout_s)
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None or outcome.exit_code != 0:
-            raise RuntimeError(f"rank {rank} ended with {outcome.exit_code}: {outcome.error}")
-    return [o.result for o in outcomes]

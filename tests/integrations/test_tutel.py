@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import converted
-from tests.helpers.support import FixedPlanner, everywhere, on_processes
+from prophet.errors import ConversionError
+from tests.helpers.launch import on_processes
+from tests.helpers.support import FixedPlanner, everywhere
 
 WHY = "needs tutel: NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel"
 needs_tutel = pytest.mark.skipif(importlib.util.find_spec("tutel") is None, reason=WHY)
@@ -137,7 +139,7 @@ def what_users_rely_on() -> list[str]:
     again = [p.skip_allreduce for p in model.parameters() if hasattr(p, "skip_allreduce")]
     failed += check("marks after revert", again == wanted)
     balanced.close()
-    return failed + check("twice", "has been converted" in message(balanced.revert, prophet.ConversionError))
+    return failed + check("twice", "has been converted" in message(balanced.revert, ConversionError))
 
 
 def loading() -> list[str]:

@@ -351,7 +351,10 @@ def test_a_planner_that_lacks_the_protocols_defaults() -> None:
 
         def split(self) -> None: ...
 
-    with pytest.raises(TypeError, match=r"planner must be a name or a prophet.planner.Planner, got Bare; derive"):
+    with pytest.raises(
+        TypeError,
+        match=r"a prophet.planner.Planner, got Bare without replicates, withdraws, warm: derive",
+    ):
         prophet.EngineConfig(planner=Bare())  # type: ignore[arg-type]
 
 

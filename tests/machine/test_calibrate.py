@@ -11,22 +11,9 @@ import torch
 
 from prophet.errors import SpecError
 from prophet.experts.bank import ExpertBank
-from prophet.machine.calibrate import (
-    Calibration,
-    Probe,
-    Ranges,
-    calibrate,
-    check,
-    measure_overlap,
-    model_lines,
-)
-from prophet.machine.fit import (
-    Fit,
-    Line,
-    Point,
-    fit_line,
-    rate_of,
-)
+from prophet.machine.calibrate import Calibration, calibrate, check, model_lines
+from prophet.machine.fit import Fit, Line, Point, fit_line, rate_of
+from prophet.machine.measure import Probe, Ranges, measure_overlap
 from prophet.planner.cost import step_cost
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology
@@ -218,10 +205,8 @@ def test_other_types_of_numbers() -> None:
 
 def test_samples_that_were_disturbed_show_in_the_spread() -> None:
     """Each run takes one of the seconds below by a made-up clock; the lower quartile counts."""
-    from prophet.machine import calibrate as module
-
     took = iter([9.0, 9.0, 1.0, 1.0, 1.0, 3.0, 3.0])  # the first two are the warm-up and the look at its length
-    probe = module.Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 5)
+    probe = Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 5)
     (lower, median), by_rank = probe.typical([lambda: next(took)])
     assert (lower.tolist(), median.tolist()) == ([1.0], [1.0])
     assert by_rank.tolist() == [[1.0]]
@@ -231,8 +216,6 @@ def test_samples_that_were_disturbed_show_in_the_spread() -> None:
 
 
 def test_short_runs_are_sampled_more_often() -> None:
-    from prophet.machine import calibrate as module
-
     calls = [0, 0, 0]
     lasts = (1.0, 3.0, 100.0)
 
@@ -240,7 +223,7 @@ def test_short_runs_are_sampled_more_often() -> None:
         calls[i] += 1
         return lasts[i]
 
-    probe = module.Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 4)
+    probe = Probe(ThreadWorld(1).collective(0), torch.device("cpu"), 4)
     (lower, _), _ = probe.typical([lambda i=i: run(i) for i in range(3)])  # type: ignore[misc]
     assert lower.tolist() == list(lasts)
     assert calls == [2 + 4 * 8, 2 + 4 * 8, 2 + 4]  # at most eight times as often

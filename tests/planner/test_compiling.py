@@ -12,7 +12,7 @@ import pytest
 
 from prophet.planner import compiled
 from prophet.planner.compiled import _Turn
-from tests.helpers.launching import ended_within
+from tests.helpers.launch import ended_within
 
 pytestmark = pytest.mark.skipif(compiled.fcntl is None, reason="files cannot be locked here")
 

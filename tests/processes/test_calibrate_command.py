@@ -9,13 +9,16 @@ import pytest
 
 from prophet.cli import FAILED, OK, main
 from prophet.machine.topology import read_fits, read_topology
-from tests.helpers.launching import as_launched
+from tests.helpers.launch import as_launched
 
-SMALL = ["--dim", "16", "--hidden", "32", "--rows", "16", "256", "--tokens", "16", "128", "--repeats", "2"]
+SMALL = ["--expert", "16x32", "--rows", "16", "128"]
 OPERATIONS = {"a2a_intra", "expert_forward", "expert_backward", "trans", "agg"}
 
 
-def test_two_ranks_are_started_measured_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_are_started_measured_and_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prophet.commands.calibrate._REPEATS", 2)
     file = tmp_path / "sub" / "t.toml"
     assert main(["calibrate", "--ranks", "2", "--out", str(file), "--check", "--json", *SMALL]) == OK
     answer = json.loads(capsys.readouterr().out)
@@ -27,12 +30,13 @@ def test_two_ranks_are_started_measured_and_checked(tmp_path: Path, capsys: pyte
     assert (topology.ranks, topology.nodes) == (2, 1)
     assert topology.intra.bytes_per_s == answer["topology"]["intra"]["bytes_per_s"]
     fits = read_fits(file)
+    assert topology.name == "t"
     assert fits["expert_forward"]["dim"] == 16
     assert fits["trans"]["mean_error"] == pytest.approx(answer["operations"][3]["mean_error"])
 
     # the file is checked with the expert it was made with, and nothing is written
     written = file.read_bytes()
-    assert main(["calibrate", "--check", "--topology", str(file), *SMALL[4:]]) == OK
+    assert main(["calibrate", "--check", "--machine", str(file), *SMALL[2:]]) == OK
     shown = capsys.readouterr().out
     assert "an expert of 16 x 32" in shown
     assert all(operation in shown for operation in OPERATIONS)
@@ -40,8 +44,12 @@ def test_two_ranks_are_started_measured_and_checked(tmp_path: Path, capsys: pyte
     assert file.read_bytes() == written
 
 
-def test_a_run_that_takes_too_long_is_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "--ranks", "2", "--check", "--limit", "1", "--repeats", "1000"]) == FAILED
+def test_a_run_that_takes_too_long_is_ended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prophet.commands.calibrate._LIMIT_S", 1.0)
+    monkeypatch.setattr("prophet.commands.calibrate._REPEATS", 1000)
+    assert main(["calibrate", "--ranks", "2", "--check"]) == FAILED
     error = capsys.readouterr().err
     assert "the calibration took more than 1 s and was ended; still running: rank 0, rank 1" in error
 
@@ -50,7 +58,7 @@ def test_ranks_that_are_there_already_are_joined(tmp_path: Path) -> None:
     """As torchrun starts them: rank 0 speaks, the others are silent."""
     told = {"LOCAL_WORLD_SIZE": "1"}  # two nodes of one rank, as far as the ranks can tell
     file = tmp_path / "t.toml"
-    said = as_launched("prophet", "calibrate", "--out", str(file), "--json", *SMALL, ranks=2, **told)
+    said = as_launched("tests.helpers.calibrate_quickly", "--out", str(file), "--json", *SMALL, ranks=2, **told)
     assert said[1] == ""
     assert {row["operation"] for row in json.loads(said[0])["operations"]} == {
         "a2a_inter",

@@ -24,13 +24,13 @@ from prophet.experts.bank import ExpertBank
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import processes
 from prophet.ranks.threads import ThreadWorld
-from tests.convert.test_convert import Net, net_loss
+from tests.helpers.expert_lists import Net, net_loss
+from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import batches
 from tests.helpers.support import (
     RandomPlanner,
     TinyModel,
     next_id_loss,
-    on_processes,
     on_threads,
 )
 from tests.helpers.training import Case

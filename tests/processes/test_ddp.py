@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prophet
 from prophet.ranks.process_group import collective_for
+from tests.helpers.launch import on_processes
 from tests.helpers.support import (
     FixedPlanner,
     everywhere,
     next_id_loss,
-    on_processes,
 )
 from tests.helpers.training import (
     SCALE,

@@ -30,7 +30,7 @@ from tests.helpers.deepspeed_support import (
     train,
     values,
 )
-from tests.helpers.support import on_processes
+from tests.helpers.launch import on_processes
 
 STEPS = 5
 FP16 = {"fp16": {"initial_scale_power": 4, "loss_scale_window": 2}}  # the scale doubles while a checkpoint is made

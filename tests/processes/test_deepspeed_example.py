@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launching import EXAMPLES, torchrun
+from tests.helpers.launch import EXAMPLES, torchrun
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install 'moe-prophet[deepspeed]'")
 

@@ -19,7 +19,7 @@ from prophet_deepspeed.pipeline import decide_stages, measure_layers, pipeline_m
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
 from tests.helpers.deepspeed_support import prepare
-from tests.helpers.support import on_processes
+from tests.helpers.launch import on_processes
 
 LAYERS, DIM, ROWS, MICROBATCHES, STEPS = 7, 6, 4, 3, 3
 # the first rule DeepSpeed would use gives (0, 3, 5, 7)

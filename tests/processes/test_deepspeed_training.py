@@ -27,7 +27,7 @@ from tests.helpers.deepspeed_support import (
     train,
     update_error,
 )
-from tests.helpers.support import on_processes
+from tests.helpers.launch import on_processes
 
 RANKS, STEPS = 4, 4
 # SGD shows the size of gradients, and the norm is about 1: all steps are clipped

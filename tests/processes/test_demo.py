@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from prophet.demo.launch import DemoError, LaunchConfig, launch
+from prophet.demo.launch import LaunchConfig, launch
 from prophet.demo.main import run_demo
 from prophet.demo.model import ModelConfig
 from prophet.demo.text import load_corpus
 from prophet.demo.train import RunResult, TrainConfig, train
-from prophet.errors import SpecError
+from prophet.errors import RankFailed, SpecError
 from prophet.scheduler.timeline import read_trace as read_step
 from prophet.traces.npz import read_trace
 
@@ -90,7 +90,7 @@ def test_a_killed_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
     killer = threading.Thread(target=kill_rank_one)
     killer.start()
     began = time.monotonic()
-    with pytest.raises(DemoError, match="rank 1 was ended by SIGKILL"):
+    with pytest.raises(RankFailed, match="rank 1 was ended by SIGKILL"):
         launch(config)
     killer.join()
     assert time.monotonic() - began < 190
@@ -99,7 +99,7 @@ def test_a_killed_rank_ends_the_demo_with_its_name(tmp_path: Path) -> None:
 
 def test_time_runs_out(tmp_path: Path) -> None:
     config = LaunchConfig(out=tmp_path, train=replace(SMALL, steps=100_000), ranks=2, limit_s=0.5)
-    with pytest.raises(DemoError, match=r"took more than 0.5 s and was ended; still running: rank 0, rank 1"):
+    with pytest.raises(RankFailed, match=r"took more than 0.5 s and was ended; still running: rank 0, rank 1"):
         launch(config)
     assert not [c for c in multiprocessing.active_children() if c.name.startswith("rank ")]
 
@@ -108,14 +108,14 @@ def test_a_failing_rank_is_quoted(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("too short to train on, by far")
     config = LaunchConfig(out=tmp_path / "out", train=SMALL, ranks=2, text=text, limit_s=120)
-    with pytest.raises(DemoError, match=r"rank \d failed: TextError: the text has \d+ bytes, expected at least 33"):
+    with pytest.raises(RankFailed, match=r"rank \d failed: TextError: the text has \d+ bytes, expected at least 33"):
         launch(config)
 
 
 def test_what_cannot_be_divided_is_refused_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="4 experts cannot be divided among 3"):
         launch(LaunchConfig(out=tmp_path, train=SMALL, ranks=3))
-    with pytest.raises(DemoError, match="5 training and 4 held-out sequences cannot be divided among 2"):
+    with pytest.raises(SpecError, match="5 training and 4 held-out sequences cannot be divided among 2"):
         launch(LaunchConfig(out=tmp_path, train=replace(SMALL, sequences=5), ranks=2))
 
 

@@ -14,10 +14,10 @@ import prophet
 from prophet.engine.config import Experiment
 from prophet.engine.parallel import ExpertReplicas, expert_groups
 from prophet.ranks.threads import ThreadWorld
+from tests.helpers.launch import on_processes
 from tests.helpers.support import (
     RandomPlanner,
     next_id_loss,
-    on_processes,
     seeded,
 )
 from tests.helpers.training import (

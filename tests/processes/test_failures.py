@@ -13,13 +13,8 @@ import pytest
 from prophet.engine.engine import Engine
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import collective_for
-from tests.engine.test_agreement import Lopsided
-from tests.helpers.support import (
-    FixedPlanner,
-    Outcome,
-    everywhere,
-    process_outcomes,
-)
+from tests.helpers.launch import Outcome, process_outcomes
+from tests.helpers.support import FixedPlanner, Lopsided, everywhere
 from tests.helpers.training import Case, Run
 
 RANKS = 4
@@ -36,7 +31,7 @@ def die() -> None:
 
 
 def hang() -> None:
-    time.sleep(3 * PATIENCE_S)
+    time.sleep(2 * PATIENCE_S)
     die()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.support import on_processes
+from tests.helpers.launch import on_processes
 from tests.helpers.training import (
     Case,
     Step,

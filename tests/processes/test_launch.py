@@ -12,7 +12,7 @@ import pytest
 
 from prophet.errors import RankFailed, SpecError
 from prophet.ranks.launch import Launch, _watch, launched, run_ranks
-from tests.helpers.launching import torchrun
+from tests.helpers.launch import torchrun
 
 JOINS = """
 import dataclasses, json, pathlib, sys, torch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_balance.leave.membership import (
+from pipeline_balance.leave.checkpoint import (
     DESCRIPTION,
     load_checkpoint,
     read_checkpoint,
@@ -15,14 +15,8 @@ from pipeline_balance.leave.membership import (
 )
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
-from tests.helpers.pipeline_processes import run_gloo
-from tests.processes.test_pipeline_trainer import (
-    LAYERS,
-    TOLERANCE,
-    batch,
-    pipeline,
-    plain_losses,
-)
+from tests.helpers.launch import run_gloo
+from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, pipeline, plain_losses
 
 STEPS = 5
 

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 import pipeline_balance
 from pipeline_balance.control.controller import ControllerConfig, DecisionMismatch, MoveCost
-from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.pipeline.stages import PipelineConfig
+from pipeline_balance.pipeline.trainer import PipelineTrainer
 from pipeline_balance.spec import StageMap
-from tests.helpers.pipeline_processes import run_gloo
+from tests.helpers.launch import run_gloo
 
 LAYERS, DIM, MICROBATCHES = 8, 6, 4
 
@@ -33,19 +34,18 @@ class _Slow(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def make(size: int) -> ElasticPipeline:
-    return ElasticPipeline(
+def make(size: int) -> PipelineTrainer:
+    return PipelineTrainer(
         _Slow,
         StageMap.contiguous([k * LAYERS // size for k in range(size + 1)]),
-        microbatches=MICROBATCHES,
         loss_fn=nn.functional.mse_loss,
         make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
         boundaries=[torch.zeros(2, DIM)] * (LAYERS + 1),
-        timeout_s=60.0,
+        config=PipelineConfig(microbatches=MICROBATCHES, timeout_s=60.0),
     )
 
 
-def _set_times(run: ElasticPipeline, slow: set[int]) -> None:
+def _set_times(run: PipelineTrainer, slow: set[int]) -> None:
     for i, layer in run.layers.items():
         layer.module.seconds = 12e-3 if i in slow else 1e-3  # type: ignore[assignment]
 
@@ -69,7 +69,7 @@ def _run(rank: int, size: int, balance: bool) -> dict[str, Any]:
         maps.append(run.stage_map.boundaries)
     overhead = balanced.overhead()
     assert 0 < overhead.fraction < 1
-    return {"losses": losses, "maps": maps, "overhead": overhead, "trust": balanced.judge.trust}
+    return {"losses": losses, "maps": maps, "overhead": overhead, "trust": balanced.learner.trust}
 
 
 def test_layers_follow_the_load() -> None:
@@ -81,7 +81,7 @@ def test_layers_follow_the_load() -> None:
     assert maps[6][1] < 4 < maps[-1][1]
     assert set(still[0]["maps"]) == {(0, 4, 8)}
     assert moved[1]["losses"] == pytest.approx(still[1]["losses"], rel=1e-5)
-    assert moved[0]["overhead"].rebalances >= 2
+    assert moved[0]["overhead"].moves >= 2
     # loads stay for two decisions, so most of a gain is still there at the next one
     assert moved[0]["trust"] == moved[1]["trust"] > 0.4
     # what was not taken shows as well how long gains last
@@ -133,7 +133,7 @@ def _disagree(rank: int, size: int) -> str:
     _set_times(run, {0, 1, 2})
     balanced = pipeline_balance.attach(run, config=ControllerConfig(every_steps=1, measure_steps=1))
     # what must be equal on all ranks is not: to this one the move costs nothing, to the other everything
-    balanced.judge.move_cost = MoveCost(fixed_s=0.0 if rank == 1 else 1e9)
+    balanced.learner.move_cost = MoveCost(fixed_s=0.0 if rank == 1 else 1e9)
     x = torch.zeros(2 * MICROBATCHES, DIM)
     try:
         balanced.step(x, x)
@@ -154,8 +154,8 @@ def _to_and_fro(rank: int, size: int) -> tuple[list[float], int]:
         # what is slow changes with every decision
         _set_times(run, {0, 1, 2} if step // 2 % 2 else {5, 6, 7})
         balanced.step(x, x)
-        trust.append(balanced.judge.trust)
-    return trust, balanced.overhead().rebalances
+        trust.append(balanced.learner.trust)
+    return trust, balanced.overhead().moves
 
 
 def test_gains_that_do_not_last_are_believed_less() -> None:
@@ -168,4 +168,4 @@ def test_gains_that_do_not_last_are_believed_less() -> None:
 
 def test_ranks_that_decide_differently_say_so() -> None:
     for said in run_gloo(_disagree, 2):
-        assert "ranks [1] chose another stage map" in said
+        assert "ranks [1] decided on another stage map" in said

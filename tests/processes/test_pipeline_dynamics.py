@@ -10,17 +10,13 @@ from pipeline_balance.control.measure import Meter, PipelineLayer
 from pipeline_balance.dynamics.freezing import Freezer, FreezingRule, freeze_prefix, gradient_rates
 from pipeline_balance.dynamics.gpt import GPTShape, boundaries, builder, loss
 from pipeline_balance.dynamics.pruning import prune_globally
-from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.pipeline.stages import PipelineConfig
+from pipeline_balance.pipeline.trainer import PipelineTrainer
 from pipeline_balance.spec import StageMap
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
-from tests.helpers.pipeline_processes import run_gloo
-from tests.pipeline_balance.dynamics.test_blocks import (
-    CASES,
-    DIM,
-    HEADS,
-    TOKENS,
-)
+from tests.helpers.launch import run_gloo
+from tests.helpers.pipeline_blocks import CASES, DIM, HEADS, TOKENS
 
 MICROBATCHES, SEQUENCES, STEPS = 2, 2, 9
 ALL = [*CASES, "freezing"]
@@ -51,7 +47,7 @@ def _change(case: str, layers: dict[int, PipelineLayer], freezer: Freezer, step:
         # the loss is taken as settled; the rule is so generous that layers freeze within a few steps
         before = freezer.frozen
         rates = gradient_rates(layers, freezer.layers, collective, torch.device("cpu"))
-        freeze_prefix(layers, freezer.look(rates, 1.0))
+        freeze_prefix(layers, freezer.update(rates, 1.0))
         return freezer.frozen != before
     return False
 
@@ -89,14 +85,13 @@ def _plain(case: str) -> tuple[list[float], int]:
 
 def _train(rank: int, size: int, case: str) -> tuple[list[float | None], int]:
     shape, build = _model(case)
-    run = ElasticPipeline(
+    run = PipelineTrainer(
         build,  # type: ignore[arg-type]
         StageMap.contiguous((0, 3, shape.layers)),
-        microbatches=MICROBATCHES,
         loss_fn=loss,
         make_optimizer=_optimizer,
         boundaries=boundaries(shape, SEQUENCES, TOKENS),
-        timeout_s=60.0,
+        config=PipelineConfig(microbatches=MICROBATCHES, timeout_s=60.0),
     )
     freezer = _freezer(shape.layers)
     losses = []

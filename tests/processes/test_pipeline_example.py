@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launching import EXAMPLES, torchrun
+from tests.helpers.launch import EXAMPLES, torchrun
 
 
 def test_the_example_runs(tmp_path: Path) -> None:

@@ -10,28 +10,22 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.control.controller import Controller, ControllerConfig
-from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.pipeline.trainer import PipelineTrainer
 from pipeline_balance.pipeline.training_state import collect
 from pipeline_balance.spec import PartitionError, RankLimits, StageMap
 from prophet.errors import TransitionError
 from prophet.state.transition import empty
-from tests.helpers.pipeline_processes import run_gloo
-from tests.processes.test_pipeline_trainer import (
-    LAYERS,
-    TOLERANCE,
-    batch,
-    pipeline,
-    plain_losses,
-)
+from tests.helpers.launch import run_gloo
+from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, pipeline, plain_losses
 
 THREE = StageMap.contiguous((0, 3, 5, LAYERS))
 
 
-def _state(run: ElasticPipeline) -> dict[str, Tensor]:
+def _state(run: PipelineTrainer) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in collect(run.layers, run.optimizer).tensors.items()}
 
 
-def _same(run: ElasticPipeline, before: dict[str, Tensor]) -> bool:
+def _same(run: PipelineTrainer, before: dict[str, Tensor]) -> bool:
     now = _state(run)
     return set(now) == set(before) and all(torch.equal(now[name], tensor) for name, tensor in before.items())
 
@@ -55,7 +49,7 @@ def _lose_one(rank: int, size: int) -> dict[str, Any]:
         run.step(*batch(step))
     before, layers = _state(run), dict(run.layers)
     if rank == size - 1:
-        run.collective = _DiesInExchange(run.collective)  # type: ignore[assignment]
+        run.groups.collective = _DiesInExchange(run.collective)  # type: ignore[assignment]
     with pytest.raises(TransitionError, match="the state from before the move is whole") as caught:
         # layers of the lost rank and of the others change places
         run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
@@ -72,7 +66,7 @@ def test_a_rank_that_dies_during_a_move_leaves_the_others_whole() -> None:
         assert "of a transition failed" in answer["said"]
 
 
-def _no_memory(run: ElasticPipeline, calls: int) -> None:
+def _no_memory(run: PipelineTrainer, calls: int) -> None:
     left = [calls]
 
     def allocate(*args: Any) -> Tensor:
@@ -81,7 +75,7 @@ def _no_memory(run: ElasticPipeline, calls: int) -> None:
             raise MemoryError("none left")
         return empty(*args)
 
-    run.allocate = allocate
+    run.mover.allocate = allocate
 
 
 def _allocation_fails(rank: int, size: int) -> dict[str, Any]:
@@ -97,7 +91,7 @@ def _allocation_fails(rank: int, size: int) -> dict[str, Any]:
         whole.append(_same(run, before) and run.stage_map == THREE)
         assert ("none left" in str(caught.value)) == (rank == 1)
         assert ("ranks [1]" in str(caught.value)) == (rank != 1)
-        run.allocate = empty
+        run.mover.allocate = empty
     losses.append(run.step(*batch(1)))
     run.rebuild(StageMap.contiguous((0, 1, 6, LAYERS)))
     return {"losses": [*losses, run.step(*batch(2))], "whole": whole}
@@ -116,13 +110,13 @@ def _no_group(*_: object) -> object:
 def _building_fails(rank: int, size: int) -> dict[str, Any]:
     run = pipeline(THREE)
     losses = [run.step(*batch(0))]
-    before, layers, plain = _state(run), dict(run.layers), run._pipeline_group
+    before, layers, plain = _state(run), dict(run.layers), run.groups.of_stages
     # state has arrived; the new stages' group cannot be made
-    run._pipeline_group = _no_group  # type: ignore[assignment, method-assign]
+    run.groups.of_stages = _no_group  # type: ignore[assignment, method-assign]
     with pytest.raises(TransitionError, match=rf"rank {rank}: .*no group today.*from before the move is whole"):
         run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
     whole = _same(run, before) and run.stage_map == THREE and run.layers == layers
-    run._pipeline_group = plain  # type: ignore[method-assign]
+    run.groups.of_stages = plain  # type: ignore[method-assign]
     losses.append(run.step(*batch(1)))
     run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
     return {"losses": [*losses, run.step(*batch(2))], "whole": whole}

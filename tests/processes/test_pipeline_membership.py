@@ -15,14 +15,8 @@ import pipeline_balance
 from pipeline_balance.leave.membership import Membership, MembershipError, released
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
-from tests.helpers.pipeline_processes import run_gloo
-from tests.processes.test_pipeline_trainer import (
-    LAYERS,
-    TOLERANCE,
-    batch,
-    pipeline,
-    plain_losses,
-)
+from tests.helpers.launch import run_gloo
+from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, pipeline, plain_losses
 
 STEPS = 40
 
@@ -115,7 +109,7 @@ def _newcomer(rank: int, size: int, path: str) -> list[float | None]:
     if rank == 2:
         assert membership.wait_for_call()
         torch.manual_seed(99)
-        run = pipeline(_spread(1), joining=True)
+        run = pipeline(None)
         losses: list[float | None] = [None, None]
     else:
         membership.start([0, 1])

@@ -6,12 +6,12 @@ import torch
 
 import prophet
 from prophet.ranks.process_group import collective_for
+from tests.helpers.launch import on_processes
 from tests.helpers.support import (
     FixedPlanner,
     TinyModel,
     everywhere,
     next_id_loss,
-    on_processes,
 )
 
 

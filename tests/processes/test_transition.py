@@ -12,7 +12,7 @@ from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.state.route import route
 from prophet.state.transition import transition, transition_naive
-from tests.helpers.pipeline_processes import run_gloo
+from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_support import (
     missing_bytes,
     random_layout,

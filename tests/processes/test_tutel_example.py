@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.launching import EXAMPLES, torchrun
+from tests.helpers.launch import EXAMPLES, torchrun
 
 WHY = "needs tutel: NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel"
 pytest.importorskip("tutel.moe", reason=WHY)

@@ -17,10 +17,10 @@ from prophet.scheduler.budget import within_budget
 from prophet.scheduler.schedules import NAMES, schedule_named
 from prophet.scheduler.windows import WindowClock
 from prophet.spec import Placement
+from tests.helpers.launch import on_processes
 from tests.helpers.support import (
     FixedPlanner,
     everywhere,
-    on_processes,
     on_threads,
 )
 from tests.helpers.training import (

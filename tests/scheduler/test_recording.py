@@ -19,10 +19,10 @@ from prophet.scheduler.recording import StepMarks, compute_spans
 from prophet.scheduler.schedules import block_wise
 from prophet.scheduler.simulate import StepDurations, simulate
 from prophet.scheduler.timeline import Span, read_trace, write_trace
+from tests.helpers.launch import on_processes
 from tests.helpers.support import (
     FixedPlanner,
     everywhere,
-    on_processes,
     on_threads,
 )
 from tests.helpers.training import (

@@ -14,8 +14,9 @@ from prophet.ranks.threads import _ThreadPending
 from prophet.scheduler.forms import FormChooser, Seconds
 from prophet.scheduler.pieces import GRAIN, HALVES
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
+from tests.helpers.launch import on_processes
 from tests.helpers.recorder import RecordingCollective
-from tests.helpers.support import FixedPlanner, on_processes, on_threads
+from tests.helpers.support import FixedPlanner, on_threads
 from tests.helpers.training import (
     Case,
     Run,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import prophet
+from prophet.errors import ReplicaMemoryError
 from prophet.experts.bank import ExpertBank, ReplicaPool
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.threads import ThreadWorld
@@ -208,7 +209,7 @@ def test_a_budget_too_small_for_one_replica() -> None:
     need = budget(case, 1)
 
     def body(group: Collective) -> None:
-        with pytest.raises(prophet.ReplicaMemoryError, match=rf"is {need - 1}, but one replica takes {need} bytes"):
+        with pytest.raises(ReplicaMemoryError, match=rf"is {need - 1}, but one replica takes {need} bytes"):
             Run(case, group, FixedPlanner(()), replica_memory_bytes=need - 1)
         Run(case, group, HomesPlanner(), replica_memory_bytes=need - 1).close()
         Run(case, group, FixedPlanner(()), replica_memory_bytes=need).close()

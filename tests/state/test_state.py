@@ -17,8 +17,6 @@ from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.state.layout import (
     Layout,
     Piece,
-    csr_rows,
-    csr_specs,
     flat_shard,
     layout_from,
     missing,
@@ -28,7 +26,7 @@ from prophet.state.plan import plan
 from prophet.state.route import Route, route
 from prophet.state.space import Box, Space, TensorSpec
 from prophet.state.transition import Moved, empty, transition
-from tests.helpers.pipeline_support import random_values, same_bits, states_of
+from tests.helpers.pipeline_support import csr_rows, csr_specs, random_values, same_bits, states_of
 
 MATRIX = Space((TensorSpec(name="w", shape=(4, 6)),))
 

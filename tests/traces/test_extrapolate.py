@@ -95,12 +95,13 @@ def test_the_built_in_error_bar_is_what_was_measured() -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "machine.toml"
     write_topology(file, SMALL)
-    few = ["--layers", "1", "--tokens", "256", "--group", "8", "--policy", "static"]
-    assert main(["simulate", "--ranks", "8,16", "--topology", str(file), "--json", *few]) == 0
+    few = ["--tokens", "256", "--planner", "static"]
+    assert main(["simulate", "--ranks", "8,16", "--machine", f"{file}:MoE-GPT-S", "--json", *few]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert [(r["ranks"], r["policy"]) for r in answer["rows"]] == [
+    assert [(r["ranks"], r["planner"]) for r in answer["rows"]] == [
         (n, p) for n in (8, 16) for p in ("static", ex.BALANCED)
     ]
+    assert answer["model"] == "MoE-GPT-S"
     assert all(r["low_s"] <= r["step_s"] <= r["high_s"] for r in answer["rows"])
     assert "emulated hosts" in answer["error"]["source"]
     assert main(["simulate", "--ranks", "8", *few]) == 0
@@ -110,13 +111,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--topology", "none.toml"], "none.toml: expected a topology file"),
-        (["--measured", "none.json"], "none.json: expected rows"),
-        (["--preset", "none"], "none"),
-        (["--ranks", "12", "--group", "8"], "multiple"),
-        (["--policy", "none"], "none"),
+        (["--machine", "none.toml"], "none.toml: expected a topology file"),
+        (["--machine", "none"], "none"),
+        (["--ranks", "96"], "multiple"),
+        (["--planner", "none"], "none"),
     ],
 )
 def test_what_the_command_refuses(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--ranks", "8", "--layers", "1", *words]) == 2
+    assert main(["simulate", "--ranks", "8", *words]) == 2
     assert message in capsys.readouterr().err

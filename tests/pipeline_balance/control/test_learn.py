@@ -1,11 +1,11 @@
-"""When a controller looks, and how long it believes in gains."""
+"""When a controller decides, and how long it believes in gains."""
 
 from __future__ import annotations
 
 import pytest
 
 from pipeline_balance.control.decide import ControllerConfig, MoveCost
-from pipeline_balance.control.learn import Judge, Lookout
+from pipeline_balance.control.learn import DecisionTimer, Learner, MoveTime
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap
 from prophet.errors import SpecError
 
@@ -19,81 +19,82 @@ def layers(*times_s: float) -> list[LayerCost]:
 EVEN, LATE, EARLY = layers(*[1.0] * 8), layers(1, 1, 1, 1, 5, 5, 5, 5), layers(5, 5, 5, 5, 1, 1, 1, 1)
 
 
-def looks(config: ControllerConfig, steps: int, quiet: bool, disturbed: int = -1) -> tuple[list[int], list[int]]:
+def decisions(config: ControllerConfig, steps: int, quiet: bool, changed: int = -1) -> tuple[list[int], list[int]]:
     """(steps after which a decision was made, steps that were measured)."""
-    lookout, made, measured = Lookout(config), [], []
+    timer, made, measured = DecisionTimer(config), [], []
     for step in range(steps):
-        if step == disturbed:
-            lookout.disturbed()
-        if lookout.measuring:
+        if step == changed:
+            timer.loads_changed()
+        if timer.measuring:
             measured.append(step)
-        due = lookout.due
-        lookout.step += 1
+        due = timer.due
+        timer.step += 1
         if due:
             made.append(step)
-            lookout.looked(quiet=quiet)
+            timer.decided(quiet=quiet)
     return made, measured
 
 
-def test_looks_come_at_an_interval() -> None:
-    assert looks(ControllerConfig(every_steps=4, measure_steps=2), 12, True) == ([3, 7, 11], [2, 3, 6, 7, 10, 11])
+def test_decisions_come_at_an_interval() -> None:
+    assert decisions(ControllerConfig(every_steps=4, measure_steps=2), 12, True) == ([3, 7, 11], [2, 3, 6, 7, 10, 11])
     every = ControllerConfig(every_steps=1, measure_steps=1, prepare_in_backward=True)
-    assert looks(every, 3, True) == ([0, 1, 2], [0, 1, 2])
+    assert decisions(every, 3, True) == ([0, 1, 2], [0, 1, 2])
 
 
-def test_looks_become_rare_while_nothing_is_to_gain() -> None:
+def test_decisions_become_rare_while_nothing_is_to_gain() -> None:
     config = ControllerConfig(every_steps=4, measure_steps=1, max_every_steps=16)
-    assert looks(config, 50, True)[0] == [3, 11, 27, 43]
-    assert looks(config, 16, False)[0] == [3, 7, 11, 15]
+    assert decisions(config, 50, True)[0] == [3, 11, 27, 43]
+    assert decisions(config, 16, False)[0] == [3, 7, 11, 15]
 
 
-def test_a_known_change_is_looked_at_as_soon_as_it_is_measured() -> None:
+def test_a_known_change_is_decided_on_as_soon_as_it_is_measured() -> None:
     config = ControllerConfig(every_steps=4, measure_steps=2, max_every_steps=64)
-    made, measured = looks(config, 30, True, disturbed=14)
+    made, measured = decisions(config, 30, True, changed=14)
     assert made == [3, 11, 15, 23]
     assert {14, 15} <= set(measured)
     # one that was due anyway is not put off
-    assert looks(config, 12, True, disturbed=3)[0] == [3, 11]
+    assert decisions(config, 12, True, changed=3)[0] == [3, 11]
 
 
-def _judge(**options: object) -> Judge:
+def _learner(**options: object) -> Learner:
     config = ControllerConfig(every_steps=10, move_cost=MoveCost(fixed_s=1e6), **options)  # type: ignore[arg-type]
-    return Judge(RankLimits.uniform(2), 8, config)
+    return Learner(RankLimits.uniform(2), 8, config)
 
 
 def test_gains_that_last_count_for_more_steps() -> None:
-    judge = _judge()
-    first = judge.lasting_steps()
+    learner = _learner()
+    first = learner.lasting_steps()
     assert first < 10
     for _ in range(6):
-        assert not judge.look(LATE, HALVES).move
-    assert judge.trust > 0.95
-    assert first < judge.lasting_steps() <= 40
-    assert judge.missed_s > 0
+        assert not learner.decide(LATE, HALVES).move
+    assert learner.trust > 0.95
+    assert first < learner.lasting_steps() <= 40
+    assert learner.missed_s > 0
 
 
 def test_gains_that_vanish_count_for_fewer() -> None:
-    judge = _judge()
+    learner = _learner()
     for i in range(6):
-        judge.look(LATE if i % 2 else EARLY, HALVES)
-    assert judge.trust < 0.05
-    assert judge.lasting_steps() == 1
+        learner.decide(LATE if i % 2 else EARLY, HALVES)
+    assert learner.trust < 0.05
+    assert learner.lasting_steps() == 1
 
 
 def test_a_given_horizon_is_believed_at_first() -> None:
-    judge = _judge(horizon_steps=200)
-    assert judge.lasting_steps() == 200
-    judge.look(LATE, HALVES)
-    judge.look(EVEN, HALVES)
-    assert judge.lasting_steps() < 20
-    assert judge.missed_s == 0.0
+    learner = _learner(horizon_steps=200)
+    assert learner.lasting_steps() == 200
+    learner.decide(LATE, HALVES)
+    learner.decide(EVEN, HALVES)
+    assert learner.lasting_steps() < 20
+    assert learner.missed_s == 0.0
 
 
 def test_a_move_that_took_long_is_expected_to_again() -> None:
-    judge = _judge()
-    judge.move_cost = MoveCost(fixed_s=1.0, bytes_per_s=100.0)
-    judge.learn(5.0, 200.0)
-    assert judge.move_cost.fixed_s == 2.0
+    learner = _learner()
+    learner.move_cost = MoveCost(fixed_s=1.0, bytes_per_s=100.0)
+    decision = learner.decide(EVEN, HALVES)
+    learner.learn(decision, MoveTime(seconds=5.0, busiest_bytes=200.0))
+    assert learner.move_cost.fixed_s == 2.0
 
 
 def test_the_interval_is_checked() -> None:

@@ -8,18 +8,12 @@ from torch import Tensor, nn
 
 from pipeline_balance.dynamics.depths import MixtureOfDepths
 from pipeline_balance.dynamics.early_exit import EarlyExit
-from pipeline_balance.dynamics.experts import MixtureOfExperts
 from pipeline_balance.dynamics.gpt import Attention, Block, GPTShape, boundaries, builder, guessing_loss, loss
-from pipeline_balance.dynamics.pruning import PrunedLinear, prune_globally
+from pipeline_balance.dynamics.pruning import prune_globally
 from pipeline_balance.dynamics.sparse_attention import HashAttention
 from prophet.errors import SpecError
 from prophet.ranks.threads import ThreadWorld
-
-DIM, HEADS, TOKENS = 16, 2, 12
-
-
-def block() -> Block:
-    return Block(DIM, HEADS)
+from tests.helpers.pipeline_blocks import CASES, DIM, HEADS, TOKENS, block
 
 
 def test_attention_for_some_tokens_equals_a_part_of_all() -> None:
@@ -110,21 +104,6 @@ def test_exited_tokens_keep_their_state_and_stay_out() -> None:
     # who leaves is decided by how much the block changed them
     cosine = nn.functional.cosine_similarity(state[0, 1::2, :-1], y[0, 1::2, :-1], dim=-1)
     assert torch.equal(y[0, 1::2, -1] > 0.5, cosine <= 0.9)
-
-
-def _pruned_block(_: int) -> Block:
-    mlp = nn.Sequential(PrunedLinear(DIM, 4 * DIM), nn.GELU(), PrunedLinear(4 * DIM, DIM))
-    return Block(DIM, HEADS, mlp=mlp)
-
-
-CASES = {
-    "dense": (lambda i: block(), 0),
-    "mixture of experts": (lambda i: MixtureOfExperts(DIM, HEADS, 4), 0),
-    "pruning": (_pruned_block, 0),
-    "sparse attention": (lambda i: Block(DIM, HEADS, attention=HashAttention(DIM, HEADS, bits=1, tile=12)), 0),
-    "early exit": (lambda i: EarlyExit(block(), 0.98, first=i == 0), 1),
-    "mixture of depths": (lambda i: MixtureOfDepths(block(), DIM, 0.5) if i % 2 else block(), 0),
-}
 
 
 @pytest.mark.parametrize("case", CASES)

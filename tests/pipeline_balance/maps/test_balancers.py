@@ -1,20 +1,16 @@
-"""Diffusion, re-packing and the choice between maps, on cases small enough to follow."""
+"""Diffusion, re-packing and the comparison of maps, on cases small enough to follow."""
 
 from __future__ import annotations
 
 import pytest
 
-from pipeline_balance.maps.compare import choose, dense_ranks, predicted_makespan_s
+from pipeline_balance.maps.compare import best_map, dense_ranks, predicted_makespan_s
 from pipeline_balance.maps.diffusion import diffuse
 from pipeline_balance.maps.partition import partition_by_time
-from pipeline_balance.maps.repack import (
-    fewest_ranks,
-    fill_contiguously,
-    first_fit,
-    repack,
-)
+from pipeline_balance.maps.repack import fewest_ranks, fill_contiguously, repack
 from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, rank_loads_s
 from prophet.errors import SpecError
+from tests.helpers.pipeline_first_fit import first_fit
 
 
 def layers(*times_s: float, size: int = 8) -> list[LayerCost]:
@@ -52,7 +48,7 @@ def test_free_moves_reach_ranks_far_away() -> None:
 
 def test_diffusion_by_parameters_ignores_time() -> None:
     costs = [LayerCost(forward_s=t, parameter_bytes=b) for t, b in ((9, 1), (1, 1), (1, 1), (1, 1))]
-    result = diffuse(costs, RankLimits.uniform(2), StageMap.contiguous((0, 1, 4)), microbatches=1, measure="parameters")
+    result = diffuse(costs, RankLimits.uniform(2), StageMap.contiguous((0, 1, 4)), microbatches=1, load="parameters")
     assert result.stage_map.boundaries == (0, 2, 4)
 
 
@@ -96,7 +92,7 @@ def test_repack_skips_a_rank_that_is_too_small() -> None:
     packed = repack(costs, limits, StageMap((0, 2, 4), (0, 2)), microbatches=1)
     assert packed.stage_map == StageMap((0, 2, 4), (0, 2))
     assert packed.released_ranks == (1,)
-    assert packed.choice.moved_bytes == 0
+    assert packed.best.moved_bytes == 0
 
 
 def test_repack_meets_a_time_bound_or_says_what_is_missing() -> None:
@@ -120,7 +116,7 @@ def test_repack_keeps_the_ranks_that_move_least() -> None:
     packed = repack(costs, RankLimits.uniform(3), current, microbatches=2, target_ranks=2)
     assert packed.stage_map.boundaries == (0, 2, 4)
     assert packed.stage_map.ranks[1] == 2
-    assert packed.choice.moved_bytes == 1
+    assert packed.best.moved_bytes == 1
 
 
 def test_ties_go_to_makespan_then_to_bytes() -> None:
@@ -131,16 +127,16 @@ def test_ties_go_to_makespan_then_to_bytes() -> None:
     assert predicted_makespan_s(costs, even, limits, microbatches=4) == predicted_makespan_s(
         costs, lopsided, limits, microbatches=4
     )
-    chosen = choose([even, lopsided], costs, limits, microbatches=4, current=lopsided)
-    assert chosen.stage_map == lopsided
-    assert chosen.moved_bytes == 0
+    best = best_map([even, lopsided], costs, limits, microbatches=4, current=lopsided)
+    assert best.stage_map == lopsided
+    assert best.moved_bytes == 0
     # by rank loads these tie, but the second one passes every microbatch to and fro over a slow link
     ladder = StageMap((0, 1, 2, 3, 4, 5), (0, 1, 2, 1, 2))
-    slow = choose([ladder, even], costs, limits, microbatches=4, current=ladder, transfer_s=10.0)
+    slow = best_map([ladder, even], costs, limits, microbatches=4, current=ladder, transfer_s=10.0)
     assert slow.stage_map == even
     assert slow.moved_bytes == 16
-    with pytest.raises(PartitionError, match="candidate"):
-        choose([even], costs, RankLimits.uniform(3, memory_bytes=1), microbatches=1)
+    with pytest.raises(PartitionError, match="none of the stage maps"):
+        best_map([even], costs, RankLimits.uniform(3, memory_bytes=1), microbatches=1)
 
 
 def test_dense_ranks() -> None:

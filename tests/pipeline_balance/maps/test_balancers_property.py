@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from pipeline_balance.maps.diffusion import diffuse
 from pipeline_balance.maps.partition import partition_by_time, partition_by_time_naive
-from pipeline_balance.maps.repack import fewest_ranks, first_fit, repack
+from pipeline_balance.maps.repack import fewest_ranks, repack
 from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, rank_loads_s
+from tests.helpers.pipeline_first_fit import first_fit
 
 
 @st.composite
@@ -36,11 +37,11 @@ def cases(draw: st.DrawFn) -> tuple[list[LayerCost], list[RankLimits], StageMap,
 
 @given(cases(), st.sampled_from(["contiguous", "free"]), st.sampled_from(["time", "parameters"]))
 @settings(max_examples=200, deadline=None)
-def test_diffusion_only_improves_and_always_fits(case, moves, measure) -> None:  # type: ignore[no-untyped-def]
+def test_diffusion_only_improves_and_always_fits(case, moves, load) -> None:  # type: ignore[no-untyped-def]
     costs, limits, start, microbatches = case
     if not fits(costs, start, limits, microbatches):
         return
-    result = diffuse(costs, limits, start, microbatches=microbatches, moves=moves, measure=measure)
+    result = diffuse(costs, limits, start, microbatches=microbatches, moves=moves, load=load)
     assert all(later < earlier for earlier, later in pairwise(result.squared_deviations))
     assert fits(costs, result.stage_map, limits, microbatches)
     replayed = list(start.assignment())
@@ -48,7 +49,7 @@ def test_diffusion_only_improves_and_always_fits(case, moves, measure) -> None: 
         assert replayed[move.layer] == move.source
         replayed[move.layer] = move.destination
     assert tuple(replayed) == result.stage_map.assignment()
-    if moves == "contiguous" and measure == "time":
+    if moves == "contiguous" and load == "time":
         best = partition_by_time(costs, limits, microbatches=microbatches)
         assert max(rank_loads_s(costs, best, limits)) <= max(rank_loads_s(costs, result.stage_map, limits))
 

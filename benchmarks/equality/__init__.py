@@ -1,0 +1,1 @@
+"""Do two checkouts train bit by bit alike?"""

@@ -1,0 +1,355 @@
+"""Times operations on all ranks at once, as training runs them: all-to-all, expert products, Trans and Agg.
+
+The all-to-all is timed over sizes, the experts' forward and backward pass over token counts and numbers of experts,
+Trans and Agg over sizes. A sample is the time of the slowest rank. Sizes take turns, so that other load on the machine
+meets all of them alike. Of a product's samples the lower quartile counts, since other work only adds time. Of an
+exchange's samples the median counts, since waking the peers takes more or less time, and that is part of it. Sizes are
+spaced evenly on a logarithmic scale over the range that layers use. Those between the fitted ones are kept out of the
+fit and only compared with it.
+
+Shape legend: R ranks, G experts (groups) that one rank computes, D model dim, H hidden dim.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from prophet.errors import SpecError
+from prophet.experts.bank import ExpertBank
+from prophet.kernels.grouped_ffn import grouped_ffn
+from prophet.machine.fit import Point
+from prophet.ranks.collective import Collective, Operation
+from prophet.spec import FloatArray, LayerShape
+
+_MOST_OVERLAP_COST = 0.95  # measured figures of all of a transfer's time and more are noise
+_OFTEN = 8  # samples of a short run for one of the longest, at most
+_DEVIATION, _MEDIANS_ERROR = 1.4826, 1.2533  # of a normal distribution: over its median deviation; over a mean's error
+_TURN_S = 0.01  # a run takes at least so long in its turn, unless it has been sampled that often
+
+# Chooses what to measure from the (size, count) pairs to be fitted and those to be held out.
+Cases = list[tuple[int, int]]
+Parts = Callable[[Cases, Cases], tuple[Cases, Cases]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranges:
+    """What is measured: (smallest, largest), both included, with `points` fitted sizes from end to end.
+
+    rows: token rows that a rank sends to others in one all-to-all. tokens: rows that a rank's experts compute in one
+    call; groups: experts it computes them with. halves: half experts that a rank sends to others in one Trans, which
+    moves replicas in two chunks.
+    """
+
+    rows: tuple[int, int] = (256, 2048)
+    tokens: tuple[int, int] = (256, 2048)
+    groups: tuple[int, ...] = (1, 2, 4)
+    halves: tuple[int, int] = (1, 8)
+    points: int = 6
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "tokens", "halves"):
+            low, high = getattr(self, name)
+            if not 1 <= low < high:
+                raise SpecError(f"Ranges.{name} must be two rising numbers of at least 1, got {low}, {high}")
+        if self.points < 2 or not self.groups or min(self.groups) < 1 or min(self.groups) > self.tokens[0]:
+            raise SpecError(f"Ranges.points must be at least 2 and groups from 1 to the fewest tokens, got {self}")
+
+
+class Probe:
+    """Times operations on all ranks at once; a sample is the time of the slowest rank."""
+
+    def __init__(self, collective: Collective, device: torch.device, repeats: int) -> None:
+        self.collective = collective
+        self.device = device
+        self.repeats = repeats
+
+    def sync(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def typical(self, runs: Sequence[Callable[[], float | None]]) -> tuple[FloatArray, FloatArray]:
+        """Lower-quartile and median seconds of every run by the slowest rank [2, runs], and lower quartiles by each
+        rank [runs, R]; of the `samples`.
+        """
+        samples = self.samples(runs)
+        by_rank = np.stack([np.quantile(found, 0.25, axis=0) for found in samples])
+        slowest = np.stack([np.quantile(found.max(axis=1), (0.25, 0.5)) for found in samples], axis=1)
+        return slowest, by_rank
+
+    def samples(self, runs: Sequence[Callable[[], float | None]]) -> list[FloatArray]:
+        """Seconds of every run by rank, [n, R] each.
+
+        A run that returns seconds has timed itself; of others the whole call counts. Runs take turns, `repeats` times;
+        in its turn a short one is timed several times, since its time varies more.
+        """
+        for run in runs:
+            run()  # first touch of memory and connections
+        first = [float(self._sample(run).max()) for run in runs]
+        turn_s = max(*first, _TURN_S)
+        often = [max(1, min(_OFTEN, int(turn_s / max(seconds, 1e-9)))) for seconds in first]
+        samples: list[list[FloatArray]] = [[] for _ in runs]
+        for _ in range(self.repeats):
+            for run, times, found in zip(runs, often, samples, strict=True):
+                found.extend(self._sample(run) for _ in range(times))
+        return [np.stack(found) for found in samples]
+
+    def differences(self, first: Callable[[], float], second: Callable[[], float]) -> FloatArray:
+        """By how many seconds `second` takes longer than `first` right before it, on the slowest rank, [repeats].
+
+        Both time themselves.
+        """
+        return np.array([self._sample(lambda: -first() + second()).max() for _ in range(self.repeats)])
+
+    def lower(self, runs: Sequence[Callable[[], float | None]]) -> list[float]:
+        """Lower-quartile seconds of every run by the slowest rank."""
+        (lower, _), _ = self.typical(runs)
+        found: list[float] = lower.tolist()
+        return found
+
+    def _sample(self, run: Callable[[], float | None]) -> FloatArray:
+        """Seconds of one call on every rank, [R]; collective."""
+        self.collective.all_gather(torch.zeros(1, device=self.device), op=Operation("start of a probe"))
+        self.sync()
+        before = time.perf_counter()
+        own = run()
+        self.sync()
+        took = time.perf_counter() - before if own is None else own
+        mine = torch.tensor([took], dtype=torch.float64, device=self.device)
+        found: FloatArray = self.collective.all_gather(mine, op=Operation("end of a probe")).cpu().numpy().reshape(-1)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Points of one operation, fitted ones first; seconds of each rank [points, R]."""
+
+    operation: str
+    unit: str
+    fitted: tuple[Point, ...]
+    held_out: tuple[Point, ...]
+    by_rank: FloatArray
+
+
+def _spaced(low: int, high: int, points: int) -> tuple[list[int], list[int]]:
+    """`points` whole numbers from low to high, evenly spaced on a logarithmic scale, and those half-way between."""
+    steps = np.unique(np.rint(np.geomspace(low, high, 2 * points - 1)).astype(int)).tolist()
+    return steps[::2], steps[1::2]
+
+
+def _measure(
+    probe: Probe,
+    operation: str,
+    unit: str,
+    run: Callable[[int, int], tuple[float, Callable[[], float | None]]],
+    fitted: Sequence[tuple[int, int]],
+    held_out: Sequence[tuple[int, int]],
+    *,
+    quartile: Literal[1, 2],
+) -> Measured:
+    """Time `run(size, count)`, which gives the size in units and what to call, at all sizes in turn.
+
+    quartile: which one of the samples counts.
+    """
+    cases = [(*run(size, count), count) for size, count in (*fitted, *held_out)]
+    (lower, median), by_rank = probe.typical([call for _, call, _ in cases])
+    points = [
+        Point(size, count, (low, mid)[quartile - 1], mid / low - 1.0)
+        for (size, _, count), low, mid in zip(cases, lower.tolist(), median.tolist(), strict=True)
+    ]
+    return Measured(operation, unit, tuple(points[: len(fitted)]), tuple(points[len(fitted) :]), by_rank)
+
+
+def _measure_exchange(
+    probe: Probe, operation: str, peers: np.ndarray, bank: ExpertBank, ranges: Ranges, parts: Parts
+) -> Measured:
+    """An all-to-all in which every rank sends the same number of rows [D], in all, to its `peers` [R]."""
+    op = Operation("probe of the all-to-all")
+    count = max(1, int(peers.sum()))
+    row_bytes = bank.dim * bank.w_in.element_size()
+
+    def run(rows: int, _: int) -> tuple[float, Callable[[], None]]:
+        share = -(-rows // count)
+        sent = [share if p else 0 for p in peers]
+        x = bank.w_in.new_zeros((sum(sent), bank.dim))
+        return float(share * count * row_bytes), lambda: discard(
+            probe.collective.all_to_all(x, sent, sent, op=op).wait()
+        )
+
+    fitted, held_out = _spaced(*ranges.rows, ranges.points)
+    return _measure(
+        probe, operation, "byte", run, *parts([(n, 1) for n in fitted], [(n, 1) for n in held_out]), quartile=2
+    )
+
+
+def discard(_: object) -> None:
+    """Let go of a result."""
+
+
+def _measure_experts(
+    probe: Probe, banks: Mapping[int, ExpertBank], ranges: Ranges, parts: Parts
+) -> tuple[Measured, Measured]:
+    """Forward and backward pass of `tokens` rows over G experts, for every G of `banks`."""
+    tokens, between = _spaced(*ranges.tokens, ranges.points)
+    fitted = [(n, g) for g in banks for n in tokens]
+    held_out = [(n, g) for g in banks for n in between]
+
+    def prepare(n: int, groups: int) -> tuple[torch.Tensor, list[int], ExpertBank]:
+        bank = banks[groups]
+        x = bank.w_in.new_empty((n, bank.dim)).normal_().requires_grad_()
+        return x, [n // groups + (g < n % groups) for g in range(groups)], bank
+
+    def forward(n: int, groups: int) -> tuple[float, Callable[[], None]]:
+        x, sizes, bank = prepare(n, groups)
+        return float(n), lambda: discard(grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation))
+
+    def backward(n: int, groups: int) -> tuple[float, Callable[[], float]]:
+        x, sizes, bank = prepare(n, groups)
+
+        def run() -> float:
+            out = grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation)
+            grad = torch.ones_like(out)
+            probe.sync()
+            before = time.perf_counter()
+            out.backward(grad)
+            probe.sync()
+            return time.perf_counter() - before
+
+        return float(n), run
+
+    split = parts(fitted, held_out)
+    return (
+        _measure(probe, "expert_forward", "token", forward, *split, quartile=1),
+        _measure(probe, "expert_backward", "token", backward, *split, quartile=1),
+    )
+
+
+def _measure_transfers(probe: Probe, bank: ExpertBank, ranges: Ranges, parts: Parts) -> tuple[Measured, Measured]:
+    """Trans and Agg: every rank sends half experts to the ranks after it, and takes in as many, as the runtime does."""
+    size, rank = probe.collective.size, probe.collective.rank
+    numel = max(1, bank.expert_numel // 2)
+    fitted, held_out = _spaced(*ranges.halves, ranges.points)
+
+    def rows(halves: int) -> tuple[list[int], list[int]]:
+        there, back = [0] * size, [0] * size
+        for c in range(halves):
+            there[(rank + 1 + c % (size - 1)) % size] += numel
+            back[(rank - 1 - c % (size - 1)) % size] += numel
+        return there, back
+
+    def trans(halves: int, _: int) -> tuple[float, Callable[[], None]]:
+        there, back = rows(halves)
+        op, replicas = Operation("probe of Trans"), bank.w_in.new_zeros(sum(back))
+
+        def run() -> None:
+            sent = torch.cat([bank.flat_slice(0, 0, numel)] * halves)
+            got = probe.collective.all_to_all(sent, there, back, op=op, channel="weights").wait()
+            replicas.copy_(got)
+
+        return float(halves * numel * replicas.element_size()), run
+
+    def agg(halves: int, _: int) -> tuple[float, Callable[[], None]]:
+        there, back = rows(halves)
+        op, grads = Operation("probe of Agg"), bank.w_in.new_zeros((halves, numel))
+
+        def run() -> None:
+            sent = torch.cat(list(grads))
+            grads.zero_()
+            got = probe.collective.all_to_all(sent, there, back, op=op, channel="weights").wait()
+            for piece in got.split(numel):
+                bank.add_flat_grad(0, 0, numel, piece)
+
+        return float(halves * numel * grads.element_size()), run
+
+    split = parts([(n, 1) for n in fitted], [(n, 1) for n in held_out])
+    return (
+        _measure(probe, "trans", "byte", trans, *split, quartile=2),
+        _measure(probe, "agg", "byte", agg, *split, quartile=2),
+    )
+
+
+def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) -> float:
+    """`Topology.overlap_cost`: by how much of its own seconds a transfer of about `n_bytes` per rank lengthens the
+    products of `rows` rows that run beside it; collective, the same on all ranks. 0 on one rank, and where the median
+    difference between products beside a transfer and the ones before them, alone, is within two standard errors.
+    """
+    size = probe.collective.size
+    if size == 1:
+        return 0.0
+    share = max(1, n_bytes // ((size - 1) * bank.w_in.element_size()))
+    sent = [0 if r == probe.collective.rank else share for r in range(size)]
+    payload, op = bank.w_in.new_zeros(sum(sent)), Operation("probe of a hidden transfer")
+    x = bank.w_in.new_zeros((rows, bank.dim))
+    sizes = [rows // bank.experts + (e < rows % bank.experts) for e in range(bank.experts)]
+
+    def products() -> None:
+        with torch.no_grad():
+            grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation)
+
+    def transfer() -> None:
+        discard(probe.collective.all_to_all(payload, sent, sent, op=op, channel="weights").wait())
+
+    transfer_s, one_s = probe.lower((transfer, products))
+    calls = 1 + int(2.0 * transfer_s / one_s)  # so that all of the transfer is covered
+
+    def alone() -> float:
+        before = time.perf_counter()
+        for _ in range(calls):
+            products()
+        probe.sync()
+        return time.perf_counter() - before
+
+    def beside() -> float:
+        work = probe.collective.all_to_all(payload, sent, sent, op=op, channel="weights")
+        took = alone()
+        discard(work.wait())
+        return took
+
+    difference_s = probe.differences(alone, beside)
+    many, added_s = difference_s.size, float(np.median(difference_s))
+    deviation_s = _DEVIATION * float(np.median(np.abs(difference_s - added_s)))
+    certain = added_s > 2.0 * _MEDIANS_ERROR * deviation_s / math.sqrt(many)
+    return min(added_s / transfer_s, _MOST_OVERLAP_COST) if certain else 0.0
+
+
+def measure_all(
+    collective: Collective,
+    shape: LayerShape,
+    ranges: Ranges,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    ranks_per_node: int,
+    repeats: int,
+    parts: Parts,
+) -> dict[str, Measured]:
+    """All operations by name; collective. `parts` chooses among the fitted and the held-out sizes."""
+    probe = Probe(collective, device, repeats)
+    size, rank = collective.size, collective.rank
+    banks = {
+        g: ExpertBank(shape.dim, shape.hidden, g, activation=shape.activation, bias=shape.bias).to(device, dtype)
+        for g in sorted(set(ranges.groups))
+    }
+    first = banks[min(banks)]
+    found: list[Measured] = []
+    node = np.arange(size) // ranks_per_node
+    for level, peers in (("intra", (node == node[rank]) & (np.arange(size) != rank)), ("inter", node != node[rank])):
+        if _collective_max(collective, int(peers.sum()), device):
+            found.append(_measure_exchange(probe, f"a2a_{level}", peers, first, ranges, parts))
+    found += _measure_experts(probe, banks, ranges, parts)
+    if size > 1:
+        found += _measure_transfers(probe, first, ranges, parts)
+    return {m.operation: m for m in found}
+
+
+def _collective_max(collective: Collective, value: int, device: torch.device) -> int:
+    """The largest `value` over the ranks."""
+    mine = torch.tensor([value], dtype=torch.int64, device=device)
+    return int(collective.all_gather(mine, op=Operation("largest value")).max())

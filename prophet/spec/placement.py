@@ -1,0 +1,204 @@
+"""Where experts are and where tokens go: load, placement and split.
+
+Shape legend: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prophet.errors import SpecError
+from prophet.spec.arrays import BoolArray, IntArray, digest, frozen
+from prophet.spec.layer import check_experts_per_rank
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Placement:
+    """Which ranks hold which experts during one step.
+
+    `home[e]` is the rank that owns expert e ([E] integers); `holds[e, r]` says whether rank r holds e's parameters,
+    as home or as replica ([E, R] booleans).
+    """
+
+    home: IntArray
+    holds: BoolArray
+
+    def __post_init__(self) -> None:
+        experts, ranks = np.shape(self.holds) if np.ndim(self.holds) == 2 else (-1, -1)
+        if experts < 1 or ranks < 1:
+            raise SpecError(f"Placement.holds must have shape [experts, ranks], got {list(np.shape(self.holds))}")
+        home = frozen(self.home, np.int64, (experts,), "Placement.home")
+        holds = frozen(self.holds, np.bool_, (experts, ranks), "Placement.holds")
+        if home.min() < 0 or home.max() >= ranks:
+            raise SpecError(f"Placement.home must name ranks 0..{ranks - 1}, got {home.min()}..{home.max()}")
+        missing = np.flatnonzero(~holds[np.arange(experts), home])
+        if missing.size:
+            raise SpecError(f"the home rank must hold its expert; it does not for experts {missing[:8].tolist()}")
+        object.__setattr__(self, "home", home)
+        object.__setattr__(self, "holds", holds)
+
+    @classmethod
+    def homes_only(cls, experts: int, ranks: int) -> Placement:
+        """Plain expert parallelism: expert e lives on rank e // m and nowhere else."""
+        m = check_experts_per_rank(experts, ranks)
+        home = np.arange(experts, dtype=np.int64) // m
+        return cls.with_replicas(home, ranks, ())
+
+    @classmethod
+    def with_replicas(
+        cls, home: Sequence[int] | IntArray, ranks: int, replicas: Iterable[tuple[int, int]]
+    ) -> Placement:
+        """Build from homes [E] and (expert, rank) pairs."""
+        home_array = np.asarray(home, dtype=np.int64)
+        holds = np.zeros((home_array.size, ranks), dtype=np.bool_)
+        if home_array.size and home_array.min() >= 0 and home_array.max() < ranks:
+            holds[np.arange(home_array.size), home_array] = True
+        for expert, rank in replicas:
+            if not (0 <= expert < home_array.size and 0 <= rank < ranks):
+                raise SpecError(f"replica ({expert}, {rank}) is outside {home_array.size} experts x {ranks} ranks")
+            holds[expert, rank] = True
+        return cls(home_array, holds)
+
+    @classmethod
+    def trusted(cls, home: IntArray, holds: BoolArray) -> Placement:
+        """Wrap arrays that a tested kernel made, without copying or checking them; they become read-only."""
+        placement = object.__new__(cls)
+        home.setflags(write=False)
+        holds.setflags(write=False)
+        object.__setattr__(placement, "home", home)
+        object.__setattr__(placement, "holds", holds)
+        return placement
+
+    @property
+    def experts(self) -> int:
+        return int(self.holds.shape[0])
+
+    @property
+    def ranks(self) -> int:
+        return int(self.holds.shape[1])
+
+    @property
+    def is_static(self) -> bool:
+        """Whether there is no replica at all."""
+        return int(self.holds.sum()) == self.experts
+
+    def replica_mask(self) -> BoolArray:
+        """[E, R] booleans: rank r holds expert e as a replica."""
+        mask: BoolArray = self.holds.copy()
+        mask[np.arange(self.experts), self.home] = False
+        return mask
+
+    def replicas(self) -> list[tuple[int, int]]:
+        """All (expert, rank) replica pairs, ordered by expert, then rank."""
+        return [(int(e), int(r)) for e, r in np.argwhere(self.replica_mask())]
+
+    def replicas_on(self, rank: int) -> list[int]:
+        """Experts of which `rank` holds a replica, ascending: the order of its replica slots."""
+        return [int(e) for e in np.flatnonzero(self.replica_mask()[:, rank])]
+
+    def copies_per_rank(self) -> IntArray:
+        """Replicas held by every rank, [R]."""
+        counts: IntArray = self.replica_mask().sum(axis=0, dtype=np.int64)
+        return counts
+
+    def digest(self) -> int:
+        """An integer that stands for the placement in comparisons over ranks."""
+        return digest(self.home, self.holds)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Placement):
+            return NotImplemented
+        return np.array_equal(self.home, other.home) and np.array_equal(self.holds, other.holds)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def check_load(load: npt.NDArray[Any]) -> IntArray:
+    """Validate `load_RE` ([ranks, experts] non-negative integers) and return it as contiguous int64."""
+    array = np.asarray(load)
+    if array.ndim != 2 or array.dtype.kind not in "iu":
+        raise SpecError(f"load must be integers [ranks, experts], got {array.dtype} {list(array.shape)}")
+    if array.size and array.min() < 0:
+        raise SpecError("load must not be negative")
+    return np.ascontiguousarray(array, dtype=np.int64)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Split:
+    """How many tokens go where: `tokens[r, e, d]` of rank r's tokens for expert e are computed on rank d."""
+
+    tokens: IntArray
+
+    def __post_init__(self) -> None:
+        shape = np.shape(self.tokens)
+        if len(shape) != 3 or shape[0] != shape[2]:
+            raise SpecError(f"Split.tokens must have shape [ranks, experts, ranks], got {list(shape)}")
+        tokens = frozen(self.tokens, np.int64, (shape[0], shape[1], shape[2]), "Split.tokens")
+        if tokens.size and tokens.min() < 0:
+            raise SpecError("Split.tokens must not be negative")
+        object.__setattr__(self, "tokens", tokens)
+
+    @classmethod
+    def to_homes(cls, load: IntArray, placement: Placement) -> Split:
+        """Every token of `load` [R, E] goes to its expert's home, whatever replicas there are."""
+        ranks, experts = load.shape
+        tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
+        tokens[:, np.arange(experts), placement.home] = load
+        return cls(tokens)
+
+    @classmethod
+    def trusted(cls, tokens: IntArray) -> Split:
+        """Wrap an int64 array that a tested kernel made, without copying or checking it; it becomes read-only."""
+        split = object.__new__(cls)
+        tokens.setflags(write=False)
+        object.__setattr__(split, "tokens", tokens)
+        return split
+
+    @property
+    def ranks(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def experts(self) -> int:
+        return int(self.tokens.shape[1])
+
+    def check(self, load: IntArray, placement: Placement) -> None:
+        """Raise `SpecError` unless the split conserves `load` [R, E] and uses only ranks that hold the expert."""
+        if self.tokens.shape != (placement.ranks, placement.experts, placement.ranks):
+            raise SpecError(
+                f"split is for {self.ranks} ranks x {self.experts} experts, "
+                f"placement for {placement.ranks} x {placement.experts}"
+            )
+        if not np.array_equal(self.tokens.sum(axis=2), load):
+            bad = np.argwhere(self.tokens.sum(axis=2) != load)[0]
+            raise SpecError(f"split does not conserve the tokens of rank {bad[0]} for expert {bad[1]}")
+        stray = self.tokens.sum(axis=0)[~placement.holds]
+        if stray.any():
+            raise SpecError("split sends tokens to a rank that does not hold their expert")
+
+    def rank_load(self) -> IntArray:
+        """Tokens computed by every rank, [R] (H of the paper)."""
+        load: IntArray = self.tokens.sum(axis=(0, 1), dtype=np.int64)
+        return load
+
+    def max_mean(self) -> float:
+        """Largest rank load over the mean; 1.0 is perfect, and what an empty step reports."""
+        load = self.rank_load()
+        total = int(load.sum())
+        return float(load.max()) * self.ranks / total if total else 1.0
+
+    def digest(self) -> int:
+        """An integer that stands for the split in comparisons over ranks."""
+        return digest(self.tokens)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Split):
+            return NotImplemented
+        return np.array_equal(self.tokens, other.tokens)
+
+    __hash__ = None  # type: ignore[assignment]

@@ -1,0 +1,121 @@
+"""GPipe, interleaved 1F1B, ZB-H1 and ZB-V as data: published schedules that the simulator is checked with.
+
+Shape legend: P ranks, V stages per rank, M microbatches. Sources: GPipe (Huang et al., 2019), interleaved 1F1B
+(Megatron-LM, 2021), ZB-H1 (Qi et al., 2023), ZB-V (Qi et al., 2024).
+"""
+
+from __future__ import annotations
+
+from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError, build, check_shape
+
+
+def gpipe(ranks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards in the same order; stage r on rank r."""
+    check_shape(ranks, microbatches)
+    order = range(microbatches)
+    rows = [[Action(r, "F", m) for m in order] + [Action(r, "B", m) for m in order] for r in range(ranks)]
+    return build(rows, ranks, microbatches)
+
+
+def interleaved(ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
+    """Interleaved 1F1B: stage s on rank s mod P; microbatches pass every rank's V stages in rounds.
+
+    A round has M / max(1, M // P) microbatches; M must be a multiple of the number of rounds.
+    """
+    check_shape(ranks, microbatches)
+    if stages_per_rank < 1:
+        raise ScheduleError(f"stages_per_rank must be at least 1, got {stages_per_rank}")
+    rounds = max(1, microbatches // ranks)
+    if microbatches % rounds:
+        raise ScheduleError(
+            f"{microbatches} microbatches do not divide into {rounds} rounds on {ranks} ranks: "
+            f"use a multiple of {ranks}"
+        )
+    size = microbatches // rounds
+    total = stages_per_rank * microbatches
+    rows = []
+    for r in range(ranks):
+        # k-th forward (or backward) of a rank -> chunk and microbatch
+        turns = [(k // size % stages_per_rank, k // (size * stages_per_rank) * size + k % size) for k in range(total)]
+        forward = [Action(c * ranks + r, "F", m) for c, m in turns]
+        backward = [Action((stages_per_rank - 1 - c) * ranks + r, "B", m) for c, m in turns]
+        # a single stage per rank needs no extra round: this is then 1F1B
+        ahead = (stages_per_rank - 1) * size + (2 if stages_per_rank > 1 else 1) * (ranks - 1 - r)
+        ahead = min(ahead, total)
+        row = forward[:ahead]
+        for k in range(total):
+            row += forward[ahead + k : ahead + k + 1]
+            row.append(backward[k])
+        rows.append(row)
+    return build(rows, ranks * stages_per_rank, microbatches)
+
+
+def zb_h1(ranks: int, microbatches: int) -> Schedule:
+    """1F1B with the backward split in two: rank r defers r weight gradients, which fill its final wait.
+
+    Memory: at most P microbatches in flight on any rank, as in 1F1B's first. Stage r on rank r.
+    """
+    check_shape(ranks, microbatches)
+    rows = []
+    for r in range(ranks):
+        ahead = min(ranks - 1 - r, microbatches)
+        row = [Action(r, "F", m) for m in range(ahead)]
+        done = 0
+        for m in range(microbatches):
+            if m + ahead < microbatches:
+                row.append(Action(r, "F", m + ahead))
+            row.append(Action(r, "I", m))
+            if m >= r:
+                row.append(Action(r, "W", done))
+                done += 1
+        row += [Action(r, "W", m) for m in range(done, microbatches)]
+        rows.append(row)
+    return build(rows, ranks, microbatches)
+
+
+def zb_v(ranks: int, microbatches: int) -> Schedule:
+    """ZB-V: 2P stages folded into a V, stages r and 2P - 1 - r on rank r; backward split in two.
+
+    Drawn for at least 2P - 1 microbatches and cut to M. Source: Qi et al., 2024 (controllable memory), Figure
+    of ZB-V.
+    """
+    check_shape(ranks, microbatches)
+    drawn = max(2 * ranks - 1, microbatches)
+    rows = []
+    for r in range(ranks):
+        row = _zb_v_row(down=r, up=2 * ranks - 1 - r, ranks=ranks, drawn=drawn)
+        rows.append([a for a in row if a.microbatch < microbatches])
+    return build(rows, 2 * ranks, microbatches)
+
+
+def _zb_v_row(*, down: int, up: int, ranks: int, drawn: int) -> list[Action]:
+    """One rank's row: `down` is its stage on the way down the V (and its rank), `up` the one on the
+    way back.
+    """
+    row: list[Action] = []
+    done = {(stage, kind): 0 for stage in (down, up) for kind in ("F", "I", "W")}
+
+    def run(stage: int, kinds: str) -> None:
+        for kind in kinds:
+            row.append(Action.parse(f"{stage}{kind}{done[stage, kind]}"))
+            done[stage, kind] += 1
+
+    for _ in range(2 * (ranks - down) - 1):
+        run(down, "F")
+    for _ in range(down):
+        run(up, "F")
+        run(down, "F")
+    for _ in range(ranks - down):
+        run(up, "FIW")
+    while done[up, "F"] < done[down, "F"] or done[down, "F"] < drawn:
+        run(down, "FIW" if done[down, "F"] < drawn else "IW")
+        run(up, "FIW")
+    for _ in range(down):
+        run(down, "I")
+        run(up, "I")
+    for _ in range(ranks - down):
+        run(down, "IW")
+    for stage in (up, down):
+        while done[stage, "W"] < drawn:
+            run(stage, "W")
+    return row

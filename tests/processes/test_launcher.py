@@ -1,0 +1,73 @@
+"""The tests' own launcher: fresh ranks for every case, and a named rank where one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.launch import GRACE_S, on_processes, process_outcomes
+
+
+def sum_of_ranks() -> tuple[float, int, bool]:
+    mine = torch.tensor(float(dist.get_rank()))
+    dist.all_reduce(mine)
+    fresh = not hasattr(torch, "left_behind")
+    torch.left_behind = True  # type: ignore[attr-defined]
+    return float(mine), os.getpid(), fresh
+
+
+def test_every_case_has_ranks_that_nobody_has_used() -> None:
+    first, second = on_processes(2, sum_of_ranks), on_processes(3, sum_of_ranks)
+    assert [total for total, _, _ in first] == [1.0, 1.0]
+    assert [total for total, _, _ in second] == [3.0, 3.0, 3.0]
+    assert len({pid for _, pid, _ in first + second}) == 5
+    assert all(fresh for _, _, fresh in first + second)
+
+
+def killed() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_a_rank_that_is_killed_is_named_first() -> None:
+    with pytest.raises(RuntimeError, match=rf"^rank 1 ended with {-signal.SIGKILL}: ended without a word"):
+        on_processes(3, killed)
+
+
+def one_fails() -> str:
+    if dist.get_rank() == 1:
+        raise ValueError("no more")
+    time.sleep(600)
+    return "slept"
+
+
+def test_a_failure_ends_the_others_soon() -> None:
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"^rank 1 ended with 3: ValueError: no more"):
+        on_processes(2, one_fails, timeout_s=120)
+    assert time.monotonic() - began < GRACE_S + 40
+
+
+def test_a_rank_that_hangs_is_ended_in_time() -> None:
+    slow, failed = process_outcomes(2, one_fails, timeout_s=3)
+    assert failed.exit_code == 3
+    assert slow.exit_code is None
+    assert slow.error == "still running after 3 s"
+
+
+def one_vanishes() -> str:
+    if dist.get_rank() == 1:
+        os._exit(1)
+    return "here"
+
+
+def test_a_rank_may_vanish_where_that_is_expected() -> None:
+    assert on_processes(2, one_vanishes, vanishing={1}) == ["here", None]
+    with pytest.raises(RuntimeError, match=r"^rank 1 ended with 1"):
+        on_processes(2, one_vanishes)
