@@ -102,7 +102,6 @@ _PURE_MODULES = {
     "prophet.scheduler.pieces",
     "prophet.scheduler.forms",
     "prophet.scheduler.budget",
-    "prophet.scheduler.notes",
     "prophet.scheduler.simulate",
 }
 

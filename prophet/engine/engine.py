@@ -133,7 +133,7 @@ class Engine:
     def ensure_step(self) -> None:
         """Begin a step unless one is under way: planned placements come into force and Trans starts."""
         if self.runtime.step is not None:
-            self.runtime.step.resume()
+            self.runtime.step.forget()
             return
         if self.runtime.recording is not None:
             self.runtime.recording.begin()

@@ -179,12 +179,6 @@ class History:
             getattr(self, f"_{name}")[...] = arrays[name]
         self._foretell()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held; constant from the start."""
-        arrays = (self._ring, self._ema, self._errors, self._observed, self._foretold)
-        return sum(a.nbytes for a in arrays)
-
 
 _REMEMBERED = ("ring", "ema", "errors", "observed")
 _CHOICE = {"last": 0, "mean": 1, "ema": 2}  # place of a forecaster among the errors

@@ -15,12 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from prophet.experts.bank import ExpertBank
-from prophet.experts.gate import (
-    Gate,
-    GateConfig,
-    Router,
-    Routing,
-)
+from prophet.experts.gate import Gate, GateConfig, Router, Routing
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.kernels.permute import permute, unpermute

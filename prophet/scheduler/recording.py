@@ -8,12 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from prophet.ranks.collective import (
-    Channel,
-    Collective,
-    Operation,
-    Pending,
-)
+from prophet.ranks.collective import Channel, Collective, Operation, Pending
 from prophet.scheduler.actions import Window
 from prophet.scheduler.timeline import Recorder, Span
 
@@ -207,4 +202,4 @@ class Recording:
         """One recorded step, by default the last: what travelled, what was waited for, and what was computed."""
         marks = self._steps[step]
         found = [s for s in self.recorder.spans() if marks.began_s <= s.start_s <= marks.ended_s]
-        return sorted([*found, *compute_spans(found, marks, self.recorder.rank)])
+        return sorted([*found, *self.compute(step)])

@@ -17,14 +17,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from prophet.experts.bank import ExpertBank, Replica, ReplicaPool
 from prophet.ranks.collective import Collective
-from prophet.scheduler.actions import Action, Launch, Window
+from prophet.scheduler.actions import Action, Launch, TransferKind, Window, WindowKind
 from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
 from prophet.scheduler.transfers import Agg, Trans, Transfer
 from prophet.scheduler.windows import Stopwatch
@@ -66,7 +65,8 @@ def _identity(grad: Tensor | None) -> tuple[int, int]:
 class BlockReplicas:
     """The replicas that this rank holds of one block's experts, and its part of their transfers.
 
-    in_use: whether the step has gone on with them, its counts known; the same on all ranks.
+    in_use: whether the step has gone on with them, its counts known; the same on all ranks. unsent: whether there are
+    gradients of a backward pass that no Agg has taken along.
     """
 
     def __init__(self, block: int, bank: ExpertBank, placement: Placement, form: Form, carrier: Carrier) -> None:
@@ -79,9 +79,10 @@ class BlockReplicas:
         self._held: Launch | None = None  # of the second phase, which had to wait for the first in the same window
         self._version = 0  # of the home parameters when their Trans began
         self._agg: Agg | None = None
-        self._unsent = False  # gradients of a backward run that no Agg has taken along
+        self.unsent = False
         self._backward_runs = 0
         self._grads_seen: list[tuple[int, int]] = []  # the home gradients as the last backward pass left them
+        self._agg_rest = Launch("AGG", block, _ALL, Window("UPDATE"))
 
     # --- parameters ---
 
@@ -125,7 +126,7 @@ class BlockReplicas:
         if self.state not in (State.NONE, State.HERE):
             again = self.state is State.DROPPED or (self._trans is not None and self._trans.again)
             fetch = again and in_backward()
-            last = Launch("FETCH" if fetch else "TRANS", self._block, _ALL, self._window("BEC" if fetch else "FEC"))
+            last = self._rest("FETCH", "BEC") if fetch else self._rest("TRANS", "FEC")
             self.launch(last)  # counts its own time
             with self._carrier.stopwatch("exposed_trans"):
                 if self._trans is not None:
@@ -157,7 +158,7 @@ class BlockReplicas:
 
     def _launch_held_back(self, trans: Trans) -> None:
         while not trans.complete and (not trans.must_wait or trans.ready):
-            held, self._held = self._held or Launch("TRANS", self._block, _ALL, self._window("FEC")), None
+            held, self._held = self._held or self._rest("TRANS", "FEC"), None
             trans.window = None
             self._advance(trans, replace(held, chunk=trans.launched))
 
@@ -191,16 +192,11 @@ class BlockReplicas:
             return
         if self._agg is not None and not self._agg.complete:
             # a layer used twice: what is under way carries the gradients so far, whole, wherever it was cut
-            self._launch_rest(self._agg, Launch("AGG", self._block, _ALL, self._window("BEC")))
+            self._launch_rest(self._agg, self._rest("AGG", "BEC"))
         self._backward_runs += 1
-        self._unsent = True
+        self.unsent = True
         if self._replicas is not None:
             self.arrived()
-
-    @property
-    def unsent(self) -> bool:
-        """Whether there are gradients that nothing has taken along yet."""
-        return self._unsent
 
     def final(self, accumulation_steps: int | None) -> bool:
         """Whether the experts have run backward for the last microbatch of the step, or Agg has begun.
@@ -209,14 +205,14 @@ class BlockReplicas:
         """
         if self._agg is not None:
             return True
-        return accumulation_steps is not None and self._unsent and self._backward_runs % accumulation_steps == 0
+        return accumulation_steps is not None and self.unsent and self._backward_runs % accumulation_steps == 0
 
-    def launch_gradients(self, action: Launch) -> None:
-        """Launch Agg up to the action's chunk; a new one where there are gradients to send."""
+    def launch_gradients(self, action: Launch | None = None) -> None:
+        """Launch Agg up to the action's chunk, by default all; a new one where there are gradients to send."""
         if self._agg is None:
-            if not self._unsent:
+            if not self.unsent:
                 return
-            self._unsent = False
+            self.unsent = False
             bank, form, collective = self._bank, self._form, self._carrier.collective
             if not any(p.requires_grad for p in bank.parameters()):
                 return
@@ -224,23 +220,16 @@ class BlockReplicas:
             chunks = agg_chunks(self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg)
             self._agg = Agg(chunks, bank, self._made(), collective, self._block)
         with self._carrier.stopwatch("exposed_agg"):
-            self._advance(self._agg, action)
-
-    def launch_all_gradients(self) -> None:
-        """Launch what can be launched at once, when nothing comes any more that would hide it."""
-        self.launch_gradients(self._last_gradients())
-
-    def _last_gradients(self) -> Launch:
-        return Launch("AGG", self._block, _ALL, Window("UPDATE"))
+            self._advance(self._agg, action or self._agg_rest)
 
     def finish_gradients(self) -> None:
         """Send what has not been sent, wait, and add to the home gradients; once more for what came in between."""
-        while self._agg is not None or self._unsent:
-            self.launch_all_gradients()
+        while self._agg is not None or self.unsent:
+            self.launch_gradients()
             if self._agg is None:
                 continue
             with self._carrier.stopwatch("exposed_agg"):
-                self._launch_rest(self._agg, self._last_gradients())
+                self._launch_rest(self._agg, self._agg_rest)
                 self._agg.finish()
                 self._agg = None
 
@@ -253,11 +242,11 @@ class BlockReplicas:
         if failed and self._agg is not None:
             self._agg.abandon()
             self._agg = None
-        if failed or (self._unsent and self._zeroed()):
+        if failed or (self.unsent and self._zeroed()):
             for replica in self._replicas or ():
-                replica.settle_grads()
+                replica.collect_grads()
                 replica.grads.zero_()
-            self._backward_runs, self._unsent = 0, False
+            self._backward_runs, self.unsent = 0, False
 
     def _zeroed(self) -> bool:
         """Whether the home gradients were set to None or to zero since the last backward pass."""
@@ -276,14 +265,15 @@ class BlockReplicas:
 
     def give_back(self) -> None:
         """Return the replicas' memory."""
-        zeroed = not self._unsent and self._agg is None  # what Agg has sent is zero again
+        zeroed = not self.unsent and self._agg is None  # what Agg has sent is zero again
         for replica in self._replicas or ():
             self._carrier.pool.give(replica.params, replica.grads, zeroed=zeroed)
 
     # --- chunks ---
 
-    def _window(self, kind: Literal["FEC", "BEC"]) -> Window:
-        return Window(kind, self._block)
+    def _rest(self, kind: TransferKind, window: WindowKind) -> Launch:
+        """All chunks of a transfer that are left, in a window of this block."""
+        return Launch(kind, self._block, _ALL, Window(window, self._block))
 
     def _advance(self, transfer: Transfer, action: Launch) -> None:
         """Launch a transfer's chunks up to the action's, but none that would wait for one of the same window."""

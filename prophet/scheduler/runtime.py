@@ -123,7 +123,7 @@ class Step:
             elif self._final(block):
                 block.launch_gradients(launch)
 
-    def resume(self) -> None:
+    def forget(self) -> None:
         """A forward pass begins in the middle of a step: forget what the user has thrown away since the last one.
 
         That is what a failed backward pass left behind, and gradients that were zeroed at home while the replicas'
@@ -184,6 +184,6 @@ class Step:
     def _finish(self, blocks: Sequence[BlockReplicas]) -> None:
         """Bring these blocks' gradients home, the last block's first."""
         for block in reversed(blocks):
-            block.launch_all_gradients()
+            block.launch_gradients()
         for block in reversed(blocks):
             block.finish_gradients()

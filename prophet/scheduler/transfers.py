@@ -163,7 +163,7 @@ class Agg(Transfer):
     def _start(self, exchange: Exchange, op: Operation) -> None:
         if exchange.phase != "home":
             for replica in self._replicas.values():
-                replica.settle_grads()
+                replica.collect_grads()
         super()._start(exchange, op)
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
