@@ -1,4 +1,4 @@
-"""One rank's training loop: what a user's own loop looks like with `prophet.attach`, plus the bookkeeping of the demo.
+"""One rank's training loop with `prophet.attach`, as a user would write it, plus the bookkeeping of the demo.
 
 Shape legend: T steps, L layers, R ranks, E experts.
 """

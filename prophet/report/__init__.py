@@ -1,4 +1,4 @@
-"""HTML reports: of a training run (`run`), and of of a comparison of planners on a trace (`comparison`)."""
+"""HTML reports: of a training run (`run`), and of a comparison of planners on a trace (`comparison`)."""
 
 from prophet.errors import ReportError
 from prophet.report.comparison import Comparison, render_comparison, write_comparison

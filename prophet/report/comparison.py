@@ -1,4 +1,6 @@
-"""The HTML page of `prophet plan`: load before and after, where the time goes, which experts were copied when.
+"""The HTML page of `prophet plan`, which compares planners on a trace.
+
+It shows load before and after, where the time goes, and which experts were copied when.
 
 Shape legend: I judged iterations, L layers, R ranks, E experts.
 """

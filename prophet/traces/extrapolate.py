@@ -1,8 +1,8 @@
 """How long a step would take on more ranks than there are: the simulator on a stretched topology, with an error bar.
 
-The ranks form groups of expert parallelism, each with loads of its own, and the groups meet once, when dense gradients
-are averaged: a step is as long as that of the slowest group. The error bar comes from steps that were both simulated
-and measured. They were measured on few hosts, so for many ranks it is a lower bound of the doubt.
+The ranks form expert-parallel groups with different loads. The groups meet once, when dense gradients are averaged, so
+a step is as long as that of the slowest group. The error bar comes from steps that were both simulated and measured.
+Those ran on few hosts, so for more ranks it is a lower bound of the error.
 
 Shape legend: R ranks, P ranks of one expert-parallel group, G groups, L layers, E experts of a group.
 """

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import prophet
-from prophet.errors import CollectiveTimeout, ConfigMismatch, PlanMismatch, RoutingError
+from prophet.errors import CollectiveTimeout, ConfigMismatch, PlanMismatch, RoutingError, SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
@@ -280,11 +280,11 @@ class Careless(FixedPlanner):
 @pytest.mark.parametrize(
     ("fault", "kind", "text"),
     [
-        ("home", prophet.spec.SpecError, "home"),
-        ("experts", prophet.spec.SpecError, "experts"),
-        ("slots", prophet.spec.SpecError, "slots_per_rank"),
-        ("loses tokens", prophet.spec.SpecError, "conserve"),
-        ("stray", prophet.spec.SpecError, "does not hold"),
+        ("home", SpecError, "home"),
+        ("experts", SpecError, "experts"),
+        ("slots", SpecError, "slots_per_rank"),
+        ("loses tokens", SpecError, "conserve"),
+        ("stray", SpecError, "does not hold"),
         ("place raises", ZeroDivisionError, "planner at fault"),
     ],
 )
