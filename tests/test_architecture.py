@@ -43,7 +43,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.planner": _VALUES,
     "prophet.scheduler": _VALUES | {"prophet.ranks", "prophet.experts"},
     "prophet.layer": _LAYER,
-    "prophet.engine": _LAYER | {"prophet.layer", "prophet.planner"},
+    "prophet.engine": _LAYER - {"prophet.kernels"} | {"prophet.layer", "prophet.planner"},
     "prophet.machine": _VALUES | {"prophet.ranks", "prophet.experts", "prophet.kernels"},
     "prophet.traces": _VALUES | {"prophet.planner", "prophet.scheduler"},
     "prophet.state": {"prophet.errors", "prophet.ranks"},

@@ -268,11 +268,11 @@ class Engine:
         steps, median over blocks; to be read between two steps. None before the third, with one rank or
         `planner="static"`, and on devices that compute behind the host's back, whose windows the host cannot time.
         """
-        weights = self._agreed_us()
-        if not weights:
+        found_us = self._agreed_us()
+        if not found_us:
             return None
         inner = range(max(len(self.layers) - 1, 1))  # no block comes after the last one, and the loss is computed there
-        fnec_us, bnec_us = (float(np.median([weights[Window(k, i)] for i in inner])) for k in ("FNEC", "BNEC"))
+        fnec_us, bnec_us = (float(np.median([found_us[Window(k, i)] for i in inner])) for k in ("FNEC", "BNEC"))
         return Windows(fnec_s=1e-6 * fnec_us, bnec_s=1e-6 * bnec_us)
 
     @property

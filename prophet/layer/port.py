@@ -18,10 +18,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Literal, Protocol
 
-import torch
-
 from prophet.experts.bank import Replica
 from prophet.layer.counts import Counts, Row
+from prophet.scheduler.replicas import in_backward
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Placement, Split
 
@@ -40,7 +39,7 @@ class Pass(Enum):
         """That of a module in training mode, or not, at this moment."""
         if not training:
             return cls.EVALUATION
-        return cls.AGAIN if torch._C._current_graph_task_id() != -1 else cls.TRAINING
+        return cls.AGAIN if in_backward() else cls.TRAINING
 
 
 class Port(Protocol):
