@@ -90,9 +90,10 @@ class Counts:
                 f"{label}, step {step}: the gate's scores are NaN or infinite on rank(s) {broken}, "
                 f"or a router of the model's own chose experts that do not exist; expected finite scores"
             )
-        _check_equal(f"{label}, step {step}", "step", self.step, f" ({self.step.tolist()} by rank)")
-        _check_equal(f"{label}, step {step}", "placement", self.placement)
-        _check_equal(f"{label}, step {step}", "previous split", self.split)
+        where = f"{label}, step {step}"
+        _check_equal(where, "step", self.step, show=True)
+        _check_equal(where, "placement", self.placement)
+        _check_equal(where, "previous split", self.split)
         check_placements(self.placements, step)
 
 
@@ -168,9 +169,10 @@ def compare_splits(digest: int, layer: int, step: int, collective: Collective, d
     _check_equal(f"MoE layer {layer}, step {step}", "split", found.numpy())
 
 
-def _check_equal(where: str, what: str, by_rank: IntArray, shown: str = "") -> None:
+def _check_equal(where: str, what: str, by_rank: IntArray, *, show: bool = False) -> None:
     differ = odd_ones_out(by_rank)
     if differ:
+        shown = f" ({by_rank.tolist()} by rank)" if show else ""
         raise PlanMismatch(
             f"{where}: the {what} of rank(s) {differ} differs from the other ranks'{shown}; all ranks must run the "
             f"same configuration and versions"
