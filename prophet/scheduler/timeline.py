@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prophet.errors import TraceError
+from prophet.files import read_json
 
 MAX_FILE_BYTES = 1 << 30
 
@@ -150,15 +151,7 @@ def write_trace(path: str | os.PathLike[str], groups: Mapping[str, Iterable[Span
 def read_trace(path: str | os.PathLike[str]) -> dict[str, list[Span]]:
     """Read what `write_trace` wrote, by group; times start at zero. `TraceError` names the file and the field."""
     file = Path(path)
-    try:
-        size = file.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise TraceError(f"{file}: expected at most {MAX_FILE_BYTES} bytes, found {size}")
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TraceError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise error if isinstance(error, TraceError) else TraceError(f"{file}: not JSON ({error})") from error
+    document = read_json(file, most_bytes=MAX_FILE_BYTES, expected="a timeline", error=TraceError)
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list):
         raise TraceError(f"{file}: expected an object with a list traceEvents")

@@ -9,7 +9,6 @@ Shape legend: R ranks, P ranks of one expert-parallel group, G groups, L layers,
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from prophet.errors import SpecError
+from prophet.files import read_json
 from prophet.planner import get_planner
 from prophet.planner.settle import pays
 from prophet.scheduler.forms import FormChooser
@@ -67,18 +67,12 @@ MEASURED = ErrorBar(
 def read_error_bar(path: str | os.PathLike[str]) -> ErrorBar:
     """The error bar from a file that `python -m benchmarks.cluster --json` wrote; `SpecError` for any other file."""
     file = Path(path)
+    rows_of = "rows of the cluster benchmark"
+    table = read_json(file, most_bytes=MAX_FILE_BYTES, expected=rows_of, error=SpecError)
     try:
-        with file.open("rb") as f:
-            raw = f.read(MAX_FILE_BYTES + 1)
-        if len(raw) > MAX_FILE_BYTES:
-            raise SpecError(f"{file}: expected at most {MAX_FILE_BYTES} bytes")
-        rows = json.loads(raw)["rows"]
-        found = [(float(r["simulated_error"]), int(r["hosts"])) for r in rows if r["simulated_error"] is not None]
-    except OSError as error:
-        raise SpecError(f"{file}: expected rows of the cluster benchmark (JSON): {error.strerror}") from None
+        known = [r for r in table["rows"] if r["simulated_error"] is not None]
+        found = [(float(r["simulated_error"]), int(r["hosts"])) for r in known]
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, SpecError):
-            raise
         raise SpecError(f"{file}: expected rows with simulated_error and hosts ({error!r})") from None
     hosts = sorted({h for _, h in found})
     return ErrorBar(errors=tuple(e for e, _ in found), source=f"{len(found)} policies on {hosts} hosts ({file})")

@@ -173,6 +173,8 @@ def prepare() -> Any:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
     deepspeed: Any = importlib.import_module("deepspeed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # torch computes fp16 on every processor; DeepSpeed asks whether this one does so natively, and few do
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
     importlib.import_module("logging").getLogger("DeepSpeed").setLevel("WARNING")
     deepspeed.init_distributed()
     gc.freeze()  # converting a model looks through all objects that are not

@@ -101,7 +101,7 @@ def test_impossible_spans() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not JSON"),
+        ("", "expected JSON"),
         ("[]", "list traceEvents"),
         ('{"traceEvents": 3}', "list traceEvents"),
         ('{"traceEvents": [{"ph": "X", "pid": 0, "tid": 1, "ts": 0, "dur": 1, "name": "x"}]}', r"traceEvents\[0\]"),
@@ -118,5 +118,5 @@ def test_files_that_are_no_timeline(tmp_path: Path, text: str, message: str) -> 
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(TraceError, match="expected a timeline"):
         read_trace(tmp_path / "none.json")
