@@ -90,7 +90,7 @@ def initialize(
     with warnings.catch_warnings():
         if ep_size == 1:  # asked for: every process holds all experts, and DeepSpeed averages them
             warnings.filterwarnings("ignore", message="the MoE layers hold all experts on every rank")
-        balancer = prophet.attach(model, config=section.engine_config())
+        balancer = prophet.attach(model, config=section.engine)
     if wrapped is not None:
         bind(engine, balancer)
     engine.prophet, engine.prophet_report = balancer, report
