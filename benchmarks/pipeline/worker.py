@@ -24,14 +24,7 @@ from benchmarks.pacing import PacedOperators, wake_promptly
 from benchmarks.pipeline.alone import optimizer_rate
 from benchmarks.pipeline.cases import Case, Dynamism, cases
 from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
-from benchmarks.pipeline.policies import (
-    DYNAMIC,
-    ORACLE,
-    best_map,
-    controller_config,
-    smoothed,
-    start_map,
-)
+from benchmarks.pipeline.policies import DYNAMIC, ORACLE, best_map, controller_config, smoothed, start_map
 from pipeline_balance.control.controller import Controller, ControllerConfig, Decision
 from pipeline_balance.control.measure import Meter, PipelineLayer
 from pipeline_balance.dynamics.gpt import loss as loss_fn

@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pipeline_balance.control.decide import (
-    ControllerConfig,
-    Decision,
-    MoveCost,
-    Policy,
-    decide,
-)
+from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, Policy, decide
 from pipeline_balance.control.learn import Learner, MoveTime
 from pipeline_balance.control.measure import gather_costs
 from pipeline_balance.schedules.simulate import Durations

@@ -12,12 +12,7 @@ from typing import Literal, get_args
 
 from pipeline_balance.maps.compare import ComparedMap, predicted_makespan_s
 from pipeline_balance.maps.diffusion import Load, diffuse
-from pipeline_balance.maps.partition import (
-    explain_memory,
-    partition_by_parameters,
-    partition_by_time,
-    partition_near,
-)
+from pipeline_balance.maps.partition import explain_memory, partition_by_parameters, partition_by_time, partition_near
 from pipeline_balance.maps.repack import repack
 from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, rank_loads_s
 from prophet.errors import SpecError

@@ -11,15 +11,7 @@ from dataclasses import dataclass
 
 from pipeline_balance.schedules.flexible import flexible
 from pipeline_balance.schedules.simulate import Durations, simulate
-from pipeline_balance.spec import (
-    LayerCost,
-    PartitionError,
-    RankLimits,
-    StageMap,
-    fits,
-    moved_bytes,
-    rank_loads_s,
-)
+from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, moved_bytes, rank_loads_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,14 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline_balance.spec import (
-    LayerCost,
-    LayerMove,
-    PartitionError,
-    RankLimits,
-    StageMap,
-    fits,
-)
+from pipeline_balance.spec import LayerCost, LayerMove, PartitionError, RankLimits, StageMap, fits
 from prophet.errors import SpecError
 
 Load = Literal["time", "parameters"]

@@ -15,12 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline_balance.maps.search import (
-    NO_PARTITION,
-    Problem,
-    best_boundaries,
-    minimal_bottleneck,
-)
+from pipeline_balance.maps.search import NO_PARTITION, Problem, best_boundaries, minimal_bottleneck
 from pipeline_balance.spec import (
     MAX_BYTES,
     LayerCost,

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 from pipeline_balance.maps.compare import ComparedMap, best_map
 from pipeline_balance.maps.partition import explain_memory, partition_by_time, partition_near
-from pipeline_balance.spec import (
-    LayerCost,
-    PartitionError,
-    RankLimits,
-    StageMap,
-    in_flight,
-)
+from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, in_flight
 from prophet.errors import SpecError
 
 

@@ -13,14 +13,7 @@ from typing import Any
 
 from pipeline_balance.control.measure import PipelineLayer
 from pipeline_balance.pipeline.stages import StageBuilder, Stages
-from pipeline_balance.pipeline.training_state import (
-    Held,
-    apply,
-    by_layer,
-    collect,
-    gather_json,
-    share,
-)
+from pipeline_balance.pipeline.training_state import Held, apply, by_layer, collect, gather_json, share
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import TransitionError

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipeline_balance.control.measure import (
-    Meter,
-    PipelineLayer,
-    RankTimes,
-    gather_costs,
-    local_costs,
-)
+from pipeline_balance.control.measure import Meter, PipelineLayer, RankTimes, gather_costs, local_costs
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
 from pipeline_balance.pipeline.stages import (
     BuildLayer,

@@ -15,14 +15,7 @@ from torch import nn
 
 from prophet.convert import deepspeed, huggingface, tutel
 from prophet.convert.base import Adapter, ExpertsSpec, FfnNames, child
-from prophet.convert.checks import (
-    agree,
-    check_model,
-    check_no_optimizer,
-    check_not_shared,
-    describe_block,
-    fingerprint,
-)
+from prophet.convert.checks import agree, check_model, check_no_optimizer, check_not_shared, describe_block, fingerprint
 from prophet.convert.report import ConversionReport, Replaced
 from prophet.convert.routed import Origin, RoutedExperts, converted
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back

@@ -39,13 +39,7 @@ from tests.helpers.expert_lists import (
     net_loss,
 )
 from tests.helpers.launch import on_processes
-from tests.helpers.moe_models import (
-    alone,
-    batches,
-    compare,
-    layers_of,
-    together,
-)
+from tests.helpers.moe_models import alone, batches, compare, layers_of, together
 from tests.helpers.support import on_threads
 
 

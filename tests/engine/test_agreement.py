@@ -15,13 +15,7 @@ from prophet.errors import CollectiveTimeout, ConfigMismatch, PlanMismatch, Rout
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
-from tests.helpers.support import (
-    FixedPlanner,
-    Lopsided,
-    TinyModel,
-    everywhere,
-    on_threads,
-)
+from tests.helpers.support import FixedPlanner, Lopsided, TinyModel, everywhere, on_threads
 from tests.helpers.training import Case, Run
 
 RANKS = 3

@@ -5,11 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prophet.engine.history import (
-    History,
-    expert_shares,
-    similarity,
-)
+from prophet.engine.history import History, expert_shares, similarity
 from prophet.errors import SpecError
 
 

@@ -21,21 +21,9 @@ from prophet.kernels.choice import triton_available
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.paths import INTERPRETED, one_kernel_at_a_time
-from tests.helpers.pretend_device import (
-    NAME,
-    SUPPORTED,
-    kernels_in_the_interpreter,
-    on_pretended_device,
-    values,
-)
+from tests.helpers.pretend_device import NAME, SUPPORTED, kernels_in_the_interpreter, on_pretended_device, values
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-)
+from tests.helpers.training import Case, Run, Step, compare, expected
 
 if not (SUPPORTED and INTERPRETED and triton_available()):
     pytest.skip(

@@ -10,12 +10,7 @@ import prophet
 from prophet.engine.history import History
 from prophet.ranks.threads import ThreadCollective
 from prophet.spec import IntArray, Placement, PlanContext
-from tests.helpers.support import (
-    HomesPlanner,
-    TinyModel,
-    next_id_loss,
-    on_threads,
-)
+from tests.helpers.support import HomesPlanner, TinyModel, next_id_loss, on_threads
 
 
 class Listening(HomesPlanner):

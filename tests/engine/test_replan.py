@@ -18,12 +18,7 @@ from prophet.planner.base import Planner
 from prophet.ranks.threads import ThreadCollective
 from prophet.spec import IntArray, LayerShape, Placement, PlanContext, Topology
 from prophet.traces.npz import read_trace
-from tests.helpers.support import (
-    FixedPlanner,
-    TinyModel,
-    next_id_loss,
-    on_threads,
-)
+from tests.helpers.support import FixedPlanner, TinyModel, next_id_loss, on_threads
 
 REAL_TRACE = Path(__file__).parents[2] / ".." / "shared" / "traces" / "smartmoe-gpt-32e-dev.npz"
 

@@ -16,12 +16,7 @@ from prophet.engine.history import History
 from prophet.engine.replan import ReplanConfig
 from prophet.errors import SpecError
 from prophet.ranks.threads import ThreadCollective
-from tests.helpers.support import (
-    RandomPlanner,
-    TinyModel,
-    next_id_loss,
-    on_threads,
-)
+from tests.helpers.support import RandomPlanner, TinyModel, next_id_loss, on_threads
 
 
 class Run:

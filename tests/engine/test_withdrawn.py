@@ -14,22 +14,11 @@ from prophet.scheduler.actions import Window
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.pieces import GRAIN, Form, held_back, phase_shares
 from prophet.scheduler.replicas import BlockReplicas
-from prophet.scheduler.schedules import (
-    block_wise,
-    blocking,
-    cover_of,
-    runs_ahead,
-)
+from prophet.scheduler.schedules import block_wise, blocking, cover_of, runs_ahead
 from prophet.scheduler.transfers import Trans
 from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, Split, Topology
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-)
+from tests.helpers.training import Case, Run, Step, compare, expected
 
 CASE = Case(ranks=2, shapes=((2, 3), (4,)), seed=11, steps=4)
 # a home's parameters take seconds to send: nothing hides that, and nothing is worth it

@@ -19,31 +19,10 @@ import prophet
 from prophet.engine.config import Experiment
 from prophet.ranks.collective import Collective
 from tests.helpers import oracle
-from tests.helpers.paths import (
-    PATHS,
-    PATHS_ON_THREADS,
-    Path,
-    one_kernel_at_a_time,
-)
+from tests.helpers.paths import PATHS, PATHS_ON_THREADS, Path, one_kernel_at_a_time
 from tests.helpers.recorder import RecordingCollective
-from tests.helpers.support import (
-    FixedPlanner,
-    RandomPlanner,
-    TinyModel,
-    everywhere,
-    next_id_loss,
-    on_threads,
-)
-from tests.helpers.training import (
-    SCALE,
-    Case,
-    Run,
-    average,
-    check_on_threads,
-    compare,
-    expected,
-    measure,
-)
+from tests.helpers.support import FixedPlanner, RandomPlanner, TinyModel, everywhere, next_id_loss, on_threads
+from tests.helpers.training import SCALE, Case, Run, average, check_on_threads, compare, expected, measure
 
 
 @pytest.fixture(autouse=True)

@@ -27,12 +27,7 @@ from prophet.ranks.threads import ThreadWorld
 from tests.helpers.expert_lists import Net, net_loss
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import batches
-from tests.helpers.support import (
-    RandomPlanner,
-    TinyModel,
-    next_id_loss,
-    on_threads,
-)
+from tests.helpers.support import RandomPlanner, TinyModel, next_id_loss, on_threads
 from tests.helpers.training import Case
 from tests.helpers.training import Run as TrainingRun
 

@@ -15,19 +15,8 @@ from prophet.engine.config import Experiment
 from prophet.engine.parallel import ExpertReplicas, expert_groups
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.launch import on_processes
-from tests.helpers.support import (
-    RandomPlanner,
-    next_id_loss,
-    seeded,
-)
-from tests.helpers.training import (
-    SCALE,
-    Case,
-    Step,
-    compare,
-    expected,
-    measure,
-)
+from tests.helpers.support import RandomPlanner, next_id_loss, seeded
+from tests.helpers.training import SCALE, Case, Step, compare, expected, measure
 
 # 4 ranks' batches; the oracle knows nothing of groups, so experts_per_rank counts as if there were one group
 CASE = Case(ranks=4, shapes=((4,), (0,), (2,), (5,)), seed=11, microbatches=2, gate={"capacity_factor": 0.7})

@@ -18,20 +18,8 @@ from prophet.scheduler.schedules import NAMES, schedule_named
 from prophet.scheduler.windows import WindowClock
 from prophet.spec import Placement
 from tests.helpers.launch import on_processes
-from tests.helpers.support import (
-    FixedPlanner,
-    everywhere,
-    on_threads,
-)
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-    train,
-    train_in_process,
-)
+from tests.helpers.support import FixedPlanner, everywhere, on_threads
+from tests.helpers.training import Case, Run, Step, compare, expected, train, train_in_process
 
 CASE = Case(ranks=2, blocks=3, shapes=((2, 3), (4,)), slots=8, steps=3, seed=3, refetch=True)
 ALL = everywhere(4, 2)

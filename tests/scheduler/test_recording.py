@@ -8,29 +8,15 @@ import pytest
 
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.process_group import collective_for
-from prophet.report.picture import (
-    around_blocks,
-    block_of,
-    draw_step,
-    svg,
-)
+from prophet.report.picture import around_blocks, block_of, draw_step, svg
 from prophet.scheduler.actions import Window
 from prophet.scheduler.recording import StepMarks, compute_spans
 from prophet.scheduler.schedules import block_wise
 from prophet.scheduler.simulate import StepDurations, simulate
 from prophet.scheduler.timeline import Span, read_trace, write_trace
 from tests.helpers.launch import on_processes
-from tests.helpers.support import (
-    FixedPlanner,
-    everywhere,
-    on_threads,
-)
-from tests.helpers.training import (
-    Case,
-    Run,
-    compare,
-    expected,
-)
+from tests.helpers.support import FixedPlanner, everywhere, on_threads
+from tests.helpers.training import Case, Run, compare, expected
 
 CASE = Case(ranks=2, blocks=3, shapes=((2, 3), (4,)), slots=8, steps=4, transfers="direct")
 

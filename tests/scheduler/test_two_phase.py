@@ -17,15 +17,7 @@ from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
 from tests.helpers.launch import on_processes
 from tests.helpers.recorder import RecordingCollective
 from tests.helpers.support import FixedPlanner, on_threads
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-    train,
-    train_in_process,
-)
+from tests.helpers.training import Case, Run, Step, compare, expected, train, train_in_process
 
 # three receivers of expert 0, two of expert 5, one of expert 7
 PAIRS = [(0, 1), (0, 2), (0, 3), (5, 0), (5, 3), (7, 0)]

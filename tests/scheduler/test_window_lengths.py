@@ -14,12 +14,7 @@ from prophet.scheduler.schedules import block_wise, blocking, cut_of
 from prophet.scheduler.windows import KINDS, BlockWindows, Stopwatch, WindowClock, predicted_window_us
 from prophet.spec import LayerShape, PlanContext, Topology, Windows
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
-from tests.helpers.training import (
-    Case,
-    Run,
-    compare,
-    expected,
-)
+from tests.helpers.training import Case, Run, compare, expected
 
 
 def agree(ranks: list[BlockWindows]) -> None:

@@ -21,20 +21,8 @@ from prophet.scheduler.runtime import Runtime
 from prophet.scheduler.schedules import block_wise, blocking
 from prophet.spec import Placement
 from tests.helpers.recorder import RecordingCollective
-from tests.helpers.support import (
-    FixedPlanner,
-    HomesPlanner,
-    everywhere,
-    on_threads,
-)
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-    train,
-)
+from tests.helpers.support import FixedPlanner, HomesPlanner, everywhere, on_threads
+from tests.helpers.training import Case, Run, Step, compare, expected, train
 
 MAKE = {"block-wise": block_wise, "blocking": blocking}
 

@@ -11,12 +11,7 @@ from prophet.planner.base import Planner
 from prophet.planner.cost import step_cost
 from prophet.spec import LayerShape, Placement, PlanContext, Split, Topology
 from prophet.traces.npz import RoutingTrace
-from prophet.traces.replay import (
-    choose_iterations,
-    predicted_load,
-    replay,
-    routed_per_rank,
-)
+from prophet.traces.replay import choose_iterations, predicted_load, replay, routed_per_rank
 
 
 def context(ranks: int = 2, experts: int = 4) -> PlanContext:

@@ -14,15 +14,7 @@ from pipeline_balance.maps.partition import (
     partition_by_time_naive,
     partition_near,
 )
-from pipeline_balance.spec import (
-    LayerCost,
-    PartitionError,
-    RankLimits,
-    StageMap,
-    fits,
-    moved_bytes,
-    rank_loads_s,
-)
+from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, moved_bytes, rank_loads_s
 
 
 @st.composite
