@@ -18,33 +18,31 @@ import hashlib
 import json
 import pickle
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from prophet.engine.folder import DESCRIPTION, TENSOR_INDEX, Folder, is_tensors
 from prophet.engine.plain import as_given, plain
+from prophet.engine.together import device_of, failure_of, short, together
 from prophet.errors import CheckpointError
 from prophet.experts.bank import ExpertBank
 from prophet.layer.moe import MoE
-from prophet.ranks.collective import Operation
-from prophet.ranks.process_group import collective_for, process_rank, processes
-from prophet.spec import IntArray, odd_ones_out
+from prophet.ranks.process_group import process_rank, processes
+from prophet.spec import odd_ones_out
 
 MAX_DESCRIPTION_BYTES = 1 << 28
 FORMAT = 2
 # how an optimizer computes is the reading one's own choice
 _NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _SHOWN = 4  # names in a message
-_MESSAGE_BYTES = 400  # of an error that other ranks are told
 
 
 def save(
@@ -66,14 +64,16 @@ def save(
     RuntimeError where processes disagree about the optimizer; `CheckpointError`, which names the ranks, on every
     process where one of them could not write.
     """
-    folder, device = Path(folder), _device(model)
-    text, entries, error = "", {}, None
+    folder, device = Path(folder), device_of(model)
+    text = ""
+    entries: dict[str, Any] = {}
+    error: Exception | None = None
     try:
         text, entries = _describe(model, optimizer, extra)
     except (ValueError, RuntimeError) as caught:
         error = caught
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    said = _together("comparison of optimizers", folder, device, error, (digest, secrets.randbits(48)))
+    said = together("comparison of optimizers", folder, device, error, (digest, secrets.randbits(48)))
     differ = odd_ones_out(said[:, 0])
     if differ:
         raise RuntimeError(
@@ -83,17 +83,17 @@ def save(
     number = int(said[0, 1])
     target = Folder(folder, lambda: _current_tensors(folder))
     writer = process_rank() == 0
-    _together("start of a checkpoint", folder, device, _failure(lambda: target.begin(number), run=writer))
+    together("start of a checkpoint", folder, device, failure_of(lambda: target.begin(number), run=writer))
     try:
-        _named(lambda: save_tensors(entries, checkpoint_id=target.tensors(number), no_dist=processes() == 1), folder)
-        error = None
+        tensors = _Writer(target.tensors(number))
+        _named(lambda: save_tensors(entries, storage_writer=tensors, no_dist=processes() == 1), folder)
     except (CheckpointError, RuntimeError, OSError) as caught:
         error = caught
     if error is None and writer:
-        error = _failure(lambda: _commit(target, number, text))
+        error = failure_of(lambda: _commit(target, number, text))
     if error is not None and writer:
         target.give_up()
-    _together("end of a checkpoint", folder, device, error)
+    together("end of a checkpoint", folder, device, error)
 
 
 def _describe(
@@ -129,6 +129,19 @@ def _describe(
     return text, entries
 
 
+class _Writer(FileSystemWriter):
+    """Torch's, which says "unexpected pos" where a disk is full."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from error
+
+
 def _commit(target: Folder, number: int, text: str) -> None:
     """Add the tensors' folder to the description, and name files in torch's index as they are named from outside."""
     tensors = target.tensors(number)
@@ -149,10 +162,10 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     like stay as they are. Without an optimizer only the model is read. Nothing is changed where the checkpoint does
     not fit: CheckpointError then.
     """
-    folder, device = Path(folder), _device(model)
+    folder, device = Path(folder), device_of(model)
     plan = _Reading()
-    error = _failure(lambda: plan.prepare(folder, model, optimizer))
-    _together("reading of a checkpoint", folder, device, error)
+    error = failure_of(lambda: plan.prepare(folder, model, optimizer))
+    together("reading of a checkpoint", folder, device, error)
     _named(lambda: load_tensors(plan.entries, checkpoint_id=plan.tensors, no_dist=processes() == 1), folder)
     if optimizer is not None:
         for group, new in zip(optimizer.param_groups, plan.settings, strict=True):
@@ -369,9 +382,8 @@ def _read_description(folder: Path) -> dict[str, Any]:
     try:
         said = json.loads(text, object_hook=as_given)
         fits = said["format"] == FORMAT and isinstance(said["states"], dict) and isinstance(said["extra"], dict)
-        fits = (
-            fits and is_tensors(said["tensors"]) and all({"settings", "parameters"} <= set(g) for g in said["groups"])
-        )
+        fits = fits and all({"settings", "parameters"} <= set(g) for g in said["groups"])
+        fits = fits and is_tensors(said["tensors"])
         for field in (f for fields in said["states"].values() for f in fields.values()):
             fits = fits and ("value" in field or {"shape", "dtype"} <= set(field))
             fits = fits and isinstance(getattr(torch, field.get("dtype", "float32"), None), torch.dtype)
@@ -398,7 +410,7 @@ def _read_index(tensors: Path) -> Any:
     try:
         return FileSystemReader(tensors).read_metadata()
     except Exception as error:  # a pickle that was cut short can raise anything
-        raise CheckpointError(f"{tensors / TENSOR_INDEX}: cannot be read ({_short(error)})") from error
+        raise CheckpointError(f"{tensors / TENSOR_INDEX}: cannot be read ({short(error)})") from error
 
 
 def _check_files(folder: Path, parts: Mapping[Any, Any]) -> None:
@@ -440,49 +452,12 @@ def _some(names: Any) -> str:
     return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
 
-# --- together ---
-
-
-def _device(model: nn.Module) -> torch.device:
-    """Where the ranks exchange tensors."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
-def _failure(call: Callable[[], None], *, run: bool = True) -> Exception | None:
-    """The error that `call` raises, to be told to the other processes before it is raised."""
-    try:
-        if run:
-            call()
-    except (ValueError, RuntimeError, OSError) as error:
-        return error
-    return None
-
-
 def _named(call: Callable[[], object], folder: Path) -> None:
     """Call a function of torch's checkpoints, which tells all processes what happened to one; in an Exception."""
     try:
         call()
     except CheckpointException as error:
-        found = [f"rank {rank}: {_short(caught)}" for rank, (caught, _) in sorted(error.failures.items())]
+        if not all(isinstance(caught, Exception) for caught, _ in error.failures.values()):
+            raise  # somebody wants to end the program
+        found = [f"rank {rank}: {short(caught)}" for rank, (caught, _) in sorted(error.failures.items())]
         raise CheckpointError(f"{folder}: {'; '.join(found)}") from error
-
-
-def _short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_MESSAGE_BYTES]
-
-
-def _together(
-    what: str, folder: Path, device: torch.device, error: Exception | None, numbers: Sequence[int] = ()
-) -> IntArray:
-    """Every process's `numbers`, by process. Raises `error`; where others have one, `CheckpointError` with its text."""
-    text = _short(error).encode()[:_MESSAGE_BYTES] if error is not None else b""
-    row = [int(error is not None), *numbers, *text.ljust(_MESSAGE_BYTES)]
-    mine = torch.tensor(row, dtype=torch.int64, device=device)
-    table: IntArray = collective_for(None).all_gather(mine, op=Operation(what)).cpu().numpy()
-    if error is not None:
-        raise error
-    texts = table[:, -_MESSAGE_BYTES:].astype(np.uint8)
-    failed = [f"rank {r}: {texts[r].tobytes().decode(errors='replace').rstrip()}" for r in table[:, 0].nonzero()[0]]
-    if failed:
-        raise CheckpointError(f"{folder}: {'; '.join(failed)}")
-    return table[:, 1 : 1 + len(numbers)]
