@@ -1,4 +1,4 @@
-"""Processes that tell each other their errors before any of them raises: none is left waiting for one that has ended."""
+"""Processes that tell each other their errors before any of them raises: nobody waits for one that has ended."""
 
 from __future__ import annotations
 
