@@ -7,6 +7,7 @@ import io
 import pickle
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,7 +177,7 @@ def test_state_dicts_stay_usable(tmp_path: Path) -> None:
         assert torch.equal(state[key], kept[key] + 1.0)
         assert type(state[key] * 0.9) is torch.Tensor
         assert type(state[key].cpu().clone()) is torch.Tensor
-        assert "tensor" in repr(state[key])
+        assert "PartOfExperts" in repr(state[key])
         dcp.save(model.state_dict(), checkpoint_id=tmp_path / str(rank), no_dist=True)
         model.load_state_dict(kept)
         assert torch.equal(state[key], kept[key])
@@ -215,11 +216,18 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 @pytest.mark.parametrize(
-    "targets", [{"target_parameters": EXPERTS}, {"modules_to_save": ["experts"]}, {"modules_to_save": ["mlp"]}]
+    "targets",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ATTENTION, "target_parameters": EXPERTS},
+        {"target_modules": ATTENTION, "modules_to_save": ["experts"]},
+        {"target_modules": ATTENTION, "modules_to_save": ["mlp"]},
+    ],
 )
-def test_lora_on_experts_is_refused_when_converting(targets: dict[str, Any]) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "qwen3"])
+def test_lora_on_experts_is_refused_when_converting(family: str, targets: dict[str, Any]) -> None:
     library = peft()
-    model = library.get_peft_model(hugging_face("mixtral"), library.LoraConfig(target_modules=ATTENTION, **targets))
+    model = library.get_peft_model(hugging_face(family), library.LoraConfig(**targets))
     with pytest.raises(ConversionError, match=r"PEFT .*keep LoRA off the experts \(target_modules="):
         prophet.convert(model)
 
@@ -239,20 +247,17 @@ def test_lora_on_old_lists_of_experts_that_were_converted_before() -> None:
     """There `target_modules` names experts, and other modules of the same name are adapted."""
     from prophet.convert.checks import check_adapters
 
-    class Config:
-        target_modules = {"w1", "q_proj"}
-        target_parameters = None
-
+    config = SimpleNamespace(target_modules={"w1", "q_proj"}, target_parameters=None)
     model = nn.Linear(2, 2)
     experts = nn.ModuleList([nn.ModuleDict({"w1": nn.Linear(2, 2), "w2": nn.Linear(2, 2)})])
     check_adapters(model, [("block.experts", experts)])
-    model.peft_config = {"default": Config}  # type: ignore[assignment]
+    model.peft_config = {"default": config}  # type: ignore[assignment]
     with pytest.raises(ConversionError, match=r"adapt block.experts.0.w1 \(target_modules\)"):
         check_adapters(model, [("block.experts", experts)])
-    Config.target_modules = r".*\.0\.w2"  # type: ignore[assignment]
+    config.target_modules = r".*\.0\.w2"
     with pytest.raises(ConversionError, match=r"adapt block.experts.0.w2 \(target_modules\)"):
         check_adapters(model, [("block.experts", experts)])
-    Config.target_modules = {"q_proj"}
+    config.target_modules = {"q_proj"}
     check_adapters(model, [("block.experts", experts)])
 
 
