@@ -305,9 +305,10 @@ def roll_call(op: Operation, ranks: Sequence[int] | None = None, *, patience_s: 
     store = dist.distributed_c10d._get_default_store()
     limit_s = ROLL_CALL_S if rank == ranks[0] else patience_s
     calls = _calls.setdefault(store, {})
+    name = f"prophet roll call for {op} of ranks {ranks}"
     while True:
-        number = calls[tuple(ranks)] = calls.get(tuple(ranks), 0) + 1
-        key = f"prophet roll call {number} of {ranks}"
+        number = calls[name] = calls.get(name, 0) + 1
+        key = f"{name}, call {number}"
         if not store.check([f"{key}: result"]):  # one that others gave up, or an earlier life of this process
             break
     store.set(f"{key}: {rank}", "here")
@@ -326,7 +327,7 @@ def roll_call(op: Operation, ranks: Sequence[int] | None = None, *, patience_s: 
 
 ROLL_CALL_S = 4.0
 _COMPLETE = "complete"
-_calls: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], int]] = weakref.WeakKeyDictionary()
+_calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 def cut_like(whole: Tensor, own: Tensor) -> Tensor:
