@@ -54,7 +54,7 @@ class PartOfExperts(Tensor):
 def mark_part(layer: nn.Module, state: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     """A hook of `state_dict`: this rank's experts are parts, where other ranks have the rest."""
     collective: Any = layer.collective
-    if collective.size == 1:
+    if not layer.spread:
         return
     for key in [k for k in state if k.startswith(prefix)]:
         value = state[key]

@@ -78,6 +78,11 @@ class RoutedExperts(MoE):
             check_adapters(model, [(name, layer.origin.skeleton) for name, _, _, layer in converted(model)])
         self._adapters_checked = True
 
+    @property
+    def spread(self) -> bool:
+        """Whether other ranks hold experts that were here before: not where the model was built expert-parallel."""
+        return self.collective.size > 1 and self.origin.spec.held == self.num_experts
+
     def local_experts(self) -> list[ExpertWeights]:
         """This rank's experts, as views."""
         bank = self.experts

@@ -79,7 +79,7 @@ class _Method:
     def ranks(self) -> int:
         """How many ranks share the experts, or parts of the other parameters."""
         cut = any(hasattr(p, "full_tensor") for p in self.model.parameters())
-        return max([processes() if cut else 1, *(layer.collective.size for *_, layer in converted(self.model))])
+        return max([processes() if cut else 1, *(x.collective.size for *_, x in converted(self.model) if x.spread)])
 
 
 class _SavePretrained(_Method):

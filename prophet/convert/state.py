@@ -50,7 +50,7 @@ def _everybody_is_here(layers: Iterable[RoutedExperts], state: Mapping[str, Any]
         roll_call(op)
         return
     for layer in layers:
-        if layer.collective.size > 1:
+        if layer.spread:
             layer.collective.roll_call(op)
             return
 
