@@ -1,25 +1,32 @@
 # The two commands: `make demo` and `make test`. Each makes its own virtual environment first, once.
 #
-#   make demo    train a small MoE language model on four ranks, without and with balancing; writes out/demo/
-#   make test    run the tests (make test-all: the slow ones too, faults on an emulated cluster among them)
-#   make lint    ruff, its formatter and mypy
-#   make bench   run the benchmarks (BENCH=name for one of them)
-#   make clean   remove the environment and everything that was made
+#   make demo             train a small MoE language model on four ranks, without and with balancing; writes out/demo/
+#   make test             run the packages' tests
+#   make test-benchmarks  run the benchmarks' tests
+#   make test-all         run all tests, the slow ones too (faults on an emulated cluster among them)
+#   make lint             ruff, its formatter and mypy
+#   make docs             build the documentation site, build/docs/index.html
+#   make bench            run the benchmarks (BENCH=name for one of them)
+#   make clean            remove the environment and everything that was made
 #
 # PYTHON=python3.12 picks the interpreter, VENV=folder the environment, PIP_FLAGS="…" adds options to pip install (an
-# index of CPU-only wheels, say), ARGS="…" is passed on to the demo or to pytest.
+# index of CPU-only wheels, say), ARGS="…" is passed on to the demo or to pytest. WORKERS=4 runs the tests in as many
+# processes; WORKERS=0 runs them in one, where a debugger works.
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 ARGS ?=
+WORKERS ?= 2
 BENCH ?= $(notdir $(patsubst %/,%,$(dir $(wildcard benchmarks/*/__main__.py))))
 
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
+# A worker takes tests from the other once it has none left, so that both cores are busy to the end.
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-benchmarks test-all warm lint docs bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -45,20 +52,36 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing into $(VENV) (a few minutes the first time)"
+	$(INSTALL) -e '.[docs]'
+	@touch $@
+
 demo: $(VENV)/.installed
 	$(BIN)/prophet demo $(ARGS)
 
-test test-all: export OMP_NUM_THREADS ?= 1
-test: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+# The planner is compiled before the tests, which have time limits: one to three minutes the first time on a machine.
+warm: $(VENV)/.installed-test
+	@$(BIN)/python -c 'from prophet.planner import warm; warm()'
 
-test-all: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(ARGS)
+test test-benchmarks test-all: export OMP_NUM_THREADS ?= 1
+test: warm
+	$(PYTEST) -m "not slow" --ignore=tests/benchmarks $(ARGS)
+
+test-benchmarks: warm
+	$(PYTEST) -m "not slow" tests/benchmarks $(ARGS)
+
+test-all: warm
+	$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(VENV)/.installed-docs
+	$(BIN)/mkdocs build --strict $(ARGS)
 
 bench: $(VENV)/.installed-test
 	@for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done

@@ -1,7 +1,7 @@
 """The command line: `prophet demo`, `plan`, `calibrate`, `simulate`, `watch` and `report`.
 
-This module imports nothing but the standard library at its top: it has to be able to say that another distribution
-owns the name `prophet` before anything else fails in a less helpful way.
+At its top this module imports the standard library only. If another distribution owns the name `prophet`, the command
+can then say so before any other import fails with a less helpful message.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 
     parser = argparse.ArgumentParser(
         prog="prophet",
-        description="Keeps the ranks of expert-parallel Mixture-of-Experts training equally busy.",
+        description="Keep the ranks of expert-parallel Mixture-of-Experts training equally busy.",
         epilog=_EXIT_CODES,
     )
     parser.add_argument("--version", action="version", version=f"moe-prophet {prophet.__version__}")

@@ -1,6 +1,4 @@
-"""For all tests: the planner's kernels are compiled before the first one, once and under no time limit, and gradients
-of replicas that are said to be zero are looked at.
-"""
+"""For all tests: gradients of replicas that are said to be zero are checked."""
 
 from __future__ import annotations
 
@@ -8,13 +6,6 @@ import pytest
 from torch import Tensor
 
 from prophet.experts.bank import ReplicaPool
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compiled_planner() -> None:
-    from prophet.planner import warm
-
-    warm()
 
 
 @pytest.fixture(autouse=True)

@@ -6,11 +6,12 @@ Shape legend: R hosts (one rank each).
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from prophet.files import read_toml
 
 if TYPE_CHECKING:
     from prophet.spec import Topology
@@ -180,17 +181,7 @@ def read_profile(path: Path) -> Profile:
     ... share = 0.1
     ... '''
     """
-    try:
-        with path.open("rb") as f:
-            raw = f.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ProfileError(f"{path}: cannot be read ({error.strerror})") from error
-    if len(raw) > MAX_FILE_BYTES:
-        raise ProfileError(f"{path}: expected at most {MAX_FILE_BYTES} bytes")
-    try:
-        table = tomllib.loads(raw.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ProfileError(f"{path}: not a TOML file ({error})") from error
+    table = read_toml(path, most_bytes=MAX_FILE_BYTES, expected="a profile", error=ProfileError)
     top = _Reader(path, "", table)
     name = table.get("name", path.stem)
     if not isinstance(name, str) or not name:

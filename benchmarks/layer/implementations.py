@@ -82,7 +82,8 @@ class Implementation:
             self.engine.runtime.finish_gradients()
             self.engine.finish_step()
             began = time.perf_counter()
-            wait([plan for plan in self.engine._plans if plan is not None], timeout=self.engine.collective.timeout_s)
+            coming = [layer.coming for layer in self.engine.balanced if layer.coming is not None]
+            wait(coming, timeout=self.engine.collective.timeout_s)
             waited = time.perf_counter() - began
             report = self.engine.last_step
             self.seconds = {**(report.seconds if report else {}), "plan_wait": waited}

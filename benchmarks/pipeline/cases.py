@@ -27,7 +27,7 @@ MakeBlock = Callable[[int], nn.Module]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """One dynamic model. `every_steps` is how often its stages are looked at: 1 where loads change with every batch.
+    """One dynamic model. `every_steps` is how often to decide on its stages: 1 where loads change with every batch.
 
     Tokens are chosen so that no message between stages has exactly 128 KiB: on emulated hosts such messages are now and
     then held up for a tenth of a second.
@@ -176,7 +176,7 @@ class Dynamism:
         """Look at the gradients that a step left; the length of the frozen prefix from now on."""
         if self.freezer is None:
             return 0
-        return self.freezer.look(gradient_rates(layers, self.case.layers, collective, device), loss)
+        return self.freezer.update(gradient_rates(layers, self.case.layers, collective, device), loss)
 
     def change(self, layers: Mapping[int, nn.Module], step: int, frozen: int, collective: Collective) -> bool:
         """Prune or freeze before `step`; whether stages must be built anew."""

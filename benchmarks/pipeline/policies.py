@@ -50,11 +50,11 @@ def controller_config(
         repack_slowdown=0.1 if policy == "partition-repack" else None,
         transfer_s=transfer_s,
         move_cost=MoveCost(fixed_s=fixed_s, bytes_per_s=bytes_per_s),
-        # where every step is looked at, loads last longer than one
+        # where every step ends with a decision, loads last longer than one
         horizon_steps=10 if every_steps == 1 else None,
-        # while nothing is to gain, looking every time would only cost
+        # while there is nothing to gain, deciding every time would only cost
         max_every_steps=32 if every_steps == 1 else 2 * every_steps,
-        # where every step is looked at, that goes on beside the backward pass
+        # where every step ends with a decision, it is worked out beside the backward pass
         prepare_in_backward=every_steps == 1,
     )
 

@@ -16,6 +16,7 @@ from torch import nn
 import prophet
 from prophet.convert import standard_adapters
 from prophet.layer.moe import moe_layers
+from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import collective_for, processes
 from prophet_deepspeed.checkpoint import Checkpoints
 from prophet_deepspeed.gradients import bind
@@ -61,32 +62,15 @@ def initialize(
     args, config = _config_of(args, config, config_params)
     plain, section = read_config(config)
     deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    groups: Any = importlib.import_module("deepspeed.utils.groups")
 
     given = ParameterGroups(model, model_parameters)
     ep_size = _ep_size(model, section)
-    if processes() % ep_size:
-        raise ConfigError(f"{SECTION}.ep_size: {processes()} processes cannot be divided into groups of {ep_size}")
-    name = f"ep_size_{ep_size}"
-    if name not in groups._get_expert_parallel_group_dict():
-        groups._create_expert_and_data_parallel(ep_size)
-    ep = collective_for(groups._get_expert_parallel_group(name), timeout_s=section.wait_s)
+    ep = _expert_group(ep_size, section)
     report = None
     if section.convert and _convertible(model):
         report = prophet.convert(model, group=ep, timeout_s=section.wait_s, verify=section.verify)
         _announce(model, ep_size)
-    layers = moe_layers(model)
-    if not layers:
-        raise ConfigError(f"{SECTION}: the model has no MoE layer that is known; see docs/convert.md")
-    check_biases(layers, processes())
-    for layer in layers:
-        if (layer.collective.size, layer.collective.rank) != (ep.size, ep.rank):
-            raise ConfigError(
-                f"{SECTION}.ep_size: {ep_size}, but a prophet.MoE layer is rank {layer.collective.rank} of a group of "
-                f"{layer.collective.size}; build it with groups of {ep_size} consecutive processes"
-            )
-        for p in layer.experts.parameters():
-            p.prophet_averaged = True  # type: ignore[attr-defined]  # DeepSpeed does it
+    layers = _layers(model, ep)
     if isinstance(optimizer, torch.optim.Optimizer):
         _check_optimizer(optimizer, model)
     moe_utils: Any = importlib.import_module("deepspeed.moe.utils")
@@ -106,7 +90,7 @@ def initialize(
     with warnings.catch_warnings():
         if ep_size == 1:  # asked for: every process holds all experts, and DeepSpeed averages them
             warnings.filterwarnings("ignore", message="the MoE layers hold all experts on every rank")
-        balancer = prophet.attach(model, config=section.engine_config())
+        balancer = prophet.attach(model, config=section.engine)
     if wrapped is not None:
         bind(engine, balancer)
     engine.prophet, engine.prophet_report = balancer, report
@@ -114,6 +98,34 @@ def initialize(
     engine.save_checkpoint, engine.load_checkpoint = checkpoints.save, checkpoints.load
     engine.save_16bit_model = engine.save_fp16_model = checkpoints.save_model
     return engine, wrapped, data, scheduler
+
+
+def _expert_group(ep_size: int, section: ProphetSection) -> Collective:
+    """The ranks that share the experts, in DeepSpeed's own groups, which are made where they are missing."""
+    if processes() % ep_size:
+        raise ConfigError(f"{SECTION}.ep_size: {processes()} processes cannot be divided into groups of {ep_size}")
+    groups: Any = importlib.import_module("deepspeed.utils.groups")
+    name = f"ep_size_{ep_size}"
+    if name not in groups._get_expert_parallel_group_dict():
+        groups._create_expert_and_data_parallel(ep_size)
+    return collective_for(groups._get_expert_parallel_group(name), timeout_s=section.wait_s)
+
+
+def _layers(model: nn.Module, ep: Collective) -> list[prophet.MoE]:
+    """The model's MoE layers, checked against the group `ep`; DeepSpeed averages their experts' gradients."""
+    layers = moe_layers(model)
+    if not layers:
+        raise ConfigError(f"{SECTION}: the model has no MoE layer that is known; see docs/convert.md")
+    check_biases(layers, processes())
+    for layer in layers:
+        if (layer.collective.size, layer.collective.rank) != (ep.size, ep.rank):
+            raise ConfigError(
+                f"{SECTION}.ep_size: {ep.size}, but a prophet.MoE layer is rank {layer.collective.rank} of a group of "
+                f"{layer.collective.size}; build it with groups of {ep.size} consecutive processes"
+            )
+        for p in layer.experts.parameters():
+            p.prophet_averaged = True  # type: ignore[attr-defined]  # DeepSpeed does it
+    return layers
 
 
 def check_biases(layers: list[prophet.MoE], ranks: int) -> None:

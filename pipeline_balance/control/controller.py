@@ -193,7 +193,7 @@ class Controller:
         every = collective.all_gather(mine, op=Operation("comparing decisions")).cpu().reshape(-1).tolist()
         differ = [r for r, d in enumerate(every) if d != every[0]]
         if differ:
-            raise DecisionMismatch(f"ranks {differ} chose another stage map than rank 0 did")
+            raise DecisionMismatch(f"ranks {differ} decided on another stage map than rank 0")
 
     def _move(self, ready: _Ready) -> MoveTime:
         """Go to the decision's map; what that took on the slowest rank, equal on all ranks."""

@@ -23,8 +23,8 @@ class FreezingRule:
     """When a layer is frozen.
 
     A layer's smoothed gradient norm must be at most `share` of its largest one, and the smoothed loss must have changed
-    by at most `loss_rate` (relative) since the last look; both `patience` looks in a row. At most `most` layers are
-    frozen.
+    by at most `loss_rate` (relative) since the last update; both in `patience` updates in a row. At most `most` layers
+    are frozen.
     """
 
     share: float = 0.3
@@ -61,7 +61,7 @@ class Freezer:
         self._largest = [0.0] * self.layers
         self._quiet = [0] * self.layers
 
-    def look(self, rates: Sequence[float], loss: float) -> int:
+    def update(self, rates: Sequence[float], loss: float) -> int:
         """Take in every layer's rate of change [L] and the loss; returns the length of the frozen prefix from now on.
 
         The last layer is never frozen, and a layer that has no parameters (rate 0 from the start) is frozen with the

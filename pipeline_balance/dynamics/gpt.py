@@ -142,7 +142,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 def with_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """x, with `loss` added to what the backward pass minimises: a layer of one output can so have a loss of its own.
+    """x, with `loss` added to what the backward pass minimises: so a layer with one output can add its loss.
 
     The loss counts once per microbatch, like the model's; whoever averages gradients over microbatches averages it too.
     """
@@ -179,5 +179,5 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def guessing_loss(shape: GPTShape) -> float:
-    """What `loss` is before anything is learnt."""
+    """What `loss` is before anything is learned."""
     return math.log(shape.vocabulary)

@@ -20,6 +20,7 @@ from pipeline_balance.pipeline.trainer import PipelineTrainer
 from pipeline_balance.pipeline.training_state import MAX_DESCRIPTION_BYTES, by_layer, collect, share
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
+from prophet.files import read_json
 from prophet.ranks.collective import Operation
 from prophet.state.space import Space, TensorSpec
 from prophet.state.transition import torch_dtype
@@ -71,15 +72,8 @@ def save_checkpoint(pipeline: PipelineTrainer, folder: Path, *, step: int, stage
 def read_checkpoint(folder: Path) -> Checkpoint:
     """The description of a checkpoint, without its tensors. Raises `SpecError`, naming the file, if it is none."""
     path = folder / DESCRIPTION
+    said = read_json(path, most_bytes=MAX_DESCRIPTION_BYTES, expected="a finished checkpoint", error=SpecError)
     try:
-        with path.open("rb") as f:
-            text = f.read(MAX_DESCRIPTION_BYTES + 1)
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror}): no checkpoint was finished here") from error
-    if len(text) > MAX_DESCRIPTION_BYTES:
-        raise SpecError(f"{path}: expected at most {MAX_DESCRIPTION_BYTES} bytes")
-    try:
-        said = json.loads(text)
         return Checkpoint(
             step=int(said["step"]),
             stage_map=StageMap(tuple(said["boundaries"]), tuple(said["ranks"])),

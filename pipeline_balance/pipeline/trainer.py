@@ -51,7 +51,7 @@ class PipelineTrainer:
     last; shapes and types matter, values do not.
 
     `stage_map` is None for a process that enters a group whose others call `change_group`: it starts without layers and
-    learns the map from them. `meter` takes the place of one with the wall clock.
+    takes the map from them. `meter` takes the place of one with the wall clock.
     """
 
     def __init__(

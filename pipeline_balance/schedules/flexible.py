@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Sequence
 
 from pipeline_balance.schedules.actions import Action, Kind, Schedule, ScheduleError, build, check_shape
-from pipeline_balance.schedules.one_f_one_b import one_f_one_b
+from pipeline_balance.schedules.classic import one_f_one_b
 from pipeline_balance.schedules.simulate import Durations, simulate
 from pipeline_balance.spec import in_flight
 from prophet.spec import FloatArray

@@ -1,4 +1,4 @@
-"""`prophet calibrate`: measures this machine's ranks and writes a topology file."""
+"""`prophet calibrate`: measures this machine and writes a topology file."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
             raise UsageError("--machine goes with --check, and without --out: the file is checked, nothing is fitted")
         expert, ranks, per_node, lines = _checked(arguments.machine, arguments.expert, ranks)
     elif not arguments.out and not arguments.check and not arguments.json:
-        raise UsageError("expected --out FILE, --check or --json: nothing would come of the measurements")
+        raise UsageError("expected --out FILE, --check or --json: the measurements would be thrown away")
     if not (1 <= expert["dim"] <= _MOST and 1 <= expert["hidden"] <= _MOST):
         raise UsageError(
             f"--expert: expected dimensions of an expert from 1 to {_MOST}, got {expert['dim']} x {expert['hidden']}"
@@ -308,7 +308,7 @@ def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dic
 
     topology = found.topology
 
-    def recorded(fit: Any) -> dict[str, float]:
+    def figures_of(fit: Any) -> dict[str, float]:
         sizes = [p.size for p in fit.fitted]
         figures = {
             "fixed_s": fit.line.fixed_s,
@@ -324,7 +324,7 @@ def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dic
         return figures
 
     if job.out and write:
-        write_topology(job.out, topology, fits={f.operation: recorded(f) for f in found.fits})
+        write_topology(job.out, topology, fits={f.operation: figures_of(f) for f in found.fits})
         answer["file"] = str(job.out)
     answer["topology"] = {
         "intra": {"bytes_per_s": topology.intra.bytes_per_s, "latency_s": topology.intra.latency_s},

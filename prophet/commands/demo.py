@@ -18,9 +18,9 @@ def add(commands: Any) -> None:
         "demo",
         help="train a small MoE language model, without and with balancing",
         description="Train a byte-level MoE language model on real text with several expert-parallel ranks "
-        "(processes of this machine), once without and once with balancing, and compare the two. About two minutes "
-        "on two cores.",
-        epilog="Writes report.html, routing.npz, metrics.jsonl, step.json (a trace of the last step, for\n"
+        "(processes of this machine), once without and once with balancing, and compare the two. This takes about "
+        "two minutes on two cores.",
+        epilog="Writes report.html, routing.npz, metrics.jsonl, step.json (a trace of the last step, for "
         "Perfetto) and summary.json into the output folder.",
     )
     add = demo.add_argument

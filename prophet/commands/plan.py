@@ -32,7 +32,7 @@ _MOST_ITERATIONS = 25  # of a trace that are judged, evenly spread: medians no l
 
 def add(commands: Any) -> None:
     """Register the command."""
-    plan = commands.add_parser(
+    parser = commands.add_parser(
         "plan",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         help="what would balancing gain on my routing trace?",
@@ -51,15 +51,15 @@ def add(commands: Any) -> None:
             f"{known_names()}"
         ),
     )
-    argument = plan.add_argument
+    argument = parser.add_argument
     argument("traces", type=Path, nargs="+", metavar="TRACE", help="routing trace (.npz), or a log (.csv, .jsonl)")
-    add_planner(plan, _DEFAULT_PLANNERS)
-    add_machine(plan)
-    add_slots(plan)
+    add_planner(parser, _DEFAULT_PLANNERS)
+    add_machine(parser)
+    add_slots(parser)
     argument("--experts", type=positive, metavar="N", help="experts of a log that does not say (default: as seen)")
     argument("--html", type=Path, metavar="FILE", help="write a page with figures")
-    add_json(plan)
-    plan.set_defaults(run=run)
+    add_json(parser)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -213,12 +213,12 @@ def _describe(answer: dict[str, Any]) -> str:
 
 
 def _write_html(file: Path, reports: list[tuple[dict[str, Any], list[int], list[Replay]]]) -> None:
-    from prophet.report import PlanReport, write_plan
+    from prophet.report import Comparison, write_comparison
 
     pages = []
     for answer, iterations, results in reports:
         pages.append(
-            PlanReport(
+            Comparison(
                 name=Path(answer["trace"]["file"]).name,
                 subtitle=f"{_describe(answer)} Predicted for {answer['machine']}, at most "
                 f"{answer['slots_per_rank']} copies of a layer's experts on a rank.",
@@ -226,7 +226,7 @@ def _write_html(file: Path, reports: list[tuple[dict[str, Any], list[int], list[
                 results=results,
             )
         )
-    write_plan(file, pages)
+    write_comparison(file, pages)
 
 
 def _print(answer: dict[str, Any]) -> None:

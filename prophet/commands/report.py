@@ -11,12 +11,14 @@ def add(commands: Any) -> None:
     """Register the command."""
     parser = commands.add_parser(
         "report",
-        help="make the HTML page of a run",
-        description="Make one HTML file, without network or scripts, from what prophet.monitor(engine, RUN) has "
-        "written; the run may still be under way.",
+        help="write the HTML page of a run",
+        description="Write one HTML page, without scripts or network access, from what prophet.monitor(engine, RUN) "
+        "has recorded so far. The run may still be training.",
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder, or its steps.jsonl")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="(default: report.html in the run's folder)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the page here (default: report.html in the run's folder)"
+    )
     parser.set_defaults(run=run)
 
 

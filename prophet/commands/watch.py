@@ -16,7 +16,7 @@ def add(commands: Any) -> None:
         "watch",
         help="show a run's balance in the terminal while it trains",
         description="Show the last steps of a run that prophet.monitor(engine, RUN) writes: every layer's balance, "
-        "copies, hottest experts and predicted gain. Leave it open, end it with Ctrl-C.",
+        "replicas, hottest experts and predicted gain. Leave it open; Ctrl-C ends it.",
     )
     parser.add_argument("run_folder", type=Path, metavar="RUN", help="the run's folder, or its steps.jsonl")
     parser.add_argument("--once", action="store_true", help="print one frame and end")

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 
 from prophet.demo.launch import LaunchConfig, launch
-from prophet.demo.results import make_report, measured_table, notes, predict, predicted_table, summarise
+from prophet.demo.results import make_report, measured_table, predict, predicted_table, remarks, summarise
 from prophet.demo.text import load_corpus
 from prophet.report import Table, write_report
 from prophet.scheduler.timeline import write_trace
@@ -42,8 +42,8 @@ def run_demo(config: LaunchConfig, console: Console) -> dict[str, Any]:
     )
     console.print()
     print_table(console, measured_table(results, summary))
-    for note in notes(results, cores):
-        console.print(Padding(f"• {note}", (0, 0, 0, 2)), highlight=False)
+    for remark in remarks(results, cores):
+        console.print(Padding(f"• {remark}", (0, 0, 0, 2)), highlight=False)
     console.print()
     if predictions:
         print_table(console, predicted_table(predictions))

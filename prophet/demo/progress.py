@@ -8,7 +8,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from prophet.demo.train import StepRecord
+from prophet.demo.train import StepResult
 
 _LINES = 5  # where the output is not a terminal: this many lines instead of a bar
 
@@ -31,18 +31,18 @@ class ProgressBar:
         self._task = self._progress.add_task(name, total=steps, shown="")
         self._tokens_per_s = 0.0
 
-    def __call__(self, record: StepRecord) -> None:
-        rate = record.tokens / record.step_s
-        self._tokens_per_s = rate if record.step < 2 else 0.9 * self._tokens_per_s + 0.1 * rate
+    def __call__(self, result: StepResult) -> None:
+        rate = result.tokens / result.step_s
+        self._tokens_per_s = rate if result.step < 2 else 0.9 * self._tokens_per_s + 0.1 * rate
         shown = (
-            f"loss {record.loss:.3f}  {self._tokens_per_s:,.0f} tokens/s  "
-            f"busiest rank {record.report.max_mean:.2f} × mean"
+            f"loss {result.loss:.3f}  {self._tokens_per_s:,.0f} tokens/s  "
+            f"busiest rank {result.report.max_mean:.2f} × mean"
         )
-        self._progress.update(self._task, completed=record.step + 1, shown=shown)
+        self._progress.update(self._task, completed=result.step + 1, shown=shown)
         every = -(-self._steps // _LINES)
-        if not self._console.is_terminal and ((record.step + 1) % every == 0 or record.step + 1 == self._steps):
+        if not self._console.is_terminal and ((result.step + 1) % every == 0 or result.step + 1 == self._steps):
             self._console.print(
-                f"balancing {self._name}: step {record.step + 1}/{self._steps}  {shown}",
+                f"balancing {self._name}: step {result.step + 1}/{self._steps}  {shown}",
                 highlight=False,
                 soft_wrap=True,
             )

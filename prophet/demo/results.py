@@ -157,7 +157,7 @@ def predicted_table(predictions: Sequence[Prediction]) -> Table:
     )
 
 
-def notes(results: dict[str, RunResult], cores: int | None) -> tuple[str, ...]:
+def remarks(results: dict[str, RunResult], cores: int | None) -> tuple[str, ...]:
     """What this machine can and cannot show, in plain words."""
     ranks = results["on"].rank_load.shape[2]
     if cores is not None and cores < ranks:
@@ -168,14 +168,14 @@ def notes(results: dict[str, RunResult], cores: int | None) -> tuple[str, ...]:
         )
     else:
         time = (
-            "Each rank can have a core of its own here, but all share one memory bus and one loopback network; step "
-            "times on real machines differ."
+            "Each rank can have its own core here, but all share one memory bus and one loopback network; step times "
+            "on real machines differ."
         )
     return (
         time,
         "What it can show: that the loss is the same, that every rank computes the same number of tokens, how many "
-        "copies that takes, and that the same routing would leave most ranks waiting on machines where each has a "
-        "device of its own.",
+        "copies that takes, and that the same routing would leave most ranks waiting on machines where each has its "
+        "own device.",
         "With balancing on, each rank computes more different experts on fewer tokens each, and parameters travel "
         "between processes through the cores that compute. That is why the step may take longer here.",
         "Times in all-to-all include waiting for the slowest rank.",
@@ -218,13 +218,13 @@ def make_report(
             (f"{b['copies_per_rank_mean']:.1f}", "expert copies per rank and layer, on average"),
             (
                 f"{1e3 * a['step_s_median']:.0f} → {1e3 * b['step_s_median']:.0f} ms",
-                "step time on this machine, where it cannot fall but for noise (see the notes)"
+                "step time on this machine, where it cannot fall except by noise (see below)"
                 if cores is not None and cores < ranks
                 else "step time on this machine",
             ),
         ),
         tables=tables,
-        notes=notes(results, cores),
+        remarks=remarks(results, cores),
     )
 
 

@@ -1,4 +1,4 @@
-"""One rank's training loop: what a user's own loop looks like with `prophet.attach`, plus the bookkeeping of the demo.
+"""One rank's training loop with `prophet.attach`, as a user would write it, plus the bookkeeping of the demo.
 
 Shape legend: T steps, L layers, R ranks, E experts.
 """
@@ -93,7 +93,7 @@ class RunResult:
 
 
 @dataclass(frozen=True, slots=True)
-class StepRecord:
+class StepResult:
     """One step as it ends, for a progress bar or a log. `loss` is the mean over ranks, `step_s` this rank's clock."""
 
     run: str
@@ -119,7 +119,7 @@ class StepRecord:
         }
 
 
-Listener = Callable[[StepRecord], None]
+Listener = Callable[[StepResult], None]
 
 
 class MetricsFile:
@@ -128,8 +128,8 @@ class MetricsFile:
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
-    def __call__(self, record: StepRecord) -> None:
-        self._stream.write(json.dumps(record.as_json()) + "\n")
+    def __call__(self, result: StepResult) -> None:
+        self._stream.write(json.dumps(result.as_json()) + "\n")
         self._stream.flush()
 
 
@@ -139,8 +139,8 @@ class TraceFile:
     def __init__(self, writer: TraceWriter) -> None:
         self._writer = writer
 
-    def __call__(self, record: StepRecord) -> None:
-        self._writer.append(record.report.counts, iteration=record.step)
+    def __call__(self, result: StepResult) -> None:
+        self._writer.append(result.report.counts, iteration=result.step)
 
 
 def dense_gradients(model: nn.Module) -> list[Tensor]:
@@ -178,7 +178,7 @@ def train(
         ),
     )
     try:
-        records: list[StepRecord] = []
+        steps: list[StepResult] = []
         spans: tuple[Span, ...] = ()
         listeners = list(listeners)
         for step in range(config.steps):
@@ -191,7 +191,7 @@ def train(
                 loss = _step(config, corpus, model, optimizer, engine, step)
             if engine.last_step is None:
                 raise RuntimeError("the engine reported no step: the optimizer's hooks did not run")
-            record = StepRecord(
+            result = StepResult(
                 name,
                 step,
                 loss,
@@ -200,20 +200,20 @@ def train(
                 engine.last_step,
             )
             for listener in listeners:
-                listener(record)
-            records.append(record)
+                listener(result)
+            steps.append(result)
         held_out = _held_out_loss(config, corpus, model, engine.collective)
-        seconds = _mean_seconds([r.report.seconds for r in records], engine.collective)
+        seconds = _mean_seconds([r.report.seconds for r in steps], engine.collective)
     finally:
         engine.close()
     return RunResult(
         name=name,
         tokens_per_step=config.sequences * config.model.length,
-        loss=np.array([r.loss for r in records]),
-        step_s=np.array([r.step_s for r in records]),
-        rank_load=np.stack([r.report.rank_load for r in records]),
-        copies=np.stack([r.report.copies for r in records]),
-        counts=np.stack([r.report.counts for r in records]),
+        loss=np.array([r.loss for r in steps]),
+        step_s=np.array([r.step_s for r in steps]),
+        rank_load=np.stack([r.report.rank_load for r in steps]),
+        copies=np.stack([r.report.copies for r in steps]),
+        counts=np.stack([r.report.counts for r in steps]),
         seconds=seconds,
         held_out_loss=held_out,
         spans=spans,

@@ -8,7 +8,6 @@ Shape legend: R ranks.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from prophet.errors import BenchmarkFileError
+from prophet.files import read_json
 from prophet.machine.calibrate import Calibration, calibration_of, shape_of
 from prophet.machine.fit import Point
 from prophet.machine.measure import Measured
@@ -185,17 +185,7 @@ def _by_rank(row: _Row, ranks: int) -> Sequence[float]:
 
 def _read(file: Path) -> tuple[list[_Row], Mapping[str, Any]]:
     """The rows of one file that a calibration can use, and the whole of it."""
-    try:
-        with file.open("rb") as f:
-            data = f.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise BenchmarkFileError(f"{file}: expected a benchmark's JSON file: {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise BenchmarkFileError(f"{file}: expected at most {MAX_FILE_BYTES} bytes")
-    try:
-        table = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise BenchmarkFileError(f"{file}: expected JSON: {error}") from None
+    table = read_json(file, most_bytes=MAX_FILE_BYTES, expected="a benchmark's rows", error=BenchmarkFileError)
     if not isinstance(table, dict) or table.get("benchmark") not in BENCHMARKS:
         got = table.get("benchmark") if isinstance(table, dict) else type(table).__name__
         raise BenchmarkFileError(f"{file}: benchmark: expected one of {', '.join(BENCHMARKS)}, got {got!r}")

@@ -14,11 +14,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def keep_memory(ready_bytes: int = READY_BYTES) -> bool:
-    """Let the C library keep freed memory, and have some of it ready (`ready_bytes`, or a sixteenth of what is
-    available), as a device's allocator does; whether it agreed. For the whole process, best at its start.
+    """Make the C library keep freed memory, as a device's allocator does; returns whether it agreed.
 
-    Else every large tensor's pages come from the kernel anew, and how long a layer takes depends on what the process
-    has just given back: a page costs some microseconds, and those of a tensor of 8 MB as much as a product with it.
+    It also touches `ready_bytes`, or a sixteenth of what is available. Call it once, at the start of the process.
+
+    Without it the kernel hands out fresh pages for every large tensor. A page costs some microseconds, and the pages
+    of an 8 MB tensor cost as much as a product with it, so times depend on what the process has just freed.
     """
     if platform.system() != "Linux":
         return False

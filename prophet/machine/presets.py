@@ -7,7 +7,7 @@ policies, it does not promise seconds. `prophet calibrate` replaces all of this 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prophet.errors import SpecError
 from prophet.spec import Activation, LayerShape, Link, PlanContext, Topology, Windows, check_experts_per_rank
@@ -120,241 +120,159 @@ class Preset:
 
 
 def _moe_gpt(name: str, dim: int, hidden: int) -> Model:
-    # Pro-Prophet, Table III: embedding and hidden size. Attention is 4 dim^2 weights (GPT); the sequence
-    # length is not printed there and assumed to be 1024. DS and DM have twice the layers: the single layer is
-    # that of S and M.
-    return Model(
-        name=name,
-        dim=dim,
-        hidden=hidden,
-        activation="gelu",
-        bias=True,
+    # Pro-Prophet, Table III: embedding and hidden size. Attention is 4 dim^2 weights (GPT). The paper prints no
+    # sequence length; 1024 is assumed. DS and DM have twice the layers, and the single layer of S and M.
+    size = {"dim": dim, "hidden": hidden, "dense_params": 4 * dim * dim, "attention_dim": dim}
+    return Model(name=name, activation="gelu", bias=True, top_k=2, sequence=1024, **size)
+
+
+def _swiglu(name: str, *, dim: int, hidden: int, top_k: int, dense_params: int, attention_dim: int) -> Model:
+    # Sequence 4096: assumed, and DeepSeek-V3's pre-training length.
+    size = {"dim": dim, "hidden": hidden, "dense_params": dense_params, "attention_dim": attention_dim}
+    return Model(name=name, activation="swiglu", bias=False, top_k=top_k, sequence=4096, **size)
+
+
+# Mixtral-8x7B and Qwen3-30B-A3B: their published config.json (hidden_size, intermediate_size; q and o, then k and v).
+# DeepSeek-V3: technical report, section 4.2 (MLA with 128 heads of 128 + 64, query rank 1536, key-value rank 512;
+# dense: MLA's five matrices and the shared expert). Its training moves 1-byte tokens; 2 bytes are used here.
+_MLA_PARAMS = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+_LARGE = (
+    _swiglu(
+        "Mixtral-8x7B",
+        dim=4096,
+        hidden=14336,
         top_k=2,
-        dense_params=4 * dim * dim,
-        attention_dim=dim,
-        sequence=1024,
-    )
+        dense_params=2 * 4096 * 4096 + 2 * 4096 * 1024,
+        attention_dim=32 * 128,
+    ),
+    _swiglu(
+        "Qwen3-30B-A3B",
+        dim=2048,
+        hidden=768,
+        top_k=8,
+        dense_params=2 * 2048 * 4096 + 2 * 2048 * 512,
+        attention_dim=32 * 128,
+    ),
+    _swiglu(
+        "DeepSeek-V3",
+        dim=7168,
+        hidden=2048,
+        top_k=8,
+        dense_params=_MLA_PARAMS + 3 * 7168 * 2048,
+        attention_dim=128 * 160,
+    ),
+)
+_PAPER = (
+    _moe_gpt("MoE-GPT-S", 512, 1024),
+    _moe_gpt("MoE-GPT-M", 1024, 2048),
+    _moe_gpt("MoE-GPT-L", 2048, 4096),
+    _moe_gpt("MoE-GPT-DS", 512, 1024),
+    _moe_gpt("MoE-GPT-DM", 1024, 2048),
+)
+MODELS: dict[str, Model] = {m.name: m for m in (*_PAPER, *_LARGE)}
 
-
-MODELS: dict[str, Model] = {
-    m.name: m
-    for m in (
-        _moe_gpt("MoE-GPT-S", 512, 1024),
-        _moe_gpt("MoE-GPT-M", 1024, 2048),
-        _moe_gpt("MoE-GPT-L", 2048, 4096),
-        _moe_gpt("MoE-GPT-DS", 512, 1024),
-        _moe_gpt("MoE-GPT-DM", 1024, 2048),
-        # Mixtral-8x7B: its published config.json (hidden_size 4096, intermediate_size 14336, 32 heads of 128,
-        # 8 key and value heads, top 2). Dense: q and o 4096x4096, k and v 4096x1024. Sequence 4096 assumed.
-        Model(
-            name="Mixtral-8x7B",
-            dim=4096,
-            hidden=14336,
-            activation="swiglu",
-            bias=False,
-            top_k=2,
-            dense_params=2 * 4096 * 4096 + 2 * 4096 * 1024,
-            attention_dim=4096,
-            sequence=4096,
-        ),
-        # Qwen3-30B-A3B: its published config.json (hidden_size 2048, moe_intermediate_size 768, 32 heads of
-        # 128, 4 key and value heads, 128 experts, top 8). Dense: q and o 2048x4096, k and v 2048x512.
-        # Sequence 4096 assumed.
-        Model(
-            name="Qwen3-30B-A3B",
-            dim=2048,
-            hidden=768,
-            activation="swiglu",
-            bias=False,
-            top_k=8,
-            dense_params=2 * 2048 * 4096 + 2 * 2048 * 512,
-            attention_dim=4096,
-            sequence=4096,
-        ),
-        # DeepSeek-V3: technical report, section 4.2 (dim 7168, experts 2048, 256 routed and 1 shared, top 8;
-        # MLA with 128 heads of 128 + 64, query rank 1536, key-value rank 512). Dense: MLA's five matrices and
-        # the shared expert. Sequence 4096 (its pre-training length). Its training moves 1-byte tokens; 2
-        # bytes are used here.
-        Model(
-            name="DeepSeek-V3",
-            dim=7168,
-            hidden=2048,
-            activation="swiglu",
-            bias=False,
-            top_k=8,
-            dense_params=7168 * 1536
-            + 1536 * 128 * 192
-            + 7168 * 576
-            + 512 * 128 * 256
-            + 128 * 128 * 7168
-            + 3 * 7168 * 2048,
-            attention_dim=128 * 160,
-            sequence=4096,
-        ),
-    )
-}
-
-CLUSTERS: dict[str, Cluster] = {
-    c.name: c
-    for c in (
-        # Pro-Prophet, section VI: 4 RTX 3090 per node on PCI-Express 3.0, one 100 Gb/s InfiniBand port per
-        # node. RTX 3090: 35.6 TFLOP/s float32, 24 GB (NVIDIA, GA102 whitepaper). PCIe 3.0 x16: 15.75 GB/s a
-        # direction (PCI-SIG). The port is shared by the node's 4 ranks. Assumed: float32 elements (the paper
-        # names no precision), half of the compute peak, 70 % of PCIe (GeForce cards stage through the host),
-        # 85 % of InfiniBand.
-        Cluster(
-            name="hpwnv",
-            ranks_per_node=4,
-            peak_flops_per_s=35.6e12,
-            intra_bytes_per_s=15.75e9,
-            inter_bytes_per_s=100 * _GBIT_BYTES / 4,
-            memory_bytes=24 * _GIB,
-            element_bytes=4,
-            flops_efficiency=0.5,
-            intra_efficiency=0.7,
-            inter_efficiency=0.85,
-            intra_latency_s=20e-6,
-            inter_latency_s=30e-6,
-            expert_overhead_s=20e-6,
-        ),
-        # The same with pairs of cards on an NVLink bridge, 56.25 GB/s a direction (GA102 whitepaper). Within
-        # a node of four, one peer is behind NVLink and two are behind PCIe: the harmonic mean over the three
-        # stands for both.
-        Cluster(
-            name="hpnv",
-            ranks_per_node=4,
-            peak_flops_per_s=35.6e12,
-            intra_bytes_per_s=3 / (1 / 56.25e9 + 2 / 15.75e9),
-            inter_bytes_per_s=100 * _GBIT_BYTES / 4,
-            memory_bytes=24 * _GIB,
-            element_bytes=4,
-            flops_efficiency=0.5,
-            intra_efficiency=0.7,
-            inter_efficiency=0.85,
-            intra_latency_s=20e-6,
-            inter_latency_s=30e-6,
-            expert_overhead_s=20e-6,
-        ),
-        # The same with RTX 2080 Ti: 13.4 TFLOP/s float32, 11 GB (NVIDIA, Turing whitepaper, reference
-        # clocks).
-        Cluster(
-            name="lpwnv",
-            ranks_per_node=4,
-            peak_flops_per_s=13.4e12,
-            intra_bytes_per_s=15.75e9,
-            inter_bytes_per_s=100 * _GBIT_BYTES / 4,
-            memory_bytes=11 * _GIB,
-            element_bytes=4,
-            flops_efficiency=0.5,
-            intra_efficiency=0.7,
-            inter_efficiency=0.85,
-            intra_latency_s=20e-6,
-            inter_latency_s=30e-6,
-            expert_overhead_s=20e-6,
-        ),
-        # H100 SXM: 989.4 TFLOP/s bfloat16 dense, 80 GB, NVLink 900 GB/s both ways (NVIDIA, Hopper
-        # whitepaper), all ranks in one NVLink domain. Assumed: 45 % of compute in grouped expert products, 70
-        # % of NVLink.
-        Cluster(
-            name="h100-nvlink",
-            ranks_per_node=None,
-            peak_flops_per_s=989.4e12,
-            intra_bytes_per_s=450e9,
-            inter_bytes_per_s=450e9,
-            memory_bytes=80 * _GIB,
-            element_bytes=2,
-            flops_efficiency=0.45,
-            intra_efficiency=0.7,
-            inter_efficiency=0.7,
-            intra_latency_s=10e-6,
-            inter_latency_s=10e-6,
-            expert_overhead_s=3e-6,
-        ),
-        # DGX H100: 8 cards per node, one 400 Gb/s port per card (NVIDIA, DGX H100 data sheet). 80 % of it
-        # assumed.
-        Cluster(
-            name="h100-ib",
-            ranks_per_node=8,
-            peak_flops_per_s=989.4e12,
-            intra_bytes_per_s=450e9,
-            inter_bytes_per_s=400 * _GBIT_BYTES,
-            memory_bytes=80 * _GIB,
-            element_bytes=2,
-            flops_efficiency=0.45,
-            intra_efficiency=0.7,
-            inter_efficiency=0.8,
-            intra_latency_s=10e-6,
-            inter_latency_s=20e-6,
-            expert_overhead_s=3e-6,
-        ),
-        # DGX A100: 312 TFLOP/s bfloat16 dense, 80 GB, NVLink 600 GB/s both ways (NVIDIA, Ampere whitepaper),
-        # one 200 Gb/s port per card (DGX A100 data sheet). Assumed: 50 % of compute, 70 % and 80 % of the
-        # links.
-        Cluster(
-            name="a100-ib",
-            ranks_per_node=8,
-            peak_flops_per_s=312e12,
-            intra_bytes_per_s=300e9,
-            inter_bytes_per_s=200 * _GBIT_BYTES,
-            memory_bytes=80 * _GIB,
-            element_bytes=2,
-            flops_efficiency=0.5,
-            intra_efficiency=0.7,
-            inter_efficiency=0.8,
-            intra_latency_s=10e-6,
-            inter_latency_s=20e-6,
-            expert_overhead_s=3e-6,
-        ),
-        # A100 PCIe cards (312 TFLOP/s, 80 GB, PCIe 4.0 x16 31.5 GB/s: NVIDIA's data sheet and PCI-SIG), 8 per
-        # node; one 25 Gb/s Ethernet share per card is this preset's premise. 70 % of either link assumed.
-        Cluster(
-            name="ethernet-25g",
-            ranks_per_node=8,
-            peak_flops_per_s=312e12,
-            intra_bytes_per_s=31.5e9,
-            inter_bytes_per_s=25 * _GBIT_BYTES,
-            memory_bytes=80 * _GIB,
-            element_bytes=2,
-            flops_efficiency=0.5,
-            intra_efficiency=0.7,
-            inter_efficiency=0.7,
-            intra_latency_s=15e-6,
-            inter_latency_s=60e-6,
-            expert_overhead_s=3e-6,
-        ),
-        # Several CPU processes on one machine over gloo's loopback: all figures are assumptions, of the order
-        # of one desktop core per process. Calibrate where it matters.
-        Cluster(
-            name="gloo-loopback",
-            ranks_per_node=None,
-            peak_flops_per_s=50e9,
-            intra_bytes_per_s=1e9,
-            inter_bytes_per_s=1e9,
-            memory_bytes=8 * _GIB,
-            element_bytes=4,
-            flops_efficiency=0.5,
-            intra_efficiency=1.0,
-            inter_efficiency=1.0,
-            intra_latency_s=300e-6,
-            inter_latency_s=300e-6,
-            expert_overhead_s=50e-6,
-        ),
-    )
-}
-
-_PAPER_MODELS = ("MoE-GPT-S", "MoE-GPT-M", "MoE-GPT-L", "MoE-GPT-DS", "MoE-GPT-DM")
-_LARGE_MODELS = ("Mixtral-8x7B", "Qwen3-30B-A3B", "DeepSeek-V3")
+# Pro-Prophet, section VI: 4 RTX 3090 per node on PCI-Express 3.0, one 100 Gb/s InfiniBand port per node, which the 4
+# ranks share. RTX 3090: 35.6 TFLOP/s float32, 24 GB (NVIDIA, GA102 whitepaper). PCIe 3.0 x16: 15.75 GB/s a direction
+# (PCI-SIG). Assumed: float32 elements (the paper names no precision), half of the compute peak, 70 % of PCIe (GeForce
+# cards stage through the host), 85 % of InfiniBand.
+_HPWNV = Cluster(
+    name="hpwnv",
+    ranks_per_node=4,
+    peak_flops_per_s=35.6e12,
+    intra_bytes_per_s=15.75e9,
+    inter_bytes_per_s=100 * _GBIT_BYTES / 4,
+    memory_bytes=24 * _GIB,
+    element_bytes=4,
+    flops_efficiency=0.5,
+    intra_efficiency=0.7,
+    inter_efficiency=0.85,
+    intra_latency_s=20e-6,
+    inter_latency_s=30e-6,
+    expert_overhead_s=20e-6,
+)
+# H100 SXM: 989.4 TFLOP/s bfloat16 dense, 80 GB, NVLink 900 GB/s both ways (NVIDIA, Hopper whitepaper), all ranks in one
+# NVLink domain. Assumed: 45 % of compute in grouped expert products, 70 % of NVLink.
+_H100_NVLINK = Cluster(
+    name="h100-nvlink",
+    ranks_per_node=None,
+    peak_flops_per_s=989.4e12,
+    intra_bytes_per_s=450e9,
+    inter_bytes_per_s=450e9,
+    memory_bytes=80 * _GIB,
+    element_bytes=2,
+    flops_efficiency=0.45,
+    intra_efficiency=0.7,
+    inter_efficiency=0.7,
+    intra_latency_s=10e-6,
+    inter_latency_s=10e-6,
+    expert_overhead_s=3e-6,
+)
+# DGX H100: 8 cards per node, one 400 Gb/s port per card (NVIDIA, DGX H100 data sheet). 80 % of it assumed.
+_H100_IB = replace(
+    _H100_NVLINK,
+    name="h100-ib",
+    ranks_per_node=8,
+    inter_bytes_per_s=400 * _GBIT_BYTES,
+    inter_efficiency=0.8,
+    inter_latency_s=20e-6,
+)
+# DGX A100: 312 TFLOP/s bfloat16 dense, 80 GB, NVLink 600 GB/s both ways (NVIDIA, Ampere whitepaper), one 200 Gb/s port
+# per card (DGX A100 data sheet). Assumed: 50 % of compute, 70 % and 80 % of the links.
+_A100_IB = replace(
+    _H100_IB,
+    name="a100-ib",
+    peak_flops_per_s=312e12,
+    flops_efficiency=0.5,
+    intra_bytes_per_s=300e9,
+    inter_bytes_per_s=200 * _GBIT_BYTES,
+)
+_CLUSTERS = (
+    _HPWNV,
+    # Pairs of cards on an NVLink bridge, 56.25 GB/s a direction (GA102 whitepaper). Within a node of four, one peer is
+    # behind NVLink and two are behind PCIe: the harmonic mean over the three stands for both.
+    replace(_HPWNV, name="hpnv", intra_bytes_per_s=3 / (1 / 56.25e9 + 2 / 15.75e9)),
+    # RTX 2080 Ti: 13.4 TFLOP/s float32, 11 GB (NVIDIA, Turing whitepaper, reference clocks).
+    replace(_HPWNV, name="lpwnv", peak_flops_per_s=13.4e12, memory_bytes=11 * _GIB),
+    _H100_NVLINK,
+    _H100_IB,
+    _A100_IB,
+    # A100 PCIe cards (PCIe 4.0 x16, 31.5 GB/s: NVIDIA's data sheet and PCI-SIG), 8 per node. One 25 Gb/s Ethernet share
+    # per card is this preset's premise. 70 % of either link assumed.
+    replace(
+        _A100_IB,
+        name="ethernet-25g",
+        intra_bytes_per_s=31.5e9,
+        inter_bytes_per_s=25 * _GBIT_BYTES,
+        inter_efficiency=0.7,
+        intra_latency_s=15e-6,
+        inter_latency_s=60e-6,
+    ),
+    # Several CPU processes on one machine over gloo's loopback: all figures are assumptions, of the order of one
+    # desktop core per process. Calibrate where it matters.
+    Cluster(
+        name="gloo-loopback",
+        ranks_per_node=None,
+        peak_flops_per_s=50e9,
+        intra_bytes_per_s=1e9,
+        inter_bytes_per_s=1e9,
+        memory_bytes=8 * _GIB,
+        element_bytes=4,
+        flops_efficiency=0.5,
+        intra_efficiency=1.0,
+        inter_efficiency=1.0,
+        intra_latency_s=300e-6,
+        inter_latency_s=300e-6,
+        expert_overhead_s=50e-6,
+    ),
+)
+CLUSTERS: dict[str, Cluster] = {c.name: c for c in _CLUSTERS}
 
 # Which models belong to which cluster; the first is taken where only the cluster is named. The paper leaves
 # MoE-GPT-L out on 2080 Ti for want of memory.
 _MODELS_OF: dict[str, tuple[str, ...]] = {
-    "hpwnv": ("MoE-GPT-M", *(m for m in _PAPER_MODELS if m != "MoE-GPT-M")),
-    "hpnv": ("MoE-GPT-M", *(m for m in _PAPER_MODELS if m != "MoE-GPT-M")),
+    **dict.fromkeys(("hpwnv", "hpnv"), ("MoE-GPT-M", "MoE-GPT-S", "MoE-GPT-L", "MoE-GPT-DS", "MoE-GPT-DM")),
     "lpwnv": ("MoE-GPT-M", "MoE-GPT-S", "MoE-GPT-DS", "MoE-GPT-DM"),
-    "h100-nvlink": _LARGE_MODELS,
-    "h100-ib": _LARGE_MODELS,
-    "a100-ib": _LARGE_MODELS,
-    "ethernet-25g": _LARGE_MODELS,
+    **dict.fromkeys(("h100-nvlink", "h100-ib", "a100-ib", "ethernet-25g"), tuple(m.name for m in _LARGE)),
     "gloo-loopback": ("MoE-GPT-S",),
 }
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from prophet.errors import SpecError, TopologyError
+from prophet.files import read_toml
 from prophet.spec import Link, Topology
 
 T = TypeVar("T")
@@ -40,17 +40,7 @@ def read_fits(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
 
 
 def _from_file(file: Path, parse: Callable[[Mapping[str, Any]], T]) -> T:
-    try:
-        with file.open("rb") as f:
-            data = f.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise TopologyError(f"{file}: expected a topology file (TOML): {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise TopologyError(f"{file}: expected at most {MAX_FILE_BYTES} bytes")
-    try:
-        table = tomllib.loads(data.decode("utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-        raise TopologyError(f"{file}: expected TOML: {error}") from None
+    table = read_toml(file, most_bytes=MAX_FILE_BYTES, expected="a topology file", error=TopologyError)
     try:
         return parse(table)
     except (SpecError, TopologyError) as error:

@@ -87,7 +87,7 @@ def make_report(steps: Steps, *, name: str) -> Report:
         counts=np.array([r["experts"] for r in detailed])[:, :, None, :],
         figures=figures,
         tables=(layers_table(steps),),
-        notes=(
+        remarks=(
             *words,
             "“Without replicas” was not run: it is what every rank would have computed of the same routing, which is "
             "exact in rows.",

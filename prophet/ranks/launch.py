@@ -48,7 +48,7 @@ def run_ranks(
 ) -> None:
     """Run `body(rank, *args)` on `ranks` processes of one gloo group, and return when all have ended well.
 
-    `body` must be importable. folder: a private folder that outlives the call, where the ranks meet and leave notes.
+    `body` must be importable. folder: a private folder that outlives the call, where the ranks meet and leave messages.
     limit_s: on everything; timeout_s: on every wait within the group. threads: of torch on each rank. what: the run's
     name in messages. traces: a folder for tracebacks of ranks that fail, if they are wanted.
 
@@ -194,7 +194,7 @@ def _rank_main(
     threads: int,
     traces: Path | None,
 ) -> None:
-    """Body of one rank's process; leaves a note where it fails."""
+    """Body of one rank's process; leaves a message where it fails."""
     try:
         torch.set_num_threads(threads)
         # A file in a private folder is the meeting point: no port has to be free.

@@ -1,8 +1,8 @@
-"""HTML reports: of a training run (`run`), and of what a planner would have done with a trace (`plan`)."""
+"""HTML reports: of a training run (`run`), and of a comparison of planners on a trace (`comparison`)."""
 
 from prophet.errors import ReportError
+from prophet.report.comparison import Comparison, render_comparison, write_comparison
 from prophet.report.page import Table
-from prophet.report.plan import PlanReport, render_plan, write_plan
 from prophet.report.run import (
     Report,
     Run,
@@ -15,7 +15,7 @@ from prophet.report.run import (
 )
 
 __all__ = [
-    "PlanReport",
+    "Comparison",
     "Report",
     "ReportError",
     "Run",
@@ -23,9 +23,9 @@ __all__ = [
     "expert_shares_by_step",
     "max_mean",
     "relative_difference",
-    "render_plan",
+    "render_comparison",
     "render_report",
     "similarity_by_distance",
-    "write_plan",
+    "write_comparison",
     "write_report",
 ]

@@ -162,7 +162,7 @@ def tiles(figures: Sequence[tuple[str, str]]) -> str:
     return f'<div class="tiles">{found}</div>' if found else ""
 
 
-def notes(lines: Sequence[str], title: str = "What this shows, and what it cannot") -> str:
+def remarks(lines: Sequence[str], title: str = "What this shows, and what it cannot") -> str:
     """A list of sentences under a heading; nothing where there are none."""
     found = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
     return f"<section><h2>{html.escape(title)}</h2><ul>{found}</ul></section>" if found else ""

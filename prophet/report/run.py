@@ -27,8 +27,8 @@ from prophet.report.page import (
     Table,
     draw_figure,
     few,
-    notes,
     page,
+    remarks,
     section,
     table_html,
     tiles,
@@ -79,7 +79,7 @@ class Report:
     figures: Sequence[tuple[str, str]] = ()  # a figure and what it is of, for the head of the page
     spans: Sequence[Span] = ()  # of one step of `after`, of all ranks
     tables: Sequence[Table] = ()
-    notes: Sequence[str] = field(default_factory=tuple)
+    remarks: Sequence[str] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
         if self.before.rank_load.shape[1:] != self.after.rank_load.shape[1:]:
@@ -312,7 +312,7 @@ def render_report(report: Report) -> str:
         report.title,
         report.lead,
         tiles(report.figures)
-        + f'\n<div class="columns">{sections}{notes(report.notes)}</div>\n'
+        + f'\n<div class="columns">{sections}{remarks(report.remarks)}</div>\n'
         + "".join(table_html(t) for t in report.tables),
     )
 

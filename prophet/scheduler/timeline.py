@@ -11,12 +11,13 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prophet.errors import TraceError
+from prophet.files import read_json
 
 MAX_FILE_BYTES = 1 << 30
 
@@ -69,38 +70,6 @@ class Recorder:
             return tuple(sorted(self._spans))
 
 
-def hidden_s(spans: Iterable[Span], *, under: str = "compute", of: str = "weights") -> dict[int, tuple[float, float]]:
-    """By rank: (seconds of stream `of` that ran while stream `under` was busy, all seconds of stream `of`).
-
-    Overlapping spans of one stream count once.
-    """
-    by_rank: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    for span in spans:
-        by_rank.setdefault(span.rank, {}).setdefault(span.stream, []).append((span.start_s, span.end_s))
-    found = {}
-    for rank, streams in sorted(by_rank.items()):
-        cover, target = _union(streams.get(under, [])), _union(streams.get(of, []))
-        both, i, j = 0.0, 0, 0
-        while i < len(cover) and j < len(target):
-            both += max(0.0, min(cover[i][1], target[j][1]) - max(cover[i][0], target[j][0]))
-            if cover[i][1] < target[j][1]:
-                i += 1
-            else:
-                j += 1
-        found[rank] = (both, sum(b - a for a, b in target))
-    return found
-
-
-def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
 def to_trace(groups: Mapping[str, Iterable[Span]]) -> dict[str, Any]:
     """Spans by group ("measured", "simulated", or "" for just one) as a Trace Event document.
 
@@ -150,15 +119,7 @@ def write_trace(path: str | os.PathLike[str], groups: Mapping[str, Iterable[Span
 def read_trace(path: str | os.PathLike[str]) -> dict[str, list[Span]]:
     """Read what `write_trace` wrote, by group; times start at zero. `TraceError` names the file and the field."""
     file = Path(path)
-    try:
-        size = file.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise TraceError(f"{file}: expected at most {MAX_FILE_BYTES} bytes, found {size}")
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TraceError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise error if isinstance(error, TraceError) else TraceError(f"{file}: not JSON ({error})") from error
+    document = read_json(file, most_bytes=MAX_FILE_BYTES, expected="a timeline", error=TraceError)
     events = document.get("traceEvents") if isinstance(document, dict) else None
     if not isinstance(events, list):
         raise TraceError(f"{file}: expected an object with a list traceEvents")

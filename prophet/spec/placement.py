@@ -186,12 +186,6 @@ class Split:
         load: IntArray = self.tokens.sum(axis=(0, 1), dtype=np.int64)
         return load
 
-    def received(self) -> IntArray:
-        """Tokens every rank receives from other ranks, [R] (R of the paper)."""
-        local = self.tokens.sum(axis=1)
-        received: IntArray = local.sum(axis=0) - np.diagonal(local)
-        return received
-
     def max_mean(self) -> float:
         """Largest rank load over the mean; 1.0 is perfect, and what an empty step reports."""
         load = self.rank_load()

@@ -207,10 +207,6 @@ class Space:
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
 
-    def index(self) -> dict[str, int]:
-        """Position of every tensor."""
-        return {t.name: i for i, t in enumerate(self.tensors)}
-
 
 def total_bytes(space: Space, boxes: Iterable[tuple[str, Box]]) -> int:
     """Bytes of the boxes, each given with its tensor's name."""

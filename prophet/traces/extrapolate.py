@@ -1,15 +1,14 @@
 """How long a step would take on more ranks than there are: the simulator on a stretched topology, with an error bar.
 
-The ranks form groups of expert parallelism, each with loads of its own, and the groups meet once, when dense gradients
-are averaged: a step is as long as that of the slowest group. The error bar comes from steps that were both simulated
-and measured. They were measured on few hosts, so for many ranks it is a lower bound of the doubt.
+The ranks form expert-parallel groups with different loads. The groups meet once, when dense gradients are averaged, so
+a step is as long as that of the slowest group. The error bar comes from steps that were both simulated and measured.
+Those ran on few hosts, so for more ranks it is a lower bound of the error.
 
 Shape legend: R ranks, P ranks of one expert-parallel group, G groups, L layers, E experts of a group.
 """
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +18,13 @@ from typing import Any
 import numpy as np
 
 from prophet.errors import SpecError
+from prophet.files import read_json
 from prophet.planner import get_planner
 from prophet.planner.settle import pays
 from prophet.scheduler.forms import FormChooser
-from prophet.scheduler.notes import predicted_weights
-from prophet.scheduler.schedules import (
-    cover_of,
-    cut_of,
-    runs_ahead,
-    schedule_named,
-)
+from prophet.scheduler.schedules import runs_ahead, schedule_named
 from prophet.scheduler.simulate import SimulatedStep, predicted_durations, simulate
+from prophet.scheduler.windows import predicted_window_us
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, check_experts_per_rank
 
 MAX_FILE_BYTES = 1 << 26
@@ -67,18 +62,12 @@ MEASURED = ErrorBar(
 def read_error_bar(path: str | os.PathLike[str]) -> ErrorBar:
     """The error bar from a file that `python -m benchmarks.cluster --json` wrote; `SpecError` for any other file."""
     file = Path(path)
+    rows_of = "rows of the cluster benchmark"
+    table = read_json(file, most_bytes=MAX_FILE_BYTES, expected=rows_of, error=SpecError)
     try:
-        with file.open("rb") as f:
-            raw = f.read(MAX_FILE_BYTES + 1)
-        if len(raw) > MAX_FILE_BYTES:
-            raise SpecError(f"{file}: expected at most {MAX_FILE_BYTES} bytes")
-        rows = json.loads(raw)["rows"]
-        found = [(float(r["simulated_error"]), int(r["hosts"])) for r in rows if r["simulated_error"] is not None]
-    except OSError as error:
-        raise SpecError(f"{file}: expected rows of the cluster benchmark (JSON): {error.strerror}") from None
+        known = [r for r in table["rows"] if r["simulated_error"] is not None]
+        found = [(float(r["simulated_error"]), int(r["hosts"])) for r in known]
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, SpecError):
-            raise
         raise SpecError(f"{file}: expected rows with simulated_error and hosts ({error!r})") from None
     hosts = sorted({h for _, h in found})
     return ErrorBar(errors=tuple(e for e, _ in found), source=f"{len(found)} policies on {hosts} hosts ({file})")
@@ -215,7 +204,6 @@ def _group_step(
     """(the step, mean max/mean of its layers, replicas per rank over all layers) of one group."""
     ranks, experts = context.ranks, context.experts
     planner = get_planner("static" if name == BALANCED else name)
-    chooser = FormChooser(scenario.layers)
     first = replace(context, windows=replace(context.windows, experts=False))
     contexts: Sequence[PlanContext] = [first, *[context] * (scenario.layers - 1)]
     placements: list[Placement] = []
@@ -229,22 +217,14 @@ def _group_step(
         present.append(load)
         splits.append(Split.to_homes(load, placement) if placement.is_static else planner.split(load, placement, here))
     schedule = schedule_named(scenario.schedule, scenario.layers)
-    weights = predicted_weights(contexts, np.array([s.rank_load() for s in splits]))
+    weights = predicted_window_us(contexts, [s.rank_load() for s in splits])
     forms = []
     for i, (here, placement) in enumerate(zip(contexts, placements, strict=True)):
-        form = chooser.form(
-            i,
-            placement,
-            here,
-            trans_cut=cut_of(schedule, "TRANS", i, weights),
-            agg_cut=cut_of(schedule, "AGG", i, weights),
-            trans_cover_s=1e-6 * cover_of(schedule, "TRANS", i, weights),
-            agg_cover_s=1e-6 * cover_of(schedule, "AGG", i, weights),
-        )
-        forms.append(form)
+        chooser = FormChooser()
+        forms.append(chooser.form_under(schedule, i, placement, here, weights))
         # what has been sent of a Trans by then is not played: it ran beside compute
-        trans_s, agg_s = chooser.cheapest(i, placement, here)
-        withdraws = getattr(planner, "withdraws", False) and not placement.is_static
+        trans_s, agg_s = chooser.cheapest(placement, here)
+        withdraws = planner.withdraws and not placement.is_static
         if withdraws and not pays(present[i], splits[i], here, trans_s, agg_s, ahead=runs_ahead(schedule, i)):
             placements[i] = context.homes_only()
             splits[i] = Split.to_homes(present[i], placements[i])

@@ -1,4 +1,4 @@
-"""Routing traces on disk: what every layer routed at every step, for planning and for looking back.
+"""Routing trace files: what every layer routed at every step.
 
 Shape legend: T steps, L layers, R ranks, E experts.
 

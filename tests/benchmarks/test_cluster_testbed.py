@@ -78,7 +78,7 @@ def test_profile_file(tmp_path: Path) -> None:
         ("uplink_mbit_per_s = 100", "uplink = 100", "uplink_mbit_per_s must be a number"),
         ("share = 0.3", "share = 0.3\nspeed = 2", "unknown field.*speed"),
         ("[[host]]", "[host]", "array of tables"),
-        ("nodes = 2", "nodes = [", "not a TOML file"),
+        ("nodes = 2", "nodes = [", "expected TOML"),
     ],
 )
 def test_bad_profile_files_name_file_and_field(tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -92,7 +92,7 @@ def test_bad_profile_files_name_file_and_field(tmp_path: Path, old: str, new: st
 def test_missing_profiles() -> None:
     with pytest.raises(ProfileError, match="there are four-hosts"):
         load_profile("five-hosts")
-    with pytest.raises(ProfileError, match="cannot be read"):
+    with pytest.raises(ProfileError, match="expected a profile"):
         load_profile("nowhere/x.toml")
 
 

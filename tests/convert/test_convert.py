@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,124 +27,26 @@ from prophet.convert import (
 from prophet.convert.checks import check_no_optimizer
 from prophet.errors import ConversionError, RoutingError
 from prophet.ranks.threads import ThreadWorld
+from tests.helpers.expert_lists import (
+    DIM,
+    EXPERTS,
+    HIDDEN,
+    DeepseekV3MoE,
+    Expert,
+    MixtralSparseMoeBlock,
+    Net,
+    Qwen2MoeSparseMoeBlock,
+    net_loss,
+)
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import (
-    VOCAB,
     alone,
     batches,
     compare,
     layers_of,
     together,
 )
-from tests.helpers.support import on_threads, seeded
-
-DIM, HIDDEN, EXPERTS, TOP_K = 8, 10, 4, 2
-
-# --- blocks in the form they had when every expert was a module ---
-
-
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(DIM, HIDDEN, bias=False)
-        self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
-        self.w3 = nn.Linear(DIM, HIDDEN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
-        return y
-
-
-def one_by_one(experts: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """All experts on all tokens; the definition."""
-    y = torch.zeros_like(x)
-    for e, expert in enumerate(experts):
-        share = (weights * (ids == e)).sum(dim=1, keepdim=True)
-        y = y + share * expert(x)
-    return y
-
-
-class MixtralSparseMoeBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.top_k, self.jitter_noise = TOP_K, 0.0
-        self.gate = nn.Linear(DIM, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        x = hidden_states.reshape(-1, DIM)
-        logits = self.gate(x)
-        weights, ids = F.softmax(logits, dim=1).topk(self.top_k)
-        if getattr(self, "norm_topk_prob", True):
-            weights = weights / weights.sum(dim=1, keepdim=True)
-        y = one_by_one(self.experts, x, ids, weights)
-        if hasattr(self, "shared_expert"):
-            y = y + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-        return y.view(hidden_states.shape), logits
-
-
-class Qwen2MoeSparseMoeBlock(MixtralSparseMoeBlock):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm_topk_prob = False
-        self.shared_expert = Expert()
-        self.shared_expert_gate = nn.Linear(DIM, 1, bias=False)
-
-
-class DeepseekGate(nn.Linear):
-    top_k = TOP_K
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        weights, ids = super().forward(x.reshape(-1, DIM)).sigmoid().topk(TOP_K, sorted=False)
-        return ids, 1.5 * weights
-
-
-class DeepseekV3MoE(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = DeepseekGate(DIM, EXPERTS)
-        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
-        self.shared_experts = Expert()
-
-    def moe(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        return one_by_one(self.experts, x, ids, weights)
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
-        ids, weights = self.gate(hidden_states)
-        y = self.moe(hidden_states.reshape(-1, DIM), ids, weights).view(hidden_states.shape)
-        return y + self.shared_experts(hidden_states), None
-
-
-# adapters know classes by where they are defined
-for _kind, _package in (
-    (MixtralSparseMoeBlock, "mixtral"),
-    (Qwen2MoeSparseMoeBlock, "qwen2_moe"),
-    (DeepseekV3MoE, "deepseek_v3"),
-):
-    _kind.__module__ = f"transformers.models.{_package}.modeling_{_package}"
-
-
-class Net(nn.Module):
-    def __init__(self, block: type[nn.Module] = MixtralSparseMoeBlock) -> None:
-        super().__init__()
-        with seeded(4):
-            self.embed = nn.Embedding(VOCAB, DIM)
-            self.blocks = nn.ModuleList(block() for _ in range(2))
-            self.head = nn.Linear(DIM, VOCAB)
-
-    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        x, aux = self.embed(ids), torch.zeros(())
-        for block in self.blocks:
-            y, logits = block(x)
-            x = x + y
-            if logits is not None:
-                aux = aux + logits.logsumexp(dim=1).square().mean()
-        return self.head(x), aux
-
-
-def net_loss(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
-    logits, aux = model(ids)
-    return F.cross_entropy(logits.flatten(0, 1), ids.flatten()) + 0.01 * aux, logits
+from tests.helpers.support import on_threads
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -329,13 +233,20 @@ def test_the_search_for_optimizers_leaves_other_threads_alone() -> None:
             failed.append(error)
 
     thread = threading.Thread(target=make_tuples)
+    gc.freeze()  # earlier tests' objects are not searched: it would take most of the time
+    heap: list[list[int]] = [[] for _ in range(20_000)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # the threads take turns within a search
     thread.start()
     try:
-        for _ in range(40):
+        for _ in range(400):
             check_no_optimizer(nn.Linear(3, 3).parameters())
     finally:
+        sys.setswitchinterval(interval)
+        gc.unfreeze()
         done.set()
         thread.join(timeout=60)
+    assert heap
     assert not failed
 
 

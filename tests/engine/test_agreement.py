@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import prophet
-from prophet.errors import CollectiveTimeout, ConfigMismatch, PlanMismatch, RoutingError
+from prophet.errors import CollectiveTimeout, ConfigMismatch, PlanMismatch, RoutingError, SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
 from tests.helpers.support import (
     FixedPlanner,
+    Lopsided,
     TinyModel,
     everywhere,
     on_threads,
@@ -49,17 +50,6 @@ def check(found: list[BaseException], kind: type[BaseException], *texts: str) ->
             assert text in str(error), f"rank {rank}: {error}"
 
 
-class Lopsided(FixedPlanner):
-    """Deals the remainder out to the highest ranks first: as exact as `FixedPlanner`, and different."""
-
-    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
-        tokens = super().split(load, placement, context).tokens.copy()
-        for r, e in np.ndindex(*load.shape):
-            holders = np.flatnonzero(placement.holds[e])
-            tokens[r, e, holders] = np.sort(tokens[r, e, holders])
-        return Split(tokens)
-
-
 def test_another_placement() -> None:
     def body(group: Collective) -> None:
         run = Run(CASE, group, FixedPlanner(ALL[1:] if group.rank == 1 else ALL), slots_per_rank=8)
@@ -69,11 +59,11 @@ def test_another_placement() -> None:
     check(errors(body), PlanMismatch, "placement of rank(s) [1]", "MoE layer 0", "step 1")
 
 
-@pytest.mark.parametrize("check_split_every", [1, 50])
-def test_another_split(check_split_every: int) -> None:
+@pytest.mark.parametrize("check_every", [1, 50])
+def test_another_split(check_every: int) -> None:
     def body(group: Collective) -> None:
         planner = Lopsided(ALL) if group.rank == 2 else FixedPlanner(ALL)
-        run = Run(CASE, group, planner, slots_per_rank=8, check_split_every=check_split_every)
+        run = Run(CASE, group, planner, slots_per_rank=8, check_every=check_every)
         for s in range(3):
             run.whole_step(s)
 
@@ -123,7 +113,7 @@ def test_one_rank_evaluates_in_the_middle_of_the_others_step() -> None:
         {"slots_per_rank": 2},
         {"schedule": "blocking"},
         {"accumulation_steps": 2},
-        {"check_split_every": 7},
+        {"check_every": 7},
         {"replica_memory_bytes": 1 << 30},
         {"topology": Topology.uniform(RANKS, flops_per_s=2e12)},
         {"windows": prophet.EngineConfig(planner=FixedPlanner(())).windows.__class__(fnec_s=1.0)},
@@ -290,11 +280,11 @@ class Careless(FixedPlanner):
 @pytest.mark.parametrize(
     ("fault", "kind", "text"),
     [
-        ("home", prophet.spec.SpecError, "home"),
-        ("experts", prophet.spec.SpecError, "experts"),
-        ("slots", prophet.spec.SpecError, "slots_per_rank"),
-        ("loses tokens", prophet.spec.SpecError, "conserve"),
-        ("stray", prophet.spec.SpecError, "does not hold"),
+        ("home", SpecError, "home"),
+        ("experts", SpecError, "experts"),
+        ("slots", SpecError, "slots_per_rank"),
+        ("loses tokens", SpecError, "conserve"),
+        ("stray", SpecError, "does not hold"),
         ("place raises", ZeroDivisionError, "planner at fault"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -16,15 +17,16 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from io import StringIO
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,12 +57,18 @@ class Outcome:
 
 
 def process_outcomes(
-    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0, grace_s: float | None = None
+    size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    grace_s: float | None = None,
+    told: Mapping[str, str] | None = None,
 ) -> list[Outcome]:
     """Run `body(*args)` on `size` gloo processes, and say by rank how each ended.
 
     `body` must be importable; it finds the process group initialised, and may end it. Results travel by pipe, so keep
     them small. timeout_s: what still runs then is killed. grace_s: how long after a rank's failure; None: no sooner.
+    told: no group is initialised, and the environment says what a launcher says, and this.
     """
     context = _server()
     with tempfile.TemporaryDirectory() as folder:
@@ -70,7 +78,7 @@ def process_outcomes(
                 ours, theirs = context.Pipe()
                 process = context.Process(
                     target=_rank_main,
-                    args=(rank, size, str(Path(folder) / "store"), timeout_s, body, args, theirs),
+                    args=(rank, _Start(size, str(Path(folder) / "store"), timeout_s, told), body, args, theirs),
                     name=f"rank {rank}",
                     daemon=True,
                 )
@@ -97,15 +105,20 @@ def _server() -> ForkServerContext:
 
 
 def on_processes(
-    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0, vanishing: Collection[int] = ()
+    size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    vanishing: Collection[int] = (),
+    told: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """The results by rank of `body(*args)` on `size` gloo processes; RuntimeError names the rank that failed first.
 
-    vanishing: ranks that may end without a result; None is theirs.
+    vanishing: ranks that may end without a result; None is theirs. told: as for `process_outcomes`.
     """
     # a rank that vanishes is no failure: the others have the whole time to notice it
     grace_s = None if vanishing else GRACE_S
-    outcomes = process_outcomes(size, body, *args, timeout_s=timeout_s, grace_s=grace_s)
+    outcomes = process_outcomes(size, body, *args, timeout_s=timeout_s, grace_s=grace_s, told=told)
     failed = [rank for rank, o in enumerate(outcomes) if not o.well and rank not in vanishing]
     # one that was killed is the cause of what the others say; else the first that ended is
     failed.sort(key=lambda rank: ((outcomes[rank].exit_code or 0) >= 0, outcomes[rank].seconds))
@@ -127,22 +140,35 @@ def _told(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return body(dist.get_rank(), dist.get_world_size(), *args)
 
 
-def _rank_main(
-    rank: int,
-    size: int,
-    store: str,
-    timeout_s: float,
-    body: Callable[..., Any],
-    args: tuple[Any, ...],
-    pipe: Connection,
-) -> None:
+class _Start(NamedTuple):
+    """What a rank's process needs to know before it runs its body."""
+
+    size: int
+    store: str
+    timeout_s: float
+    told: Mapping[str, str] | None
+
+    def prepare(self, rank: int) -> None:
+        torch.set_num_threads(1)
+        if self.told is None:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{self.store}",
+                rank=rank,
+                world_size=self.size,
+                timeout=timedelta(seconds=self.timeout_s),
+            )
+        else:
+            os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)})
+            os.environ.update(self.told)
+
+
+def _rank_main(rank: int, start: _Start, body: Callable[..., Any], args: tuple[Any, ...], pipe: Connection) -> None:
     """One rank's process. It stays until it is told that all others have their results: one that is still connecting
     must not be cut off.
     """
-    torch.set_num_threads(1)
     try:
-        limit = timedelta(seconds=timeout_s)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+        start.prepare(rank)
         pipe.send((body(*args), None))
     except BaseException as error:
         pipe.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
@@ -210,6 +236,8 @@ def torchrun(program: Path, *arguments: str, ranks: int, timeout_s: float = 240.
 
     It finds the packages of this repository, and no GPU. settings: more of its environment.
     """
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])
+    environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [*start, str(program), *arguments],
@@ -217,7 +245,7 @@ def torchrun(program: Path, *arguments: str, ranks: int, timeout_s: float = 240.
         text=True,
         timeout=timeout_s,
         cwd=ROOT,
-        env={**_environment(), **settings},
+        env={**os.environ, **environment, **settings},
         check=False,
     )
     if done.returncode:
@@ -225,27 +253,34 @@ def torchrun(program: Path, *arguments: str, ranks: int, timeout_s: float = 240.
     return done.stdout
 
 
-def as_launched(module: str, *arguments: str, ranks: int, timeout_s: float = 120.0, **told: str) -> list[str]:
-    """What each rank of `python -m module` prints where a launcher has set its variables; `told`: further ones."""
+def as_launched(
+    program: Path | str, *arguments: str, ranks: int, timeout_s: float = 120.0, **settings: str
+) -> list[str]:
+    """What each rank of a program prints, a file or a module's name, where a launcher has set its variables.
+
+    Its processes are those of `on_processes`: they need not import torch first, as torchrun's do. settings: more of
+    its environment.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    meeting = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            cwd=ROOT,
-            env={**_environment(), **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), **told},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    said = [out for out, _ in ended_within(timeout_s, running)]
-    codes = [p.returncode for p in running]
-    if any(codes):
-        raise AssertionError(f"exit codes {codes}")
-    return said
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "", **settings}
+    return on_processes(ranks, _play, program, arguments, timeout_s=timeout_s, told=told)
+
+
+def _play(program: Path | str, arguments: Sequence[str]) -> str:
+    """Run a program in this process; what it prints."""
+    sys.argv = [str(program), *arguments]
+    with redirect_stdout(StringIO()) as printed:
+        try:
+            if isinstance(program, Path):
+                runpy.run_path(str(program), run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            if end.code:
+                raise RuntimeError(f"exit code {end.code}") from end
+    return printed.getvalue()
 
 
 def ended_within(timeout_s: float, running: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
@@ -255,8 +290,3 @@ def ended_within(timeout_s: float, running: Sequence[subprocess.Popen[str]]) -> 
     finally:
         for process in running:
             process.kill()
-
-
-def _environment() -> dict[str, str]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])
-    return {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -5,10 +5,19 @@ Only what starts no thread and keeps no state: a rank must find everything as in
 
 from __future__ import annotations
 
-import hypothesis  # noqa: F401  files of tests import it and pytest, and ranks import those files
-import pytest  # noqa: F401
+import importlib
 
-import prophet.planner
-import tests.helpers.training  # noqa: F401
+from prophet.planner import warm
 
-prophet.planner.warm()
+IMPORTED = (
+    "hypothesis",  # by files of tests, which ranks import, too
+    "pytest",
+    "torch._dynamo",  # by torch's optimizers and by FSDP
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "tests.helpers.training",
+)
+for name in IMPORTED:
+    importlib.import_module(name)
+warm()

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from tests.helpers.pretend_device import SUPPORTED
-from tests.kernels.conftest import Interpreted
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 280.0
 
 
 def version(text: str) -> tuple[int, int]:
@@ -28,16 +28,25 @@ def version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, interpreted: bool = False) -> subprocess.CompletedProcess[str]:
+    told = {"TRITON_INTERPRET": "1"} if interpreted else {}
     return subprocess.run(
-        [sys.executable, *arguments],
+        [sys.executable, "-m", *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **told},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=LIMIT_S,
         check=False,
     )
+
+
+def passed(*arguments: str, interpreted: bool = False) -> str:
+    """What pytest prints in a process of its own; fails unless all of its tests passed."""
+    done = run("pytest", "-q", "-x", *arguments, interpreted=interpreted)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert " passed" in done.stdout
+    return done.stdout
 
 
 INTERPRETER = pytest.mark.skipif(
@@ -48,23 +57,19 @@ INTERPRETER = pytest.mark.skipif(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests/gpu runs on it")
 @INTERPRETER
-def test_kernels_agree_with_their_definitions_in_the_interpreter(
-    interpreted: Interpreted, request: pytest.FixtureRequest
-) -> None:
-    interpreted.passed(request.node.name)
+def test_kernels_agree_with_their_definitions_in_the_interpreter() -> None:
+    passed("tests/gpu/test_kernels_triton.py", interpreted=True)
 
 
 @INTERPRETER
-def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter(
-    interpreted: Interpreted, request: pytest.FixtureRequest
-) -> None:
-    assert "skipped" not in interpreted.passed(request.node.name)
+def test_the_layers_own_tests_pass_on_the_kernels_in_the_interpreter() -> None:
+    assert "skipped" not in passed("tests/layer/test_moe.py", "-k", "triton", interpreted=True)
 
 
 @INTERPRETER
 @pytest.mark.skipif(not SUPPORTED, reason="this torch knows no devices made in Python")
-def test_a_step_waits_for_its_device_once_per_layer(interpreted: Interpreted, request: pytest.FixtureRequest) -> None:
-    interpreted.passed(request.node.name)
+def test_a_step_waits_for_its_device_once_per_layer() -> None:
+    passed("tests/engine/test_host_waits.py", interpreted=True)
 
 
 @pytest.mark.slow
@@ -72,9 +77,7 @@ def test_a_step_waits_for_its_device_once_per_layer(interpreted: Interpreted, re
 def test_an_engines_tests_pass_on_a_device_that_is_not_the_host() -> None:
     names = ["engine/test_agreement", "engine/test_prediction", "engine/test_resume", "scheduler/test_recording"]
     names += ["engine/test_replan", "engine/test_stale_replicas"]
-    done = run(["-m", "pytest", "-q", "-p", "tests.helpers.pretended", *(f"tests/{name}.py" for name in names)])
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert " passed" in done.stdout
+    passed("-p", "tests.helpers.pretended", *(f"tests/{name}.py" for name in names))
 
 
 # what a program may use on an H100, 227 KiB of the 228 of a multiprocessor
@@ -82,7 +85,7 @@ SHARED_LIMIT = 232448
 
 
 def hopper(*names: str) -> list[dict[str, Any]]:
-    done = run(["-m", "tests.helpers.compile_for_hopper", *names])
+    done = run("tests.helpers.compile_for_hopper", *names)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -19,11 +19,11 @@ from prophet.cli import BAD_INPUT, OK, main
 from prophet.engine.config import EngineConfig
 from prophet.engine.report import StepReport
 from prophet.errors import MonitorError
-from prophet.monitor import WAITING
 from prophet.monitor.read import Tail, read_steps
 from prophet.monitor.rows import detail_period, hottest, measured_gain, ratios, step_row
 from prophet.monitor.sinks import JsonLines, WandB, heat_map, images, scalars
 from prophet.monitor.view import chosen_layers, course
+from prophet.monitor.writer import WAITING
 from prophet.ranks.threads import ThreadCollective
 from tests.helpers.support import (
     FixedPlanner,

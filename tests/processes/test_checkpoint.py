@@ -18,12 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prophet
 from prophet.engine import checkpoint
+from prophet.engine.config import Experiment
 from prophet.engine.parallel import ExpertReplicas, expert_groups, expert_parameters
 from prophet.experts.bank import ExpertBank
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import processes
 from prophet.ranks.threads import ThreadWorld
-from tests.convert.test_convert import Net, net_loss
+from tests.helpers.expert_lists import Net, net_loss
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import batches
 from tests.helpers.support import (
@@ -64,8 +65,9 @@ class Run:
         # fused updates take either cut parameters or whole ones, hence the groups
         groups = [{"params": dense}, {"params": list(experts)}, {"params": rest, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.8, 0.9), fused=cut == "fsdp")
-        config = prophet.EngineConfig(planner=RandomPlanner(seed, 0.7), slots_per_rank=4, check_split_every=1)
-        self.engine = prophet.attach(self.model, self.optimizer, config=config)
+        config = prophet.EngineConfig(planner=RandomPlanner(seed, 0.7), slots_per_rank=4)
+        experiment = Experiment(check_every=1)
+        self.engine = prophet.attach(self.model, self.optimizer, config=config, experiment=experiment)
         if cut == "ddp":
             self.wrapped = DistributedDataParallel(self.model)
 

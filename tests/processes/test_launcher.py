@@ -49,7 +49,7 @@ def one_fails() -> str:
 
 def test_a_failure_ends_the_others_soon() -> None:
     began = time.monotonic()
-    with pytest.raises(RuntimeError, match="^rank 1 ended with 3: ValueError: no more"):
+    with pytest.raises(RuntimeError, match=r"^rank 1 ended with 3: ValueError: no more"):
         on_processes(2, one_fails, timeout_s=120)
     assert time.monotonic() - began < GRACE_S + 40
 
@@ -69,5 +69,5 @@ def one_vanishes() -> str:
 
 def test_a_rank_may_vanish_where_that_is_expected() -> None:
     assert on_processes(2, one_vanishes, vanishing={1}) == ["here", None]
-    with pytest.raises(RuntimeError, match="^rank 1 ended with 1"):
+    with pytest.raises(RuntimeError, match=r"^rank 1 ended with 1"):
         on_processes(2, one_vanishes)

@@ -7,21 +7,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import EXAMPLES, torchrun
+from tests.helpers.launch import EXAMPLES, as_launched, torchrun
+
+EXAMPLE = EXAMPLES / "expert_and_data_parallel.py"
 
 
-def run(folder: Path, *, ranks: int, ep_size: int, steps: int) -> dict[int, float]:
-    """The example's losses, by step."""
-    options = ["--folder", str(folder), "--ep-size", str(ep_size), "--steps", str(steps)]
-    said = torchrun(EXAMPLES / "expert_and_data_parallel.py", *options, ranks=ranks)
+def options(folder: Path, *, ep_size: int, steps: int) -> list[str]:
+    return ["--folder", str(folder), "--ep-size", str(ep_size), "--steps", str(steps)]
+
+
+def losses(said: str) -> dict[int, float]:
+    """By step."""
     return {int(s): float(x) for s, x in re.findall(r"step (\d+): loss ([\d.]+)", said)}
 
 
-@pytest.mark.timeout(600)
 def test_a_run_goes_on_at_another_size(tmp_path: Path) -> None:
-    whole = run(tmp_path / "whole", ranks=4, ep_size=2, steps=8)
+    whole = losses(torchrun(EXAMPLE, *options(tmp_path / "whole", ep_size=2, steps=8), ranks=4))
     assert list(whole) == list(range(1, 9))
     assert whole[8] < whole[1]
-    parts = run(tmp_path / "parts", ranks=4, ep_size=4, steps=4)
-    parts |= run(tmp_path / "parts", ranks=2, ep_size=1, steps=8)
+    first = as_launched(EXAMPLE, *options(tmp_path / "parts", ep_size=4, steps=4), ranks=4)
+    then = as_launched(EXAMPLE, *options(tmp_path / "parts", ep_size=1, steps=8), ranks=2)
+    assert not any(first[1:] + then[1:])
+    parts = losses(first[0]) | losses(then[0])
+    assert list(parts) == list(whole)
     assert parts == pytest.approx(whole, rel=1e-4)

@@ -53,7 +53,7 @@ def test_three_two_four(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_said(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="no checkpoint was finished here"):
+    with pytest.raises(SpecError, match="expected a finished checkpoint"):
         read_checkpoint(tmp_path)
     (tmp_path / DESCRIPTION).write_text("[]")
     with pytest.raises(SpecError, match="written by save_checkpoint"):

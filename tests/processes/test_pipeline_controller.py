@@ -168,4 +168,4 @@ def test_gains_that_do_not_last_are_believed_less() -> None:
 
 def test_ranks_that_decide_differently_say_so() -> None:
     for said in run_gloo(_disagree, 2):
-        assert "ranks [1] chose another stage map" in said
+        assert "ranks [1] decided on another stage map" in said

@@ -47,7 +47,7 @@ def _change(case: str, layers: dict[int, PipelineLayer], freezer: Freezer, step:
         # the loss is taken as settled; the rule is so generous that layers freeze within a few steps
         before = freezer.frozen
         rates = gradient_rates(layers, freezer.layers, collective, torch.device("cpu"))
-        freeze_prefix(layers, freezer.look(rates, 1.0))
+        freeze_prefix(layers, freezer.update(rates, 1.0))
         return freezer.frozen != before
     return False
 

@@ -16,14 +16,14 @@ import pytest
 from prophet.engine.history import similarity
 from prophet.errors import ReportError
 from prophet.report import (
-    PlanReport,
+    Comparison,
     Report,
     Run,
     Table,
     expert_shares_by_step,
     max_mean,
     relative_difference,
-    render_plan,
+    render_comparison,
     render_report,
     similarity_by_distance,
     write_report,
@@ -53,7 +53,7 @@ def report(steps: int = 12, layers: int = 3, ranks: int = 4, experts: int = 8) -
         counts=rng.integers(0, 9, (steps, layers, ranks, experts)),
         figures=(("1.5 → 1.0", "busiest rank / mean"),),
         tables=(Table(title="Numbers", caption="Read it.", columns=("", "off"), rows=(("<loss>", "2.0"),)),),
-        notes=("Two cores <cannot> show this.",),
+        remarks=("Two cores <cannot> show this.",),
     )
 
 
@@ -230,13 +230,13 @@ def results(layers: int = 3, ranks: int = 4, experts: int = 8, iterations: int =
     return [one("static", 2.0), one("a&b", 1.0), one("worse", 3.0)]
 
 
-def plan_report(**sizes: int) -> PlanReport:
+def plan_report(**sizes: int) -> Comparison:
     found = results(**sizes)
-    return PlanReport(name="<t>.npz", subtitle="sizes", iterations=range(len(found[0].copies)), results=found)
+    return Comparison(name="<t>.npz", subtitle="sizes", iterations=range(len(found[0].copies)), results=found)
 
 
 def test_the_plan_page_is_well_formed_and_says_what_it_shows() -> None:
-    page = render_plan([plan_report(), plan_report(layers=1)])
+    page = render_comparison([plan_report(), plan_report(layers=1)])
     tags = Tags()
     tags.feed(page)
     assert tags.open == []
@@ -257,12 +257,12 @@ def test_the_best_planner_is_shown_and_the_worst_layers() -> None:
     assert shown == sorted(shown)
     ratio = max_mean(report.results[0].rank_load)
     assert min(ratio[shown]) >= max(np.delete(ratio, shown))
-    assert "The 6 layers with the most unequal load" in render_plan([report])
-    assert "with the most unequal load" not in render_plan([plan_report()])
+    assert "The 6 layers with the most unequal load" in render_comparison([report])
+    assert "with the most unequal load" not in render_comparison([plan_report()])
 
 
 def test_the_smallest_plan_page_is_drawn() -> None:
-    assert render_plan([plan_report(layers=1, ranks=1, experts=1, iterations=1)]).count("<svg") == 3
+    assert render_comparison([plan_report(layers=1, ranks=1, experts=1, iterations=1)]).count("<svg") == 3
 
 
 def test_a_plan_page_needs_something_to_show() -> None:
@@ -272,4 +272,4 @@ def test_a_plan_page_needs_something_to_show() -> None:
     with pytest.raises(ReportError, match="expected 3 iterations"):
         replace(good, iterations=[1, 2, 3])
     with pytest.raises(ReportError, match="at least one trace"):
-        render_plan([])
+        render_comparison([])

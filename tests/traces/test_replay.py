@@ -7,6 +7,7 @@ import pytest
 
 from prophet.errors import SpecError
 from prophet.planner import get_planner
+from prophet.planner.base import Planner
 from prophet.planner.cost import step_cost
 from prophet.spec import LayerShape, Placement, PlanContext, Split, Topology
 from prophet.traces.npz import RoutingTrace
@@ -32,7 +33,7 @@ def trace(iterations: tuple[int, ...] = (0, 0, 1, 1, 2, 2), ranks: int = 2, expe
     return RoutingTrace(counts, np.asarray(iterations, dtype=np.int32))
 
 
-class Spy:
+class Spy(Planner):
     """Remembers what it was asked, and keeps everything at home."""
 
     name = "spy"

@@ -170,19 +170,19 @@ def test_pruning_is_global_and_does_not_depend_on_the_ranks() -> None:
 def test_only_a_prefix_freezes_and_only_when_the_loss_is_quiet() -> None:
     rule = FreezingRule(share=0.5, loss_rate=0.1, patience=2, smoothing=0.0)
     freezer = Freezer(4, rule)
-    assert freezer.look([1.0, 1.0, 1.0, 1.0], 10.0) == 0
+    assert freezer.update([1.0, 1.0, 1.0, 1.0], 10.0) == 0
     # layers 0 and 2 have calmed down, but the loss still falls fast
-    assert freezer.look([0.1, 1.0, 0.1, 1.0], 5.0) == 0
-    assert freezer.look([0.1, 1.0, 0.1, 1.0], 4.9) == 0
-    assert freezer.look([0.1, 1.0, 0.1, 1.0], 4.8) == 1
+    assert freezer.update([0.1, 1.0, 0.1, 1.0], 5.0) == 0
+    assert freezer.update([0.1, 1.0, 0.1, 1.0], 4.9) == 0
+    assert freezer.update([0.1, 1.0, 0.1, 1.0], 4.8) == 1
     # layer 2 waits for layer 1
-    assert freezer.look([0.0, 0.1, 0.1, 0.1], 4.7) == 1
-    assert freezer.look([0.0, 0.1, 0.1, 0.1], 4.7) == 3
+    assert freezer.update([0.0, 0.1, 0.1, 0.1], 4.7) == 1
+    assert freezer.update([0.0, 0.1, 0.1, 0.1], 4.7) == 3
     # the last layer goes on training
-    assert freezer.look([0.0, 0.0, 0.0, 0.0], 4.7) == 3
-    assert Freezer(2, FreezingRule(most=0)).look([0.0, 0.0], 1.0) == 0
+    assert freezer.update([0.0, 0.0, 0.0, 0.0], 4.7) == 3
+    assert Freezer(2, FreezingRule(most=0)).update([0.0, 0.0], 1.0) == 0
     with pytest.raises(SpecError, match="one figure per layer"):
-        freezer.look([1.0], 1.0)
+        freezer.update([1.0], 1.0)
 
 
 def test_rates_come_from_all_ranks_and_freezing_drops_gradients() -> None:

@@ -1,4 +1,6 @@
-"""The HTML page of `prophet plan`: load before and after, where the time goes, which experts were copied when.
+"""The HTML page of `prophet plan`, which compares planners on a trace.
+
+It shows load before and after, where the time goes, and which experts were copied when.
 
 Shape legend: I judged iterations, L layers, R ranks, E experts.
 """
@@ -23,8 +25,8 @@ from prophet.report.page import (
     Table,
     draw_figure,
     few,
-    notes,
     page,
+    remarks,
     section,
     table_html,
     tiles,
@@ -38,7 +40,7 @@ _STATIC = "no balancing"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class PlanReport:
+class Comparison:
     """One trace on the page.
 
     results: what each planner made of it, plain expert parallelism first. iterations: [I] as the trace numbers them.
@@ -67,7 +69,7 @@ class PlanReport:
         return sorted(np.argsort(-ratio, kind="stable")[:_SHOWN_LAYERS].tolist())
 
 
-def _load(report: PlanReport, label: str) -> str:
+def _load(report: Comparison, label: str) -> str:
     before, after = report.results[0], report.best
     layers = report.worst_layers()
     rows = -(-len(layers) // 2)
@@ -104,7 +106,7 @@ _PARTS = (
 )
 
 
-def _time(report: PlanReport, label: str) -> str:
+def _time(report: Comparison, label: str) -> str:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         y = np.arange(len(report.results))
@@ -125,7 +127,7 @@ def _time(report: PlanReport, label: str) -> str:
     return draw_figure(draw, height_in=1.3 + 0.26 * len(report.results), label=f"{label}: where the time goes")
 
 
-def _copies(report: PlanReport, label: str) -> str:
+def _copies(report: Comparison, label: str) -> str:
     copies, layers = report.best.copies, report.worst_layers()
     iterations, experts = len(report.iterations), copies.shape[2]
     most = max(1, int(copies.max()))
@@ -159,7 +161,7 @@ def _copies(report: PlanReport, label: str) -> str:
     return draw_figure(draw, height_in=height_in, label=f"{label}: copies of every expert by iteration")
 
 
-def _numbers(report: PlanReport) -> Table:
+def _numbers(report: Comparison) -> Table:
     static = report.results[0]
     return Table(
         title="All planners",
@@ -180,7 +182,7 @@ def _numbers(report: PlanReport) -> Table:
     )
 
 
-def _one(report: PlanReport, label: str) -> str:
+def _one(report: Comparison, label: str) -> str:
     static, best = report.results[0], report.best
     gain = static.layer_s / best.layer_s if best.layer_s > 0 else 1.0
     shown = len(report.worst_layers())
@@ -220,7 +222,7 @@ def _one(report: PlanReport, label: str) -> str:
     )
 
 
-def render_plan(reports: Sequence[PlanReport]) -> str:
+def render_comparison(reports: Sequence[Comparison]) -> str:
     """The page as one string of HTML, a part for every trace; raises `ReportError` when matplotlib is missing."""
     if not reports:
         raise ReportError("expected at least one trace")
@@ -230,7 +232,7 @@ def render_plan(reports: Sequence[PlanReport]) -> str:
         "A replay of recorded routing: copies of busy experts are placed from the iteration before, and each step's "
         "tokens are divided among the copies by their exact counts.",
         parts
-        + notes(
+        + remarks(
             (
                 "The balance and the copies are exact for the recorded routing. Times are predictions of the "
                 "performance model for the machine named above, not measurements; the command prophet calibrate "
@@ -244,6 +246,6 @@ def render_plan(reports: Sequence[PlanReport]) -> str:
     )
 
 
-def write_plan(path: str | os.PathLike[str], reports: Sequence[PlanReport]) -> None:
+def write_comparison(path: str | os.PathLike[str], reports: Sequence[Comparison]) -> None:
     """Render `reports` into the file `path`."""
-    write_page(path, render_plan(reports))
+    write_page(path, render_comparison(reports))

@@ -1,0 +1,190 @@
+"""Writes every step of an engine to a run's folder, to TensorBoard and to Weights & Biases, on a background thread."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from prophet.engine.engine import Engine
+from prophet.engine.report import StepReport
+from prophet.monitor.rows import detail_period, predicted_gains, step_row
+from prophet.monitor.sinks import JsonLines, Row, Sink, TensorBoard, WandB
+from prophet.ranks.process_group import process_rank
+
+WAITING = 64  # steps that may wait to be written; a report holds [L, R, E] counts
+_CLOSE_S = 10.0
+_Item = tuple[StepReport, float, float | None]
+
+
+class Monitor:
+    """Takes an engine's reports and writes them on a background thread; made by `prophet.monitor`.
+
+    Handing a report over takes microseconds and never waits: when `WAITING` steps wait already, the step is left out
+    and counted in `skipped`. A sink that fails is left out from then on, with one warning; training goes on. A crash
+    loses the steps that have not been written yet, in the common case at most the last one.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sinks: list[Callable[[], Sink]],
+        *,
+        header: Row,
+        detail_every: int,
+        predict_every: int,
+    ) -> None:
+        self.skipped = 0
+        self.writing = bool(sinks)
+        self._engine: weakref.ref[Engine] = weakref.ref(engine)
+        self._planner, self._contexts = engine.planner, engine.contexts
+        self._rank = engine.collective.rank
+        self._detail_every, self._predict_every = detail_every, predict_every
+        self._last_s: float | None = None
+        self._written = 0
+        self._queue: queue.Queue[_Item | None] = queue.Queue(WAITING)
+        self._closed = not sinks
+        if sinks:
+            self._thread = threading.Thread(
+                target=self._work, args=(sinks, header), name="prophet-monitor", daemon=True
+            )
+            self._thread.start()
+            engine.on_step.append(self._on_step)
+            atexit.register(self.close)
+
+    def _on_step(self, report: StepReport) -> None:
+        """Called by the engine on the training thread: hand over, and nothing else."""
+        now = time.perf_counter()
+        step_s, self._last_s = None if self._last_s is None else now - self._last_s, now
+        try:
+            self._queue.put_nowait((report, time.time(), step_s))
+        except queue.Full:
+            self.skipped += 1
+
+    def _work(self, makers: list[Callable[[], Sink]], header: Row) -> None:
+        sinks: list[Sink] = []
+        for make in makers:
+            self._guarded(lambda make=make: sinks.append(make()), make.__name__)  # type: ignore[misc]
+        sinks = [s for s in sinks if self._guarded(lambda s=s: s.start(header), s.name)]  # type: ignore[misc]
+        while (item := self._queue.get()) is not None:
+            row: Row = {}
+            if self._guarded(lambda row=row, item=item: row.update(self._row(*item)), "the step's line"):  # type: ignore[misc]
+                sinks = [s for s in sinks if self._guarded(lambda s=s, row=row: s.step(row), s.name)]  # type: ignore[misc]
+        for sink in sinks:
+            self._guarded(sink.close, sink.name)
+
+    def _guarded(self, call: Callable[[], object], what: str) -> bool:
+        """Whether `call` came to its end; monitoring must not end a training run."""
+        try:
+            call()
+        except Exception as error:
+            warnings.warn(f"monitoring: {what} failed and is left out from now on: {error!r}", stacklevel=2)
+            return False
+        return True
+
+    def _row(self, report: StepReport, time_s: float, step_s: float | None) -> Row:
+        detail = self._written % self._detail_every == 0
+        row = step_row(report, time_s=time_s, step_s=step_s, detail=detail, rank=self._rank)
+        if self._predict_every and self._written % self._predict_every == 0:
+            row["gain_predicted"] = predicted_gains(report, self._planner, self._contexts)
+        if self.skipped:
+            row["skipped"] = self.skipped
+        self._written += 1
+        return row
+
+    def close(self) -> None:
+        """Write what waits, within ten seconds, and stop; again is harmless. Called at the interpreter's end, too."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        engine = self._engine()
+        if engine is not None and self._on_step in engine.on_step:
+            engine.on_step.remove(self._on_step)
+        try:
+            self._queue.put(None, timeout=_CLOSE_S)
+        except queue.Full:
+            return
+        self._thread.join(_CLOSE_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def monitor(
+    engine: Engine,
+    run: str | Path,
+    *,
+    tensorboard: bool | None = None,
+    wandb: Any = None,
+    detail_every: int | None = None,
+    predict_every: int = 10,
+    heat_every: int = 10,
+    notes: dict[str, str] | None = None,
+) -> Monitor:
+    """Write every step of `engine` from now on into the folder `run`: for `prophet watch` and `prophet report`.
+
+    Call it on every rank; process 0 writes, the others do nothing, and nothing is communicated.
+
+    tensorboard: None where it is installed, True to insist, False for none. wandb: None for the run that is under way
+    in this process if there is one, a run object, or False. detail_every: steps between two that carry the loads of all
+    experts and ranks; None for what keeps a line near 2048 numbers on average. predict_every: steps between two
+    predicted gains (0: none). heat_every: details between two sets of heat maps. notes: words for the head of the
+    page.
+
+    Raises ValueError for numbers out of range, ImportError where TensorBoard was asked for and is missing, OSError
+    where the folder cannot be made.
+    """
+    for name, value, least in (
+        ("detail_every", 1 if detail_every is None else detail_every, 1),
+        ("predict_every", predict_every, 0),
+        ("heat_every", heat_every, 1),
+    ):
+        if value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+    if tensorboard and not TensorBoard.installed():
+        raise ImportError("tensorboard=True, but TensorBoard is not installed: pip install 'moe-prophet[monitor]'")
+    if wandb is True:
+        wandb = WandB.active()
+        if wandb is None:
+            raise ValueError("wandb=True, but no run is under way in this process: call wandb.init() first")
+    ranks, layers = engine.collective.size, len(engine.layers)
+    experts = max(layer.num_experts for layer in engine.layers)
+    header: Row = {
+        "time_s": round(time.time(), 3),
+        "layers": layers,
+        "ranks": ranks,
+        "experts": [layer.num_experts for layer in engine.layers],
+        "planner": engine.planner.name,
+        "topology": engine.contexts[0].topology.name,
+        "notes": {str(k): str(v) for k, v in (notes or {}).items()},
+    }
+    sinks: list[Callable[[], Sink]] = []
+    if process_rank() == 0 and engine.collective.rank == 0:
+        folder = Path(run)
+        lines = JsonLines(folder)  # made here, so that a folder which cannot be written to is an error at once
+        sinks.append(lambda: lines)
+        if TensorBoard.installed() if tensorboard is None else tensorboard:
+            sinks.append(lambda: TensorBoard(folder, heat_every=heat_every))
+        active = WandB.active() if wandb is None else wandb
+        if active:
+            sinks.append(lambda: WandB(active, heat_every=heat_every))
+    return Monitor(
+        engine,
+        sinks,
+        header=header,
+        detail_every=detail_every or detail_period(layers, ranks, experts),
+        predict_every=predict_every,
+    )

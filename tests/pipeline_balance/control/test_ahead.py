@@ -1,0 +1,90 @@
+"""Decisions that are worked out beside the backward pass, on a pipeline that only pretends to train."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline_balance.control.controller import Controller, ControllerConfig, MoveCost
+from pipeline_balance.control.measure import Meter
+from pipeline_balance.spec import LayerCost, StageMap
+from prophet.ranks.collective import Collective
+from prophet.ranks.threads import ThreadWorld
+
+LATE = [1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
+
+
+class _Pretended:
+    """One rank of a pipeline: a step begins its backward pass where `backward` says so; nothing moves."""
+
+    def __init__(self, collective: Collective, *, backward: bool = True, timeout_s: float = 10.0) -> None:
+        self.collective = collective
+        self.ranks, self.microbatches, self.refreshed, self.timeout_s = collective.size, 4, 0, timeout_s
+        self.device = torch.device("cpu")
+        self.stage_map = StageMap.contiguous((0, 4, 8)) if collective.size == 2 else StageMap.contiguous((0, 8))
+        self.meter = Meter()
+        self.backward = backward
+        self.threads: set[str] = set()
+        self.held_up = threading.Event()
+        self.held_up.set()
+
+    def side_collective(self) -> Collective:
+        self.threads.add(threading.current_thread().name)
+        assert self.held_up.wait(10.0)
+        return self.collective
+
+    def local_costs(self) -> dict[int, LayerCost]:
+        return {i: LayerCost(forward_s=LATE[i]) for i in self.stage_map.layers_on(self.collective.rank)}
+
+    def step(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
+        if self.backward:
+            self.meter.run_action("B", 0, lambda: None)
+        return None
+
+
+def _ahead(**options: Any) -> ControllerConfig:
+    return ControllerConfig(
+        every_steps=1, measure_steps=1, prepare_in_backward=True, move_cost=MoveCost(fixed_s=1e9), **options
+    )
+
+
+def _decide(collective: Collective) -> tuple[list[str], set[str]]:
+    # the second rank has no backward pass that could begin the decision: it begins after the step
+    pipeline = _Pretended(collective, backward=collective.rank == 0)
+    controller = Controller(pipeline, config=_ahead())  # type: ignore[arg-type]
+    for _ in range(4):
+        controller.step(None, None)
+    return [f"{d.current_makespan_s} {d.reason}" for d in controller.decisions], pipeline.threads
+
+
+def test_all_ranks_decide_alike_whether_or_not_they_have_a_backward_pass() -> None:
+    (first, threads), (second, _) = ThreadWorld(2).run(_decide)
+    assert first == second
+    # none after the first step: no layer has been timed before its backward pass began
+    assert len(first) == 3
+    assert all("would not pay" in said for said in first)
+    assert any(name.startswith("prepare-move") for name in threads)
+
+
+def test_a_decision_that_does_not_come_is_an_error() -> None:
+    pipeline = _Pretended(ThreadWorld(1).collective(0), timeout_s=0.05)
+    controller = Controller(pipeline, config=_ahead())  # type: ignore[arg-type]
+    controller.step(None, None)
+    pipeline.held_up.clear()
+    with pytest.raises(TimeoutError, match=r"no decision was worked out within 0\.05 s"):
+        controller.step(None, None)
+    pipeline.held_up.set()
+
+
+def test_what_goes_wrong_beside_a_step_is_raised_after_it() -> None:
+    pipeline = _Pretended(ThreadWorld(1).collective(0))
+    controller = Controller(pipeline, config=_ahead())  # type: ignore[arg-type]
+    controller.step(None, None)
+    # the model has no layer 9
+    pipeline.local_costs = lambda: {9: LayerCost(forward_s=1.0)}  # type: ignore[method-assign]
+    with pytest.raises(IndexError):
+        controller.step(None, None)
