@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import pickle
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
 
 from prophet.engine.folder import DESCRIPTION, TENSOR_INDEX, Folder, is_tensors
 from prophet.engine.plain import as_given, plain
@@ -143,15 +143,15 @@ class _Writer(FileSystemWriter):
 
 
 def _commit(target: Folder, number: int, text: str) -> None:
-    """Add the tensors' folder to the description, and name files in torch's index as they are named from outside."""
+    """Write torch's index a second time, with names as they are from outside of the tensors' folder; then switch."""
     tensors = target.tensors(number)
     index = FileSystemReader(tensors).read_metadata()
-    index.storage_data = {
-        key: dataclasses.replace(place, relative_path=f"{tensors.name}/{place.relative_path}")
-        for key, place in index.storage_data.items()
-    }
-    description = {**json.loads(text), "tensors": tensors.name}
-    target.commit(number, json.dumps(description, sort_keys=True).encode(), pickle.dumps(index))
+    places = [
+        WriteResult(key, at.length, dataclasses.replace(at, relative_path=f"{tensors.name}/{at.relative_path}"))
+        for key, at in index.storage_data.items()
+    ]
+    FileSystemWriter(target.index_from_outside(number)).finish(index, [places])
+    target.commit(number, json.dumps({**json.loads(text), "tensors": tensors.name}, sort_keys=True).encode())
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:

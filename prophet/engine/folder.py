@@ -21,6 +21,7 @@ from prophet.errors import CheckpointError
 DESCRIPTION = "training.json"
 TENSOR_INDEX = ".metadata"  # torch's
 _DESCRIPTION_PART = f"{DESCRIPTION}.part"
+_FROM_OUTSIDE = "from_outside"
 _TENSORS = "tensors-{:012x}"
 
 
@@ -45,13 +46,18 @@ class Folder:
         """Where the tensors of a new checkpoint go."""
         return self.path / _TENSORS.format(number)
 
-    def commit(self, number: int, description: bytes, index: bytes) -> None:
+    def index_from_outside(self, number: int) -> Path:
+        """A folder for torch's index with the tensors' names as they are from outside."""
+        made = self.tensors(number) / _FROM_OUTSIDE
+        made.mkdir(exist_ok=True)
+        return made
+
+    def commit(self, number: int, description: bytes) -> None:
         """Make the new tensors the checkpoint, and remove those that were."""
-        index_part = self.path / f"{TENSOR_INDEX}.{self.tensors(number).name}"
-        _write(index_part, index)
-        _write(self.path / _DESCRIPTION_PART, description)
-        os.replace(self.path / _DESCRIPTION_PART, self.path / DESCRIPTION)
-        os.replace(index_part, self.path / TENSOR_INDEX)
+        part = self.path / _DESCRIPTION_PART
+        _write(part, description)
+        os.replace(part, self.path / DESCRIPTION)
+        self._show_to_torch(self.tensors(number))
         _sync(self.path)
         with suppress(OSError):  # the checkpoint is there; the next save tries again
             self._tidy()
@@ -65,14 +71,18 @@ class Folder:
         """Remove everything that a save has written and that is not the checkpoint."""
         current = self._current()
         (self.path / _DESCRIPTION_PART).unlink(missing_ok=True)
-        for part in self.path.glob(f"{TENSOR_INDEX}.tensors-*"):
-            if part.name == f"{TENSOR_INDEX}.{current}":
-                os.replace(part, self.path / TENSOR_INDEX)  # interrupted between the two renames
-            else:
-                part.unlink(missing_ok=True)
+        if current is not None:
+            self._show_to_torch(self.path / current)
         for left in self.path.glob("tensors-*"):
             if left.name != current and is_tensors(left.name):
                 shutil.rmtree(left)
+
+    def _show_to_torch(self, tensors: Path) -> None:
+        """Replace torch's index, unless that has been done: a save may end between the two."""
+        index = tensors / _FROM_OUTSIDE / TENSOR_INDEX
+        if index.exists():
+            os.replace(index, self.path / TENSOR_INDEX)
+            index.parent.rmdir()
 
 
 def is_tensors(name: object) -> bool:

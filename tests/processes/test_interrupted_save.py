@@ -154,7 +154,8 @@ def test_between_the_two_renames(tmp_path: Path) -> None:
     old = (tmp_path / ".metadata").read_bytes()
     save(tmp_path, 2.0)
     (current,) = tmp_path.glob("tensors-*")
-    (tmp_path / ".metadata").rename(tmp_path / f".metadata.{current.name}")
+    (current / "from_outside").mkdir()
+    (tmp_path / ".metadata").rename(current / "from_outside" / ".metadata")
     (tmp_path / ".metadata").write_bytes(old)
     with Disk(20).inserted(), pytest.raises(CheckpointError):
         save(tmp_path, 3.0)
