@@ -389,7 +389,7 @@ def test_a_tensor_file_that_was_cut_short_changes_nothing(tmp_path: Path) -> Non
     model, again = small(), small(seed=5)
     checkpoint.save(tmp_path, model)
     before = [p.detach().clone() for p in again.parameters()]
-    (file,) = tmp_path.glob("*.distcp")
+    (file,) = tmp_path.rglob("*.distcp")
     data = file.read_bytes()
     file.write_bytes(data[:-1])
     with pytest.raises(
