@@ -131,7 +131,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
 
 
 def _holder(callback: ProphetCallback) -> Any:
-    """The Trainer that is being built with `callback`. Callbacks are not told, so it is looked for among the callers."""
+    """The Trainer that is being built with `callback`: callbacks are not told, so search the callers for it."""
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")

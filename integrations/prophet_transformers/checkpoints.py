@@ -5,13 +5,15 @@ when it has already pushed the checkpoint and deleted older ones. It never tells
 its own methods are wrapped, on the instance: each still runs, with the model or the optimizer taken care of.
 
 A checkpoint is whole once its `trainer_state.json` is there, which Trainer writes last: before it pushes, and before
-it deletes older checkpoints. A save into a folder that holds a checkpoint removes that file first.
+it deletes older checkpoints. A save into a folder that holds a checkpoint removes that file first. Beside it
+`prophet_files.json` lists the others, so that a folder which somebody copies or deletes is not whole either.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 
 from prophet.convert import converted
 from prophet.errors import CheckpointError
@@ -29,6 +32,7 @@ from prophet_transformers.optimizer_parts import SHARED, OptimizerParts
 from prophet_transformers.saving import load_pretrained, save_pretrained
 
 STATE = "trainer_state.json"
+FILES = "prophet_files.json"
 SCHEDULER = "scheduler.pt"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 
@@ -50,16 +54,34 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def whole_checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoints in a Trainer's folder of which the last file was written, oldest step first."""
-    found = [(int(m[1]), p) for p in output_dir.glob("checkpoint-*") if (m := _FOLDER.fullmatch(p.name)) and _whole(p)]
-    return [path for _, path in sorted(found)]
+    """The checkpoints in a Trainer's folder that have all their files, oldest step first."""
+    found = [(int(m[1]), p) for p in output_dir.glob("checkpoint-*") if (m := _FOLDER.fullmatch(p.name))]
+    return [path for _, path in sorted(found) if flaw(path) is None]
 
 
-def _whole(folder: Path) -> bool:
+def flaw(folder: Path) -> str | None:
+    """Why `folder` is no whole checkpoint: a file, and what is wrong with it; None where nothing is."""
+    for name, field in ((STATE, "global_step"), (FILES, "files")):
+        try:
+            said = json.loads((folder / name).read_text(encoding="utf-8"))
+            if field not in said:
+                return f"{folder / name}: expected the field {field}"
+        except (OSError, ValueError, TypeError) as error:
+            return f"{folder / name}: expected the file that ends a checkpoint, but it cannot be read ({error})"
     try:
-        return "global_step" in json.loads((folder / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+        for name, size in said["files"].items():
+            found = (folder / name).stat().st_size
+            if found != size and not name.endswith(".json"):
+                return f"{folder / name}: expected {size} bytes, got {found}"
+    except (OSError, AttributeError, TypeError) as error:
+        return f"{folder}: expected the files that {FILES} lists ({error})"
+    return None
+
+
+def _list_files(folder: Path) -> None:
+    files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    wanted = {name: size for name, size in sorted(files.items()) if name not in (STATE, FILES)}
+    (folder / FILES).write_text(json.dumps({"files": wanted}, indent=1), encoding="utf-8")
 
 
 class Checkpoints:
@@ -92,7 +114,7 @@ class Checkpoints:
             raise RuntimeError(
                 f"training goes on at step {step}, with the model from {self.model_from} and the optimizer from "
                 f"{self.optimizer_from}: expected that {type(self._trainer).__name__} calls _load_from_checkpoint() "
-                f"and _load_optimizer_and_scheduler() for one folder, as Trainer does, since these tell ProphetCallback "
+                f"and _load_optimizer_and_scheduler() for one folder, as Trainer does, which tells ProphetCallback "
                 f"where the experts are"
             )
 
@@ -111,7 +133,7 @@ class Checkpoints:
         steps = self._gathered(int(found[-1].name.split("-")[1]) if found else -1, "choice of a checkpoint")
         if min(steps) < 0:
             there = sorted(p.name for p in folder.glob("checkpoint-*"))
-            raise CheckpointError(f"{folder}: expected a folder checkpoint-<step> with {STATE}, got {there}")
+            raise CheckpointError(f"{folder}: expected a whole checkpoint-<step>, got {there}")
         if min(steps) < max(steps):
             raise CheckpointError(
                 f"{folder}: the newest whole checkpoint is that of step {steps} by rank: expected one folder that all "
@@ -123,12 +145,10 @@ class Checkpoints:
         folder = Path(resume_from_checkpoint)
 
         def read() -> None:
-            if not _whole(folder):
+            wrong = flaw(folder)
+            if wrong is not None:
                 beside = [p.name for p in whole_checkpoints(folder.parent)]
-                raise CheckpointError(
-                    f"{folder / STATE}: expected the file that ends a checkpoint, but it is missing or cut short; "
-                    f"whole checkpoints beside it: {beside}"
-                )
+                raise CheckpointError(f"{wrong}; whole checkpoints beside {folder.name}: {beside}")
             self._read_model(folder, lambda: inner(resume_from_checkpoint, *args, **kwargs))
 
         self._together(read, f"reading of the model from {folder}")
@@ -150,9 +170,16 @@ class Checkpoints:
         self._reading = True
         try:
             inner()
+            self._reading = False
+            load_pretrained(model, folder)
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{folder}: expected a {type(model).__name__}, which cannot be read: {error}"
+            ) from error
         finally:
             self._reading = False
-        load_pretrained(model, folder)
 
     def _warn(self, inner: Any, *args: Any, **kwargs: Any) -> None:
         """Trainer misses the experts, which are read afterwards: that reading raises for whatever is missing then."""
@@ -169,12 +196,17 @@ class Checkpoints:
             with self._by_name(folder) as optimizer:
                 try:
                     inner(checkpoint, *args, **kwargs)
-                except (RuntimeError, EOFError) as error:
+                except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
                     raise CheckpointError(f"{folder}: {SHARED} or {SCHEDULER} cannot be read: {error}") from error
+            lacking = [name for name in (SHARED, SCHEDULER) if not (folder / name).is_file()]
+            if not optimizer.asked and not lacking:
+                raise RuntimeError(
+                    f"{type(self._trainer).__name__}._load_optimizer_and_scheduler() left {folder / SHARED} unread: "
+                    f"expected that it gives its contents to self.optimizer.load_state_dict(), as Trainer does"
+                )
             if not optimizer.asked:
-                lacking = [name for name in (SHARED, SCHEDULER) if not (folder / name).is_file()]
                 raise CheckpointError(
-                    f"{folder} lacks {' and '.join(lacking)}, so that the optimizer's state would be lost (a checkpoint "
+                    f"{folder} lacks {' and '.join(lacking)}, so the optimizer's state would be lost (a checkpoint "
                     f"with save_only_model=True has none): to train on from the model alone, load it by "
                     f"from_pretrained({str(folder)!r}) and do not resume"
                 )
@@ -207,6 +239,8 @@ class Checkpoints:
         save_pretrained(model, folder)
         with _written(model):
             inner(output_dir, *args, **kwargs)
+        if self._in_checkpoint and process_rank() == 0:
+            _list_files(folder)
         self._saved = folder
 
     def _save_optimizer(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
@@ -222,9 +256,11 @@ class Checkpoints:
 
         self._together(write, f"writing of the optimizer's state to {folder}")
 
-    def _save_rng(self, inner: Any, *args: Any, **kwargs: Any) -> None:
+    def _save_rng(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
         """Every rank writes a file, and rank 0 may go on to delete older checkpoints: not before all have."""
-        self._together(lambda: inner(*args, **kwargs), "writing of random states")
+        self._together(lambda: inner(output_dir, *args, **kwargs), f"writing of random states to {output_dir}")
+        if process_rank() == 0:
+            _list_files(Path(output_dir))
 
     # --- parts ---
 

@@ -177,7 +177,9 @@ class _ExpertFiles:
             try:
                 part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                raise CheckpointError(f"{path}: expected the optimizer's state of this rank's experts: {error}") from error
+                raise CheckpointError(
+                    f"{path}: expected the optimizer's state of this rank's experts: {error}"
+                ) from error
             if not isinstance(part, dict) or part.get("format") != FORMAT:
                 raise CheckpointError(f"{path}: expected the state that ProphetCallback writes")
             self._open[rank] = part
