@@ -109,6 +109,7 @@ def main() -> None:
             print(callback.report)
             print(f"loss {losses[0]:.3f} to {losses[-1]:.3f}; rank max/mean {last.max_mean:.3f}", end=" ")
             print(f"(without balancing {last.max_mean_static:.3f})")
+    trainer.accelerator.end_training()  # ranks part in order
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ when it has already pushed the checkpoint and deleted older ones. It never tells
 its own methods are wrapped, on the instance: each still runs, with the model or the optimizer taken care of.
 
 A checkpoint is whole once its `trainer_state.json` is there, which Trainer writes last: before it pushes, and before
-it deletes older checkpoints. A save into a folder that holds a checkpoint removes that file first. Beside it
-`prophet_files.json` lists the others, so that a folder which somebody copies or deletes is not whole either.
+it deletes older checkpoints. Beside it `prophet_files.json` lists the others, so that a folder which is being copied or
+deleted is not whole either. A save into a folder that holds a whole checkpoint moves that one aside first, to
+`replaced-checkpoint-<step>`, and deletes it in the end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import functools
 import json
 import pickle
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,7 +36,8 @@ from prophet_transformers.saving import load_pretrained, save_pretrained
 STATE = "trainer_state.json"
 FILES = "prophet_files.json"
 SCHEDULER = "scheduler.pt"
-_FOLDER = re.compile(r"checkpoint-(\d+)")
+_REPLACED = "replaced-"
+_FOLDER = re.compile(rf"({_REPLACED})?checkpoint-(\d+)")
 
 
 def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -54,9 +57,11 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def whole_checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoints in a Trainer's folder that have all their files, oldest step first."""
-    found = [(int(m[1]), p) for p in output_dir.glob("checkpoint-*") if (m := _FOLDER.fullmatch(p.name))]
-    return [path for _, path in sorted(found) if flaw(path) is None]
+    """The checkpoints in a Trainer's folder that have all their files, oldest step first, a replaced one before its
+    successor.
+    """
+    found = [(int(m[2]), not m[1], p) for p in output_dir.glob("*checkpoint-*") if (m := _FOLDER.fullmatch(p.name))]
+    return [path for *_, path in sorted(found) if flaw(path) is None]
 
 
 def flaw(folder: Path) -> str | None:
@@ -78,6 +83,18 @@ def flaw(folder: Path) -> str | None:
     return None
 
 
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(_REPLACED + folder.name)
+
+
+def _make_room(folder: Path) -> None:
+    """For a save into `folder`: what it holds is no checkpoint any more, or lies aside."""
+    if folder.exists() and flaw(folder) is None:
+        shutil.rmtree(_replaced(folder), ignore_errors=True)
+        folder.rename(_replaced(folder))
+    (folder / STATE).unlink(missing_ok=True)
+
+
 def _list_files(folder: Path) -> None:
     files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
     wanted = {name: size for name, size in sorted(files.items()) if name not in (STATE, FILES)}
@@ -96,7 +113,7 @@ class Checkpoints:
         self.model_from: Path | None = None
         self.optimizer_from: Path | None = None
         self._in_checkpoint = False
-        self._saved: Path | None = None
+        self._saved: list[Path] = []  # models, since the last checkpoint began
         wrap(trainer, "train", self._train)
         wrap(trainer, "_load_from_checkpoint", self._load_model)
         wrap(trainer, "_load_optimizer_and_scheduler", self._load_optimizer)
@@ -130,7 +147,7 @@ class Checkpoints:
         """The newest whole checkpoint of the output folder; the same on all ranks."""
         folder = Path(self._trainer.args.output_dir)
         found = whole_checkpoints(folder)
-        steps = self._gathered(int(found[-1].name.split("-")[1]) if found else -1, "choice of a checkpoint")
+        steps = self._gathered(int(found[-1].name.split("-")[-1]) if found else -1, "choice of a checkpoint")
         if min(steps) < 0:
             there = sorted(p.name for p in folder.glob("checkpoint-*"))
             raise CheckpointError(f"{folder}: expected a whole checkpoint-<step>, got {there}")
@@ -217,16 +234,19 @@ class Checkpoints:
     # --- saving ---
 
     def _save_checkpoint(self, inner: Any, *args: Any, **kwargs: Any) -> None:
-        self._in_checkpoint, self._saved = True, None
+        self._in_checkpoint = True
+        self._saved.clear()
         try:
             inner(*args, **kwargs)
         finally:
             self._in_checkpoint = False
-        if self._saved is None:
+        if not self._saved:
             raise RuntimeError(
                 f"{type(self._trainer).__name__} saved a checkpoint without calling Trainer._save() on this rank, "
                 f"which is where ProphetCallback writes the experts of all ranks"
             )
+        if process_rank() == 0:
+            shutil.rmtree(_replaced(self._saved[-1]), ignore_errors=True)
 
     def _save(self, inner: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         model = self._trainer.model
@@ -235,13 +255,13 @@ class Checkpoints:
             return
         folder = Path(self._trainer.args.output_dir if output_dir is None else output_dir)
         if self._in_checkpoint and process_rank() == 0:
-            (folder / STATE).unlink(missing_ok=True)
+            _make_room(folder)
         save_pretrained(model, folder)
         with _written(model):
             inner(output_dir, *args, **kwargs)
         if self._in_checkpoint and process_rank() == 0:
             _list_files(folder)
-        self._saved = folder
+        self._saved.append(folder)
 
     def _save_optimizer(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
         folder = Path(output_dir)

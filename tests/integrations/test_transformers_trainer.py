@@ -221,14 +221,18 @@ def test_one_checkpoint_is_whole_at_every_write(tmp_path: Path, monkeypatch: pyt
         monkeypatch.setattr(module, name, watched)
     try:
         first = logged(trained(tmp_path / "out", callback(), save_steps=1, save_total_limit=1))
-        shutil.copytree(watch.kept[next(iter(watch.kept))][1], tmp_path / "checkpoint-1")
-        trained(tmp_path / "out", callback(), tmp_path / "checkpoint-1", save_steps=1, save_total_limit=2)
+        source = Path(shutil.copytree(watch.kept[next(iter(watch.kept))][1], tmp_path / "checkpoint-1"))
+        state = source / "trainer_state.json"
+        state.write_text(state.read_text().replace('"save_steps": 1', '"save_steps": 4'))
+        trained(tmp_path / "out", callback(), source, save_steps=4, save_total_limit=1)
     finally:
         watch.on = False
     assert watch.points >= 50, watch.points
-    assert len(watch.kept) == 7
+    names = [key.split()[0] for key in watch.kept]
+    assert names == [*(f"checkpoint-{step}" for step in (1, 2, 3, 4)), "replaced-checkpoint-4", "checkpoint-4"]
+    assert [p.name for p in (tmp_path / "out").glob("*checkpoint-*")] == ["checkpoint-4"]
     monkeypatch.undo()
-    unfinished = [copy for key, (_, copy) in watch.kept.items() if not key.startswith("checkpoint-4")]
+    unfinished = [copy for key, (_, copy) in watch.kept.items() if "checkpoint-4" not in key]
     for copy in unfinished[1::2]:
         again = trained(tmp_path / "again", callback(), copy, save_strategy="no")
         assert logged(again) == pytest.approx(first, rel=1e-6)

