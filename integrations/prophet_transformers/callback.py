@@ -17,7 +17,9 @@ import prophet
 from prophet.convert import ConversionReport, converted
 from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_, expert_groups
 from prophet.ranks.collective import Collective
+from prophet.ranks.process_group import processes
 from prophet_transformers.checkpoints import Checkpoints, wrap
+from prophet_transformers.saving import save_pretrained
 
 
 class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers may be absent where types are checked
@@ -66,7 +68,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         self.report = prophet.convert(model, group=group, adapters=self.adapters)
         self._experts = next(layer for *_, layer in converted(model)).collective
         if "save_pretrained" not in model.__dict__:
-            model.save_pretrained = _Refusal()
+            model.save_pretrained = _SavePretrained(model)
         self._checkpoints = Checkpoints(trainer, before_best=self._let_go)
         wrap(trainer.accelerator, "clip_grad_norm_", self._clip)
 
@@ -77,8 +79,10 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
                 "the model was not converted: give ProphetCallback() to Trainer(callbacks=[...]); add_callback() comes "
                 "too late for it"
             )
-        self._checkpoints.check_resumed(state.global_step)
         model = kwargs["model"]
+        if next(converted(model), None) is None:
+            raise RuntimeError("the model is not converted any more (revert_at_end=True): build another Trainer for it")
+        self._checkpoints.check_resumed(state.global_step)
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(p.requires_grad and id(p) not in known for p in model.parameters()):
@@ -103,7 +107,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         self._let_go()
         if self.revert_at_end:
             model = kwargs["model"]
-            if isinstance(model.__dict__.get("save_pretrained"), _Refusal):
+            if isinstance(model.__dict__.get("save_pretrained"), _SavePretrained):
                 del model.save_pretrained
             prophet.revert(model)
             self._experts = None
@@ -165,10 +169,16 @@ def _check_settings(trainer: Any) -> None:
             raise ValueError(f"{name}=True {why}: set {name}=False with ProphetCallback")
 
 
-class _Refusal:
-    """Stands for `model.save_pretrained`, which would write one rank's experts."""
+class _SavePretrained:
+    """Stands for `model.save_pretrained`, which would write one rank's experts, under the names they have here."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
 
     def __call__(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        if processes() == 1:
+            save_pretrained(self._model, save_directory, *args, **kwargs)
+            return
         raise RuntimeError(
             f"the experts are on several ranks: call trainer.save_model({str(save_directory)!r}) or "
             f"prophet_transformers.save_pretrained(model, {str(save_directory)!r}), on every rank"

@@ -159,6 +159,9 @@ class Checkpoints:
         return found[-1]
 
     def _load_model(self, inner: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_converted(self._trainer.model):
+            inner(resume_from_checkpoint, *args, **kwargs)
+            return
         folder = Path(resume_from_checkpoint)
 
         def read() -> None:
@@ -204,7 +207,7 @@ class Checkpoints:
             inner(*args, **kwargs)
 
     def _load_optimizer(self, inner: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        if checkpoint is None:
+        if checkpoint is None or not _is_converted(self._trainer.model):
             inner(checkpoint, *args, **kwargs)
             return
         folder = Path(checkpoint)
@@ -264,6 +267,9 @@ class Checkpoints:
         self._saved.append(folder)
 
     def _save_optimizer(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_converted(self._trainer.model):
+            inner(output_dir, *args, **kwargs)
+            return
         folder = Path(output_dir)
 
         def write() -> None:

@@ -17,7 +17,7 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-pro
 from transformers import Trainer
 
 from prophet.errors import CheckpointError
-from tests.helpers.small_trainer import callback, key_warnings, logged, small_trainer, trained
+from tests.helpers.small_trainer import callback, key_warnings, logged, same_weights, small_trainer, trained
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +93,15 @@ def test_subclasses_that_leave_out_what_tells_the_callback(tmp_path: Path, run: 
         trained(tmp_path, callback(), kind=OwnClipping)
 
 
+def test_a_model_that_was_reverted(tmp_path: Path) -> None:
+    trainer = trained(tmp_path, callback(revert_at_end=True), max_steps=2, save_strategy="no")
+    trainer.save_model(str(tmp_path / "a"))
+    trainer.model.save_pretrained(tmp_path / "b")
+    same_weights(tmp_path / "a", tmp_path / "b", 0.0)
+    with pytest.raises(RuntimeError, match=r"not converted any more \(revert_at_end=True\): build another Trainer"):
+        trainer.train()
+
+
 # --- resuming ---
 
 
@@ -161,8 +170,12 @@ def test_a_model_saved_alone(tmp_path: Path) -> None:
 # --- saving ---
 
 
-def test_a_call_that_would_save_one_ranks_experts(tmp_path: Path) -> None:
+def test_a_call_that_would_save_one_ranks_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = small_trainer(tmp_path, callback())
+    trainer.model.save_pretrained(tmp_path / "alone")
+    trainer.save_model(str(tmp_path / "by trainer"))
+    same_weights(tmp_path / "alone", tmp_path / "by trainer", 0.0)
+    monkeypatch.setattr("prophet_transformers.callback.processes", lambda: 2)
     with pytest.raises(RuntimeError, match=r"call trainer.save_model\('there'\) or prophet_transformers.save_pretr"):
         trainer.model.save_pretrained("there")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -61,6 +62,7 @@ def many_runs(rank: int, size: int, folder: Path) -> dict[str, Any]:
     as_started_by_torchrun(rank, size)
     transformers.trainer.hf_api = lambda: Hub(folder / "hub")
     transformers.Trainer.init_hf_repo = Hub.init_hf_repo
+    gc.freeze()  # accelerate collects garbage whenever training begins, among all that was imported
     found: dict[str, Any] = {}
 
     def keep(name: str, trainer: Any) -> Any:
