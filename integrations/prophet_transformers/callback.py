@@ -7,7 +7,6 @@ rank's optimizer state, and clips by one rank's gradient norm. The callback does
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,7 @@ import prophet
 from prophet.convert import ConversionReport, converted
 from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_, expert_groups
 from prophet.ranks.collective import Collective
-from prophet.ranks.process_group import processes
 from prophet_transformers.checkpoints import Checkpoints, wrap
-from prophet_transformers.saving import save_pretrained
 
 
 class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers may be absent where types are checked
@@ -67,8 +64,6 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
             group = self._groups[0]
         self.report = prophet.convert(model, group=group, adapters=self.adapters)
         self._experts = next(layer for *_, layer in converted(model)).collective
-        if "save_pretrained" not in model.__dict__:
-            model.save_pretrained = _SavePretrained(model)
         self._checkpoints = Checkpoints(trainer, before_best=self._let_go)
         wrap(trainer.accelerator, "clip_grad_norm_", self._clip)
 
@@ -106,10 +101,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         """Let go of the model."""
         self._let_go()
         if self.revert_at_end:
-            model = kwargs["model"]
-            if isinstance(model.__dict__.get("save_pretrained"), _SavePretrained):
-                del model.save_pretrained
-            prophet.revert(model)
+            prophet.revert(kwargs["model"])
             self._experts = None
 
     # --- parts ---
@@ -167,19 +159,3 @@ def _check_settings(trainer: Any) -> None:
     ):
         if getattr(args, name, False):
             raise ValueError(f"{name}=True {why}: set {name}=False with ProphetCallback")
-
-
-class _SavePretrained:
-    """Stands for `model.save_pretrained`, which would write one rank's experts, under the names they have here."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def __call__(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        if processes() == 1:
-            save_pretrained(self._model, save_directory, *args, **kwargs)
-            return
-        raise RuntimeError(
-            f"the experts are on several ranks: call trainer.save_model({str(save_directory)!r}) or "
-            f"prophet_transformers.save_pretrained(model, {str(save_directory)!r}), on every rank"
-        )

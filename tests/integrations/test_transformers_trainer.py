@@ -170,16 +170,6 @@ def test_a_model_saved_alone(tmp_path: Path) -> None:
 # --- saving ---
 
 
-def test_a_call_that_would_save_one_ranks_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = small_trainer(tmp_path, callback())
-    trainer.model.save_pretrained(tmp_path / "alone")
-    trainer.save_model(str(tmp_path / "by trainer"))
-    same_weights(tmp_path / "alone", tmp_path / "by trainer", 0.0)
-    monkeypatch.setattr("prophet_transformers.callback.processes", lambda: 2)
-    with pytest.raises(RuntimeError, match=r"call trainer.save_model\('there'\) or prophet_transformers.save_pretr"):
-        trainer.model.save_pretrained("there")
-
-
 class Watch:
     """Sees the checkpoints at every change of a file under `out`: those it may be killed at."""
 
