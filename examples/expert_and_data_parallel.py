@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from prophet.comm import Collective
+from prophet.parallel import ExpertReplicas, expert_groups, expert_parameters
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import prophet
 from prophet import checkpoint
-from prophet.comm import Collective
-from prophet.parallel import ExpertReplicas, expert_groups, expert_parameters
 
 VOCAB, DIM, ROWS = 64, 32, 8
 

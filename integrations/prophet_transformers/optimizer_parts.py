@@ -199,7 +199,8 @@ def _group(
         other = next(n for n, s in zip(names, settings, strict=True) if s is not settings[0])
         raise CheckpointError(f"{path}: {names[0]} and {other} were saved in different groups of the optimizer")
     kept = {key: group[key] for key in _NOT_SETTINGS if key in group}
-    return {**(settings[0] if settings else {}), **kept, "params": numbers}
+    # a group without parameters, as Trainer makes one where all are adapters, keeps its settings
+    return {**(settings[0] if settings else group), **kept, "params": numbers}
 
 
 def _copied(value: Any) -> Any:

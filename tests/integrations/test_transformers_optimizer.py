@@ -32,6 +32,7 @@ def start(group: Collective, whole: dict[str, torch.Tensor], kind: Any) -> tuple
         {"params": [p for n, p in named if ("experts" in n) == experts], "weight_decay": 0.1 * experts}
         for experts in (False, True)
     ]
+    groups.append({"params": [], "weight_decay": 0.0})
     optimizer = kind(groups, lr=1e-2)
     return model, optimizer, OptimizerParts(model, optimizer)
 
@@ -64,11 +65,11 @@ def read(size: int, whole: dict[str, torch.Tensor], folder: Path, kind: Any = to
 
     def body(group: Collective) -> Any:
         model, optimizer, parts = start(group, whole, kind)
-        for settings in optimizer.param_groups:
+        for settings in optimizer.param_groups[:2]:
             settings["lr"] = 1.0
         shared = torch.load(folder / "optimizer.pt", weights_only=True)
         optimizer.load_state_dict(parts.read(shared, folder))
-        assert [g["lr"] for g in optimizer.param_groups] == [1e-2, 1e-2]
+        assert [g["lr"] for g in optimizer.param_groups] == [1e-2] * 3
         first = {
             f"{n}.experts.{part}": layer.experts.first_expert
             for n, _, _, layer in converted(model)
