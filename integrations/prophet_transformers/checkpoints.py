@@ -36,6 +36,7 @@ from prophet_transformers.saving import load_pretrained, save_pretrained
 STATE = "trainer_state.json"
 FILES = "prophet_files.json"
 SCHEDULER = "scheduler.pt"
+_TENSORS = {".pt", ".pth", ".bin", ".safetensors"}
 _REPLACED = "replaced-"
 _FOLDER = re.compile(rf"({_REPLACED})?checkpoint-(\d+)")
 
@@ -76,7 +77,7 @@ def flaw(folder: Path) -> str | None:
     try:
         for name, size in said["files"].items():
             found = (folder / name).stat().st_size
-            if found != size and not name.endswith(".json"):
+            if found != size and Path(name).suffix in _TENSORS:  # a text may have been edited
                 return f"{folder / name}: expected {size} bytes, got {found}"
     except (OSError, AttributeError, TypeError) as error:
         return f"{folder}: expected the files that {FILES} lists ({error})"
