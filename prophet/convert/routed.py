@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.checks import check_adapters
-from prophet.convert.part import mark_part
+from prophet.convert.partial_state import mark_part
 from prophet.experts.bank import ExpertBank
 from prophet.experts.gate import Router, Routing
 from prophet.kernels.choice import Impl

@@ -4,7 +4,7 @@ Every expert has entries of its own under its global number, for its parameters 
 any rank can read any expert. The other parameters are entries as they are: whole, or a DTensor that FSDP has cut.
 Tensors are in torch's distributed checkpoint format (`torch.distributed.checkpoint`, DCP): each is written once, by
 one of the ranks that have it, and every rank reads only what it needs. `training.json` beside them says what they are.
-A save that is interrupted leaves the checkpoint that was in the folder before; `prophet.engine.folder` says how.
+A save that is interrupted leaves the checkpoint that was in the folder before; `prophet.engine.checkpoint_folder` says how.
 
 Read only checkpoints of your own: torch keeps its index of the tensors as a pickle.
 
@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
-from prophet.engine.folder import DESCRIPTION, TENSOR_INDEX, Folder, is_tensors
-from prophet.engine.plain import as_given, plain
-from prophet.engine.together import device_of, failure_of, short, together
+from prophet.engine.checkpoint_folder import DESCRIPTION, TENSOR_INDEX, Folder, is_tensors
+from prophet.engine.checkpoint_json import as_given, plain
+from prophet.engine.shared_errors import device_of, failure_of, short, together
 from prophet.errors import CheckpointError
 from prophet.experts.bank import ExpertBank
 from prophet.layer.moe import MoE
