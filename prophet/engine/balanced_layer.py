@@ -5,19 +5,18 @@ Shape legend: L layers, R ranks, E experts.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prophet.engine.history import History
+from prophet.engine.planning import PlanAhead
 from prophet.engine.replan import KeptPlan, next_plan
 from prophet.errors import SpecError
 from prophet.experts.bank import Replica
-from prophet.layer.counts import UNKNOWN, Counts, Row, compare_splits
+from prophet.layer.counts import Counts, Row, compare_splits
 from prophet.layer.moe import MoE
 from prophet.layer.port import LayerWindow, Pass, Port
 from prophet.planner.settle import pays
@@ -64,9 +63,8 @@ class StepCounts:
 class BalancedLayer:
     """The layer with this place in the order of execution.
 
-    homes: the placement without replicas. placement, digest: in force. kept: the plan it came from, None before the
-    first. coming: the next one, once somebody plans it. counts: of the step under way. last_rank_load: [R] rows that
-    every rank computed in a microbatch of the last step.
+    homes: the placement without replicas. placement, digest: in force. plans: the one it came from, and the next.
+    counts: of the step under way. last_rank_load: [R] rows that every rank computed in a microbatch of the last step.
     """
 
     def __init__(self, engine: Engine, index: int, layer: MoE, context: PlanContext) -> None:
@@ -75,8 +73,9 @@ class BalancedLayer:
         self.context = context
         self.homes = self.placement = context.homes_only()
         self.digest = self.homes.digest()
-        self.kept: KeptPlan | None = None
-        self.coming: Future[tuple[KeptPlan, float]] | None = None
+        collective = engine.collective
+        who = f"rank {collective.rank}, MoE layer {index}"
+        self.plans = PlanAhead(engine.thread, self.check, collective.timeout_s, who)
         self.history = History(context.ranks, context.experts, adaptive=engine.replan.predict == "best")
         self.windows = BlockWindows(index)
         self.counts = StepCounts.none(context.ranks, context.experts)
@@ -184,73 +183,38 @@ class BalancedLayer:
     # --- the next placement ---
 
     def _plan_next(self) -> None:
-        """Plan the next step from the counts so far, on the engine's thread."""
-        if self.coming is not None:
-            self.coming.cancel()
-        seen = self.counts.load.copy()
-        expected = self.history.forecast(seen, self._engine.replan.predict)
-        begins = self.kept is None and self.placement.is_static  # no plan yet, and none to go on with
+        """Plan the next step from the counts so far, on the planning thread."""
+        engine, kept, seen = self._engine, self.plans.kept, self.counts.load.copy()
+        expected = self.history.forecast(seen, engine.replan.predict)
+        begins = kept is None and self.placement.is_static  # no plan yet, and none to go on with
         context = replace(self.context, previous=None if begins else self.placement)
-        self.coming = self._engine.thread.submit(self._planned, self.kept, seen, expected, context)
 
-    def _planned(
-        self, kept: KeptPlan | None, seen: IntArray, expected: IntArray, context: PlanContext
-    ) -> tuple[KeptPlan, float]:
-        before = time.perf_counter()
-        plan = next_plan(kept, seen, expected, self._engine.planner, context, self._engine.replan)
-        placement = plan.placement
-        fits = placement.experts == context.experts and placement.ranks == context.ranks
-        if fits and not placement.is_static:
-            self._forms.prepare(placement, context)  # remembered for the step that uses it
-        return plan, time.perf_counter() - before
+        def plan() -> KeptPlan:
+            found = next_plan(kept, seen, expected, engine.planner, context, engine.replan)
+            placement = found.placement
+            fits = placement.experts == context.experts and placement.ranks == context.ranks
+            if fits and not placement.is_static:
+                self._forms.prepare(placement, context)  # remembered for the step that uses it
+            return found
+
+        self.plans.start(plan)
 
     def take_plan(self) -> None:
         """What was planned comes into force."""
-        if self.coming is not None:
-            self.kept, planned_s = self._result(self.coming)
-            self.placement, self.coming = self.kept.placement, None
+        planned_s = self.plans.take()
+        if planned_s is not None and self.plans.kept is not None:
+            self.placement = self.plans.kept.placement
             self.stopwatch.add("plan", planned_s)
-
-    def latest_plan(self) -> KeptPlan | None:
-        """The plan for the next step, waited for where it is under way."""
-        return self.kept if self.coming is None else self._result(self.coming)[0]
-
-    def _result(self, coming: Future[tuple[KeptPlan, float]]) -> tuple[KeptPlan, float]:
-        collective = self._engine.collective
-        try:
-            plan, planned_s = coming.result(timeout=collective.timeout_s)
-        except TimeoutError:
-            raise TimeoutError(
-                f"rank {collective.rank}: planning of layer {self.index} took more than {collective.timeout_s:g} s"
-            ) from None
-        self.check(plan.placement)
-        return plan, planned_s
 
     def check(self, placement: Placement) -> None:
         """Raise `SpecError` where a planner has not kept to the layer's context."""
         who = f"planner {self._engine.planner.name!r}, MoE layer {self.index}"
         check_placement(placement, self.context, who)
 
-    def upcoming(self) -> int:
-        """Digest of the next placement, where that is known by now."""
-        if self.coming is None:
-            return self.digest
-        if not self.coming.done() or self.coming.cancelled() or self.coming.exception() is not None:
-            return UNKNOWN
-        return self.coming.result()[0].placement.digest()
-
-    def drop_plan(self) -> None:
-        """Throw away the plan that is under way."""
-        if self.coming is not None and not self.coming.cancel():
-            self.coming.exception(timeout=self._engine.collective.timeout_s)
-        self.coming = None
-
     def resume(self, plan: KeptPlan | None, history: History) -> None:
         """Go on from what was saved: `plan` comes into force with the next step."""
-        self.history, self.kept, self.placement, self.coming = history, None, self.homes, None
-        if plan is not None:
-            self.coming = Future()
-            self.coming.set_result((plan, 0.0))
+        self.history, self.placement = history, self.homes
+        self.plans.resume(plan)
 
     def move_to(self, context: PlanContext) -> None:
         """Plan for another machine from now on."""

@@ -4,7 +4,7 @@ Every expert has entries of its own under its global number, for its parameters 
 any rank can read any expert. The other parameters are entries as they are: whole, or a DTensor that FSDP has cut.
 Tensors are in torch's distributed checkpoint format (`torch.distributed.checkpoint`, DCP): each is written once, by
 one of the ranks that have it, and every rank reads only what it needs. `training.json` beside them says what they are.
-A save that is interrupted leaves the checkpoint that was in the folder before; `prophet.engine.checkpoint_folder` says how.
+A save that is interrupted leaves the checkpoint that was in the folder before (`prophet.engine.checkpoint_folder`).
 
 Read only checkpoints of your own: torch keeps its index of the tensors as a pickle.
 

@@ -227,7 +227,7 @@ class Engine:
             actions=tuple(step.actions),
             placements=tuple(placements),
             forms=step.forms,
-            planned=tuple(layer.kept.reason for layer in self.balanced if layer.kept is not None),
+            planned=tuple(layer.plans.kept.reason for layer in self.balanced if layer.plans.kept is not None),
             withdrawn=tuple(i for i, found in enumerate(by_layer) if found.withdrawn),
         )
 
@@ -242,7 +242,7 @@ class Engine:
         """Digest of the first layer's next placement, where it is known and final by now."""
         if self.config.replica_memory_bytes is not None:
             return UNKNOWN  # the other layers' placements decide what is dropped for lack of memory
-        return self.balanced[0].upcoming()
+        return self.balanced[0].plans.upcoming(self.balanced[0].digest)
 
     def confirm(self, upcoming: IntArray) -> None:
         """All ranks have said what they planned for the first layer's next step, [R].
@@ -329,7 +329,7 @@ class Engine:
         every rank. RuntimeError within a step.
         """
         self._between_steps("state_dict()")
-        plans = [layer.latest_plan() for layer in self.balanced]
+        plans = [layer.plans.latest() for layer in self.balanced]
         return EngineState(self.step, plans, [x.history for x in self.balanced]).to_dict(self.collective.size)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -355,7 +355,7 @@ class Engine:
     def _drop_plans(self) -> None:
         """Throw away the plans that are under way."""
         for layer in self.balanced:
-            layer.drop_plan()
+            layer.plans.drop()
         self._confirmed = False
 
     def close(self) -> None:

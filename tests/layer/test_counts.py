@@ -121,17 +121,16 @@ def test_the_comparison_of_placements_rides_on_the_counts() -> None:
     run.whole_step(0)
     assert comparisons() == 1
     run.engine.ensure_step()
-    first = run.engine.balanced[0]
+    first = run.engine.balanced[0].plans
     real = first.upcoming
 
-    def once_planned() -> int:
-        assert first.coming is not None
-        first.coming.result(10)
-        return real()
+    def once_planned(in_force: int) -> int:
+        first.wait()
+        return real(in_force)
 
     for s, known in ((1, True), (2, False), (3, True)):
         before = comparisons()
-        first.upcoming = once_planned if known else lambda: UNKNOWN  # type: ignore[method-assign]
+        first.upcoming = once_planned if known else lambda in_force: UNKNOWN  # type: ignore[method-assign]
         run.zero_grad()
         run.backward(s)
         run.step()
