@@ -92,15 +92,6 @@ def global_top_k(values: Tensor, keep: int, collective: Collective) -> Tensor:
     return mask.view(values.shape)
 
 
-def global_top_k_naive(parts: Sequence[Tensor], keep: int) -> list[Tensor]:
-    """The naive twin, for all ranks at once: sort everything."""
-    flat = torch.cat([_magnitude_bits(p) for p in parts])
-    order = torch.sort(flat, descending=True, stable=True).indices[:keep]
-    mask = torch.zeros(flat.numel(), dtype=torch.bool)
-    mask[order] = True
-    return [m.view(p.shape) for m, p in zip(mask.split([p.numel() for p in parts]), parts, strict=True)]
-
-
 @dataclass(frozen=True)
 class _Pattern:
     """Where a matrix [O, I] keeps its entries: compressed rows of it and of its transpose."""

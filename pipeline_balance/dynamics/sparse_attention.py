@@ -80,27 +80,6 @@ class HashAttention(nn.Module):
         back[q_order] = torch.arange(q_order.numel(), device=q.device)
         return torch.cat(out)[back], tiles
 
-    def naive(self, x: Tensor) -> Tensor:
-        """The naive twin: dense scores and one mask."""
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        same = torch.stack(
-            [
-                torch.stack(
-                    [
-                        self.buckets(q[b, h], self.planes[h])[:, None] == self.buckets(k[b, h], self.planes[h])
-                        for h in range(self.heads)
-                    ]
-                )
-                for b in range(x.shape[0])
-            ]
-        )
-        tokens = x.shape[1]
-        earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril(-1)
-        mask = (same & earlier) | torch.eye(tokens, dtype=torch.bool, device=x.device)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return projected
-
 
 def _causal_tiles(tokens: int, tile: int) -> int:
     """Tiles that dense causal attention computes."""

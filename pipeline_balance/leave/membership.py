@@ -150,9 +150,7 @@ def _key(number: int) -> str:
 
 
 def released(
-    membership: Membership,
-    pipeline: PipelineTrainer,
-    on_release: Callable[[Sequence[int]], None] | None = None,
+    membership: Membership, pipeline: PipelineTrainer, on_release: Callable[[Sequence[int]], None] | None = None
 ) -> bool:
     """Let all members without a stage go, and tell `on_release` (on the first rank that stays) which they are.
 

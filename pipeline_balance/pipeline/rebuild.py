@@ -77,12 +77,7 @@ class StateMover:
         )
 
     def rebuild(
-        self,
-        now: Stages,
-        stage_map: StageMap,
-        *,
-        durations: Durations | None = None,
-        prepared: Prepared | None = None,
+        self, now: Stages, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> tuple[Stages, Rebuilt]:
         """The stages of `stage_map` with the state of `now`, and what that took; collective over all ranks.
 
@@ -140,11 +135,7 @@ class StateMover:
     ) -> tuple[Route, dict[str, Any], set[str]]:
         """The route, and what travels in words: plain numbers of the optimizer and the frozen parameters' names."""
         if prepared is not None and prepared.stage_map == stage_map:
-            mine = {
-                "ready": prepared.specs == tuple(held.specs),
-                "scalars": held.scalars,
-                "frozen": held.frozen,
-            }
+            mine = {"ready": prepared.specs == tuple(held.specs), "scalars": held.scalars, "frozen": held.frozen}
             op = Operation("completing a prepared move")
             every = gather_json(mine, self.groups.collective, self.device, op)
             if all(said["ready"] for said in every):
