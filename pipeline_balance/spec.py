@@ -157,9 +157,13 @@ class StageMap:
         """Rank of every layer, [L]."""
         return tuple(r for s, r in enumerate(self.ranks) for _ in self.layers_of(s))
 
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """Stages that `rank` runs, ascending."""
+        return tuple(s for s, r in enumerate(self.ranks) if r == rank)
+
     def layers_on(self, rank: int) -> tuple[int, ...]:
         """Layers that `rank` runs, ascending."""
-        return tuple(layer for s, r in enumerate(self.ranks) if r == rank for layer in self.layers_of(s))
+        return tuple(layer for s in self.stages_on(rank) for layer in self.layers_of(s))
 
     def moves_to(self, other: StageMap) -> tuple[LayerMove, ...]:
         """Layers whose rank differs in `other`, ascending."""

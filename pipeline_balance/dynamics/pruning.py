@@ -23,9 +23,7 @@ _BUCKETS = 1 << _DIGIT_BITS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruningSchedule:
-    """Sparsity by step: from `initial` at `first_step` to `final` after `prunings` prunings `every_steps` steps
-    apart.
-    """
+    """Sparsity by step: from `initial` at `first_step` to `final` after `prunings` prunings every `every_steps`."""
 
     initial: float = 0.0
     final: float = 0.9

@@ -1,9 +1,8 @@
 """Contiguous partitions of layers into stages: uniform, by parameters, by time.
 
-Shape legend: L layers, P ranks, M microbatches. The order of ranks is fixed: stage k runs on rank k, with
-that rank's speed and memory; every function is exact for this order and does not search over permutations of
-unequal ranks. Stage k needs the state of its layers and their activations of min(M, P - k) microbatches. No
-stage is ever empty.
+Shape legend: L layers, P ranks, M microbatches. The order of ranks is fixed: stage k runs on rank k, with that rank's
+speed and memory; every function is exact for this order and does not search over permutations of unequal ranks. Stage k
+needs the state of its layers and their activations of min(M, P - k) microbatches. No stage is ever empty.
 """
 
 from __future__ import annotations
@@ -130,9 +129,7 @@ def partition_by_parameters(costs: Sequence[LayerCost], limits: Sequence[RankLim
 
 
 def partition_uniform(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
-    """Equal numbers of layers; the first L mod P stages take one more. Raises if a rank's memory
-    does not suffice.
-    """
+    """Equal numbers of layers; the first L mod P stages take one more. Raises if a rank's memory does not suffice."""
     layers, stages = len(costs), len(limits)
     if layers < stages or stages < 1:
         raise PartitionError(_too_few_layers(layers, stages))
@@ -151,9 +148,7 @@ def partition_near(
     microbatches: int,
     slack: float = 0.0,
 ) -> StageMap:
-    """The partition that moves the fewest bytes from `previous` with a bottleneck within (1 +
-    slack) of the best.
-    """
+    """The partition that moves the fewest bytes from `previous` with a bottleneck within (1 + slack) of the best."""
     if not slack >= 0:
         raise SpecError(f"slack must not be negative, got {slack!r}")
     previous.check_layers(len(costs))
