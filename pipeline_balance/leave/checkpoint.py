@@ -103,11 +103,10 @@ def load_checkpoint(pipeline: PipelineTrainer, folder: Path) -> Checkpoint:
     shapes = {piece.name: piece.box.shape for piece in pieces}
     for index, layer in layers.items():
         for name, parameter in layer.module.named_parameters():
-            if shapes.get(f"{index}/{name}") != tuple(parameter.shape):
-                raise SpecError(
-                    f"{folder}: layer {index} needs {name} of shape {list(parameter.shape)}, the checkpoint has "
-                    f"{list(shapes[f'{index}/{name}']) if f'{index}/{name}' in shapes else 'none'}"
-                )
+            found = shapes.get(f"{index}/{name}")
+            if found != tuple(parameter.shape):
+                need = f"layer {index} needs {name} of shape {list(parameter.shape)}"
+                raise SpecError(f"{folder}: {need}, the checkpoint has {'none' if found is None else list(found)}")
     state: dict[Any, Tensor] = {
         piece: torch.empty(piece.box.shape, dtype=torch_dtype(saved.space[piece.name]), device=pipeline.config.device)
         for piece in pieces
