@@ -27,7 +27,6 @@ from prophet.state.transition import Allocate, State, empty, transition
 class Rebuilt:
     """What a change of stage map took on this rank: bytes on the wire, memory beyond the old state, seconds."""
 
-    stage_map: StageMap
     sent_bytes: int
     received_bytes: int
     buffer_bytes: int
@@ -100,7 +99,6 @@ class StateMover:
             failed = f"rank {self.groups.rank}: the new stages could not be built ({reason})"
             raise TransitionError(f"{failed}; the state from before the move is whole") from error
         return after, Rebuilt(
-            stage_map=stage_map,
             sent_bytes=moved.sent_bytes,
             received_bytes=moved.received_bytes,
             buffer_bytes=moved.buffer_bytes,
