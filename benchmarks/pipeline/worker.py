@@ -167,7 +167,7 @@ class Bench:
                     self._follow(runner, smoothed(history))
                 self._step(runner, inputs, target, counted)
             frozen = recorder.dynamism.decide_frozen(
-                recorder.pipeline.layers, loss, recorder.pipeline.collective, recorder.pipeline.device
+                recorder.pipeline.layers, loss, recorder.pipeline.collective, recorder.pipeline.config.device
             )
             if self.host.rank == 0 and step % 8 == 0:
                 self.host.say(f"step {step}: loss {loss:.3f}, frozen {frozen}")
