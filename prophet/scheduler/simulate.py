@@ -80,50 +80,6 @@ class StepDurations:
         if not 0 <= self.overlap_cost < 1:
             raise SpecError(f"StepDurations.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
 
-    @classmethod
-    def uniform(
-        cls,
-        blocks: int,
-        ranks: int,
-        *,
-        a2a_s: float = 0.0,
-        fec_s: float = 0.0,
-        fnec_s: float = 0.0,
-        bnec_s: float = 0.0,
-        bec_s: float = 0.0,
-        trans_s: Sequence[float] = (0.0, 0.0),
-        agg_s: Sequence[float] = (0.0, 0.0),
-        plan_s: float = 0.0,
-        start_s: float = 0.0,
-        end_s: float = 0.0,
-        counts_s: float = 0.0,
-        update_s: float = 0.0,
-        overlap_cost: float = 0.0,
-    ) -> StepDurations:
-        """All blocks and ranks alike; trans_s and agg_s give seconds by chunk."""
-
-        def per_rank(seconds: float) -> FloatArray:
-            return np.full((blocks, ranks), seconds)
-
-        def chunks(seconds: Sequence[float]) -> FloatArray:
-            return np.broadcast_to(np.array(seconds, dtype=np.float64)[None, :, None], (blocks, len(seconds), ranks))
-
-        return cls(
-            a2a_s=np.full((blocks, 4, ranks), a2a_s),
-            fec_s=per_rank(fec_s),
-            fnec_s=per_rank(fnec_s),
-            bnec_s=per_rank(bnec_s),
-            bec_s=per_rank(bec_s),
-            trans_s=chunks(trans_s),
-            agg_s=chunks(agg_s),
-            plan_s=np.full(blocks, plan_s),
-            start_s=np.full(ranks, start_s),
-            end_s=np.full(ranks, end_s),
-            counts_s=counts_s,
-            update_s=np.full(ranks, update_s),
-            overlap_cost=overlap_cost,
-        )
-
     @property
     def blocks(self) -> int:
         return int(self.a2a_s.shape[0])

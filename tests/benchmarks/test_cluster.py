@@ -27,10 +27,11 @@ from prophet.ranks.collective import Operation
 from prophet.ranks.threads import ThreadCollective
 from prophet.scheduler.actions import Window
 from prophet.scheduler.recording import ObservedCollective, seconds_by_window
-from prophet.scheduler.timeline import Recorder, Span, read_trace
+from prophet.scheduler.timeline import Recorder, Span
 from prophet.spec import LayerShape
 from tests.helpers.cluster_testbed import needs_testbed
 from tests.helpers.support import RandomPlanner, on_threads, seeded
+from tests.helpers.timelines import read_timeline
 
 SMALL = ModelConfig(dim=8, heads=2, blocks=2, hidden=16, experts=8, top_k=2, length=16)
 
@@ -305,7 +306,7 @@ def test_a_short_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert rows["forced-balance"]["fraction_of_forced_balance"] == 1.0
     assert rows["forced-balance"]["max_mean_median"] == 1.0
     assert document["calibration"]["topology"]["intra"]["bytes_per_s"] < 1.3 * 25e6
-    traced = read_trace(tmp_path / "trace.json")
+    traced = read_timeline(tmp_path / "trace.json")
     assert {s.rank for s in traced["prophet"]} == {0, 1}
 
 
