@@ -67,7 +67,7 @@ class Mover:
         ranks, me = self.collective.size, self.collective.rank
         found = []
         for exchange in (e for chunk in self.chunks for e in chunk):
-            sent, got = exchange.send_counts(ranks), exchange.recv_counts(ranks)
+            sent, got = exchange.counts(ranks)
             found.append(max(sum(sent) - sent[me], sum(got) - got[me]))
         return found
 

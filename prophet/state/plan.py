@@ -28,11 +28,6 @@ class Plan:
         """Largest buffer (sent and received together) that `rank` needs in any stage."""
         return max((_rank_bytes(self.route, stage, rank) for stage in self.stages), default=0)
 
-    @property
-    def peak_buffer_bytes(self) -> int:
-        """Bytes of buffers on the rank that needs most."""
-        return max(self.buffer_bytes(r) for r in range(self.route.ranks))
-
 
 def peer(rank: int, step: int, ranks: int) -> int:
     """Whom `rank` meets in `step`; may be the rank itself."""

@@ -7,7 +7,7 @@ which holds its one element. After the virtual parameter space of DynaTran (Sect
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -100,17 +100,6 @@ class Box:
             tuple(a + o for a, o in zip(self.start, offset, strict=True)),
             tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
         )
-
-    def split(self, max_elements: int) -> list[Box]:
-        """Boxes of at most `max_elements` elements that together are this one, in row-major order."""
-        if max_elements < 1:
-            raise LayoutError(f"a box is split into parts of at least one element, got {max_elements}")
-        total = self.elements
-        return [
-            part.shift(self.start)
-            for first in range(0, total, max_elements)
-            for part in flat_boxes(self.shape, first, min(first + max_elements, total))
-        ]
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -206,8 +195,3 @@ class Space:
 
     def __contains__(self, name: object) -> bool:
         return name in self._by_name
-
-
-def total_bytes(space: Space, boxes: Iterable[tuple[str, Box]]) -> int:
-    """Bytes of the boxes, each given with its tensor's name."""
-    return sum(box.elements * space[name].item_bytes for name, box in boxes)
