@@ -106,7 +106,7 @@ def bank_of(like: ExpertBank, expert: int, ranks: int) -> ExpertBank:
 
 def flat(bank: ExpertBank) -> torch.Tensor:
     """The parameters of a bank's first expert, [P]."""
-    return bank.flat_slice(0, 0, bank.expert_numel)
+    return torch.cat(bank.flat_views(0, 0, bank.expert_numel))
 
 
 def movers(

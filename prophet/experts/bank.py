@@ -182,14 +182,8 @@ class ExpertBank(nn.Module):
 
     # --- an expert as a flat vector, what Trans and Agg move ---
 
-    @torch.no_grad()
-    def flat_slice(self, local: int, start: int, stop: int) -> Tensor:
-        """Elements start..stop of the flat parameter vector of home expert `local`, in pieces joined together."""
-        pieces = self.flat_views(local, start, stop)
-        return torch.cat(pieces) if pieces else self.w_in.new_empty(0)
-
     def flat_views(self, local: int, start: int, stop: int) -> list[Tensor]:
-        """The same elements where they are: one flat view for every parameter that has some of them."""
+        """Elements start..stop of the flat parameter vector of home expert `local`: a view of every parameter in it."""
         return [p.detach()[local].reshape(-1)[a:b] for p, a, b in self._overlaps(start, stop)]
 
     @torch.no_grad()

@@ -67,7 +67,8 @@ class Action:
 
     def __post_init__(self) -> None:
         wanted = (self.kind not in _ALONE, self.kind in (*TRANSFERS, "A2A"), self.kind in TRANSFERS)
-        for given, need, name in zip((self.block, self.chunk, self.window), wanted, _FIELDS, strict=True):
+        given_fields = (("block", self.block), ("chunk", self.chunk), ("window", self.window))
+        for (name, given), need in zip(given_fields, wanted, strict=True):
             if (given is not None) != need:
                 raise ValueError(f"{self.kind} takes {'a' if need else 'no'} {name}")
         if self.kind == "A2A" and not 0 <= (self.chunk or 0) < len(A2A_NAMES):
@@ -84,9 +85,6 @@ class Action:
             parts.append(A2A_NAMES[self.chunk] if self.kind == "A2A" else str(self.chunk))
         text = f"{self.kind}({','.join(parts)})" if parts else self.kind
         return text if self.window is None else f"{text}@{self.window}"
-
-
-_FIELDS = ("block", "chunk", "window")
 
 
 @dataclass(frozen=True, slots=True)

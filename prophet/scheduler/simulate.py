@@ -21,7 +21,7 @@ import numpy.typing as npt
 from prophet.errors import SpecError
 from prophet.scheduler.actions import A2A_NAMES, Action, Launch, TransferKind
 from prophet.scheduler.pieces import Form, phase_shares
-from prophet.scheduler.schedules import program, windows
+from prophet.scheduler.schedules import program
 from prophet.scheduler.timeline import Span
 from prophet.spec import FloatArray, Placement, PlanContext, Split, Topology
 
@@ -91,12 +91,6 @@ class StepDurations:
     @property
     def ranks(self) -> int:
         return int(self.a2a_s.shape[2])
-
-    def compute_s(self) -> FloatArray:
-        """Compute of every rank, [R]."""
-        blocks: FloatArray = (self.fec_s + self.fnec_s + self.bnec_s + self.bec_s).sum(axis=0)
-        total: FloatArray = blocks + self.start_s + self.end_s
-        return total if self.update_s is None else total + self.update_s
 
     def transfer_s(self, kind: TransferKind) -> FloatArray:
         """[L, C, R] seconds of a transfer by chunk; what is fetched again takes as long as Trans."""
@@ -232,11 +226,8 @@ class _Clock:
 
 def check_schedule(schedule: Iterable[Action], blocks: int, chunks: int) -> None:
     """Raise ValueError for a transfer outside the step, launched twice, or an Agg before its gradients exist."""
-    order = {w: at for at, w in enumerate(windows(blocks))}
     seen = set()
     for action in schedule:
-        if not action.is_transfer:
-            continue
         launch = Launch.of(action)
         key = (launch.kind, launch.block, launch.chunk)
         if not (launch.block < blocks and launch.chunk < chunks):
@@ -245,8 +236,6 @@ def check_schedule(schedule: Iterable[Action], blocks: int, chunks: int) -> None
             raise ValueError(f"{launch.kind}({launch.block},{launch.chunk}) is launched twice")
         seen.add(key)
         window = launch.window
-        if window not in order:
-            raise ValueError(f"{action} names a window outside a step of {blocks} blocks")
         backward = window.kind in ("BNEC", "BEC") and window.block is not None
         if launch.kind == "AGG" and not (
             (backward and (window.block or 0) < launch.block) or window.kind in ("END", "UPDATE")
@@ -261,8 +250,7 @@ def simulate(
 ) -> SimulatedStep:
     """Play one step of `schedule` under `durations`; pure. ValueError where the schedule does not fit the step.
 
-    schedule: a whole step, or its transfers alone. Transfers that it leaves out, or comes too late with, are launched
-    when they are needed.
+    Transfers that the schedule leaves out, or comes too late with, are launched when they are needed.
     """
     d, ranks = durations, durations.ranks
     check_schedule(schedule, d.blocks, d.chunks)
@@ -350,12 +338,6 @@ def transfer_by_chunk(
     return np.array(chunks)
 
 
-def _padded(by_block: Sequence[FloatArray]) -> FloatArray:
-    """[L, C, R] from chunks [C_i, R] of every block; those that a block does not have are not sent."""
-    most = max(len(x) for x in by_block)
-    return np.array([np.pad(x, ((0, most - len(x)), (0, 0))) for x in by_block])
-
-
 def predicted_durations(
     placements: Sequence[Placement],
     splits: Sequence[Split],
@@ -401,17 +383,20 @@ def predicted_durations(
         speeds.append(1.0 / topology.relative_speed())
     slow = np.array(speeds)
     fec_s = np.array(fec)
-    trans_s, agg_s = _padded(trans), _padded(agg)
-    most = max(trans_s.shape[1], agg_s.shape[1])
-    pad = [np.pad(x, ((0, 0), (0, most - x.shape[1]), (0, 0))) for x in (trans_s, agg_s)]
+    most = max(len(chunks) for chunks in (*trans, *agg))
+
+    def padded(by_block: Sequence[FloatArray]) -> FloatArray:
+        """[L, C, R] from chunks [C_i, R] of every block; those that a block does not have are not sent."""
+        return np.array([np.pad(chunks, ((0, most - len(chunks)), (0, 0))) for chunks in by_block])
+
     return StepDurations(
         a2a_s=np.array(a2a),
         fec_s=fec_s,
         bec_s=2.0 * fec_s,
         fnec_s=slow * np.array([[c.windows.fnec_s] for c in contexts]),
         bnec_s=slow * np.array([[c.windows.bnec_s] for c in contexts]),
-        trans_s=pad[0],
-        agg_s=pad[1],
+        trans_s=padded(trans),
+        agg_s=padded(agg),
         plan_s=np.full(len(contexts), plan_s),
         start_s=slow[0] * start_s,
         end_s=slow[0] * end_s,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from prophet.errors import BudgetError
 from prophet.state.route import Route, Transfer
@@ -109,11 +110,6 @@ def _fill(transfer: Transfer, item: int, half: int, used: int) -> list[Box]:
     """The transfer's box in parts: first what the open window still takes, then whole windows."""
     total = transfer.box.elements
     first = min(total, (half - used) // item)
-    parts: list[Box] = []
-    if first:
-        parts += [b.shift(transfer.box.start) for b in flat_boxes(transfer.box.shape, 0, first)]
-    size = half // item
-    for begin in range(first, total, size):
-        end = min(begin + size, total)
-        parts += [b.shift(transfer.box.start) for b in flat_boxes(transfer.box.shape, begin, end)]
-    return parts
+    cuts = [0, *range(first, total, half // item), total]
+    shape, offset = transfer.box.shape, transfer.box.start
+    return [box.shift(offset) for begin, end in pairwise(cuts) for box in flat_boxes(shape, begin, end)]

@@ -281,7 +281,7 @@ def test_a_budget_too_small_is_an_error_on_every_rank() -> None:
 def test_layouts_grow_and_shrink_in_ranks() -> None:
     space = Space(tuple(TensorSpec(name=f"l{i}", shape=(3,), layer=i) for i in range(6)))
     four = by_layer(space, StageMap.contiguous((0, 2, 3, 5, 6)), 4)
-    two = Layout(space, by_layer(space, StageMap.contiguous((0, 3, 6)), 2).pieces + ((), ()))
+    two = Layout(space, (*by_layer(space, StageMap.contiguous((0, 3, 6)), 2).pieces, (), ()))
     values = {t.name: random_values(np.random.default_rng(1), t) for t in space.tensors}
     states = states_of(four, values)
     there = ThreadWorld(4).run(lambda c: transition(route(four, two), states[c.rank], c, budget_bytes=64))
