@@ -35,11 +35,7 @@ _ALONE = ("START", "END", "UPDATE", "WAIT_PLAN")  # they belong to no block
 
 @dataclass(frozen=True, slots=True, order=True)
 class Window:
-    """A stretch of compute.
-
-    START is before the first block, END after the first block's backward pass, UPDATE after the whole one; the others
-    belong to a block.
-    """
+    """A stretch of compute: of a block, or before the first one, after its backward pass, after the whole one."""
 
     kind: WindowKind
     block: int | None = None
@@ -54,10 +50,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One operation of a step.
+    """One operation of a step; a transfer alone has a window, at whose start its chunk is launched.
 
-    A transfer: launch chunk `chunk` of block `block`'s Trans, Fetch or Agg at the start of `window`. Anything else has
-    no window; the chunk of an A2A says which of the four it is, by its place in `A2A_NAMES`.
+    The chunk of an A2A says which of the four it is, by its place in `A2A_NAMES`.
     """
 
     kind: ActionKind
@@ -102,7 +97,3 @@ class Launch:
         if action.block is None or action.chunk is None or action.window is None:
             raise ValueError(f"{action} is not a transfer")
         return cls(cast(TransferKind, action.kind), action.block, action.chunk, action.window)
-
-    def action(self) -> Action:
-        """The scheduled action that this launches."""
-        return Action(self.kind, self.block, self.chunk, self.window)

@@ -100,7 +100,6 @@ class StepMarks:
 
     @property
     def began_s(self) -> float:
-        """When the step began."""
         return self.windows[0][0]
 
 

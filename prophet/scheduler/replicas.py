@@ -281,7 +281,7 @@ class BlockReplicas:
             if transfer.must_wait and transfer.window == action.window:
                 return
             transfer.window = action.window
-            self._carrier.actions.append(replace(action, chunk=transfer.launched).action())
+            self._carrier.actions.append(Action(action.kind, action.block, transfer.launched, action.window))
             transfer.launch_next()
 
     def _launch_rest(self, transfer: Transfer, action: Launch) -> None:

@@ -3,8 +3,7 @@
 `block_wise` is the paper's Algorithm 2: Trans of block i+1 is cut in two and launched under FEC(i) and FNEC(i), Agg of
 block i+1 under BNEC(i) and BEC(i). The paper leaves open where the first block's Trans and Agg go; they have no block
 before them, so Trans(0) starts with the forward pass and Agg(0) at the end of block 0's own backward pass. The others
-are what it is compared with. A schedule is the transfers alone; `program` puts them among the other operations of a
-step, which is what the simulator plays and what a reader wants to see.
+are what it is compared with. A schedule is the transfers alone; `program` puts them among a step's other operations.
 
 Shape legend: L blocks, C chunks per transfer.
 """

@@ -5,8 +5,6 @@ on which Trans and Agg chunks run one after the other. A collective starts when 
 streams use one link (`shared_link`), an all-to-all and a chunk that run together get half of it each; so hiding a
 transfer under an all-to-all gains nothing, as in the paper's Eq. 8, which counts only compute as cover.
 
-The list is the whole step (`blockwise.program`), so its printed form says what is played in which order.
-
 Shape legend: R ranks, L blocks, C chunks per transfer.
 """
 
@@ -14,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +42,8 @@ class StepDurations:
     a2a_s: [L, 4, R] dispatch, combine, combine backward, dispatch backward. fec_s, bec_s, fnec_s, bnec_s: [L, R].
     trans_s, agg_s: [L, C, R] chunks; a chunk of all zeros is not sent. plan_s: [L] host time to plan a block.
     counts_s: the exchange of counts, per block. start_s, end_s: [R] compute before the first block and, backward,
-    after it. update_s: [R] what follows once all gradients are complete; zero where it is not given. overlap_cost: by
-    how much of its seconds a chunk lengthens the compute beside it.
+    after it. update_s: [R] what follows once all gradients are complete. overlap_cost: by how much of its
+    seconds a chunk lengthens the compute beside it.
     """
 
     a2a_s: FloatArray
@@ -57,8 +56,8 @@ class StepDurations:
     plan_s: FloatArray
     start_s: FloatArray
     end_s: FloatArray
+    update_s: FloatArray
     counts_s: float = 0.0
-    update_s: FloatArray | None = None
     overlap_cost: float = 0.0
 
     def __post_init__(self) -> None:
@@ -71,8 +70,6 @@ class StepDurations:
         shapes |= dict.fromkeys(("fec_s", "fnec_s", "bnec_s", "bec_s"), (blocks, ranks))
         shapes |= dict.fromkeys(("trans_s", "agg_s"), (blocks, chunks, ranks))
         shapes |= dict.fromkeys(("start_s", "end_s", "update_s"), (ranks,))
-        if self.update_s is None:
-            object.__setattr__(self, "update_s", np.zeros(ranks))
         for name, expected in shapes.items():
             object.__setattr__(self, name, _seconds(name, getattr(self, name), expected))
         if not 0 <= self.counts_s < float("inf"):
@@ -276,9 +273,8 @@ def simulate(
         elif kind == "WAIT_PLAN":
             clock.sums["exposed_plan"] += np.maximum(planned - clock.now, 0.0)
             clock.now = np.maximum(planned, clock.now)
-        elif kind in ("WAIT_TRANS", "WAIT_FETCH", "WAIT_AGG"):
-            waited = {"WAIT_TRANS": "TRANS", "WAIT_FETCH": "FETCH", "WAIT_AGG": "AGG"}[kind]
-            clock.wait(waited, block or 0)  # type: ignore[arg-type]
+        elif kind.startswith("WAIT_"):
+            clock.wait(cast(TransferKind, kind.removeprefix("WAIT_")), block or 0)
         else:
             label = kind.lower() if block is None else str(action)
             clock.compute(label, d.window_s(kind, block))

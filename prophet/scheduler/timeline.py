@@ -1,8 +1,7 @@
 """What every rank did and when, as a trace that Chrome's and Perfetto's viewers open.
 
-A span is a stretch of time of one stream of one rank. A `Recorder` keeps at most a given number of them; `to_trace`
-turns them (recorded ones, simulated ones, or both side by side) into the Trace Event format: one process per rank, one
-thread per stream, complete events ("ph": "X") in microseconds.
+`to_trace` turns spans (recorded, simulated, or both side by side) into the Trace Event format: one process per rank,
+one thread per stream, complete events ("ph": "X") in microseconds.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class Recorder:
         if limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")
         self.rank = rank
-        self.dropped = 0
         self._spans: deque[Span] = deque(maxlen=limit)
         self._lock = threading.Lock()
 
@@ -56,7 +54,6 @@ class Recorder:
         """Keep one span."""
         span = Span(start_s, end_s, self.rank, stream, name)
         with self._lock:
-            self.dropped += len(self._spans) == self._spans.maxlen
             self._spans.append(span)
 
     def spans(self) -> tuple[Span, ...]:

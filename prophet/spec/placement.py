@@ -56,9 +56,7 @@ class Placement(OfArrays):
     @classmethod
     def homes_only(cls, experts: int, ranks: int) -> Placement:
         """Plain expert parallelism: expert e lives on rank e // m and nowhere else."""
-        m = check_experts_per_rank(experts, ranks)
-        home = np.arange(experts, dtype=np.int64) // m
-        return cls.with_replicas(home, ranks, ())
+        return cls.with_replicas(np.arange(experts) // check_experts_per_rank(experts, ranks), ranks, ())
 
     @classmethod
     def with_replicas(

@@ -45,8 +45,9 @@ class Layout:
                     raise LayoutError(f"{piece} of rank {rank} lies outside {list(self.space[piece.name].shape)}")
                 by_name.setdefault(piece.name, []).append(piece.box)
             for name, boxes in by_name.items():
-                if len(boxes) > 1:
-                    _check_disjoint(name, boxes, rank)
+                for a, b in combinations(boxes, 2):
+                    if a.intersect(b) is not None:
+                        raise LayoutError(f"rank {rank} holds {name}{a} and {name}{b}, which overlap")
 
     @property
     def ranks(self) -> int:
@@ -66,12 +67,6 @@ class Layout:
             left = missing([self.space[name].box], (box for _, box in held))
             if left:
                 raise LayoutError(f"no rank holds {name}{left[0]}")
-
-
-def _check_disjoint(name: str, boxes: Sequence[Box], rank: int) -> None:
-    for a, b in combinations(boxes, 2):
-        if a.intersect(b) is not None:
-            raise LayoutError(f"rank {rank} holds {name}{a} and {name}{b}, which overlap")
 
 
 def missing(wanted: Iterable[Box], held: Iterable[Box]) -> list[Box]:

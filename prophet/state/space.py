@@ -7,6 +7,7 @@ which holds its one element. After the virtual parameter space of DynaTran (Sect
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -179,8 +180,7 @@ class Space:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))
         if len(self._by_name) != len(self.tensors):
-            seen: set[str] = set()
-            twice = sorted({t.name for t in self.tensors if t.name in seen or seen.add(t.name)})  # type: ignore[func-returns-value]
+            twice = sorted(name for name, times in Counter(t.name for t in self.tensors).items() if times > 1)
             raise LayoutError(f"tensor names must differ; these appear twice: {twice[:8]}")
 
     @cached_property
@@ -192,6 +192,3 @@ class Space:
         if found is None:
             raise LayoutError(f"the space has no tensor {name!r}")
         return found
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._by_name

@@ -79,7 +79,7 @@ def transition(
     began = time.perf_counter()
     if route.ranks != collective.size:
         raise TransitionError(f"the route is of {route.ranks} ranks, the collective of {collective.size}")
-    device = device or _device_of(state)
+    device = device or next((t.device for t in state.values()), torch.device("cpu"))
     try:
         staged, problem = _agree(route, state, collective, budget_bytes, device)
         new_state: dict[Piece, Tensor] = {}
@@ -114,21 +114,11 @@ def transition(
     )
 
 
-def _device_of(state: State) -> torch.device:
-    return next((t.device for t in state.values()), torch.device("cpu"))
-
-
 def _digest(route: Route) -> int:
-    text = "\n".join(
-        [repr(t) for t in route.space.tensors]
-        + [
-            f"{rank} {p}"
-            for layout in (route.before, route.after)
-            for rank, row in enumerate(layout.pieces)
-            for p in row
-        ]
-        + [str(t) for t in route.transfers]
-    )
+    lines = [repr(t) for t in route.space.tensors]
+    for layout in (route.before, route.after):
+        lines += [f"{rank} {p}" for rank, row in enumerate(layout.pieces) for p in row]
+    text = "\n".join([*lines, *map(str, route.transfers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 

@@ -79,6 +79,5 @@ def uniform_durations(
 
 def compute_s(d: StepDurations) -> FloatArray:
     """Compute of every rank in a step, [R]."""
-    assert d.update_s is not None
     blocks: FloatArray = (d.fec_s + d.fnec_s + d.bnec_s + d.bec_s).sum(axis=0)
     return blocks + d.start_s + d.end_s + d.update_s
