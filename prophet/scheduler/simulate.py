@@ -89,10 +89,6 @@ class StepDurations:
     def ranks(self) -> int:
         return int(self.a2a_s.shape[2])
 
-    def transfer_s(self, kind: TransferKind) -> FloatArray:
-        """[L, C, R] seconds of a transfer by chunk; what is fetched again takes as long as Trans."""
-        return self.agg_s if kind == "AGG" else self.trans_s
-
     def window_s(self, kind: str, block: int | None) -> FloatArray:
         """Compute of a window, or after the step's gradients are complete ("UPDATE"), by rank, [R]."""
         seconds: FloatArray = getattr(self, f"{kind.lower()}_s")
@@ -195,9 +191,11 @@ class _Clock:
         self.span(name, "tokens", start, self.now)
 
     def launch(self, kind: TransferKind, block: int, chunk: int) -> None:
-        key, seconds = (kind, block, chunk), self.durations.transfer_s(kind)[block, chunk]
+        key = (kind, block, chunk)
         if key in self.sent:
             return
+        # what is fetched again takes as long as Trans
+        seconds = (self.durations.agg_s if kind == "AGG" else self.durations.trans_s)[block, chunk]
         # a chunk needs all ranks: it starts once the last has launched it and the stream is free
         start = np.maximum(self.busy, self.now.max()) if seconds.any() else self.now.copy()
         finish = start + seconds

@@ -82,7 +82,7 @@ def _within(route: Route, step: list[Transfer], budget_bytes: int) -> list[list[
     if _cost(route, step) <= budget_bytes:
         return [step]
     half = budget_bytes // 2
-    windows: list[list[Transfer]] = []
+    windows: dict[int, list[Transfer]] = {}
     pairs: dict[tuple[int, int], list[Transfer]] = {}
     for t in step:
         pairs.setdefault((t.source, t.destination), []).append(t)
@@ -99,11 +99,9 @@ def _within(route: Route, step: list[Transfer], budget_bytes: int) -> list[list[
                 size = box.elements * item
                 if used + size > half:
                     number, used = number + 1, 0
-                while len(windows) <= number:
-                    windows.append([])
-                windows[number].append(Transfer(t.name, box, t.source, t.destination))
+                windows.setdefault(number, []).append(Transfer(t.name, box, t.source, t.destination))
                 used += size
-    return windows
+    return list(windows.values())
 
 
 def _fill(transfer: Transfer, item: int, half: int, used: int) -> list[Box]:

@@ -234,11 +234,8 @@ def _find(index: _Index, name: str, box: Box) -> Tensor:
 
 def transition_naive(states: Sequence[State], after: Layout) -> list[dict[Piece, Tensor]]:
     """The naive twin, for all ranks at once: put every tensor together, then cut it up again."""
-    whole: dict[str, Tensor] = {}
-    for spec in after.space.tensors:
-        whole[spec.name] = torch.zeros(spec.shape, dtype=torch_dtype(spec))
-        for state in states:
-            for piece, tensor in state.items():
-                if piece.name == spec.name:
-                    whole[spec.name][piece.box.slices(spec.box)] = tensor
+    whole = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec)) for spec in after.space.tensors}
+    for state in states:
+        for piece, tensor in state.items():
+            whole[piece.name][piece.box.slices(after.space[piece.name].box)] = tensor
     return [{p: whole[p.name][p.box.slices(after.space[p.name].box)].clone() for p in row} for row in after.pieces]
