@@ -42,7 +42,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.ranks": {"prophet.errors"},
     "prophet.experts": _VALUES | {"prophet.kernels"},
     "prophet.planner": _VALUES,
-    "prophet.scheduler": _VALUES | {"prophet.files", "prophet.ranks", "prophet.experts"},
+    "prophet.scheduler": _VALUES | {"prophet.ranks", "prophet.experts"},
     "prophet.layer": _LAYER,
     "prophet.engine": _LAYER - {"prophet.kernels"} | {"prophet.layer", "prophet.planner"},
     "prophet.machine": _VALUES | {"prophet.files", "prophet.ranks", "prophet.experts", "prophet.kernels"},

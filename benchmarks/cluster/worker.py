@@ -46,7 +46,7 @@ from prophet.planner import get_planner, warm
 from prophet.ranks.collective import Collective, Operation
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Form
-from prophet.scheduler.recording import ObservedCollective, Recording, seconds_by_window
+from prophet.scheduler.recording import ObservedCollective, Recording
 from prophet.scheduler.simulate import predicted_durations, simulate
 from prophet.scheduler.timeline import Span
 from prophet.spec import IntArray, Link, Placement, PlanContext, Split, Topology, Windows
@@ -151,7 +151,8 @@ class Bench:
             recording = self._watched_steps(p, self.skip + 4, seen.append)
             reports += seen[self.skip :]
             spans += recording.recorder.spans()
-            windows += [seconds_by_window(recording.compute(s)) for s in range(self.skip, recording.steps)]
+            for step in range(self.skip, recording.steps):
+                windows.append(added({s.name: s.seconds} for s in recording.compute(step)))
         even = windows[len(windows) // 2 :]
         counts_s = [s.seconds for s in spans if s.name.startswith("exchange of counts")]
 

@@ -67,7 +67,7 @@ class Mover:
         ranks, me = self.collective.size, self.collective.rank
         found = []
         for exchange in (e for chunk in self.chunks for e in chunk):
-            sent, got = exchange.send_counts(ranks), exchange.recv_counts(ranks)
+            sent, got = exchange.counts(ranks)
             found.append(max(sum(sent) - sent[me], sum(got) - got[me]))
         return found
 
@@ -106,7 +106,7 @@ def bank_of(like: ExpertBank, expert: int, ranks: int) -> ExpertBank:
 
 def flat(bank: ExpertBank) -> torch.Tensor:
     """The parameters of a bank's first expert, [P]."""
-    return bank.flat_slice(0, 0, bank.expert_numel)
+    return torch.cat(bank.flat_views(0, 0, bank.expert_numel))
 
 
 def movers(

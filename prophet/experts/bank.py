@@ -182,14 +182,8 @@ class ExpertBank(nn.Module):
 
     # --- an expert as a flat vector, what Trans and Agg move ---
 
-    @torch.no_grad()
-    def flat_slice(self, local: int, start: int, stop: int) -> Tensor:
-        """Elements start..stop of the flat parameter vector of home expert `local`, in pieces joined together."""
-        pieces = self.flat_views(local, start, stop)
-        return torch.cat(pieces) if pieces else self.w_in.new_empty(0)
-
     def flat_views(self, local: int, start: int, stop: int) -> list[Tensor]:
-        """The same elements where they are: one flat view for every parameter that has some of them."""
+        """Elements start..stop of the flat parameter vector of home expert `local`: a view of every parameter in it."""
         return [p.detach()[local].reshape(-1)[a:b] for p, a, b in self._overlaps(start, stop)]
 
     @torch.no_grad()
@@ -335,30 +329,27 @@ class ReplicaPool:
 
     def release(self, params: Tensor) -> None:
         """Free a lent parameter buffer's memory; the tensor and its views stay, empty until `restore`."""
-        size = params.numel() * params.element_size()
         params.untyped_storage().resize_(0)
-        self.in_use_bytes -= size
-        self.held_bytes -= size
+        self.in_use_bytes -= params.nbytes
+        self.held_bytes -= params.nbytes
 
     def restore(self, params: Tensor) -> None:
         """Give a released parameter buffer its memory back; what is in it is undefined."""
-        size = params.numel() * params.element_size()
-        self._check_budget(size)
-        self._make_room(size)
-        params.untyped_storage().resize_(size)
-        self.in_use_bytes += size
-        self.held_bytes += size
+        self._check_budget(params.nbytes)
+        self._make_room(params.nbytes)
+        params.untyped_storage().resize_(params.nbytes)
+        self.in_use_bytes += params.nbytes
+        self.held_bytes += params.nbytes
 
     def give(self, params: Tensor, grads: Tensor, *, zeroed: bool = False) -> None:
         """Take buffers back; `zeroed` says that every gradient is zero, and saves doing so when they are lent again."""
         if params.numel() and not params.untyped_storage().size():
             # the parameters are gone already, and half a pair is of no use
-            size = grads.numel() * grads.element_size()
-            self.in_use_bytes -= size
-            self.held_bytes -= size
+            self.in_use_bytes -= grads.nbytes
+            self.held_bytes -= grads.nbytes
             return
         self._free[(params.numel(), params.dtype, params.device)].append((params, grads, zeroed))
-        self.in_use_bytes -= 2 * params.numel() * params.element_size()
+        self.in_use_bytes -= 2 * params.nbytes
 
     def _check_budget(self, size: int) -> None:
         if self.budget_bytes is not None and self.in_use_bytes + size > self.budget_bytes:

@@ -1,14 +1,15 @@
 """Tile shapes of the Triton kernels: a rule that always answers, and a file of measured choices that overrides it.
 
 Nothing is timed while a model trains: a shape that was never measured runs with the rule's choice, so that no step
-stalls and no host synchronisation hides in a first call. `tune` measures a bounded list of candidates and writes the
-best to a file that is keyed by device, dtype and shape class (sizes rounded up to powers of two).
+stalls and no host synchronisation hides in a first call. `benchmarks.kernels.tune` measures a bounded list of
+candidates and writes the best to a file that is keyed by device, dtype and shape class (sizes rounded up to powers of
+two).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -18,7 +19,6 @@ from typing import Literal
 import torch
 
 Kind = Literal["rows", "weights"]
-CANDIDATES = 8  # at most so many tile shapes are ever timed for a class
 FILE_BYTES = 1 << 20
 
 
@@ -74,35 +74,6 @@ def rule(kind: Kind, device: torch.device, dtype: torch.dtype, shape: tuple[int,
     if rows <= 32:
         return Config(rows=16 if rows <= 16 else 32, cols=128, depth=64, warps=4, stages=4)
     return Config(rows=64 if rows <= 64 else 128, cols=128, depth=64, warps=4 if rows <= 64 else 8, stages=3)
-
-
-def candidates(kind: Kind, dtype: torch.dtype) -> list[Config]:
-    """Tile shapes worth timing on a GPU, at most `CANDIDATES`."""
-    if dtype.itemsize >= 4:
-        tiles = ((64, 64, 4), (128, 64, 4), (64, 128, 4), (128, 128, 8))
-        shapes = [(m, n, 32, w, s) for m, n, w in tiles for s in (2, 3)]
-    elif kind == "rows":
-        shapes = [
-            (64, 128, 64, 4, 4),
-            (64, 256, 64, 8, 3),
-            (128, 128, 64, 8, 3),
-            (128, 128, 64, 8, 4),
-            (128, 128, 32, 8, 4),
-            (128, 256, 64, 8, 3),
-            (256, 128, 64, 8, 3),
-            (32, 128, 64, 4, 4),
-        ]
-    else:  # a tile of 256 rows or columns, or one of 128 x 128 for four warps, spills kilobytes of registers here
-        shapes = [
-            (64, 64, 64, 4, 4),
-            (64, 128, 64, 4, 4),
-            (128, 64, 64, 4, 4),
-            (128, 128, 32, 8, 4),
-            (128, 128, 64, 8, 3),
-            (128, 128, 64, 8, 4),
-        ]
-    found = [Config(rows=m, cols=n, depth=k, warps=w, stages=s) for m, n, k, w, s in shapes]
-    return found[:CANDIDATES]
 
 
 def read(path: Path) -> dict[str, Config]:
@@ -166,23 +137,3 @@ def trying(name: str, config: Config) -> Iterator[None]:
         else:
             table[name] = before
         _config.cache_clear()
-
-
-def best(
-    measure_s: Callable[[Config], float], configs: Sequence[Config], refused: tuple[type[Exception], ...] = ()
-) -> Config | None:
-    """The fastest of `configs`; those that `measure_s` cannot run (it raises) are skipped. None if none runs.
-
-    refused: what it raises for those, besides RuntimeError and ValueError: Triton has errors of its own. TimeoutError
-    ends the search.
-    """
-    skipped: tuple[type[Exception], ...] = (RuntimeError, ValueError, *refused)
-    timed: list[tuple[float, int]] = []
-    for i, config in enumerate(configs[:CANDIDATES]):
-        try:
-            timed.append((measure_s(config), i))
-        except TimeoutError:
-            break
-        except skipped:  # does not fit into shared memory or registers
-            continue
-    return configs[min(timed)[1]] if timed else None

@@ -249,7 +249,7 @@ def _measure_transfers(probe: Probe, bank: ExpertBank, ranges: Ranges, parts: Pa
         op, replicas = Operation("probe of Trans"), bank.w_in.new_zeros(sum(back))
 
         def run() -> None:
-            sent = torch.cat([bank.flat_slice(0, 0, numel)] * halves)
+            sent = torch.cat(bank.flat_views(0, 0, numel) * halves)
             got = probe.collective.all_to_all(sent, there, back, op=op, channel="weights").wait()
             replicas.copy_(got)
 

@@ -19,7 +19,6 @@ in which a rank comes to them.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
@@ -33,19 +32,10 @@ WINDOWS: tuple[WindowKind, ...] = get_args(WindowKind)
 A2A_NAMES = ("dispatch", "combine", "combine-back", "dispatch-back")
 _ALONE = ("START", "END", "UPDATE", "WAIT_PLAN")  # they belong to no block
 
-_KINDS = "|".join((*TRANSFERS, *WINDOWS, *get_args(OtherKind)))
-_PATTERN = re.compile(
-    rf"^({_KINDS})(?:\((\d+)(?:,(\d+|{'|'.join(A2A_NAMES)}))?\))?(?:@({'|'.join(WINDOWS)})(?:\((\d+)\))?)?$"
-)
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Window:
-    """A stretch of compute.
-
-    START is before the first block, END after the first block's backward pass, UPDATE after the whole one; the others
-    belong to a block.
-    """
+    """A stretch of compute: of a block, or before the first one, after its backward pass, after the whole one."""
 
     kind: WindowKind
     block: int | None = None
@@ -60,10 +50,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One operation of a step.
+    """One operation of a step; a transfer alone has a window, at whose start its chunk is launched.
 
-    A transfer: launch chunk `chunk` of block `block`'s Trans, Fetch or Agg at the start of `window`. Anything else has
-    no window; the chunk of an A2A says which of the four it is, by its place in `A2A_NAMES`.
+    The chunk of an A2A says which of the four it is, by its place in `A2A_NAMES`.
     """
 
     kind: ActionKind
@@ -73,7 +62,8 @@ class Action:
 
     def __post_init__(self) -> None:
         wanted = (self.kind not in _ALONE, self.kind in (*TRANSFERS, "A2A"), self.kind in TRANSFERS)
-        for given, need, name in zip((self.block, self.chunk, self.window), wanted, _FIELDS, strict=True):
+        given_fields = (("block", self.block), ("chunk", self.chunk), ("window", self.window))
+        for (name, given), need in zip(given_fields, wanted, strict=True):
             if (given is not None) != need:
                 raise ValueError(f"{self.kind} takes {'a' if need else 'no'} {name}")
         if self.kind == "A2A" and not 0 <= (self.chunk or 0) < len(A2A_NAMES):
@@ -91,25 +81,6 @@ class Action:
         text = f"{self.kind}({','.join(parts)})" if parts else self.kind
         return text if self.window is None else f"{text}@{self.window}"
 
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Read what `str` wrote."""
-        match = _PATTERN.match(text.strip())
-        if match is None:
-            raise ValueError(
-                f"not an action: {text!r}; expected like 'FEC(1)', 'A2A(1,combine)' or 'TRANS(2,1)@FEC(1)', "
-                f"of {_KINDS} and windows {'|'.join(WINDOWS)}"
-            )
-        kind, block, chunk, window, at = match.groups()
-        if chunk is not None and chunk.isdigit() == (kind == "A2A"):
-            raise ValueError(f"not an action: {text!r}; chunks are numbers, all-to-alls one of {A2A_NAMES}")
-        number = None if chunk is None else int(chunk) if chunk.isdigit() else A2A_NAMES.index(chunk)
-        where = None if window is None else Window(cast(WindowKind, window), None if at is None else int(at))
-        return cls(cast(ActionKind, kind), None if block is None else int(block), number, where)
-
-
-_FIELDS = ("block", "chunk", "window")
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -126,7 +97,3 @@ class Launch:
         if action.block is None or action.chunk is None or action.window is None:
             raise ValueError(f"{action} is not a transfer")
         return cls(cast(TransferKind, action.kind), action.block, action.chunk, action.window)
-
-    def action(self) -> Action:
-        """The scheduled action that this launches."""
-        return Action(self.kind, self.block, self.chunk, self.window)

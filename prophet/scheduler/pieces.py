@@ -57,19 +57,14 @@ class Exchange:
     sends: tuple[Piece, ...]
     recvs: tuple[Piece, ...]
 
-    def send_counts(self, ranks: int) -> list[int]:
-        """Elements for every rank, [R]."""
-        counts = [0] * ranks
+    def counts(self, ranks: int) -> tuple[list[int], list[int]]:
+        """Elements for every rank and from every rank, [R] each."""
+        sent, received = [0] * ranks, [0] * ranks
         for piece in self.sends:
-            counts[piece.target] += piece.size
-        return counts
-
-    def recv_counts(self, ranks: int) -> list[int]:
-        """Elements from every rank, [R]."""
-        counts = [0] * ranks
+            sent[piece.target] += piece.size
         for piece in self.recvs:
-            counts[piece.source] += piece.size
-        return counts
+            received[piece.source] += piece.size
+        return sent, received
 
 
 @dataclass(frozen=True, slots=True)

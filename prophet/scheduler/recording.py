@@ -44,8 +44,9 @@ class ObservedCollective(Collective):
     def _renewed(self, timeout_s: float) -> Collective:
         return ObservedCollective(self.inner.with_timeout(timeout_s), self.recorder)
 
-    def _watch(self, pending: Pending, op: Operation, channel: Channel, launched: float) -> Pending:
-        name, recorder = str(op), self.recorder
+    def _watch(self, launch: Callable[[], Pending], op: Operation, channel: Channel) -> Pending:
+        name, recorder, launched = str(op), self.recorder, time.perf_counter()
+        pending = launch()
         if recorder is None:
             return pending
         if channel == "weights":
@@ -70,10 +71,7 @@ class ObservedCollective(Collective):
         op: Operation,
         channel: Channel = "tokens",
     ) -> Pending:
-        launched = time.perf_counter()
-        return self._watch(
-            self.inner.all_to_all(x, send_rows, recv_rows, op=op, channel=channel), op, channel, launched
-        )
+        return self._watch(lambda: self.inner.all_to_all(x, send_rows, recv_rows, op=op, channel=channel), op, channel)
 
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         began = time.perf_counter()
@@ -90,8 +88,7 @@ class ObservedCollective(Collective):
         op: Operation,
         channel: Channel = "weights",
     ) -> Pending:
-        launched = time.perf_counter()
-        return self._watch(self.inner.exchange(sends, recvs, op=op, channel=channel), op, channel, launched)
+        return self._watch(lambda: self.inner.exchange(sends, recvs, op=op, channel=channel), op, channel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,6 @@ class StepMarks:
 
     @property
     def began_s(self) -> float:
-        """When the step began."""
         return self.windows[0][0]
 
 
@@ -142,14 +138,6 @@ def _edges(exchanges: Sequence[Span], marks: StepMarks) -> list[tuple[float, str
         after = max(end for end in ends if end <= at)
         edges.append((after if not edges or edges[-1][0] < after else at, name))
     return edges
-
-
-def seconds_by_window(spans: Iterable[Span]) -> dict[str, float]:
-    """Seconds of compute by window's name."""
-    total: dict[str, float] = {}
-    for s in spans:
-        total[s.name] = total.get(s.name, 0.0) + s.seconds
-    return total
 
 
 class Recording:

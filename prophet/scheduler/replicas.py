@@ -103,8 +103,8 @@ class BlockReplicas:
         for replica in self._replicas or ():
             if replica.params.numel() and not replica.params.untyped_storage().size():
                 self._carrier.pool.restore(replica.params)
-        again = self.state is State.DROPPED
-        self._trans = Trans(chunks, self._bank, self._made(), self._carrier.collective, self._block, again=again)
+        self._trans = Trans(chunks, self._bank, self._made(), self._carrier.collective, self._block)
+        self._trans.again = self.state is State.DROPPED
         self.state = State.UNDER_WAY
         return self._trans
 
@@ -281,7 +281,7 @@ class BlockReplicas:
             if transfer.must_wait and transfer.window == action.window:
                 return
             transfer.window = action.window
-            self._carrier.actions.append(replace(action, chunk=transfer.launched).action())
+            self._carrier.actions.append(Action(action.kind, action.block, transfer.launched, action.window))
             transfer.launch_next()
 
     def _launch_rest(self, transfer: Transfer, action: Launch) -> None:

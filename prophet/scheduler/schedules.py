@@ -3,8 +3,7 @@
 `block_wise` is the paper's Algorithm 2: Trans of block i+1 is cut in two and launched under FEC(i) and FNEC(i), Agg of
 block i+1 under BNEC(i) and BEC(i). The paper leaves open where the first block's Trans and Agg go; they have no block
 before them, so Trans(0) starts with the forward pass and Agg(0) at the end of block 0's own backward pass. The others
-are what it is compared with. A schedule is the transfers alone; `program` puts them among the other operations of a
-step, which is what the simulator plays and what a reader wants to see.
+are what it is compared with. A schedule is the transfers alone; `program` puts them among a step's other operations.
 
 Shape legend: L blocks, C chunks per transfer.
 """
@@ -132,16 +131,11 @@ def windows(blocks: int) -> list[Window]:
 
 
 def ordered(transfers: Iterable[Action], blocks: int) -> Schedule:
-    """Transfers in the order in which a step comes to them; in one window what is needed first goes first.
-
-    Raises ValueError for a window outside the step.
-    """
+    """Transfers in the order in which a step comes to them; in one window what is needed first goes first."""
     place = {w: at for at, w in enumerate(windows(blocks))}
 
     def key(action: Action) -> tuple[int, bool, int, int]:
         launch = Launch.of(action)
-        if launch.window not in place:
-            raise ValueError(f"{action} names a window outside a step of {blocks} blocks")
         urgent = launch.block if launch.kind == "TRANS" else -launch.block
         return place[launch.window], launch.kind == "AGG", urgent, launch.chunk
 
@@ -151,16 +145,11 @@ def ordered(transfers: Iterable[Action], blocks: int) -> Schedule:
 def program(schedule: Iterable[Action], blocks: int) -> Schedule:
     """The whole step: every operation in the order in which a rank comes to it, the schedule's transfers among them.
 
-    A list that is a program already comes out unchanged; ValueError where its other operations are not those of a step.
+    Raises ValueError for a window outside the step.
     """
-    given = tuple(schedule)
-    transfers = tuple(a for a in given if a.is_transfer)
-    made = tuple(_program(by_window(transfers), blocks))
-    if len(transfers) != len(given) and [a for a in given if not a.is_transfer] != [
-        a for a in made if not a.is_transfer
-    ]:
-        raise ValueError(f"the operations of a step of {blocks} blocks come in one order only: see program()")
-    left = [a for a in transfers if a not in made]
+    table = by_window(schedule)
+    made = tuple(_program(table, blocks))
+    left = [a for actions in table.values() for a in actions if a not in made]
     if left:
         raise ValueError(f"{left[0]} names a window outside a step of {blocks} blocks")
     return made

@@ -5,8 +5,6 @@ on which Trans and Agg chunks run one after the other. A collective starts when 
 streams use one link (`shared_link`), an all-to-all and a chunk that run together get half of it each; so hiding a
 transfer under an all-to-all gains nothing, as in the paper's Eq. 8, which counts only compute as cover.
 
-The list is the whole step (`blockwise.program`), so its printed form says what is played in which order.
-
 Shape legend: R ranks, L blocks, C chunks per transfer.
 """
 
@@ -14,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from prophet.errors import SpecError
 from prophet.scheduler.actions import A2A_NAMES, Action, Launch, TransferKind
 from prophet.scheduler.pieces import Form, phase_shares
-from prophet.scheduler.schedules import program, windows
+from prophet.scheduler.schedules import program
 from prophet.scheduler.timeline import Span
 from prophet.spec import FloatArray, Placement, PlanContext, Split, Topology
 
@@ -43,8 +42,8 @@ class StepDurations:
     a2a_s: [L, 4, R] dispatch, combine, combine backward, dispatch backward. fec_s, bec_s, fnec_s, bnec_s: [L, R].
     trans_s, agg_s: [L, C, R] chunks; a chunk of all zeros is not sent. plan_s: [L] host time to plan a block.
     counts_s: the exchange of counts, per block. start_s, end_s: [R] compute before the first block and, backward,
-    after it. update_s: [R] what follows once all gradients are complete; zero where it is not given. overlap_cost: by
-    how much of its seconds a chunk lengthens the compute beside it.
+    after it. update_s: [R] what follows once all gradients are complete. overlap_cost: by how much of its
+    seconds a chunk lengthens the compute beside it.
     """
 
     a2a_s: FloatArray
@@ -57,8 +56,8 @@ class StepDurations:
     plan_s: FloatArray
     start_s: FloatArray
     end_s: FloatArray
+    update_s: FloatArray
     counts_s: float = 0.0
-    update_s: FloatArray | None = None
     overlap_cost: float = 0.0
 
     def __post_init__(self) -> None:
@@ -71,58 +70,12 @@ class StepDurations:
         shapes |= dict.fromkeys(("fec_s", "fnec_s", "bnec_s", "bec_s"), (blocks, ranks))
         shapes |= dict.fromkeys(("trans_s", "agg_s"), (blocks, chunks, ranks))
         shapes |= dict.fromkeys(("start_s", "end_s", "update_s"), (ranks,))
-        if self.update_s is None:
-            object.__setattr__(self, "update_s", np.zeros(ranks))
         for name, expected in shapes.items():
             object.__setattr__(self, name, _seconds(name, getattr(self, name), expected))
         if not 0 <= self.counts_s < float("inf"):
             raise SpecError(f"StepDurations.counts_s must be finite and not negative, got {self.counts_s!r}")
         if not 0 <= self.overlap_cost < 1:
             raise SpecError(f"StepDurations.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
-
-    @classmethod
-    def uniform(
-        cls,
-        blocks: int,
-        ranks: int,
-        *,
-        a2a_s: float = 0.0,
-        fec_s: float = 0.0,
-        fnec_s: float = 0.0,
-        bnec_s: float = 0.0,
-        bec_s: float = 0.0,
-        trans_s: Sequence[float] = (0.0, 0.0),
-        agg_s: Sequence[float] = (0.0, 0.0),
-        plan_s: float = 0.0,
-        start_s: float = 0.0,
-        end_s: float = 0.0,
-        counts_s: float = 0.0,
-        update_s: float = 0.0,
-        overlap_cost: float = 0.0,
-    ) -> StepDurations:
-        """All blocks and ranks alike; trans_s and agg_s give seconds by chunk."""
-
-        def per_rank(seconds: float) -> FloatArray:
-            return np.full((blocks, ranks), seconds)
-
-        def chunks(seconds: Sequence[float]) -> FloatArray:
-            return np.broadcast_to(np.array(seconds, dtype=np.float64)[None, :, None], (blocks, len(seconds), ranks))
-
-        return cls(
-            a2a_s=np.full((blocks, 4, ranks), a2a_s),
-            fec_s=per_rank(fec_s),
-            fnec_s=per_rank(fnec_s),
-            bnec_s=per_rank(bnec_s),
-            bec_s=per_rank(bec_s),
-            trans_s=chunks(trans_s),
-            agg_s=chunks(agg_s),
-            plan_s=np.full(blocks, plan_s),
-            start_s=np.full(ranks, start_s),
-            end_s=np.full(ranks, end_s),
-            counts_s=counts_s,
-            update_s=np.full(ranks, update_s),
-            overlap_cost=overlap_cost,
-        )
 
     @property
     def blocks(self) -> int:
@@ -135,16 +88,6 @@ class StepDurations:
     @property
     def ranks(self) -> int:
         return int(self.a2a_s.shape[2])
-
-    def compute_s(self) -> FloatArray:
-        """Compute of every rank, [R]."""
-        blocks: FloatArray = (self.fec_s + self.fnec_s + self.bnec_s + self.bec_s).sum(axis=0)
-        total: FloatArray = blocks + self.start_s + self.end_s
-        return total if self.update_s is None else total + self.update_s
-
-    def transfer_s(self, kind: TransferKind) -> FloatArray:
-        """[L, C, R] seconds of a transfer by chunk; what is fetched again takes as long as Trans."""
-        return self.agg_s if kind == "AGG" else self.trans_s
 
     def window_s(self, kind: str, block: int | None) -> FloatArray:
         """Compute of a window, or after the step's gradients are complete ("UPDATE"), by rank, [R]."""
@@ -248,9 +191,11 @@ class _Clock:
         self.span(name, "tokens", start, self.now)
 
     def launch(self, kind: TransferKind, block: int, chunk: int) -> None:
-        key, seconds = (kind, block, chunk), self.durations.transfer_s(kind)[block, chunk]
+        key = (kind, block, chunk)
         if key in self.sent:
             return
+        # what is fetched again takes as long as Trans
+        seconds = (self.durations.agg_s if kind == "AGG" else self.durations.trans_s)[block, chunk]
         # a chunk needs all ranks: it starts once the last has launched it and the stream is free
         start = np.maximum(self.busy, self.now.max()) if seconds.any() else self.now.copy()
         finish = start + seconds
@@ -276,11 +221,8 @@ class _Clock:
 
 def check_schedule(schedule: Iterable[Action], blocks: int, chunks: int) -> None:
     """Raise ValueError for a transfer outside the step, launched twice, or an Agg before its gradients exist."""
-    order = {w: at for at, w in enumerate(windows(blocks))}
     seen = set()
     for action in schedule:
-        if not action.is_transfer:
-            continue
         launch = Launch.of(action)
         key = (launch.kind, launch.block, launch.chunk)
         if not (launch.block < blocks and launch.chunk < chunks):
@@ -289,8 +231,6 @@ def check_schedule(schedule: Iterable[Action], blocks: int, chunks: int) -> None
             raise ValueError(f"{launch.kind}({launch.block},{launch.chunk}) is launched twice")
         seen.add(key)
         window = launch.window
-        if window not in order:
-            raise ValueError(f"{action} names a window outside a step of {blocks} blocks")
         backward = window.kind in ("BNEC", "BEC") and window.block is not None
         if launch.kind == "AGG" and not (
             (backward and (window.block or 0) < launch.block) or window.kind in ("END", "UPDATE")
@@ -305,8 +245,7 @@ def simulate(
 ) -> SimulatedStep:
     """Play one step of `schedule` under `durations`; pure. ValueError where the schedule does not fit the step.
 
-    schedule: a whole step, or its transfers alone. Transfers that it leaves out, or comes too late with, are launched
-    when they are needed.
+    Transfers that the schedule leaves out, or comes too late with, are launched when they are needed.
     """
     d, ranks = durations, durations.ranks
     check_schedule(schedule, d.blocks, d.chunks)
@@ -332,9 +271,8 @@ def simulate(
         elif kind == "WAIT_PLAN":
             clock.sums["exposed_plan"] += np.maximum(planned - clock.now, 0.0)
             clock.now = np.maximum(planned, clock.now)
-        elif kind in ("WAIT_TRANS", "WAIT_FETCH", "WAIT_AGG"):
-            waited = {"WAIT_TRANS": "TRANS", "WAIT_FETCH": "FETCH", "WAIT_AGG": "AGG"}[kind]
-            clock.wait(waited, block or 0)  # type: ignore[arg-type]
+        elif kind.startswith("WAIT_"):
+            clock.wait(cast(TransferKind, kind.removeprefix("WAIT_")), block or 0)
         else:
             label = kind.lower() if block is None else str(action)
             clock.compute(label, d.window_s(kind, block))
@@ -394,12 +332,6 @@ def transfer_by_chunk(
     return np.array(chunks)
 
 
-def _padded(by_block: Sequence[FloatArray]) -> FloatArray:
-    """[L, C, R] from chunks [C_i, R] of every block; those that a block does not have are not sent."""
-    most = max(len(x) for x in by_block)
-    return np.array([np.pad(x, ((0, most - len(x)), (0, 0))) for x in by_block])
-
-
 def predicted_durations(
     placements: Sequence[Placement],
     splits: Sequence[Split],
@@ -445,17 +377,20 @@ def predicted_durations(
         speeds.append(1.0 / topology.relative_speed())
     slow = np.array(speeds)
     fec_s = np.array(fec)
-    trans_s, agg_s = _padded(trans), _padded(agg)
-    most = max(trans_s.shape[1], agg_s.shape[1])
-    pad = [np.pad(x, ((0, 0), (0, most - x.shape[1]), (0, 0))) for x in (trans_s, agg_s)]
+    most = max(len(chunks) for chunks in (*trans, *agg))
+
+    def padded(by_block: Sequence[FloatArray]) -> FloatArray:
+        """[L, C, R] from chunks [C_i, R] of every block; those that a block does not have are not sent."""
+        return np.array([np.pad(chunks, ((0, most - len(chunks)), (0, 0))) for chunks in by_block])
+
     return StepDurations(
         a2a_s=np.array(a2a),
         fec_s=fec_s,
         bec_s=2.0 * fec_s,
         fnec_s=slow * np.array([[c.windows.fnec_s] for c in contexts]),
         bnec_s=slow * np.array([[c.windows.bnec_s] for c in contexts]),
-        trans_s=pad[0],
-        agg_s=pad[1],
+        trans_s=padded(trans),
+        agg_s=padded(agg),
         plan_s=np.full(len(contexts), plan_s),
         start_s=slow[0] * start_s,
         end_s=slow[0] * end_s,

@@ -1,8 +1,7 @@
 """What every rank did and when, as a trace that Chrome's and Perfetto's viewers open.
 
-A span is a stretch of time of one stream of one rank. A `Recorder` keeps at most a given number of them; `to_trace`
-turns them (recorded ones, simulated ones, or both side by side) into the Trace Event format: one process per rank, one
-thread per stream, complete events ("ph": "X") in microseconds.
+`to_trace` turns spans (recorded, simulated, or both side by side) into the Trace Event format: one process per rank,
+one thread per stream, complete events ("ph": "X") in microseconds.
 """
 
 from __future__ import annotations
@@ -15,11 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from prophet.errors import TraceError
-from prophet.files import read_json
-
-MAX_FILE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,7 +47,6 @@ class Recorder:
         if limit < 1:
             raise ValueError(f"limit must be at least 1, got {limit}")
         self.rank = rank
-        self.dropped = 0
         self._spans: deque[Span] = deque(maxlen=limit)
         self._lock = threading.Lock()
 
@@ -61,7 +54,6 @@ class Recorder:
         """Keep one span."""
         span = Span(start_s, end_s, self.rank, stream, name)
         with self._lock:
-            self.dropped += len(self._spans) == self._spans.maxlen
             self._spans.append(span)
 
     def spans(self) -> tuple[Span, ...]:
@@ -114,31 +106,3 @@ def write_trace(path: str | os.PathLike[str], groups: Mapping[str, Iterable[Span
     with part.open("w", encoding="utf-8") as f:
         json.dump(to_trace(groups), f, separators=(",", ":"), allow_nan=False)
     part.replace(target)
-
-
-def read_trace(path: str | os.PathLike[str]) -> dict[str, list[Span]]:
-    """Read what `write_trace` wrote, by group; times start at zero. `TraceError` names the file and the field."""
-    file = Path(path)
-    document = read_json(file, most_bytes=MAX_FILE_BYTES, expected="a timeline", error=TraceError)
-    events = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(events, list):
-        raise TraceError(f"{file}: expected an object with a list traceEvents")
-    processes: dict[int, tuple[str, int]] = {}
-    threads: dict[tuple[int, int], str] = {}
-    groups: dict[str, list[Span]] = {}
-    for i, event in enumerate(events):
-        try:
-            if event["ph"] == "M" and event["name"] == "process_name":
-                group, _, rank = str(event["args"]["name"]).rpartition("rank ")
-                processes[event["pid"]] = (group.removesuffix(", "), int(rank))
-            elif event["ph"] == "M" and event["name"] == "thread_name":
-                threads[event["pid"], event["tid"]] = str(event["args"]["name"])
-            elif event["ph"] == "X":
-                group, number = processes[event["pid"]]
-                start_s = float(event["ts"]) / 1e6
-                stream = threads[event["pid"], event["tid"]]
-                span = Span(start_s, start_s + float(event["dur"]) / 1e6, number, stream, str(event["name"]))
-                groups.setdefault(group, []).append(span)
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{file}: traceEvents[{i}] is not an event of a timeline ({error!r})") from error
-    return groups

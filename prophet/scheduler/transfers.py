@@ -9,7 +9,7 @@ Shape legend: R ranks, P parameters of one expert.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -25,7 +25,10 @@ _SECOND = ("gather", "home")  # phases that send on what the first one brought
 
 
 class Transfer:
-    """Chunks are launched in order; `finish` waits for all that was launched."""
+    """Chunks are launched in order; `finish` waits for all that was launched.
+
+    launched: how many chunks have been. window: in which the last of them was.
+    """
 
     name: str
 
@@ -37,24 +40,19 @@ class Transfer:
         self._replicas = {r.expert: r for r in replicas}
         self._collective = collective
         self._block = block
-        self._launched = 0
-        self.window: Window | None = None  # in which the last chunk was launched
+        self.launched = 0
+        self.window: Window | None = None
         self._flying: deque[tuple[Exchange, Pending]] = deque()
-
-    @property
-    def launched(self) -> int:
-        """How many chunks have been launched."""
-        return self._launched
 
     @property
     def complete(self) -> bool:
         """Whether all chunks have been launched."""
-        return self._launched == len(self._chunks)
+        return self.launched == len(self._chunks)
 
     @property
     def must_wait(self) -> bool:
         """Whether the next chunk sends on what one under way brings."""
-        exchanges = self._chunks[self._launched]
+        exchanges = self._chunks[self.launched]
         return bool(self._flying and exchanges and exchanges[0].phase in _SECOND)
 
     @property
@@ -64,10 +62,10 @@ class Transfer:
 
     def launch_next(self) -> None:
         """Launch the next chunk."""
-        chunk, self._launched = self._launched, self._launched + 1
+        chunk, self.launched = self.launched, self.launched + 1
         for exchange in self._chunks[chunk]:
             if exchange.phase in _SECOND:
-                self._drain()
+                self.finish()
             label = self.name if exchange.phase == "direct" else f"{self.name} {exchange.phase}"
             self._start(exchange, Operation(f"{label} chunk {chunk}", self._block))
 
@@ -78,9 +76,6 @@ class Transfer:
 
     def finish(self) -> None:
         """Wait for all that was launched and put it in place."""
-        self._drain()
-
-    def _drain(self) -> None:
         while self._flying:
             exchange, pending = self._flying[0]
             arrived = pending.wait()
@@ -93,8 +88,7 @@ class Transfer:
             parts = [view for piece in exchange.sends for view in self._views(exchange, piece)]
             outgoing = torch.cat(parts) if parts else self._bank.w_in.new_empty(0)
             self._sent(exchange)
-        ranks = self._collective.size
-        send, recv = exchange.send_counts(ranks), exchange.recv_counts(ranks)
+        send, recv = exchange.counts(self._collective.size)
         pending = self._collective.all_to_all(outgoing, send, recv, op=op, channel="weights")
         self._flying.append((exchange, pending))
 
@@ -116,19 +110,7 @@ class Trans(Transfer):
     """
 
     name = "Trans"
-
-    def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        bank: ExpertBank,
-        replicas: Sequence[Replica],
-        collective: Collective,
-        block: int,
-        *,
-        again: bool = False,
-    ) -> None:
-        super().__init__(chunks, bank, replicas, collective, block)
-        self.again = again
+    again = False
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
         if exchange.phase == "gather":
@@ -140,13 +122,8 @@ class Trans(Transfer):
             if self.again:
                 written = tuple(r.params for r in self._replicas.values())
                 stack.enter_context(_unsafe_preserve_version_counter(written))
-            self._write(exchange, arrived)
-
-    def _write(self, exchange: Exchange, arrived: Tensor) -> None:
-        offset = 0
-        for piece in exchange.recvs:
-            self._replicas[piece.expert].params[piece.start : piece.stop] = arrived[offset : offset + piece.size]
-            offset += piece.size
+            for piece, values in _received(exchange, arrived):
+                self._replicas[piece.expert].params[piece.start : piece.stop] = values
 
 
 class Agg(Transfer):
@@ -183,7 +160,7 @@ class Agg(Transfer):
                 self._replicas[piece.expert].grads[piece.start : piece.stop].zero_()
 
     def _place(self, exchange: Exchange, arrived: Tensor) -> None:
-        sums = _summed(exchange.recvs, arrived)
+        sums = _summed(exchange, arrived)
         if exchange.phase == "reduce":
             self._sums += sums
             return
@@ -191,16 +168,18 @@ class Agg(Transfer):
             self._bank.add_flat_grad(piece.expert - self._bank.first_expert, piece.start, piece.stop, total)
 
 
-def _summed(pieces: Sequence[Piece], arrived: Tensor) -> list[tuple[Piece, Tensor]]:
+def _received(exchange: Exchange, arrived: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    """The pieces that an exchange has brought, each with its elements."""
+    return zip(exchange.recvs, arrived.split([piece.size for piece in exchange.recvs]), strict=True)
+
+
+def _summed(exchange: Exchange, arrived: Tensor) -> list[tuple[Piece, Tensor]]:
     """Pieces of the same elements added up in the order in which they came, which is that of their source ranks.
 
     In place: `arrived` belongs to the transfer. The order of the result is by expert, then by element.
     """
     totals: dict[tuple[int, int], tuple[Piece, Tensor]] = {}
-    offset = 0
-    for piece in pieces:
-        values = arrived[offset : offset + piece.size]
-        offset += piece.size
+    for piece, values in _received(exchange, arrived):
         known = totals.get((piece.expert, piece.start))
         if known is None:
             totals[piece.expert, piece.start] = (piece, values)

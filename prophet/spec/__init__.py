@@ -1,10 +1,8 @@
 """The values that flow between the rooms: frozen, validated when built, free of torch and of any process group."""
 
 from prophet.spec.arrays import BoolArray, FloatArray, IntArray, digest, odd_ones_out
-from prophet.spec.context import PlanContext, StepCost
-from prophet.spec.layer import ACTIVATIONS, GATED, Activation, LayerShape, Windows, check_experts_per_rank
-from prophet.spec.machine import Link, Topology
-from prophet.spec.placement import Placement, Split, check_load
+from prophet.spec.cost import ACTIVATIONS, GATED, Activation, LayerShape, Link, PlanContext, StepCost, Topology, Windows
+from prophet.spec.placement import Placement, Split, check_experts_per_rank, check_load
 
 __all__ = [
     "ACTIVATIONS",

@@ -1,4 +1,4 @@
-"""Array types, and the checks and fingerprints that the values share.
+"""Array types, and what the values share: checks, comparison, fingerprints.
 
 Shape legend: R ranks.
 """
@@ -6,7 +6,7 @@ Shape legend: R ranks.
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,18 @@ BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
 
 
-def check_positive(name: str, value: float) -> None:
-    """Raise `SpecError` with the field's `name` unless `value` is above 0."""
-    if not value > 0:
-        raise SpecError(f"{name} must be positive, got {value!r}")
+def check_positive(value: object, *fields: str) -> None:
+    """Raise `SpecError` unless these fields of `value` are above 0."""
+    for name in fields:
+        if not getattr(value, name) > 0:
+            raise SpecError(f"{type(value).__name__}.{name} must be positive, got {getattr(value, name)!r}")
+
+
+def check_not_negative(value: object, *fields: str) -> None:
+    """Raise `SpecError` unless these fields of `value` are 0 or above."""
+    for name in fields:
+        if not getattr(value, name) >= 0:
+            raise SpecError(f"{type(value).__name__}.{name} must not be negative, got {getattr(value, name)!r}")
 
 
 def frozen(values: Any, dtype: type[np.generic], shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
@@ -50,3 +58,31 @@ def odd_ones_out(values: npt.ArrayLike) -> list[int]:
     array = np.asarray(values)
     found, votes = np.unique(array, return_counts=True)
     return [int(r) for r in np.flatnonzero(array != found[votes.argmax()])] if found.size > 1 else []
+
+
+class OfArrays:
+    """A frozen dataclass whose fields are all arrays; equal where they are, and without a hash."""
+
+    __slots__: ClassVar[tuple[str, ...]] = ()
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def trusted(cls, *arrays: npt.NDArray[Any]) -> Self:
+        """Wrap arrays that a tested kernel made, without copying or checking them; they become read-only."""
+        value = object.__new__(cls)
+        for name, array in zip(cls.__slots__, arrays, strict=True):
+            array.setflags(write=False)
+            object.__setattr__(value, name, array)
+        return value
+
+    def _arrays(self) -> list[npt.NDArray[Any]]:
+        return [getattr(self, name) for name in self.__slots__]
+
+    def digest(self) -> int:
+        """An integer that stands for the value in comparisons over ranks."""
+        return digest(*self._arrays())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        return all(map(np.array_equal, self._arrays(), other._arrays()))

@@ -13,12 +13,23 @@ import numpy as np
 import numpy.typing as npt
 
 from prophet.errors import SpecError
-from prophet.spec.arrays import BoolArray, IntArray, digest, frozen
-from prophet.spec.layer import check_experts_per_rank
+from prophet.spec.arrays import BoolArray, IntArray, OfArrays, frozen
+
+
+def check_experts_per_rank(experts: int, ranks: int) -> int:
+    """Return m = experts / ranks, or raise: every rank is home to the same number of experts."""
+    if experts < 1 or ranks < 1:
+        raise SpecError(f"experts and ranks must be at least 1, got {experts} experts on {ranks} ranks")
+    if experts % ranks:
+        raise SpecError(
+            f"{experts} experts cannot be divided among {ranks} expert-parallel ranks: "
+            f"num_experts must be a multiple of the group's size"
+        )
+    return experts // ranks
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Placement:
+class Placement(OfArrays):
     """Which ranks hold which experts during one step.
 
     `home[e]` is the rank that owns expert e ([E] integers); `holds[e, r]` says whether rank r holds e's parameters,
@@ -45,9 +56,7 @@ class Placement:
     @classmethod
     def homes_only(cls, experts: int, ranks: int) -> Placement:
         """Plain expert parallelism: expert e lives on rank e // m and nowhere else."""
-        m = check_experts_per_rank(experts, ranks)
-        home = np.arange(experts, dtype=np.int64) // m
-        return cls.with_replicas(home, ranks, ())
+        return cls.with_replicas(np.arange(experts) // check_experts_per_rank(experts, ranks), ranks, ())
 
     @classmethod
     def with_replicas(
@@ -63,16 +72,6 @@ class Placement:
                 raise SpecError(f"replica ({expert}, {rank}) is outside {home_array.size} experts x {ranks} ranks")
             holds[expert, rank] = True
         return cls(home_array, holds)
-
-    @classmethod
-    def trusted(cls, home: IntArray, holds: BoolArray) -> Placement:
-        """Wrap arrays that a tested kernel made, without copying or checking them; they become read-only."""
-        placement = object.__new__(cls)
-        home.setflags(write=False)
-        holds.setflags(write=False)
-        object.__setattr__(placement, "home", home)
-        object.__setattr__(placement, "holds", holds)
-        return placement
 
     @property
     def experts(self) -> int:
@@ -106,17 +105,6 @@ class Placement:
         counts: IntArray = self.replica_mask().sum(axis=0, dtype=np.int64)
         return counts
 
-    def digest(self) -> int:
-        """An integer that stands for the placement in comparisons over ranks."""
-        return digest(self.home, self.holds)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Placement):
-            return NotImplemented
-        return np.array_equal(self.home, other.home) and np.array_equal(self.holds, other.holds)
-
-    __hash__ = None  # type: ignore[assignment]
-
 
 def check_load(load: npt.NDArray[Any]) -> IntArray:
     """Validate `load_RE` ([ranks, experts] non-negative integers) and return it as contiguous int64."""
@@ -129,7 +117,7 @@ def check_load(load: npt.NDArray[Any]) -> IntArray:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Split:
+class Split(OfArrays):
     """How many tokens go where: `tokens[r, e, d]` of rank r's tokens for expert e are computed on rank d."""
 
     tokens: IntArray
@@ -150,14 +138,6 @@ class Split:
         tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
         tokens[:, np.arange(experts), placement.home] = load
         return cls(tokens)
-
-    @classmethod
-    def trusted(cls, tokens: IntArray) -> Split:
-        """Wrap an int64 array that a tested kernel made, without copying or checking it; it becomes read-only."""
-        split = object.__new__(cls)
-        tokens.setflags(write=False)
-        object.__setattr__(split, "tokens", tokens)
-        return split
 
     @property
     def ranks(self) -> int:
@@ -191,14 +171,3 @@ class Split:
         load = self.rank_load()
         total = int(load.sum())
         return float(load.max()) * self.ranks / total if total else 1.0
-
-    def digest(self) -> int:
-        """An integer that stands for the split in comparisons over ranks."""
-        return digest(self.tokens)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Split):
-            return NotImplemented
-        return np.array_equal(self.tokens, other.tokens)
-
-    __hash__ = None  # type: ignore[assignment]

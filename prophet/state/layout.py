@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from prophet.errors import LayoutError
-from prophet.state.space import Box, Space, TensorSpec, flat_boxes, total_bytes
+from prophet.state.space import Box, Space, TensorSpec, flat_boxes
 
 
 class Piece(NamedTuple):
@@ -45,16 +45,13 @@ class Layout:
                     raise LayoutError(f"{piece} of rank {rank} lies outside {list(self.space[piece.name].shape)}")
                 by_name.setdefault(piece.name, []).append(piece.box)
             for name, boxes in by_name.items():
-                if len(boxes) > 1:
-                    _check_disjoint(name, boxes, rank)
+                for a, b in combinations(boxes, 2):
+                    if a.intersect(b) is not None:
+                        raise LayoutError(f"rank {rank} holds {name}{a} and {name}{b}, which overlap")
 
     @property
     def ranks(self) -> int:
         return len(self.pieces)
-
-    def bytes_on(self, rank: int) -> int:
-        """Bytes of all pieces that `rank` holds."""
-        return total_bytes(self.space, self.pieces[rank])
 
     def by_tensor(self) -> dict[str, list[tuple[int, Box]]]:
         """(rank, box) pairs of every tensor, by ascending rank."""
@@ -70,18 +67,6 @@ class Layout:
             left = missing([self.space[name].box], (box for _, box in held))
             if left:
                 raise LayoutError(f"no rank holds {name}{left[0]}")
-
-    def on_ranks(self, ranks: int) -> Layout:
-        """The same layout for a larger number of ranks; the new ones hold nothing."""
-        if ranks < self.ranks:
-            raise LayoutError(f"a layout of {self.ranks} ranks cannot be cut to {ranks}")
-        return Layout(self.space, self.pieces + ((),) * (ranks - self.ranks))
-
-
-def _check_disjoint(name: str, boxes: Sequence[Box], rank: int) -> None:
-    for a, b in combinations(boxes, 2):
-        if a.intersect(b) is not None:
-            raise LayoutError(f"rank {rank} holds {name}{a} and {name}{b}, which overlap")
 
 
 def missing(wanted: Iterable[Box], held: Iterable[Box]) -> list[Box]:

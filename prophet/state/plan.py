@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from prophet.errors import BudgetError
 from prophet.state.route import Route, Transfer
@@ -27,11 +28,6 @@ class Plan:
     def buffer_bytes(self, rank: int) -> int:
         """Largest buffer (sent and received together) that `rank` needs in any stage."""
         return max((_rank_bytes(self.route, stage, rank) for stage in self.stages), default=0)
-
-    @property
-    def peak_buffer_bytes(self) -> int:
-        """Bytes of buffers on the rank that needs most."""
-        return max(self.buffer_bytes(r) for r in range(self.route.ranks))
 
 
 def peer(rank: int, step: int, ranks: int) -> int:
@@ -86,7 +82,7 @@ def _within(route: Route, step: list[Transfer], budget_bytes: int) -> list[list[
     if _cost(route, step) <= budget_bytes:
         return [step]
     half = budget_bytes // 2
-    windows: list[list[Transfer]] = []
+    windows: dict[int, list[Transfer]] = {}
     pairs: dict[tuple[int, int], list[Transfer]] = {}
     for t in step:
         pairs.setdefault((t.source, t.destination), []).append(t)
@@ -103,22 +99,15 @@ def _within(route: Route, step: list[Transfer], budget_bytes: int) -> list[list[
                 size = box.elements * item
                 if used + size > half:
                     number, used = number + 1, 0
-                while len(windows) <= number:
-                    windows.append([])
-                windows[number].append(Transfer(t.name, box, t.source, t.destination))
+                windows.setdefault(number, []).append(Transfer(t.name, box, t.source, t.destination))
                 used += size
-    return windows
+    return list(windows.values())
 
 
 def _fill(transfer: Transfer, item: int, half: int, used: int) -> list[Box]:
     """The transfer's box in parts: first what the open window still takes, then whole windows."""
     total = transfer.box.elements
     first = min(total, (half - used) // item)
-    parts: list[Box] = []
-    if first:
-        parts += [b.shift(transfer.box.start) for b in flat_boxes(transfer.box.shape, 0, first)]
-    size = half // item
-    for begin in range(first, total, size):
-        end = min(begin + size, total)
-        parts += [b.shift(transfer.box.start) for b in flat_boxes(transfer.box.shape, begin, end)]
-    return parts
+    cuts = [0, *range(first, total, half // item), total]
+    shape, offset = transfer.box.shape, transfer.box.start
+    return [box.shift(offset) for begin, end in pairwise(cuts) for box in flat_boxes(shape, begin, end)]

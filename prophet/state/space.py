@@ -7,7 +7,8 @@ which holds its one element. After the virtual parameter space of DynaTran (Sect
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -101,17 +102,6 @@ class Box:
             tuple(b + o for b, o in zip(self.stop, offset, strict=True)),
         )
 
-    def split(self, max_elements: int) -> list[Box]:
-        """Boxes of at most `max_elements` elements that together are this one, in row-major order."""
-        if max_elements < 1:
-            raise LayoutError(f"a box is split into parts of at least one element, got {max_elements}")
-        total = self.elements
-        return [
-            part.shift(self.start)
-            for first in range(0, total, max_elements)
-            for part in flat_boxes(self.shape, first, min(first + max_elements, total))
-        ]
-
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """The boxes that hold elements start .. stop-1 of a row-major tensor, in that order: at most 2n - 1 of them.
@@ -190,8 +180,7 @@ class Space:
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", tuple(self.tensors))
         if len(self._by_name) != len(self.tensors):
-            seen: set[str] = set()
-            twice = sorted({t.name for t in self.tensors if t.name in seen or seen.add(t.name)})  # type: ignore[func-returns-value]
+            twice = sorted(name for name, times in Counter(t.name for t in self.tensors).items() if times > 1)
             raise LayoutError(f"tensor names must differ; these appear twice: {twice[:8]}")
 
     @cached_property
@@ -203,11 +192,3 @@ class Space:
         if found is None:
             raise LayoutError(f"the space has no tensor {name!r}")
         return found
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._by_name
-
-
-def total_bytes(space: Space, boxes: Iterable[tuple[str, Box]]) -> int:
-    """Bytes of the boxes, each given with its tensor's name."""
-    return sum(box.elements * space[name].item_bytes for name, box in boxes)

@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -78,7 +79,7 @@ def transition(
     began = time.perf_counter()
     if route.ranks != collective.size:
         raise TransitionError(f"the route is of {route.ranks} ranks, the collective of {collective.size}")
-    device = device or _device_of(state)
+    device = device or next((t.device for t in state.values()), torch.device("cpu"))
     try:
         staged, problem = _agree(route, state, collective, budget_bytes, device)
         new_state: dict[Piece, Tensor] = {}
@@ -113,21 +114,11 @@ def transition(
     )
 
 
-def _device_of(state: State) -> torch.device:
-    return next((t.device for t in state.values()), torch.device("cpu"))
-
-
 def _digest(route: Route) -> int:
-    text = "\n".join(
-        [repr(t) for t in route.space.tensors]
-        + [
-            f"{rank} {p}"
-            for layout in (route.before, route.after)
-            for rank, row in enumerate(layout.pieces)
-            for p in row
-        ]
-        + [str(t) for t in route.transfers]
-    )
+    lines = [repr(t) for t in route.space.tensors]
+    for layout in (route.before, route.after):
+        lines += [f"{rank} {p}" for rank, row in enumerate(layout.pieces) for p in row]
+    text = "\n".join([*lines, *map(str, route.transfers)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
@@ -187,16 +178,6 @@ def _vote(problem: str, collective: Collective, device: torch.device) -> None:
         raise TransitionError(f"ranks {failed} could not prepare the transition; nothing has moved")
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where in the buffer one transfer is packed."""
-
-    peer: int
-    outgoing: bool
-    item_bytes: int
-    transfer: Transfer
-
-
 def _run_stage(
     route: Route,
     stage: Sequence[Transfer],
@@ -208,47 +189,32 @@ def _run_stage(
 ) -> tuple[int, int]:
     """Pack, exchange, unpack; returns bytes sent and received."""
     rank = collective.rank
-    slots = [
-        _Slot(
-            t.destination if t.source == rank else t.source,
-            t.source == rank,
-            route.space[t.name].item_bytes,
-            t,
-        )
-        for t in stage
-        if rank in (t.source, t.destination)
-    ]
+
+    def run(t: Transfer) -> tuple[int, int, bool]:
+        outgoing = t.source == rank
+        return -route.space[t.name].item_bytes, t.destination if outgoing else t.source, outgoing
+
     # Wider elements first: every segment then starts at a multiple of its element's size without padding.
-    slots.sort(key=lambda s: (-s.item_bytes, s.peer, s.outgoing))
+    mine = sorted((t for t in stage if rank in (t.source, t.destination)), key=run)
     sends: list[tuple[int, Tensor]] = []
     recvs: list[tuple[int, Tensor]] = []
     unpack: list[tuple[Tensor, Tensor]] = []
-    offset = sent = received = 0
-    run_start = 0
-    for i, slot in enumerate(slots):
-        t = slot.transfer
-        dtype = torch_dtype(route.space[t.name])
-        n_bytes = route.n_bytes(t)
-        view = buffer[offset : offset + n_bytes].view(dtype).view(t.box.shape)
-        if slot.outgoing:
-            view.copy_(_find(sources, t.name, t.box))
-            sent += n_bytes
-        else:
-            unpack.append((_find(targets, t.name, t.box), view))
-            received += n_bytes
-        offset += n_bytes
-        following = slots[i + 1] if i + 1 < len(slots) else None
-        if following is None or (following.item_bytes, following.peer, following.outgoing) != (
-            slot.item_bytes,
-            slot.peer,
-            slot.outgoing,
-        ):
-            (sends if slot.outgoing else recvs).append((slot.peer, buffer[run_start:offset]))
-            run_start = offset
+    offset = 0
+    for (_, peer, outgoing), transfers in groupby(mine, key=run):
+        start = offset
+        for t in transfers:
+            stop = offset + route.n_bytes(t)
+            view = buffer[offset:stop].view(torch_dtype(route.space[t.name])).view(t.box.shape)
+            if outgoing:
+                view.copy_(_find(sources, t.name, t.box))
+            else:
+                unpack.append((_find(targets, t.name, t.box), view))
+            offset = stop
+        (sends if outgoing else recvs).append((peer, buffer[start:offset]))
     collective.exchange(sends, recvs, op=Operation(f"stage {number} of a transition")).wait()
     for target, view in unpack:
         target.copy_(view)
-    return sent, received
+    return sum(part.numel() for _, part in sends), sum(part.numel() for _, part in recvs)
 
 
 def _index(state: State) -> _Index:
@@ -268,11 +234,8 @@ def _find(index: _Index, name: str, box: Box) -> Tensor:
 
 def transition_naive(states: Sequence[State], after: Layout) -> list[dict[Piece, Tensor]]:
     """The naive twin, for all ranks at once: put every tensor together, then cut it up again."""
-    whole: dict[str, Tensor] = {}
-    for spec in after.space.tensors:
-        whole[spec.name] = torch.zeros(spec.shape, dtype=torch_dtype(spec))
-        for state in states:
-            for piece, tensor in state.items():
-                if piece.name == spec.name:
-                    whole[spec.name][piece.box.slices(spec.box)] = tensor
+    whole = {spec.name: torch.zeros(spec.shape, dtype=torch_dtype(spec)) for spec in after.space.tensors}
+    for state in states:
+        for piece, tensor in state.items():
+            whole[piece.name][piece.box.slices(after.space[piece.name].box)] = tensor
     return [{p: whole[p.name][p.box.slices(after.space[p.name].box)].clone() for p in row} for row in after.pieces]

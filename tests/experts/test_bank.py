@@ -14,10 +14,10 @@ from prophet.kernels.grouped_ffn.naive import ExpertWeights, expert_ffn
 @pytest.mark.parametrize("bias", [True, False])
 def test_flat_vector_is_the_parameters_one_after_another(activation: str, bias: bool) -> None:
     bank = ExpertBank(3, 5, 2, activation=activation, bias=bias)  # type: ignore[arg-type]
-    whole = bank.flat_slice(1, 0, bank.expert_numel)
+    whole = torch.cat(bank.flat_views(1, 0, bank.expert_numel))
     assert torch.equal(whole, torch.cat([p[1].flatten() for _, p in bank.stacked()]))
     for cut in range(0, bank.expert_numel + 1, 4):
-        parts = torch.cat([bank.flat_slice(1, 0, cut), bank.flat_slice(1, cut, bank.expert_numel)])
+        parts = torch.cat(bank.flat_views(1, 0, cut) + bank.flat_views(1, cut, bank.expert_numel))
         assert torch.equal(parts, whole)
     assert bank.expert_numel == bank.shape().expert_params
 
@@ -68,7 +68,7 @@ def test_replica_is_a_leaf_whose_gradient_lands_in_its_flat_buffer() -> None:
     pool = ReplicaPool()
     replica = Replica.build(1, bank, *pool.take(bank.expert_numel, torch.float64, torch.device("cpu")))
     with torch.no_grad():
-        replica.params.copy_(bank.flat_slice(1, 0, bank.expert_numel))
+        replica.params.copy_(torch.cat(bank.flat_views(1, 0, bank.expert_numel)))
     x = torch.randn(4, 3, dtype=torch.float64)
     for _ in range(2):  # accumulates
         expert_ffn(x, replica.weights, "swiglu").square().sum().backward()

@@ -21,11 +21,12 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+from benchmarks.kernels.tune import candidates
 from prophet.kernels.grouped_ffn import kernel as ffn
 from prophet.kernels.permute import kernel as permute
 from prophet.kernels.route import kernel as route
 from prophet.kernels.split_apply import kernel as split_apply
-from prophet.kernels.tuning import Config, candidates, rule
+from prophet.kernels.tuning import Config, rule
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 HOPPER = GPUTarget("cuda", 90, 32)

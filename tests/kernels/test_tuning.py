@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from benchmarks.kernels import tune
+from benchmarks.kernels.tune import CANDIDATES, best, candidates
 from prophet.kernels import tuning
-from prophet.kernels.tuning import Config, best, candidates, config_for, read, shape_class, write
+from prophet.kernels.tuning import Config, config_for, read, shape_class, write
 
 CPU = torch.device("cpu")
 
@@ -25,7 +26,7 @@ def test_every_class_has_an_answer() -> None:
     for kind in ("rows", "weights"):
         for dtype in (torch.float32, torch.bfloat16):
             assert isinstance(config_for(kind, CPU, dtype, 77, 33, 5), Config)  # type: ignore[arg-type]
-            assert 1 <= len(candidates(kind, dtype)) <= tuning.CANDIDATES  # type: ignore[arg-type]
+            assert 1 <= len(candidates(kind, dtype)) <= CANDIDATES  # type: ignore[arg-type]
 
 
 def test_the_file_is_written_read_and_merged(tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_the_fastest_candidate_that_runs_is_chosen() -> None:
     assert best(measure_s, [configs[3]]) is None
     asked.clear()
     best(measure_s, configs * 5)
-    assert len(asked) == tuning.CANDIDATES
+    assert len(asked) == CANDIDATES
 
 
 def test_what_is_tried_is_forgotten_and_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

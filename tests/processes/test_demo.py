@@ -19,8 +19,8 @@ from prophet.demo.model import ModelConfig
 from prophet.demo.text import load_corpus
 from prophet.demo.train import RunResult, TrainConfig, train
 from prophet.errors import RankFailed, SpecError
-from prophet.scheduler.timeline import read_trace as read_step
 from prophet.traces.npz import read_trace
+from tests.helpers.timelines import read_timeline
 
 SMALL = TrainConfig(
     model=ModelConfig(dim=16, heads=2, blocks=2, hidden=16, experts=4, length=32),
@@ -58,7 +58,7 @@ def test_two_ranks_end_to_end(tmp_path: Path) -> None:
     assert trace.counts.shape == (4, 2, 2, 4)
     assert trace.counts.sum(axis=(2, 3)).tolist() == [[4 * 32 * 2] * 2] * 4
     assert trace.meta["top_k"] == 2
-    step = read_step(config.out / "step.json")
+    step = read_timeline(config.out / "step.json")
     assert {s.rank for s in step["on"]} == {0, 1}
     assert {"FEC(0)", "FEC(1)"} <= {s.name for s in step["on"]}
     assert "<svg" in (config.out / "report.html").read_text(encoding="utf-8")

@@ -41,7 +41,7 @@ def play(chunks_of: list[tuple[Chunk, ...]], memory: list[dict[int, np.ndarray]]
             for rank, x in enumerate(exchanges):
                 buffer = [v for p in x.sends for v in memory[rank][p.expert][p.start : p.stop]]
                 offset = 0
-                for peer, n in enumerate(x.send_counts(ranks)):
+                for peer, n in enumerate(x.counts(ranks)[0]):
                     wire[rank, peer] = buffer[offset : offset + n]
                     offset += n
                 assert all(p.source == rank for p in x.sends)
@@ -49,7 +49,7 @@ def play(chunks_of: list[tuple[Chunk, ...]], memory: list[dict[int, np.ndarray]]
                     for p in x.sends:
                         memory[rank][p.expert][p.start : p.stop] = 0
             for rank, x in enumerate(exchanges):
-                counts = x.recv_counts(ranks)
+                counts = x.counts(ranks)[1]
                 assert [len(wire[s, rank]) for s in range(ranks)] == counts
                 buffer = [v for s in range(ranks) for v in wire[s, rank]]
                 offset = 0

@@ -12,10 +12,12 @@ from prophet.report.picture import around_blocks, block_of, draw_step, svg
 from prophet.scheduler.actions import Window
 from prophet.scheduler.recording import StepMarks, compute_spans
 from prophet.scheduler.schedules import block_wise
-from prophet.scheduler.simulate import StepDurations, simulate
-from prophet.scheduler.timeline import Span, read_trace, write_trace
+from prophet.scheduler.simulate import simulate
+from prophet.scheduler.timeline import Span, write_trace
 from tests.helpers.launch import on_processes
+from tests.helpers.schedules import uniform_durations
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
+from tests.helpers.timelines import read_timeline
 from tests.helpers.training import Case, Run, compare, expected
 
 CASE = Case(ranks=2, blocks=3, shapes=((2, 3), (4,)), slots=8, steps=4, transfers="direct")
@@ -61,13 +63,13 @@ def test_an_engine_records_its_steps(tmp_path: Path) -> None:
     compare(expected(CASE), [steps for steps, _, _ in by_rank])  # type: ignore[misc]
     for rank, (_, spans, _) in enumerate(by_rank):
         check(spans, rank)
-    d = StepDurations.uniform(3, 2, a2a_s=1e-3, fec_s=1e-3, trans_s=(1e-3, 0), agg_s=(1e-3, 0))
+    d = uniform_durations(3, 2, a2a_s=1e-3, fec_s=1e-3, trans_s=(1e-3, 0), agg_s=(1e-3, 0))
     groups = {
         "measured": [s for _, spans, _ in by_rank for s in spans],
         "simulated": list(simulate(block_wise(3), d, record=True).spans),
     }
     write_trace(tmp_path / "trace.json", groups)
-    read = read_trace(tmp_path / "trace.json")
+    read = read_timeline(tmp_path / "trace.json")
     assert {name: len(spans) for name, spans in read.items()} == {name: len(spans) for name, spans in groups.items()}
     text = svg(draw_step(groups, blocks=(0, 1)))
     assert text.startswith("<svg")
@@ -120,7 +122,7 @@ def test_compute_is_cut_where_the_backward_pass_begins_and_ends() -> None:
 def test_two_blocks_of_a_step() -> None:
     step = simulate(
         block_wise(4),
-        StepDurations.uniform(4, 2, a2a_s=1, fec_s=2, fnec_s=3, bnec_s=1, bec_s=1, trans_s=(1, 1), agg_s=(1, 1)),
+        uniform_durations(4, 2, a2a_s=1, fec_s=2, fnec_s=3, bnec_s=1, bec_s=1, trans_s=(1, 1), agg_s=(1, 1)),
         record=True,
     )
     cut = around_blocks(step.spans, (1, 2))

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from prophet.errors import SpecError
 from prophet.planner.cost import transfer_cost
-from prophet.scheduler.actions import Action
 from prophet.scheduler.pieces import Form
-from prophet.scheduler.schedules import NAMES, Schedule, block_wise, blocking, program, schedule_named
+from prophet.scheduler.schedules import NAMES, Schedule, block_wise, blocking, schedule_named
 from prophet.scheduler.simulate import (
     SimulatedStep,
     StepDurations,
@@ -25,6 +24,7 @@ from prophet.scheduler.simulate import (
     transfer_by_chunk,
 )
 from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
+from tests.helpers.schedules import compute_s, parse_action, uniform_durations
 
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -50,6 +50,7 @@ def durations(draw: st.DrawFn) -> StepDurations:
         plan_s=draw_s(7, blocks),
         start_s=draw_s(8, ranks),
         end_s=draw_s(9, ranks),
+        update_s=np.zeros(ranks),
         counts_s=float(scale[10]) * 0.01,
         overlap_cost=draw(st.sampled_from([0.0, 0.3])),
     )
@@ -66,7 +67,7 @@ def parts(step: SimulatedStep) -> FloatArray:
 
 @pytest.mark.parametrize("shared_link", [False, True])
 def test_blocking_is_the_sum_of_everything(shared_link: bool) -> None:
-    d = StepDurations.uniform(
+    d = uniform_durations(
         3, 4, a2a_s=2, fec_s=3, fnec_s=5, bnec_s=7, bec_s=6, trans_s=(1, 2), agg_s=(0.5, 1), start_s=4, end_s=8
     )
     step = simulate(blocking(3), d, shared_link=shared_link)
@@ -82,7 +83,7 @@ def test_what_stays_exposed_on_a_shared_link(fec: float, fnec: float, chunks: tu
 
     Block 0's Trans has only the start to hide under (and there is none here), so it is paid in full.
     """
-    d = StepDurations.uniform(3, 2, a2a_s=a2a, fec_s=fec, fnec_s=fnec, trans_s=chunks)
+    d = uniform_durations(3, 2, a2a_s=a2a, fec_s=fec, fnec_s=fnec, trans_s=chunks)
     step = simulate(block_wise(3), d)
     after_fec = max(0.0, chunks[0] - fec)
     slowed = min(a2a, after_fec)  # the rest of chunk 0 runs under the combine all-to-all and slows it down
@@ -91,7 +92,7 @@ def test_what_stays_exposed_on_a_shared_link(fec: float, fnec: float, chunks: tu
 
 
 def test_all_to_alls_cover_transfers_on_a_link_of_their_own() -> None:
-    d = StepDurations.uniform(2, 2, a2a_s=10, fec_s=1, trans_s=(4, 4))
+    d = uniform_durations(2, 2, a2a_s=10, fec_s=1, trans_s=(4, 4))
     own = simulate(block_wise(2), d, shared_link=False)
     shared = simulate(block_wise(2), d)
     # block 0: 8 seconds of Trans start with the step and the dispatch of 10 covers them; block 1: hidden as well
@@ -102,9 +103,7 @@ def test_all_to_alls_cover_transfers_on_a_link_of_their_own() -> None:
 
 def test_what_was_held_back_of_trans_follows_the_counts() -> None:
     """Chunk 2 has no window: it starts after the counts, beside the dispatch, unless nothing of Trans went before."""
-    d = StepDurations.uniform(
-        2, 2, a2a_s=4, fec_s=3, fnec_s=3, counts_s=1, trans_s=(3.0, 3.0, 5.0), agg_s=(0.0, 0.0, 0.0)
-    )
+    d = uniform_durations(2, 2, a2a_s=4, fec_s=3, fnec_s=3, counts_s=1, trans_s=(3.0, 3.0, 5.0), agg_s=(0.0, 0.0, 0.0))
     ahead = simulate(block_wise(2), d, shared_link=False, record=True)
     late = {
         s.name: s.start_s for s in ahead.spans if s.rank == 0 and s.name in ("Trans(1,2)", "dispatch(1)", "counts(1)")
@@ -117,7 +116,7 @@ def test_what_was_held_back_of_trans_follows_the_counts() -> None:
 
 
 def test_agg_hides_under_the_backward_pass_of_the_block_before() -> None:
-    d = StepDurations.uniform(2, 2, bnec_s=3, bec_s=5, agg_s=(2, 4))
+    d = uniform_durations(2, 2, bnec_s=3, bec_s=5, agg_s=(2, 4))
     step = simulate(block_wise(2), d)
     # Agg(1): 2 under BNEC(0) of 3, 4 under BEC(0) of 5; Agg(0) is sent at the very end, in full
     assert step.exposed_s["agg"] == pytest.approx(6)
@@ -125,27 +124,27 @@ def test_agg_hides_under_the_backward_pass_of_the_block_before() -> None:
 
 
 def test_a_transfer_takes_its_cost_from_the_compute_beside_it() -> None:
-    d = StepDurations.uniform(1, 2, start_s=10.0, fec_s=3.0, trans_s=(4.0, 0.0), overlap_cost=0.25)
-    step = simulate([Action.parse("TRANS(0,0)@START")], d)
+    d = uniform_durations(1, 2, start_s=10.0, fec_s=3.0, trans_s=(4.0, 0.0), overlap_cost=0.25)
+    step = simulate([parse_action("TRANS(0,0)@START")], d)
     np.testing.assert_allclose(step.slowed_s, 0.25 * 4.0)  # all of it beside the compute
     assert step.makespan_s == pytest.approx(step.compute_s[0] + 1.0)
-    short = simulate([Action.parse("TRANS(0,0)@START")], dataclasses.replace(d, start_s=np.full(2, 1.5)))
+    short = simulate([parse_action("TRANS(0,0)@START")], dataclasses.replace(d, start_s=np.full(2, 1.5)))
     np.testing.assert_allclose(
         short.slowed_s, 0.5
     )  # 1.5 s of work take 2 s, the other 2 s of the transfer are waited for
     np.testing.assert_allclose(short.exposed_trans_s, 2.0)
     assert simulate(blocking(1), d).slowed_s.max() == 0.0
     # a rank that is done before the last one has launched the chunk loses nothing to it
-    d = StepDurations.uniform(2, 2, fec_s=3.0, trans_s=(4.0, 0.0), overlap_cost=0.25)
+    d = uniform_durations(2, 2, fec_s=3.0, trans_s=(4.0, 0.0), overlap_cost=0.25)
     late, trans_s = d.a2a_s.copy(), d.trans_s.copy()
     late[0, 0, 1] = 5.0  # rank 1 begins its FEC(0) when rank 0 has ended it
     trans_s[0] = 0.0
-    step = simulate([Action.parse("TRANS(1,0)@FEC(0)")], dataclasses.replace(d, a2a_s=late, trans_s=trans_s))
+    step = simulate([parse_action("TRANS(1,0)@FEC(0)")], dataclasses.replace(d, a2a_s=late, trans_s=trans_s))
     np.testing.assert_allclose(step.slowed_s, [0.0, 0.25 * 4.0])
 
 
 def test_the_slowest_rank_makes_the_others_wait() -> None:
-    d = StepDurations.uniform(2, 3, a2a_s=1, fec_s=2)
+    d = uniform_durations(2, 3, a2a_s=1, fec_s=2)
     slow = d.fec_s.copy()
     slow[0, 1] = 9
     step = simulate(block_wise(2), dataclasses.replace(d, fec_s=slow))
@@ -154,15 +153,15 @@ def test_the_slowest_rank_makes_the_others_wait() -> None:
 
 
 def test_a_chunk_starts_when_the_last_rank_has_launched_it() -> None:
-    d = StepDurations.uniform(1, 2, trans_s=(1, 0))
+    d = uniform_durations(1, 2, trans_s=(1, 0))
     late = dataclasses.replace(d, trans_s=np.array([[[1.0, 0.0], [0.0, 0.0]]]))
-    step = simulate((Action.parse("TRANS(0,0)@START"),), late, record=True)
+    step = simulate((parse_action("TRANS(0,0)@START"),), late, record=True)
     assert step.exposed_trans_s.tolist() == [1.0, 0.0]
     assert [(s.name, s.rank) for s in step.spans] == [("Trans(0,0)", 0)]
 
 
 def test_the_plan_is_exposed_only_beyond_the_end_of_the_step() -> None:
-    d = StepDurations.uniform(2, 2, a2a_s=1, fec_s=1, plan_s=3)
+    d = uniform_durations(2, 2, a2a_s=1, fec_s=1, plan_s=3)
     # planning of block 0 begins at 0 and of block 1 when the thread is free, at 3; the step itself takes 10
     assert simulate(blocking(2), d).exposed_s["plan"] == 0
     late = dataclasses.replace(d, plan_s=np.array([3.0, 9.0]))
@@ -185,7 +184,7 @@ def test_every_second_of_every_rank_has_a_name(d: StepDurations, shared: bool, m
 def test_makespan_is_at_least_every_stream(d: StepDurations, shared: bool) -> None:
     step = simulate(block_wise(d.blocks), d, shared_link=shared)
     floor = 1 - 1e-12
-    assert step.makespan_s >= floor * (d.compute_s() + d.a2a_s.sum(axis=(0, 1))).max()
+    assert step.makespan_s >= floor * (compute_s(d) + d.a2a_s.sum(axis=(0, 1))).max()
     assert step.makespan_s >= floor * (d.trans_s + d.agg_s).sum(axis=(0, 1)).max()
     critical = sum(d.fec_s[i].max() + d.bec_s[i].max() for i in range(d.blocks))
     assert step.makespan_s >= floor * critical  # all-to-alls on both sides of the experts
@@ -229,7 +228,7 @@ def test_block_wise_is_never_slower_on_a_shared_link_when_ranks_send_alike(d: St
 def test_recorded_spans_agree_with_the_sums(d: StepDurations) -> None:
     step = simulate(block_wise(d.blocks), d, record=True)
     for stream, expected in (
-        ("compute", d.compute_s() + step.slowed_s),
+        ("compute", compute_s(d) + step.slowed_s),
         ("tokens", step.a2a_s + step.shared_s),
     ):
         found = np.zeros(d.ranks)
@@ -257,9 +256,9 @@ def test_recorded_spans_agree_with_the_sums(d: StepDurations) -> None:
     ],
 )
 def test_schedules_that_do_not_fit(actions: tuple[str, ...], message: str) -> None:
-    schedule: Schedule = tuple(Action.parse(a) for a in actions)
+    schedule: Schedule = tuple(parse_action(a) for a in actions)
     with pytest.raises(ValueError, match=message):
-        simulate(schedule, StepDurations.uniform(2, 2))
+        simulate(schedule, uniform_durations(2, 2))
 
 
 def test_built_in_schedules_fit() -> None:
@@ -269,7 +268,7 @@ def test_built_in_schedules_fit() -> None:
 
 
 def test_bad_durations_name_the_field() -> None:
-    d = StepDurations.uniform(2, 2)
+    d = uniform_durations(2, 2)
     with pytest.raises(SpecError, match=r"fec_s must have shape \[2, 2\]"):
         dataclasses.replace(d, fec_s=np.zeros((2, 3)))
     with pytest.raises(SpecError, match="agg_s must have shape"):
@@ -344,16 +343,15 @@ def test_chunks_of_both_forms_add_up_to_the_planners_cost() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("refetch", [False, True])
-def test_a_program_and_its_transfers_alone_play_the_same_step(name: str, refetch: bool) -> None:
-    d = StepDurations.uniform(4, 2, a2a_s=1, fec_s=2, fnec_s=1, bnec_s=1, bec_s=4, trans_s=(1,) * 4, agg_s=(1,) * 4)
+def test_every_schedule_accounts_for_all_of_its_step(name: str, refetch: bool) -> None:
+    d = uniform_durations(4, 2, a2a_s=1, fec_s=2, fnec_s=1, bnec_s=1, bec_s=4, trans_s=(1,) * 4, agg_s=(1,) * 4)
     schedule = schedule_named(name, 4, refetch=refetch)
-    alone, whole = simulate(schedule, d), simulate(program(schedule, 4), d)
-    assert alone.makespan_s == whole.makespan_s
+    whole = simulate(schedule, d)
     np.testing.assert_allclose(parts(whole), whole.makespan_s)
     if refetch and name == "blocking":
         assert whole.makespan_s == simulate(schedule_named(name, 4), d).makespan_s + 3 * 4
 
 
 def test_thousands_of_ranks_are_quick() -> None:
-    d = StepDurations.uniform(24, 4096, a2a_s=1, fec_s=2, fnec_s=1, bnec_s=1, bec_s=4, trans_s=(1, 1), agg_s=(1, 1))
+    d = uniform_durations(24, 4096, a2a_s=1, fec_s=2, fnec_s=1, bnec_s=1, bec_s=4, trans_s=(1, 1), agg_s=(1, 1))
     assert simulate(block_wise(24), d).makespan_s > 24 * 12

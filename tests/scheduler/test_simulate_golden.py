@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from prophet.scheduler.schedules import Schedule, block_wise, blocking
-from prophet.scheduler.simulate import StepDurations, simulate
+from prophet.scheduler.simulate import simulate
+from tests.helpers.schedules import uniform_durations
 
-STEP = StepDurations.uniform(
+STEP = uniform_durations(
     2,
     2,
     a2a_s=1,

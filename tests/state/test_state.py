@@ -63,7 +63,6 @@ def test_by_layer_puts_unlayered_state_everywhere() -> None:
     )
     layout = by_layer(space, StageMap((0, 1, 2), (1, 0)), 3)
     assert [[p.name for p in row] for row in layout.pieces] == [["b", "step"], ["a", "step"], ["step"]]
-    assert layout.bytes_on(0) == 16
     layout.check_complete()
     with pytest.raises(LayoutError, match=r"no rank holds b\[0:2\]"):
         layout_from(space, 2, {0: [("a", Box((0,), (2,)))]}).check_complete()
@@ -76,7 +75,7 @@ def test_zero_shards_cut_across_tensors() -> None:
     space = Space(tensors)
     layout = layout_from(space, 4, dict(enumerate(shards)))
     layout.check_complete()
-    assert [layout.bytes_on(r) for r in range(4)] == [20, 20, 20, 8]
+    assert [sum(p.box.elements for p in row) for row in layout.pieces] == [5, 5, 5, 2]
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -120,7 +119,7 @@ def test_unchanged_pieces_are_not_copied() -> None:
 def test_a_step_over_the_budget_is_split() -> None:
     staged = plan(grown_by_one_copy(), 32)
     # 16 bytes go out at a time: 96 bytes in six windows, two of which fit a stage
-    assert staged.peak_buffer_bytes <= 32
+    assert max(staged.buffer_bytes(r) for r in range(staged.route.ranks)) <= 32
     assert len(staged.stages) == 3
     assert plan(grown_by_one_copy(), 96).stages == (grown_by_one_copy().transfers,)
     with pytest.raises(BudgetError, match="one element of w"):
@@ -282,12 +281,10 @@ def test_a_budget_too_small_is_an_error_on_every_rank() -> None:
 def test_layouts_grow_and_shrink_in_ranks() -> None:
     space = Space(tuple(TensorSpec(name=f"l{i}", shape=(3,), layer=i) for i in range(6)))
     four = by_layer(space, StageMap.contiguous((0, 2, 3, 5, 6)), 4)
-    two = by_layer(space, StageMap.contiguous((0, 3, 6)), 2).on_ranks(4)
+    two = Layout(space, (*by_layer(space, StageMap.contiguous((0, 3, 6)), 2).pieces, (), ()))
     values = {t.name: random_values(np.random.default_rng(1), t) for t in space.tensors}
     states = states_of(four, values)
     there = ThreadWorld(4).run(lambda c: transition(route(four, two), states[c.rank], c, budget_bytes=64))
     assert [len(m.state) for m in there] == [3, 3, 0, 0]
     back = ThreadWorld(4).run(lambda c: transition(route(two, four), there[c.rank].state, c, budget_bytes=64))
     _assert_whole(route(two, four), [m.state for m in back], values)
-    with pytest.raises(LayoutError, match="cannot be cut"):
-        Layout(space, four.pieces).on_ranks(3)

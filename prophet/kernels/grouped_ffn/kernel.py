@@ -255,8 +255,8 @@ class _Launch:
         dtypes = {p.dtype for p in (*home, *replicas)}
         if len(dtypes) > 1:
             raise ValueError(f"expected all experts' parameters in one dtype, got {sorted(map(str, dtypes))}")
-        self.home = [p if p.is_contiguous() else p.contiguous() for p in home]
-        self.replicas = [p if p.is_contiguous() else p.contiguous() for p in replicas]
+        self.home = [p.contiguous() for p in home]
+        self.replicas = [p.contiguous() for p in replicas]
         rows = []
         for i, p in enumerate(self.home):
             stride = p.stride(0) * p.element_size()
@@ -363,9 +363,7 @@ def _activations(launch: _Launch, x: Tensor, swiglu: bool, *, keep: bool) -> tup
     act = x.new_empty((x.shape[0], hidden))
     kept = x.new_empty((x.shape[0] if keep else 0, units))
     bias = 2 if launch.biased else None
-    launch.rows(
-        ACT, x, act, kept, weight=0, strides=(dim, 1), cols=hidden, swiglu=swiglu, bias=bias, keep=keep
-    )  # fmt: skip
+    launch.rows(ACT, x, act, kept, weight=0, strides=(dim, 1), cols=hidden, swiglu=swiglu, bias=bias, keep=keep)
     return act, kept
 
 

@@ -85,11 +85,7 @@ def _serving(
 
 
 def _check(
-    x: Tensor,
-    sizes: Sequence[int] | Tensor,
-    home: ExpertWeights,
-    replicas: Sequence[ExpertWeights],
-    activation: str,
+    x: Tensor, sizes: Sequence[int] | Tensor, home: ExpertWeights, replicas: Sequence[ExpertWeights], activation: str
 ) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -250,18 +246,8 @@ def _forward_op(
 
 
 @_forward_op.register_fake
-def _(
-    x: Tensor,
-    sizes: Tensor,
-    home: list[Tensor],
-    replicas: list[Tensor],
-    home_grads: list[Tensor],
-    replica_grads: list[Tensor],
-    activation: str,
-    grad_scale: float,
-    keep: bool,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor]:
+    x, _, home, *_, keep, _ = given
     return x.new_empty(x.shape), x.new_empty((x.shape[0] if keep else 0, home[0].shape[1]))
 
 
@@ -301,25 +287,6 @@ def _backward_op(
     blocked.backward(d_y.contiguous(), x.contiguous(), kept, hosted, experts, targets, act, d_x=into)
 
 
-@_backward_op.register_fake
-def _(
-    d_y: Tensor,
-    x: Tensor,
-    kept: Tensor,
-    sizes: Tensor,
-    home: list[Tensor],
-    replicas: list[Tensor],
-    d_x: Tensor,
-    d_home: list[Tensor],
-    d_replicas: list[Tensor],
-    fresh_home: bool,
-    fresh_replicas: bool,
-    activation: str,
-    grad_scale: float,
-    impl: str,
-) -> None: ...
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, sizes, home, replicas, home_grads, replica_grads, activation, grad_scale, keep, impl = inputs
     ctx.set_materialize_grads(False)
@@ -339,7 +306,7 @@ def _backward(ctx: Any, d_y: Tensor | None, _: Tensor | None) -> tuple[Any, ...]
     blank = [None] * len(home_grads), [None] * len(replica_grads), None, None, None, None
     if d_y is None:
         return None, None, [None] * step, [None] * len(replicas), *blank
-    d_x = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else x.new_empty(0)
+    d_x = x.new_empty(x.shape if needs[0] else 0)
     d_home = _destinations(home, needs[2], home_grads)
     d_replicas = _destinations(replicas, needs[3], replica_grads)
     fresh = not home_grads, not replica_grads
@@ -361,10 +328,7 @@ def _destinations(params: list[Tensor], needed: Sequence[bool], buffers: list[Te
     """Where the gradients of `params` go: their buffers, or new memory; an empty tensor for those not needed."""
     if buffers:
         return [b if n else p.new_empty(0) for p, n, b in zip(params, needed, buffers, strict=True)]
-    layout = torch.contiguous_format
-    return [
-        torch.empty_like(p, memory_format=layout) if n else p.new_empty(0) for p, n in zip(params, needed, strict=True)
-    ]
+    return [p.new_empty(p.shape if n else 0) for p, n in zip(params, needed, strict=True)]
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)

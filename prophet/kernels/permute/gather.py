@@ -28,7 +28,7 @@ def collect(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
         return rows.index_select(0, position.view(-1))
     if rows.shape[0] == 0:
         return rows.new_zeros((tokens, rows.shape[1]))
-    if rows.device.type == "cpu" and rows.dtype == torch.float32 and weights_fit(weights):
+    if rows.device.type == "cpu" and all(t is None or t.dtype == torch.float32 for t in (rows, weights)):
         return _bags(rows, position, weights)
     precise = torch.promote_types(rows.dtype, torch.float32 if weights is None else weights.dtype)
     precise = torch.promote_types(precise, torch.float32)
@@ -43,11 +43,6 @@ def collect(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:
         else:
             y.addcmul_(part.to(precise), weights[:, k : k + 1].to(precise))
     return y.to(rows.dtype)
-
-
-def weights_fit(weights: Tensor | None) -> bool:
-    """Whether the kernel takes these weights: none, or float32."""
-    return weights is None or weights.dtype == torch.float32
 
 
 def _bags(rows: Tensor, position: Tensor, weights: Tensor | None) -> Tensor:

@@ -118,10 +118,8 @@ def collect_backward(d_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor) 
     count, dim = rows.shape
     top_k = weights.shape[1]
     d_rows = rows.new_empty((count, dim))
-    full = count == weights.numel()
-    d_weights = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device) if full else None
-    if d_weights is None or dim == 0:
-        d_weights = torch.zeros(weights.shape, dtype=weights.dtype, device=weights.device)
+    make = torch.empty if count == weights.numel() and dim else torch.zeros
+    d_weights = make(weights.shape, dtype=weights.dtype, device=weights.device)
     if d_rows.numel():
         block, cols = _blocks(dim)
         grid = (triton.cdiv(count, block),)

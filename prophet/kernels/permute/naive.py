@@ -16,10 +16,9 @@ def permute(x: Tensor, order: Tensor, top_k: int) -> Tensor:
 
 
 def unpermute(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """Sum every token's expert outputs: y[n] = sum over k of weights[n, k] · rows[position of choice (n, k)].
+    """y[n] = sum over k of weights[n, k] · rows[position of choice (n, k)], [N, D] in the dtype of `rows` [A, D].
 
-    rows: [A, D] in send order. weights: [N, K]. Choices that were not sent count as zero. The sum runs over k in
-    order, in the precision of the wider of rows and weights; the result has the dtype of `rows`. Returns [N, D].
+    Choices that were not sent count as zero. The sum runs over k in order, in the wider of both precisions.
     """
     n, k = weights.shape
     back = rows.new_zeros((n * k, rows.shape[1])).index_copy(0, order, rows).view(n, k, rows.shape[1])

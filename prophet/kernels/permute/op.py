@@ -20,7 +20,7 @@ def permute(x: Tensor, order: Tensor, position: Tensor, *, impl: Impl = "auto") 
     order [A] and position [N, K] as `prophet.kernels.split_apply.send_order` gives them: position[n, k] is where in
     the order choice n*K + k is, or -1 where it is not sent. With K = 1 and nothing dropped this reorders rows.
     """
-    _check(x.shape[0], order, position, "tokens", x)
+    _check(x.shape[0], order, position, x)
     chosen = choose(impl, x)
     if chosen == "naive":
         return naive.permute(x, order, position.shape[1])
@@ -36,7 +36,7 @@ def unpermute(
     rows [A, D] in send order; weights [N, K], None for ones. Choices that were not sent count as zero. The sum runs
     over k in order, in float32 at least; the result has the dtype of `rows`. Differentiable in rows and weights, once.
     """
-    _check(position.shape[0], order, position, "tokens", rows)
+    _check(position.shape[0], order, position, rows)
     if rows.shape[0] != order.shape[0]:
         raise ValueError(f"{rows.shape[0]} rows cannot be combined by an order of {order.shape[0]}")
     if weights is not None and weights.shape != position.shape:
@@ -44,18 +44,14 @@ def unpermute(
     chosen = choose(impl, rows)
     if chosen == "naive":
         return naive.unpermute(rows, order, torch.ones_like(position, dtype=rows.dtype) if weights is None else weights)
-    y: Tensor
-    if weights is None:
-        y = _collect_op(rows, order, position, chosen)
-    else:
-        y = _combine_op(rows, order, position, weights, chosen)
+    y: Tensor = _collect_op(rows, order, position, weights, chosen)
     return y
 
 
-def _check(tokens: int, order: Tensor, position: Tensor, what: str, x: Tensor) -> None:
+def _check(tokens: int, order: Tensor, position: Tensor, x: Tensor) -> None:
     if x.ndim != 2 or order.ndim != 1 or position.ndim != 2 or position.shape[0] != tokens:
         raise ValueError(
-            f"expected rows [.., D], order [A] and position [N, K] for {tokens} {what}, got shapes "
+            f"expected rows [.., D], order [A] and position [N, K] for {tokens} tokens, got shapes "
             f"{list(x.shape)}, {list(order.shape)} and {list(position.shape)}"
         )
 
@@ -78,22 +74,8 @@ def _(x: Tensor, order: Tensor, position: Tensor, impl: str) -> Tensor:
 
 
 @torch.library.custom_op("prophet::collect", mutates_args=())
-def _collect_op(rows: Tensor, order: Tensor, position: Tensor, impl: str) -> Tensor:
-    """The sum over a token's choices: unpermute without weights, and the backward pass of permute."""
-    if impl == "triton":
-        from prophet.kernels.permute import kernel
-
-        return kernel.collect(rows, position, None)
-    return gather.collect(rows.contiguous(), position, None)
-
-
-@_collect_op.register_fake
-def _(rows: Tensor, order: Tensor, position: Tensor, impl: str) -> Tensor:
-    return rows.new_empty((position.shape[0], rows.shape[1]))
-
-
-@torch.library.custom_op("prophet::combine", mutates_args=())
-def _combine_op(rows: Tensor, order: Tensor, position: Tensor, weights: Tensor, impl: str) -> Tensor:
+def _collect_op(rows: Tensor, order: Tensor, position: Tensor, weights: Tensor | None, impl: str) -> Tensor:
+    """The weighted sum over a token's choices: unpermute, and without weights the backward pass of permute."""
     if impl == "triton":
         from prophet.kernels.permute import kernel
 
@@ -101,15 +83,13 @@ def _combine_op(rows: Tensor, order: Tensor, position: Tensor, weights: Tensor, 
     return gather.collect(rows.contiguous(), position, weights)
 
 
-@_combine_op.register_fake
-def _(rows: Tensor, order: Tensor, position: Tensor, weights: Tensor, impl: str) -> Tensor:
+@_collect_op.register_fake
+def _(rows: Tensor, order: Tensor, position: Tensor, weights: Tensor | None, impl: str) -> Tensor:
     return rows.new_empty((position.shape[0], rows.shape[1]))
 
 
-@torch.library.custom_op("prophet::combine_backward", mutates_args=())
-def _combine_backward_op(
-    d_y: Tensor, rows: Tensor, order: Tensor, position: Tensor, weights: Tensor, impl: str
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("prophet::collect_backward", mutates_args=())
+def _collect_backward_op(d_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     if impl == "triton":
         from prophet.kernels.permute import kernel
 
@@ -117,34 +97,32 @@ def _combine_backward_op(
     return gather.collect_backward(d_y, rows, order, weights)
 
 
-@_combine_backward_op.register_fake
-def _(d_y: Tensor, rows: Tensor, order: Tensor, position: Tensor, weights: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+@_collect_backward_op.register_fake
+def _(d_y: Tensor, rows: Tensor, order: Tensor, weights: Tensor, impl: str) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 
-def _keep_order(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:3])
-    ctx.impl = inputs[3]
+def _setup_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, order, position, ctx.impl = inputs
+    ctx.save_for_backward(order, position)
 
 
 def _permute_backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor, None, None, None]:
-    return _collect_op(d_rows, *ctx.saved_tensors, ctx.impl), None, None, None
+    return _collect_op(d_rows, *ctx.saved_tensors, None, ctx.impl), None, None, None
 
 
-def _collect_backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None, None]:
-    return _permute_op(d_y, *ctx.saved_tensors, ctx.impl), None, None, None
+def _setup_collect(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, order, position, weights, ctx.impl = inputs
+    ctx.save_for_backward(order, position, *(() if weights is None else (rows, weights)))
 
 
-def _keep_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
-    ctx.impl = inputs[4]
-
-
-def _combine_backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None, Tensor, None]:
-    d_rows, d_weights = _combine_backward_op(d_y, *ctx.saved_tensors, ctx.impl)
+def _collect_backward(ctx: Any, d_y: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
+    order, position, *weighted = ctx.saved_tensors
+    if not weighted:
+        return _permute_op(d_y, order, position, ctx.impl), None, None, None, None
+    d_rows, d_weights = _collect_backward_op(d_y, weighted[0], order, weighted[1], ctx.impl)
     return d_rows, None, None, d_weights, None
 
 
-_permute_op.register_autograd(_permute_backward, setup_context=_keep_order)
-_collect_op.register_autograd(_collect_backward, setup_context=_keep_order)
-_combine_op.register_autograd(_combine_backward, setup_context=_keep_all)
+_permute_op.register_autograd(_permute_backward, setup_context=_setup_permute)
+_collect_op.register_autograd(_collect_backward, setup_context=_setup_collect)

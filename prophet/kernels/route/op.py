@@ -81,11 +81,9 @@ def _route_op(
 
 
 @_route_op.register_fake
-def _(
-    logits: Tensor, top_k: int, sigmoid: bool, normalize: bool, scale: float, bias: Tensor | None, impl: str
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(logits: Tensor, top_k: int, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     ids = logits.new_empty((logits.shape[0], top_k), dtype=torch.int64)
-    precise = torch.float32 if impl == "triton" else logits.dtype
+    precise = torch.float32 if others[-1] == "triton" else logits.dtype
     return ids, logits.new_empty(ids.shape, dtype=precise), ids.new_empty(logits.shape[1])
 
 
@@ -114,9 +112,7 @@ def _route_backward_op(
 
 
 @_route_backward_op.register_fake
-def _(
-    d_weights: Tensor, logits: Tensor, ids: Tensor, sigmoid: bool, normalize: bool, scale: float, impl: str
-) -> Tensor:
+def _(d_weights: Tensor, logits: Tensor, *others: Any) -> Tensor:
     return logits.new_empty(logits.shape)
 
 

@@ -24,12 +24,7 @@ def regroup(lengths: Tensor) -> Tensor:
 
 
 def send_order(ids: Tensor, kept: Tensor | None, split_ED: Tensor) -> Tensor:
-    """Order in which this rank's choices are sent: by destination rank, then expert, then position.
-
-    ids: [N, K] expert of every choice. kept: [N, K] booleans or None. split_ED: [E, D] how many of this rank's choices
-    of expert e go to rank d. The earlier choices of an expert go to the lower destination ranks. Returns indices into
-    the N*K choices, [choices kept].
-    """
+    """The order of `op.send_order`, [choices kept] indices into the N*K choices."""
     flat = ids.reshape(-1)
     order = flat.argsort(stable=True)
     if kept is not None:

@@ -1,0 +1,271 @@
+"""A step's predicted cost, and what it depends on: the machine, the layer's sizes, the compute around it.
+
+Shape legend: R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from prophet.errors import SpecError
+from prophet.spec.arrays import FloatArray, IntArray, check_not_negative, check_positive
+from prophet.spec.placement import Placement
+
+Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "swiglu_clamped"]
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+GATED: tuple[Activation, ...] = ("swiglu", "swiglu_clamped")  # three matrices instead of two
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerShape:
+    """Sizes of one MoE layer's experts; everything the performance model needs to know of the network."""
+
+    dim: int
+    hidden: int
+    activation: Activation = "gelu"
+    bias: bool = True
+    param_bytes: int = 4
+    grad_bytes: int = 4
+    token_element_bytes: int = 4
+
+    def __post_init__(self) -> None:
+        check_positive(self, "dim", "hidden", "param_bytes", "grad_bytes", "token_element_bytes")
+        if self.activation not in ACTIVATIONS:
+            raise SpecError(f"LayerShape.activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+
+    @property
+    def matrices(self) -> int:
+        """Matrix products per token: 2 for a plain MLP, 3 where it is gated."""
+        return 3 if self.activation in GATED else 2
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one expert, biases included."""
+        biases = (self.matrices - 1) * self.hidden + self.dim if self.bias else 0
+        return self.matrices * self.dim * self.hidden + biases
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's parameters: what Trans moves for one replica."""
+        return self.expert_params * self.param_bytes
+
+    @property
+    def expert_grad_bytes(self) -> int:
+        """Bytes of one expert's gradients: what Agg moves for one replica."""
+        return self.expert_params * self.grad_bytes
+
+    @property
+    def replica_bytes(self) -> int:
+        """Memory one replica takes: its parameters and its gradients."""
+        return self.expert_bytes + self.expert_grad_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token row: what dispatch moves, and combine again."""
+        return self.dim * self.token_element_bytes
+
+    @property
+    def forward_flops_per_token(self) -> int:
+        """Floating-point operations of one expert on one token, forward; the backward pass takes twice that."""
+        return 2 * self.matrices * self.dim * self.hidden
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Windows:
+    """Compute under which a block's Trans and Agg are hidden (paper, Eq. 8): that of the block before.
+
+    fnec_s, bnec_s: its compute outside the experts, forward and backward. experts: whether its experts compute, too; no
+    experts come before those of a model's first block.
+    """
+
+    fnec_s: float = 0.0
+    bnec_s: float = 0.0
+    experts: bool = True
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, "fnec_s", "bnec_s")
+
+    def forward_s(self, experts_s: float) -> float:
+        """Seconds that hide Trans, where experts compute for `experts_s` forward."""
+        return self.fnec_s + (experts_s if self.experts else 0.0)
+
+    def backward_s(self, experts_s: float) -> float:
+        """Seconds that hide Agg, where experts compute for `experts_s` forward, and twice as long backward (Eq. 3)."""
+        return self.bnec_s + (2.0 * experts_s if self.experts else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """One level of the network as one rank sees it."""
+
+    bytes_per_s: float
+    latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_positive(self, "bytes_per_s")
+        check_not_negative(self, "latency_s")
+
+    def seconds(self, n_bytes: float) -> float:
+        """Time to move `n_bytes` over this link; nothing to move takes no time."""
+        return self.latency_s + n_bytes / self.bytes_per_s if n_bytes > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    """The machine an expert-parallel group runs on.
+
+    `ranks` are numbered node by node: ranks 0 .. ranks_per_node-1 share node 0. `flops_per_s[r]` is what expert
+    products reach on rank r (not the data sheet's peak). `free_bytes[r]` bounds what replicas may take on rank r.
+    `expert_overhead_s` is spent on every expert that a rank computes, `call_overhead_s` once for all of them together.
+    `trans_rate` and `agg_rate` are the bytes per second of Trans and Agg over those of the all-to-all: below 1 where
+    gathering and adding up the pieces takes time. `overlap_cost`, from 0 to below 1, is by how much of its seconds a
+    transfer lengthens the compute that hides it: sending takes time of the processor, or of a GPU's memory.
+    """
+
+    ranks: int
+    ranks_per_node: int
+    intra: Link
+    inter: Link
+    flops_per_s: tuple[float, ...]
+    free_bytes: tuple[int, ...]
+    expert_overhead_s: float = 0.0
+    call_overhead_s: float = 0.0
+    trans_rate: float = 1.0
+    agg_rate: float = 1.0
+    overlap_cost: float = 0.0
+    name: str = "unnamed"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.overlap_cost < 1:
+            raise SpecError(f"Topology.overlap_cost must be at least 0 and below 1, got {self.overlap_cost!r}")
+        check_positive(self, "ranks", "ranks_per_node", "trans_rate", "agg_rate")
+        check_not_negative(self, "expert_overhead_s", "call_overhead_s")
+        for field_name, values in (("flops_per_s", self.flops_per_s), ("free_bytes", self.free_bytes)):
+            if len(values) != self.ranks:
+                raise SpecError(f"Topology.{field_name} needs one entry per rank ({self.ranks}), got {len(values)}")
+        if not all(f > 0 for f in self.flops_per_s):
+            raise SpecError("Topology.flops_per_s must be positive on every rank")
+        if not all(b >= 0 for b in self.free_bytes):
+            raise SpecError("Topology.free_bytes must not be negative on any rank")
+
+    @classmethod
+    def uniform(
+        cls,
+        ranks: int,
+        *,
+        ranks_per_node: int | None = None,
+        flops_per_s: float = 1e12,
+        intra: Link | None = None,
+        inter: Link | None = None,
+        free_bytes: int = 1 << 62,
+        expert_overhead_s: float = 0.0,
+        name: str = "uniform",
+    ) -> Topology:
+        """A topology whose ranks are all alike; `inter` defaults to `intra`, `ranks_per_node` to one node."""
+        intra = intra or Link(bytes_per_s=10e9)
+        return cls(
+            ranks=ranks,
+            ranks_per_node=ranks_per_node or ranks,
+            intra=intra,
+            inter=inter or intra,
+            flops_per_s=(float(flops_per_s),) * ranks,
+            free_bytes=(int(free_bytes),) * ranks,
+            expert_overhead_s=expert_overhead_s,
+            name=name,
+        )
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.ranks // self.ranks_per_node)
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def node_ids(self) -> IntArray:
+        """Node of every rank, [R]."""
+        return np.arange(self.ranks, dtype=np.int64) // self.ranks_per_node
+
+    def relative_speed(self) -> FloatArray:
+        """Compute speed of every rank relative to the fastest, [R] in (0, 1]."""
+        speed = np.asarray(self.flops_per_s, dtype=np.float64)
+        relative: FloatArray = speed / speed.max()
+        return relative
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCost:
+    """Predicted seconds of one MoE layer in one training step, forward and backward (paper, Eq. 6 and 8)."""
+
+    a2a_s: float
+    expert_s: float
+    exposed_trans_s: float
+    exposed_agg_s: float
+    trans_s: float = 0.0
+    agg_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """What the step waits for; `trans_s` and `agg_s` count only where they are exposed."""
+        return self.a2a_s + self.expert_s + self.exposed_trans_s + self.exposed_agg_s
+
+    def as_dict(self) -> dict[str, float]:
+        return asdict(self) | {"total_s": self.total_s}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanContext:
+    """All that a planner may know besides the load.
+
+    `slots_per_rank` bounds the replicas of this layer on one rank; `budget_bytes[r]`, when given, bounds their
+    memory on rank r more tightly than the topology's `free_bytes`. `previous` is the placement in force, for planners
+    that go on from it or keep it; None before the first plan.
+    """
+
+    topology: Topology
+    shape: LayerShape
+    home: tuple[int, ...]
+    windows: Windows = field(default_factory=Windows)
+    slots_per_rank: int = 4
+    budget_bytes: tuple[int, ...] | None = None
+    previous: Placement | None = None
+
+    def __post_init__(self) -> None:
+        if not self.home or min(self.home) < 0 or max(self.home) >= self.topology.ranks:
+            raise SpecError(f"PlanContext.home must name ranks 0..{self.topology.ranks - 1} for every expert")
+        check_not_negative(self, "slots_per_rank")
+        if self.budget_bytes is not None and len(self.budget_bytes) != self.topology.ranks:
+            raise SpecError(f"PlanContext.budget_bytes needs one entry per rank ({self.topology.ranks})")
+        if self.budget_bytes is not None and min(self.budget_bytes) < 0:
+            raise SpecError("PlanContext.budget_bytes must not be negative on any rank")
+
+    @property
+    def experts(self) -> int:
+        return len(self.home)
+
+    @property
+    def ranks(self) -> int:
+        return self.topology.ranks
+
+    @property
+    def trans_bytes(self) -> float:
+        """An expert's parameters in bytes of the all-to-all that take as long."""
+        return self.shape.expert_bytes / self.topology.trans_rate
+
+    @property
+    def agg_bytes(self) -> float:
+        """An expert's gradients in bytes of the all-to-all that take as long."""
+        return self.shape.expert_grad_bytes / self.topology.agg_rate
+
+    def slot_limits(self) -> IntArray:
+        """Replicas that fit on every rank under all limits, [R]."""
+        free = np.array(self.topology.free_bytes, dtype=np.int64)
+        if self.budget_bytes is not None:
+            free = np.minimum(free, self.budget_bytes)
+        return np.minimum(self.slots_per_rank, free // self.shape.replica_bytes)
+
+    def homes_only(self) -> Placement:
+        """The placement without replicas."""
+        return Placement.with_replicas(self.home, self.ranks, ())
