@@ -19,6 +19,7 @@ in which a rank comes to them.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
@@ -31,6 +32,12 @@ TRANSFERS: tuple[TransferKind, ...] = get_args(TransferKind)
 WINDOWS: tuple[WindowKind, ...] = get_args(WindowKind)
 A2A_NAMES = ("dispatch", "combine", "combine-back", "dispatch-back")
 _ALONE = ("START", "END", "UPDATE", "WAIT_PLAN")  # they belong to no block
+
+
+_KINDS = "|".join((*TRANSFERS, *WINDOWS, *get_args(OtherKind)))
+_PATTERN = re.compile(
+    rf"^({_KINDS})(?:\((\d+)(?:,(\d+|{'|'.join(A2A_NAMES)}))?\))?(?:@({'|'.join(WINDOWS)})(?:\((\d+)\))?)?$"
+)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -80,6 +87,22 @@ class Action:
             parts.append(A2A_NAMES[self.chunk] if self.kind == "A2A" else str(self.chunk))
         text = f"{self.kind}({','.join(parts)})" if parts else self.kind
         return text if self.window is None else f"{text}@{self.window}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read what `str` wrote."""
+        match = _PATTERN.match(text.strip())
+        if match is None:
+            raise ValueError(
+                f"not an action: {text!r}; expected like 'FEC(1)', 'A2A(1,combine)' or 'TRANS(2,1)@FEC(1)', "
+                f"of {_KINDS} and windows {'|'.join(WINDOWS)}"
+            )
+        kind, block, chunk, window, at = match.groups()
+        if chunk is not None and chunk.isdigit() == (kind == "A2A"):
+            raise ValueError(f"not an action: {text!r}; chunks are numbers, all-to-alls one of {A2A_NAMES}")
+        number = None if chunk is None else int(chunk) if chunk.isdigit() else A2A_NAMES.index(chunk)
+        where = None if window is None else Window(cast(WindowKind, window), None if at is None else int(at))
+        return cls(cast(ActionKind, kind), None if block is None else int(block), number, where)
 
 
 @dataclass(frozen=True, slots=True)

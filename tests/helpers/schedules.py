@@ -1,37 +1,13 @@
-"""Steps for the tests of `prophet.scheduler`: durations that are alike everywhere, actions as text."""
+"""Steps for the tests of `prophet.scheduler`: durations that are alike everywhere."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from typing import cast, get_args
 
 import numpy as np
 
-from prophet.scheduler.actions import A2A_NAMES, TRANSFERS, WINDOWS, Action, ActionKind, OtherKind, Window, WindowKind
 from prophet.scheduler.simulate import StepDurations
 from prophet.spec import FloatArray
-
-_KINDS = "|".join((*TRANSFERS, *WINDOWS, *get_args(OtherKind)))
-_PATTERN = re.compile(
-    rf"^({_KINDS})(?:\((\d+)(?:,(\d+|{'|'.join(A2A_NAMES)}))?\))?(?:@({'|'.join(WINDOWS)})(?:\((\d+)\))?)?$"
-)
-
-
-def parse_action(text: str) -> Action:
-    """Read what `str` wrote."""
-    match = _PATTERN.match(text.strip())
-    if match is None:
-        raise ValueError(
-            f"not an action: {text!r}; expected like 'FEC(1)', 'A2A(1,combine)' or 'TRANS(2,1)@FEC(1)', "
-            f"of {_KINDS} and windows {'|'.join(WINDOWS)}"
-        )
-    kind, block, chunk, window, at = match.groups()
-    if chunk is not None and chunk.isdigit() == (kind == "A2A"):
-        raise ValueError(f"not an action: {text!r}; chunks are numbers, all-to-alls one of {A2A_NAMES}")
-    number = None if chunk is None else int(chunk) if chunk.isdigit() else A2A_NAMES.index(chunk)
-    where = None if window is None else Window(cast(WindowKind, window), None if at is None else int(at))
-    return Action(cast(ActionKind, kind), None if block is None else int(block), number, where)
 
 
 def uniform_durations(

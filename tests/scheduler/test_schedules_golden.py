@@ -20,7 +20,6 @@ from prophet.scheduler.schedules import (
     with_refetch,
 )
 from prophet.scheduler.simulate import check_schedule
-from tests.helpers.schedules import parse_action
 
 ONE = """
 TRANS(0,0)@START  TRANS(0,1)@START
@@ -114,7 +113,7 @@ END AGG(1,0)@UPDATE AGG(1,1)@UPDATE AGG(0,0)@UPDATE AGG(0,1)@UPDATE WAIT_AGG(1) 
 )
 def test_golden(schedule: tuple[Action, ...], table: str) -> None:
     assert [str(a) for a in schedule] == table.split()
-    assert tuple(map(parse_action, table.split())) == schedule
+    assert tuple(map(Action.parse, table.split())) == schedule
 
 
 @pytest.mark.parametrize("refetch", [False, True])
@@ -124,7 +123,7 @@ def test_a_program_holds_its_schedule_and_reads_back(name: str, blocks: int, ref
     schedule = schedule_named(name, blocks, depth=3, refetch=refetch)
     whole = program(schedule, blocks)
     assert tuple(a for a in whole if a.is_transfer) == schedule
-    assert tuple(parse_action(str(a)) for a in whole) == whole
+    assert tuple(Action.parse(str(a)) for a in whole) == whole
     check_schedule(schedule, blocks, 6)
 
 
@@ -179,7 +178,7 @@ actions = st.one_of(
 
 @given(actions)
 def test_an_action_reads_back_what_it_prints(action: Action) -> None:
-    assert parse_action(str(action)) == action
+    assert Action.parse(str(action)) == action
 
 
 @pytest.mark.parametrize(
@@ -203,7 +202,7 @@ def test_an_action_reads_back_what_it_prints(action: Action) -> None:
 )
 def test_what_is_not_an_action_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"not an action|takes"):
-        parse_action(text)
+        Action.parse(text)
 
 
 def test_no_blocks_no_schedule() -> None:

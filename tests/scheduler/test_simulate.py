@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from prophet.errors import SpecError
 from prophet.planner.cost import transfer_cost
+from prophet.scheduler.actions import Action
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.schedules import NAMES, Schedule, block_wise, blocking, schedule_named
 from prophet.scheduler.simulate import (
@@ -24,7 +25,7 @@ from prophet.scheduler.simulate import (
     transfer_by_chunk,
 )
 from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
-from tests.helpers.schedules import compute_s, parse_action, uniform_durations
+from tests.helpers.schedules import compute_s, uniform_durations
 
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -125,10 +126,10 @@ def test_agg_hides_under_the_backward_pass_of_the_block_before() -> None:
 
 def test_a_transfer_takes_its_cost_from_the_compute_beside_it() -> None:
     d = uniform_durations(1, 2, start_s=10.0, fec_s=3.0, trans_s=(4.0, 0.0), overlap_cost=0.25)
-    step = simulate([parse_action("TRANS(0,0)@START")], d)
+    step = simulate([Action.parse("TRANS(0,0)@START")], d)
     np.testing.assert_allclose(step.slowed_s, 0.25 * 4.0)  # all of it beside the compute
     assert step.makespan_s == pytest.approx(step.compute_s[0] + 1.0)
-    short = simulate([parse_action("TRANS(0,0)@START")], dataclasses.replace(d, start_s=np.full(2, 1.5)))
+    short = simulate([Action.parse("TRANS(0,0)@START")], dataclasses.replace(d, start_s=np.full(2, 1.5)))
     np.testing.assert_allclose(
         short.slowed_s, 0.5
     )  # 1.5 s of work take 2 s, the other 2 s of the transfer are waited for
@@ -139,7 +140,7 @@ def test_a_transfer_takes_its_cost_from_the_compute_beside_it() -> None:
     late, trans_s = d.a2a_s.copy(), d.trans_s.copy()
     late[0, 0, 1] = 5.0  # rank 1 begins its FEC(0) when rank 0 has ended it
     trans_s[0] = 0.0
-    step = simulate([parse_action("TRANS(1,0)@FEC(0)")], dataclasses.replace(d, a2a_s=late, trans_s=trans_s))
+    step = simulate([Action.parse("TRANS(1,0)@FEC(0)")], dataclasses.replace(d, a2a_s=late, trans_s=trans_s))
     np.testing.assert_allclose(step.slowed_s, [0.0, 0.25 * 4.0])
 
 
@@ -155,7 +156,7 @@ def test_the_slowest_rank_makes_the_others_wait() -> None:
 def test_a_chunk_starts_when_the_last_rank_has_launched_it() -> None:
     d = uniform_durations(1, 2, trans_s=(1, 0))
     late = dataclasses.replace(d, trans_s=np.array([[[1.0, 0.0], [0.0, 0.0]]]))
-    step = simulate((parse_action("TRANS(0,0)@START"),), late, record=True)
+    step = simulate((Action.parse("TRANS(0,0)@START"),), late, record=True)
     assert step.exposed_trans_s.tolist() == [1.0, 0.0]
     assert [(s.name, s.rank) for s in step.spans] == [("Trans(0,0)", 0)]
 
@@ -256,7 +257,7 @@ def test_recorded_spans_agree_with_the_sums(d: StepDurations) -> None:
     ],
 )
 def test_schedules_that_do_not_fit(actions: tuple[str, ...], message: str) -> None:
-    schedule: Schedule = tuple(parse_action(a) for a in actions)
+    schedule: Schedule = tuple(Action.parse(a) for a in actions)
     with pytest.raises(ValueError, match=message):
         simulate(schedule, uniform_durations(2, 2))
 
