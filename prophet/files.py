@@ -18,8 +18,8 @@ def read_bytes(path: str | os.PathLike[str], *, most_bytes: int, expected: str, 
     try:
         with file.open("rb") as f:
             data = f.read(most_bytes + 1)
-    except OSError as why:
-        raise error(f"{file}: expected {expected}: {why.strerror}") from why
+    except (OSError, ValueError) as why:  # a name with a null character is a ValueError
+        raise error(f"{file}: expected {expected}: {getattr(why, 'strerror', None) or why}") from why
     if len(data) > most_bytes:
         raise error(f"{file}: expected at most {most_bytes} bytes")
     return data

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any, Literal
 from prophet.engine.config import EngineConfig
 from prophet.engine.history import PredictMode
 from prophet.engine.replan import ReplanConfig
+from prophet.errors import TopologyError
+from prophet.files import read_json
 from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
@@ -23,8 +24,10 @@ from prophet.scheduler.budget import ReplicaMemory
 from prophet.scheduler.forms import Transfers
 
 SECTION = "prophet"
+MAX_FILE_BYTES = 1 << 22  # of a config
 # optimizers that treat every element on its own: experts stacked in one tensor are updated as apart
 ELEMENTWISE = ("adam", "adamw", "sgd", "adagrad", "lion", "rmsprop")
+_LONGEST_KEY = 64  # of what is compared and shown
 _OPTIONAL = ("ep_size", "topology", "replica_memory_bytes", "timeout_s", "replan")
 _BOOLEANS = ("enabled", "convert", "verify")
 _INTEGERS = ("ep_size", "slots_per_rank", "replica_memory_bytes", "look_ahead_blocks", "check_split_every")
@@ -79,19 +82,20 @@ class ProphetSection:
             else:
                 wanted, fits = "a number", isinstance(value, int | float) and not isinstance(value, bool)
             if not fits:
-                raise ConfigError(f"{SECTION}.{key}: expected {wanted}, got {value!r}")
+                raise ConfigError(f"{SECTION}.{key}: expected {wanted}, got {value!r:.60}")
         if self.ep_size is not None and self.ep_size < 1:
             raise ConfigError(f"{SECTION}.ep_size: expected at least 1, got {self.ep_size}")
         if self.planner not in PLANNER_NAMES:
-            raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {self.planner!r}")
+            raise ConfigError(
+                f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {self.planner!r:.60}"
+            )
         _check_keys(f"{SECTION}.replan", self.replan or {}, [f.name for f in fields(ReplanConfig)])
-        if self.topology is not None and not Path(self.topology).is_file():
-            raise ConfigError(f"{SECTION}.topology: expected a topology file (TOML), there is no {self.topology}")
         try:
             self.engine_config()
-        except (ValueError, OSError) as error:
-            text = str(error).removeprefix("EngineConfig.").replace("ReplanConfig.", "replan.")
-            raise ConfigError(f"{SECTION}.{text}") from error
+        except TopologyError as error:
+            raise ConfigError(f"{SECTION}.topology: {error}") from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(_named(str(error))) from error
 
     @property
     def wait_s(self) -> float:
@@ -116,12 +120,21 @@ class ProphetSection:
         )
 
 
+def _named(text: str) -> str:
+    """An engine's message about one of its fields, with the section's name of that field in front."""
+    for name, here in (("EngineConfig.", f"{SECTION}."), ("ReplanConfig.", f"{SECTION}.replan.")):
+        if text.startswith(name):
+            return here + text.removeprefix(name)
+    return f"{SECTION}: {text}"
+
+
 def _check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:
     for key in found:
         if key not in known:
-            like = difflib.get_close_matches(str(key), known, 1, 0.5)
+            shown = str(key)[:_LONGEST_KEY]
+            like = difflib.get_close_matches(shown, known, 1, 0.5)
             hint = f"did you mean {like[0]!r}?" if like else f"known are {', '.join(known)}"
-            raise ConfigError(f"{name}.{key}: unknown key; {hint}")
+            raise ConfigError(f"{name}.{shown}: unknown key; {hint}")
 
 
 def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], ProphetSection]:
@@ -132,10 +145,7 @@ def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
     that does not work here.
     """
     if isinstance(config, str | Path):
-        try:
-            found = json.loads(Path(config).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{config}: expected JSON, {error}") from None
+        found = read_json(config, most_bytes=MAX_FILE_BYTES, expected="a DeepSpeed config", error=ConfigError)
         if not isinstance(found, dict):
             raise ConfigError(f"{config}: expected a JSON object, got {type(found).__name__}")
     elif isinstance(config, Mapping):
@@ -143,9 +153,9 @@ def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
     else:
         raise ConfigError(f"config: expected a dictionary or the path of a JSON file, got {type(config).__name__}")
     known = [f.name for f in fields(ProphetSection)]
-    near = difflib.get_close_matches(SECTION, [k for k in found if k != SECTION], 1, 0.8)
-    if near and SECTION not in found:
-        raise ConfigError(f"{near[0]}: unknown section; did you mean {SECTION!r}?")
+    for key in found:
+        if key != SECTION and difflib.get_close_matches(SECTION, [str(key).lower()[:_LONGEST_KEY]], 1, 0.8):
+            raise ConfigError(f"{key}: unknown section; did you mean {SECTION!r}?")
     section = found.pop(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{SECTION}: expected an object, got {type(section).__name__}")
@@ -166,7 +176,7 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
         raise ConfigError(
-            f"zero_optimization.stage: {stage} is not supported, expected 0, 1 or 2. Stage 3 cuts every expert over "
+            f"zero_optimization.stage: {stage!r:.40} is not supported, expected 0, 1 or 2. Stage 3 cuts every expert over "
             f"the ranks and gathers it for each use, so there is no whole expert at a home to send to replicas"
         )
     for key in ("offload_optimizer", "offload_param"):
@@ -195,9 +205,9 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     ):
         if any(part(name).get(k) for k in ("enabled", "deepcompile")):
             raise ConfigError(f"{name}: not supported: {why}")
-    if part("tensor_parallel").get("autotp_size", 0) > 1:
+    if part("tensor_parallel").get("autotp_size", 0) not in (0, 1):
         raise ConfigError("tensor_parallel.autotp_size: not supported: experts are not cut by tensor parallelism")
-    if config.get("sequence_parallel_size", 1) > 1:
+    if config.get("sequence_parallel_size", 1) not in (0, 1):
         raise ConfigError("sequence_parallel_size: not supported: gradients are averaged over other groups then")
     for key, wanted in (
         ("sparse_gradients", False),
