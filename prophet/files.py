@@ -7,9 +7,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
+
+_SHOWN = 60  # characters of a value in a message
+# parsing a key takes time in proportion to the square of its parts
+_LONG_KEY = re.compile(r"""(?:\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*){32}""")
+
+
+def shown(value: object) -> str:
+    """A value for a message, at most 60 characters of it; any value that JSON or TOML can hold."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    if isinstance(value, int) and abs(value) >= 10**_SHOWN:  # Python refuses to print the longest
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value[:_SHOWN] if isinstance(value, str) else value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an integer or a float that is finite, and that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
 
 
 def read_bytes(path: str | os.PathLike[str], *, most_bytes: int, expected: str, error: type[Exception]) -> bytes:
@@ -42,6 +62,9 @@ def read_toml(
     """The table that a TOML file holds; raises as `read_bytes`, and where it is no TOML."""
     data = read_bytes(path, most_bytes=most_bytes, expected=f"{expected} (TOML)", error=error)
     try:
-        return tomllib.loads(data.decode("utf-8"))
+        text = data.decode("utf-8")
+        if _LONG_KEY.search(text):
+            raise ValueError("a key has more than 32 parts")
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as why:
         raise error(f"{path}: expected TOML: {why}") from why

@@ -16,7 +16,7 @@ from prophet.engine.config import EngineConfig
 from prophet.engine.history import PredictMode
 from prophet.engine.replan import ReplanConfig
 from prophet.errors import TopologyError
-from prophet.files import read_json
+from prophet.files import read_json, shown
 from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
@@ -82,12 +82,12 @@ class ProphetSection:
             else:
                 wanted, fits = "a number", isinstance(value, int | float) and not isinstance(value, bool)
             if not fits:
-                raise ConfigError(f"{SECTION}.{key}: expected {wanted}, got {value!r:.60}")
+                raise ConfigError(f"{SECTION}.{key}: expected {wanted}, got {shown(value)}")
         if self.ep_size is not None and self.ep_size < 1:
             raise ConfigError(f"{SECTION}.ep_size: expected at least 1, got {self.ep_size}")
         if self.planner not in PLANNER_NAMES:
             raise ConfigError(
-                f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {self.planner!r:.60}"
+                f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {shown(self.planner)}"
             )
         _check_keys(f"{SECTION}.replan", self.replan or {}, [f.name for f in fields(ReplanConfig)])
         try:
@@ -176,8 +176,8 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
         raise ConfigError(
-            f"zero_optimization.stage: {stage!r:.40} is not supported, expected 0, 1 or 2. Stage 3 cuts every expert over "
-            f"the ranks and gathers it for each use, so there is no whole expert at a home to send to replicas"
+            f"zero_optimization.stage: {shown(stage)} is not supported, expected 0, 1 or 2. Stage 3 cuts every expert "
+            f"over the ranks and gathers it for each use, so there is no whole expert at a home to send to replicas"
         )
     for key in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(key), Mapping) and zero[key].get("device", "none") != "none":

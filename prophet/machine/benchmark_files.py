@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from prophet.errors import BenchmarkFileError
-from prophet.files import read_json
+from prophet.files import is_number, read_json, shown
 from prophet.machine.calibrate import Calibration, calibration_of, shape_of
 from prophet.machine.fit import Point
 from prophet.machine.measure import Measured
@@ -188,7 +188,7 @@ def _read(file: Path) -> tuple[list[_Row], Mapping[str, Any]]:
     table = read_json(file, most_bytes=MAX_FILE_BYTES, expected="a benchmark's rows", error=BenchmarkFileError)
     if not isinstance(table, dict) or table.get("benchmark") not in BENCHMARKS:
         got = table.get("benchmark") if isinstance(table, dict) else type(table).__name__
-        raise BenchmarkFileError(f"{file}: benchmark: expected one of {', '.join(BENCHMARKS)}, got {got!r}")
+        raise BenchmarkFileError(f"{file}: benchmark: expected one of {', '.join(BENCHMARKS)}, got {shown(got)}")
     rows = table.get("rows")
     if not isinstance(rows, list) or len(rows) > MAX_ROWS or not all(isinstance(r, dict) for r in rows):
         raise BenchmarkFileError(f"{file}: rows: expected a list of at most {MAX_ROWS} objects")
@@ -218,7 +218,7 @@ def _expert(row: Mapping[str, Any], where: str) -> _Row:
     size, count = _integer(row, "tokens", where, 1, _LIMIT), _integer(row, "experts", where, 1, MAX_RANKS)
     by_rank = row.get("seconds_by_rank")
     if not isinstance(by_rank, list) or len(by_rank) != ranks:
-        raise BenchmarkFileError(f"{where}.seconds_by_rank: expected a list of {ranks} numbers, got {by_rank!r:.60}")
+        raise BenchmarkFileError(f"{where}.seconds_by_rank: expected a list of {ranks} numbers, got {shown(by_rank)}")
     kind = ExpertKind(
         dim=_integer(row, "dim", where, 1, 1 << 16),
         hidden=_integer(row, "hidden", where, 1, 1 << 16),
@@ -262,21 +262,20 @@ def _seconds(row: Mapping[str, Any], where: str) -> tuple[float, float]:
 
 def _number(row: Mapping[str, Any], key: str, where: str, low: float, high: float) -> float:
     value = row.get(key)
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not low <= float(value or 0) <= high:
-        raise BenchmarkFileError(f"{where}.{key}: expected a number from {low:g} to {high:g}, got {value!r:.60}")
-    return float(value or 0)
+    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
+        raise BenchmarkFileError(f"{where}.{key}: expected a number from {low:g} to {high:g}, got {shown(value)}")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _integer(row: Mapping[str, Any], key: str, where: str, low: int, high: int) -> int:
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BenchmarkFileError(f"{where}.{key}: expected an integer from {low} to {high}, got {value!r:.60}")
+        raise BenchmarkFileError(f"{where}.{key}: expected an integer from {low} to {high}, got {shown(value)}")
     return value
 
 
 def _choice(row: Mapping[str, Any], key: str, where: str, among: Sequence[str]) -> str:
     value = row.get(key)
     if not isinstance(value, str) or value not in among:
-        raise BenchmarkFileError(f"{where}.{key}: expected one of {', '.join(among)}, got {value!r:.60}")
+        raise BenchmarkFileError(f"{where}.{key}: expected one of {', '.join(among)}, got {shown(value)}")
     return value

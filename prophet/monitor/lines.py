@@ -50,7 +50,7 @@ def start_of(row: Row) -> Row:
     for name in ("layers", "ranks"):
         if not (_number(start.get(name), whole=True) and 1 <= start[name] <= _MOST):
             raise WrongLineError(f"start.{name}: expected a number from 1 to {_MOST}, got {start.get(name)!r:.40}")
-    experts = start.get("experts")
+    experts: Any = start.get("experts")
     if not (_numbers(experts, start["layers"], whole=True) and all(1 <= e <= _MOST for e in experts)):
         raise WrongLineError(f"start.experts: expected {start['layers']} numbers from 1 to {_MOST}, one per layer")
     notes = start.get("notes", {})

@@ -98,7 +98,7 @@ def test_a_file_that_holds_no_config_is_named(tmp_path: Path, text: bytes, said:
     (tmp_path / "ds.json").write_bytes(text)
     with pytest.raises(ConfigError, match=said):
         read_config(tmp_path / "ds.json")
-    with pytest.raises(ConfigError, match="absent.json: expected a DeepSpeed config"):
+    with pytest.raises(ConfigError, match=r"absent\.json: expected a DeepSpeed config"):
         read_config(tmp_path / "absent.json")
 
 
