@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
 
+_CHUNK_BYTES = 1 << 20
 _SHOWN = 60  # characters of a value in a message
 # parsing a key takes time in proportion to the square of its parts
 _LONG_KEY = re.compile(r"""(?:\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*){32}""")
@@ -29,20 +31,24 @@ def shown(value: object) -> str:
 
 def is_number(value: object) -> bool:
     """Whether it is an integer or a float that is finite, and that a float can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < float("inf")
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def read_bytes(path: str | os.PathLike[str], *, most_bytes: int, expected: str, error: type[Exception]) -> bytes:
     """All bytes of a file; `error` where it cannot be read, or has more than `most_bytes`. expected: what it holds."""
     file = Path(path)
+    chunks, size = [], 0
     try:
         with file.open("rb") as f:
-            data = f.read(most_bytes + 1)
+            # in parts: one read takes as much memory as it asks for
+            while size <= most_bytes and (chunk := f.read(min(_CHUNK_BYTES, most_bytes + 1 - size))):
+                chunks.append(chunk)
+                size += len(chunk)
     except (OSError, ValueError) as why:  # a name with a null character is a ValueError
         raise error(f"{file}: expected {expected}: {getattr(why, 'strerror', None) or why}") from why
-    if len(data) > most_bytes:
+    if size > most_bytes:
         raise error(f"{file}: expected at most {most_bytes} bytes")
-    return data
+    return b"".join(chunks)
 
 
 def read_json(

@@ -93,7 +93,7 @@ class ProphetSection:
         try:
             self.engine_config()
         except TopologyError as error:
-            raise ConfigError(f"{SECTION}.topology: {error}") from error
+            raise ConfigError(f"{SECTION}.topology: {error!s:.1000}") from error
         except (ValueError, TypeError) as error:
             raise ConfigError(_named(str(error))) from error
 
@@ -155,7 +155,7 @@ def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
     known = [f.name for f in fields(ProphetSection)]
     for key in found:
         if key != SECTION and difflib.get_close_matches(SECTION, [str(key).lower()[:_LONGEST_KEY]], 1, 0.8):
-            raise ConfigError(f"{key}: unknown section; did you mean {SECTION!r}?")
+            raise ConfigError(f"{str(key)[:_LONGEST_KEY]}: unknown section; did you mean {SECTION!r}?")
     section = found.pop(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{SECTION}: expected an object, got {type(section).__name__}")
@@ -192,7 +192,9 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     adds_in = part("data_types").get("grad_accum_dtype") or model_dtype
     if adds_in not in (model_dtype, "fp32"):
         known = " or ".join(repr(name) for name in dict.fromkeys((model_dtype, "fp32")))
-        raise ConfigError(f"data_types.grad_accum_dtype: expected {known} for a {model_dtype} model, got {adds_in!r}")
+        raise ConfigError(
+            f"data_types.grad_accum_dtype: expected {known} for a {model_dtype} model, got {shown(adds_in)}"
+        )
     if part("bf16").get("immediate_grad_update"):
         raise ConfigError("bf16.immediate_grad_update: not supported: it reads experts' gradients too early")
     for name, why in (
@@ -219,6 +221,6 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     kind = part("optimizer").get("type")
     if kind is not None and str(kind).lower() not in ELEMENTWISE:
         raise ConfigError(
-            f"optimizer.type: {kind!r} is not supported, expected one of {', '.join(ELEMENTWISE)}: experts are stacked "
-            f"in one tensor, so an optimizer that looks at whole tensors would treat them as one"
+            f"optimizer.type: {shown(kind)} is not supported, expected one of {', '.join(ELEMENTWISE)}: experts are "
+            f"stacked in one tensor, so an optimizer that looks at whole tensors would treat them as one"
         )

@@ -90,14 +90,14 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     try:
         stage_map = StageMap(tuple(boundaries), tuple(ranks))
     except SpecError as error:
-        raise SpecError(f"{path}: boundaries, ranks: {error}") from error
+        raise SpecError(f"{path}: boundaries, ranks: {error!s:.300}") from error
     tensors = field("tensors", lambda t: isinstance(t, list) and all(map(_is_tensor, t)), "lists of [name, shape, ...]")
     scalars = field("scalars", lambda s: isinstance(s, dict) and all(map(_is_scalar, s.values())), "numbers by name")
     frozen = field("frozen", lambda f: isinstance(f, list) and all(isinstance(n, str) for n in f), "a list of names")
     try:
         space = Space(tuple(TensorSpec(name=n, shape=tuple(s), dtype=d, kind=k, layer=i) for n, s, d, k, i in tensors))
     except SpecError as error:
-        raise SpecError(f"{path}: tensors: {error}") from error
+        raise SpecError(f"{path}: tensors: {error!s:.300}") from error
     return Checkpoint(step=step, stage_map=stage_map, space=space, scalars=scalars, frozen=frozenset(frozen))
 
 

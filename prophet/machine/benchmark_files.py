@@ -99,6 +99,28 @@ def calibrate_from(
         if isinstance(about, Mapping):
             repeats = max(repeats, about["repeats"] if isinstance(about.get("repeats"), int) else 0)
             device = str(about.get("device", device))
+    try:
+        calibration, own = _calibrated(
+            rows, kind, ranks, ranks_per_node, free_bytes=free_bytes, held_out=held_out, name=name
+        )
+    except BenchmarkFileError as error:
+        if any(str(file) in str(error) for file in files):
+            raise
+        raise BenchmarkFileError(f"{', '.join(map(str, files))}: {error}") from None
+    return Found(calibration, own, device, repeats)
+
+
+def _calibrated(
+    rows: Sequence[_Row],
+    kind: ExpertKind,
+    ranks: int | None,
+    ranks_per_node: int | None,
+    *,
+    free_bytes: int,
+    held_out: bool,
+    name: str,
+) -> tuple[Calibration, ExpertKind]:
+    """The fit to the rows of all files, and its expert."""
     chosen, own = _of_kind(rows, kind)
     size = _ranks(chosen, ranks)
     per_node = ranks_per_node or size
@@ -112,8 +134,7 @@ def calibrate_from(
         measured[known_as] = _measured(known_as, of_it, size, held_out)
     for needed in ("expert_forward", "expert_backward"):
         if needed not in measured:
-            names = ", ".join(str(f) for f in files)
-            raise BenchmarkFileError(f"no rows of {needed}: expected a file of benchmarks.expert_compute among {names}")
+            raise BenchmarkFileError(f"no rows of {needed}: expected a file of benchmarks.expert_compute among them")
     forward, backward = measured["expert_forward"], measured["expert_backward"]
     if _sizes(forward) != _sizes(backward):
         raise BenchmarkFileError(
@@ -122,8 +143,8 @@ def calibrate_from(
     if size > 1 and not any(o.startswith("a2a") for o in measured):
         raise BenchmarkFileError(f"no rows of an even all-to-all of {size} ranks: expected a file of benchmarks.a2a")
     shape = shape_of(own.dim or 1, own.hidden or 1, own.activation or "gelu", _dtype(own.dtype or "float32"))
-    calibration = calibration_of(measured, shape, size, ranks_per_node=per_node, free_bytes=free_bytes, name=name)
-    return Found(calibration, own, device, repeats)
+    found = calibration_of(measured, shape, size, ranks_per_node=per_node, free_bytes=free_bytes, name=name)
+    return found, own
 
 
 def _sizes(measured: Measured) -> list[tuple[float, float]]:

@@ -171,6 +171,6 @@ def read_trace(path: str | os.PathLike[str]) -> dict[str, list[Span]]:
                 stream = threads[event["pid"], event["tid"]]
                 span = Span(start_s, start_s + float(event["dur"]) / 1e6, number, stream, str(event["name"]))
                 groups.setdefault(group, []).append(span)
-        except (KeyError, TypeError, ValueError) as error:
-            raise TraceError(f"{file}: traceEvents[{i}] is not an event of a timeline ({error!r})") from error
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise TraceError(f"{file}: traceEvents[{i}] is not an event of a timeline ({error!r:.200})") from error
     return groups

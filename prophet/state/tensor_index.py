@@ -119,7 +119,7 @@ def _read_index(folder: Path) -> Metadata:
     except OSError as error:
         raise CheckpointError(f"{expected}: {error.strerror}") from error
     except Exception as error:  # a damaged pickle fails in any way that Python has
-        raise CheckpointError(f"{expected}: {str(error) or type(error).__name__!s:.200}") from error
+        raise CheckpointError(f"{expected}: {type(error).__name__}: {error!s:.200}") from error
     if problem:
         raise CheckpointError(f"{expected}: {problem}")
     index: Metadata = found
@@ -142,20 +142,27 @@ def _problem(index: Any) -> str | None:
         if not isinstance(name, str) or not (isinstance(entry, BytesStorageMetadata) or _is_tensor(entry)):
             return f"state_dict_metadata[{name!r:.60}]: expected a tensor's size, type and chunks"
     for place, part in parts.items():
-        if not isinstance(place, MetadataIndex) or not isinstance(place.fqn, str) or not _is_part(part):
+        if not _has(place, MetadataIndex, "fqn") or not isinstance(place.fqn, str) or not _is_part(part):
             return (
                 f"storage_data[{getattr(place, 'fqn', place)!r:.60}]: expected a file of the folder, a place and a size"
             )
     return None
 
 
+def _has(value: Any, kind: type, *names: str) -> bool:
+    """Whether it is a `kind` that has these fields: unpickling gives an object those that the file has."""
+    return isinstance(value, kind) and all(hasattr(value, name) for name in names)
+
+
 def _is_tensor(entry: Any) -> bool:
-    if not isinstance(entry, TensorStorageMetadata) or not isinstance(entry.chunks, list) or not _is_size(entry.size):
+    if not _has(entry, TensorStorageMetadata, "size", "chunks", "properties") or not isinstance(entry.chunks, list):
         return False
-    known = isinstance(entry.properties, TensorProperties) and isinstance(entry.properties.dtype, torch.dtype)
-    return known and all(
-        isinstance(c, ChunkStorageMetadata) and _is_size(c.offsets) and _is_size(c.sizes) for c in entry.chunks
+    known = _has(entry.properties, TensorProperties, "dtype") and isinstance(entry.properties.dtype, torch.dtype)
+    chunks = all(
+        _has(c, ChunkStorageMetadata, "offsets", "sizes") and _is_size(c.offsets) and _is_size(c.sizes)
+        for c in entry.chunks
     )
+    return known and chunks and _is_size(entry.size)
 
 
 def _is_size(value: Any) -> bool:
@@ -163,7 +170,8 @@ def _is_size(value: Any) -> bool:
 
 
 def _is_part(part: Any) -> bool:
-    if not isinstance(part, _StorageInfo) or not isinstance(part.relative_path, str) or part.transform_descriptors:
+    if not _has(part, _StorageInfo, "relative_path", "offset", "length") or not isinstance(part.relative_path, str):
         return False
     inside = part.relative_path == Path(part.relative_path).name and part.relative_path not in ("", "..")
-    return inside and all(type(n) is int and 0 <= n <= _LARGEST for n in (part.offset, part.length))
+    whole = all(type(n) is int and 0 <= n <= _LARGEST for n in (part.offset, part.length))
+    return inside and whole and not getattr(part, "transform_descriptors", None)

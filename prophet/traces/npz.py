@@ -237,7 +237,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_TRACE_BYTES
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError, EOFError) as error:
-        raise TraceError(f"{file}: expected an npz archive: {error}") from None
+        raise TraceError(f"{file}: expected an npz archive: {error!s:.300}") from None
     with archive:
         members = archive.infolist()
         names = [m.filename for m in members]
@@ -263,7 +263,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_TRACE_BYTES
                 TypeError,
             ) as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise TraceError(f"{file}: {name}: {reason}") from None
+                raise TraceError(f"{file}: {name}: {reason:.300}") from None
 
         counts = member("counts", "iu", "integers [steps, layers, ranks, experts]", max_bytes)
         problem = _check_counts(counts)
