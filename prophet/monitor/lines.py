@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from prophet.errors import MonitorError
 from prophet.monitor.sinks import FORMAT, Row
 
 MAX_LINE_BYTES = 8 << 20
@@ -21,18 +22,14 @@ _AT_TIMES = ("step_s", "gain_measured", "skipped")
 _WHOLE = {"copies", "dropped", "rows", "experts", "rank_load", "rank_load_static", "skipped"}
 
 
-class WrongLineError(ValueError):
-    """The line is none of a run; the message names the field and what was expected."""
-
-
 def parsed(line: bytes) -> Any:
-    """The value of a line of JSON; `WrongLineError` where it is none."""
+    """The value of a line of JSON; `MonitorError` where it is none."""
     if len(line) > MAX_LINE_BYTES:
-        raise WrongLineError(f"expected at most {MAX_LINE_BYTES} bytes")
+        raise MonitorError(f"expected at most {MAX_LINE_BYTES} bytes")
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
-        raise WrongLineError("expected a line of JSON") from None
+        raise MonitorError("expected a line of JSON") from None
 
 
 def is_start(row: Any) -> bool:
@@ -41,37 +38,37 @@ def is_start(row: Any) -> bool:
 
 
 def start_of(row: Row) -> Row:
-    """The header in a run's first line; `WrongLineError` names the field that does not fit."""
+    """The header in a run's first line; `MonitorError` names the field that does not fit."""
     if row.get("format") != FORMAT:
-        raise WrongLineError(f"format: expected {FORMAT}, got {row.get('format')!r:.40}")
+        raise MonitorError(f"format: expected {FORMAT}, got {row.get('format')!r:.40}")
     start = row["start"]
     if not isinstance(start, dict):
-        raise WrongLineError("start: expected an object")
+        raise MonitorError("start: expected an object")
     for name in ("layers", "ranks"):
         if not (_number(start.get(name), whole=True) and 1 <= start[name] <= _MOST):
-            raise WrongLineError(f"start.{name}: expected a number from 1 to {_MOST}, got {start.get(name)!r:.40}")
+            raise MonitorError(f"start.{name}: expected a number from 1 to {_MOST}, got {start.get(name)!r:.40}")
     experts: Any = start.get("experts")
     if not (_numbers(experts, start["layers"], whole=True) and all(1 <= e <= _MOST for e in experts)):
-        raise WrongLineError(f"start.experts: expected {start['layers']} numbers from 1 to {_MOST}, one per layer")
+        raise MonitorError(f"start.experts: expected {start['layers']} numbers from 1 to {_MOST}, one per layer")
     notes = start.get("notes", {})
     if not (isinstance(notes, dict) and all(isinstance(v, str) for v in notes.values())):
-        raise WrongLineError("start.notes: expected an object of strings")
+        raise MonitorError("start.notes: expected an object of strings")
     planner = start.get("planner", "unknown")
     if not isinstance(planner, str):
-        raise WrongLineError("start.planner: expected a string")
+        raise MonitorError("start.planner: expected a string")
     return {"layers": start["layers"], "ranks": start["ranks"], "experts": experts, "notes": notes, "planner": planner}
 
 
 def step_of(row: Any, header: Row) -> Row:
-    """The fields of a step that are shown; `WrongLineError` names the one that does not fit the run's header."""
+    """The fields of a step that are shown; `MonitorError` names the one that does not fit the run's header."""
     if not isinstance(row, dict):
-        raise WrongLineError("expected an object")
+        raise MonitorError("expected an object")
     layers = header["layers"]
     found: Row = {}
 
     def take(name: str, fits: bool, expected: str) -> None:
         if not fits:
-            raise WrongLineError(f"{name}: expected {expected}, got {row.get(name)!r:.40}")
+            raise MonitorError(f"{name}: expected {expected}, got {row.get(name)!r:.40}")
         found[name] = row[name]
 
     take("step", _number(row.get("step"), whole=True), "a whole number")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from prophet.errors import MonitorError
-from prophet.monitor.lines import MAX_LINE_BYTES, WrongLineError, is_start, parsed, start_of, step_of
+from prophet.monitor.lines import MAX_LINE_BYTES, is_start, parsed, start_of, step_of
 from prophet.monitor.sinks import FILE, Row
 
 _TAIL_BYTES = 8 << 20  # what is read of a long file's end
@@ -41,7 +41,7 @@ class LeftOut:
     count: int = 0
     why: str = ""
 
-    def add(self, error: WrongLineError) -> None:
+    def add(self, error: MonitorError) -> None:
         self.why = self.why if self.count else str(error)
         self.count += 1
 
@@ -69,13 +69,13 @@ class Steps:
 def _check_first(file: Path, line: bytes) -> Row:
     try:
         first = parsed(line)
-    except WrongLineError as error:
+    except MonitorError as error:
         raise MonitorError(f"{file}: line 1: expected a first line with the run's start: {error}") from None
     if not is_start(first):
         raise MonitorError(f"{file}: line 1: not the steps of a run: expected a first line with its start")
     try:
         return start_of(first)
-    except WrongLineError as error:
+    except MonitorError as error:
         raise MonitorError(f"{file}: line 1: expected a first line with the run's start: {error}") from None
 
 
@@ -110,7 +110,7 @@ def read_steps(run: str | Path) -> Steps:
                     rows, stride, seen, kept_bytes = [], 1, 0, 0
                     continue
                 row = step_of(row, header)
-            except WrongLineError as error:
+            except MonitorError as error:
                 if line.endswith(b"\n") and line.strip():  # else it is being written, or empty
                     left_out.add(error)
                 continue
@@ -181,7 +181,7 @@ class Tail:
                 self._begin()
                 return
             self.rows.append(step_of(row, self.header))
-        except WrongLineError as error:
+        except MonitorError as error:
             self.left_out.add(error)
             return
         self._sizes.append(len(line))
