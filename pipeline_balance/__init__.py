@@ -41,9 +41,7 @@ def __getattr__(name: str) -> object:
 
 
 def attach(
-    pipeline: PipelineTrainer,
-    limits: Sequence[RankLimits] | None = None,
-    config: ControllerConfig | None = None,
+    pipeline: PipelineTrainer, limits: Sequence[RankLimits] | None = None, config: ControllerConfig | None = None
 ) -> Controller:
     """Balance `pipeline` from now on: train with the returned controller's `step` instead of the pipeline's.
 

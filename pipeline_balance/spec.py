@@ -1,8 +1,6 @@
-"""The values that flow through pipeline_balance: frozen, validated when built, free of torch and of any
-process group.
+"""The values that flow through pipeline_balance: frozen, validated when built, free of torch and of any process group.
 
-Shape legend: L layers, S stages, P ranks, M microbatches. Times are seconds of one microbatch on a rank of
-speed 1.0.
+Shape legend: L layers, S stages, P ranks, M microbatches. Times are seconds of one microbatch on a rank of speed 1.0.
 """
 
 from __future__ import annotations
@@ -38,8 +36,8 @@ def _check_bytes(name: str, value: int) -> None:
 class LayerCost:
     """What one layer takes: seconds and activation bytes per microbatch, state bytes once.
 
-    A frozen layer is not free: it keeps `forward_s`, and `backward_input_s` too while any trainable parameter
-    lies upstream of it; only `backward_weight_s` vanishes.
+    A frozen layer is not free: it keeps `forward_s`, and `backward_input_s` too while any trainable parameter lies
+    upstream of it; only `backward_weight_s` vanishes.
     """
 
     forward_s: float
@@ -73,9 +71,7 @@ class LayerCost:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes that travel when the layer changes rank between steps, when gradients are already
-        consumed.
-        """
+        """Bytes that travel when the layer changes rank between steps, when gradients are already consumed."""
         return self.parameter_bytes + self.optimizer_bytes
 
 
@@ -103,8 +99,8 @@ class RankLimits:
 class StageMap:
     """Which layers form which stage, and which rank runs it.
 
-    Stage s runs layers boundaries[s] .. boundaries[s+1]-1 on rank ranks[s]; no stage is empty. A rank may run
-    several stages and adjacent stages may share a rank; a rank that is not named runs nothing.
+    Stage s runs layers boundaries[s] .. boundaries[s+1]-1 on rank ranks[s]; no stage is empty. A rank may run several
+    stages and adjacent stages may share a rank; a rank that is not named runs nothing.
     """
 
     boundaries: tuple[int, ...]
@@ -114,10 +110,8 @@ class StageMap:
         boundaries = tuple(int(b) for b in self.boundaries)
         ranks = tuple(int(r) for r in self.ranks)
         if len(boundaries) != len(ranks) + 1 or len(ranks) < 1:
-            raise SpecError(
-                f"StageMap needs one boundary more than stages, "
-                f"got {len(boundaries)} boundaries for {len(ranks)} stages"
-            )
+            got = f"{len(boundaries)} boundaries for {len(ranks)} stages"
+            raise SpecError(f"StageMap needs one boundary more than stages, got {got}")
         if boundaries[0] != 0:
             raise SpecError(f"StageMap.boundaries must start at layer 0, got {boundaries[0]}")
         for s in range(len(ranks)):
@@ -163,9 +157,13 @@ class StageMap:
         """Rank of every layer, [L]."""
         return tuple(r for s, r in enumerate(self.ranks) for _ in self.layers_of(s))
 
+    def stages_on(self, rank: int) -> tuple[int, ...]:
+        """Stages that `rank` runs, ascending."""
+        return tuple(s for s, r in enumerate(self.ranks) if r == rank)
+
     def layers_on(self, rank: int) -> tuple[int, ...]:
         """Layers that `rank` runs, ascending."""
-        return tuple(layer for s, r in enumerate(self.ranks) if r == rank for layer in self.layers_of(s))
+        return tuple(layer for s in self.stages_on(rank) for layer in self.layers_of(s))
 
     def moves_to(self, other: StageMap) -> tuple[LayerMove, ...]:
         """Layers whose rank differs in `other`, ascending."""
@@ -194,9 +192,7 @@ class LayerMove:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imbalance:
-    """Two measures of unequal load. Throughput follows `max_mean`; the DynMo paper (Eq. 2) reports
-    the other.
-    """
+    """Two measures of unequal load. Throughput follows `max_mean`; the DynMo paper (Eq. 2) reports the other."""
 
     max_mean: float
     max_minus_min_over_mean: float
@@ -211,28 +207,18 @@ class Imbalance:
         if mean <= 0:
             return cls(max_mean=1.0, max_minus_min_over_mean=0.0)
         return cls(
-            max_mean=float(values.max()) / mean,
-            max_minus_min_over_mean=float(values.max() - values.min()) / mean,
+            max_mean=float(values.max()) / mean, max_minus_min_over_mean=float(values.max() - values.min()) / mean
         )
 
 
 def in_flight(stage: int, stages: int, microbatches: int) -> int:
-    """Microbatches whose activations stage `stage` of `stages` holds at once under 1F1B: min(M, S -
-    stage).
-    """
+    """Microbatches whose activations stage `stage` of `stages` holds at once under 1F1B: min(M, S - stage)."""
     return min(microbatches, stages - stage)
-
-
-def stage_loads_s(costs: Sequence[LayerCost], stage_map: StageMap) -> tuple[float, ...]:
-    """Seconds of one microbatch in every stage on a rank of speed 1.0, [S]."""
-    stage_map.check_layers(len(costs))
-    return tuple(math.fsum(costs[i].total_s for i in stage_map.layers_of(s)) for s in range(stage_map.stages))
 
 
 def rank_loads_s(costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits]) -> tuple[float, ...]:
     """Seconds of one microbatch on every rank at its own speed, [P]; 0.0 on a rank that runs nothing."""
-    _check_ranks(stage_map, limits)
-    stage_map.check_layers(len(costs))
+    _check(costs, stage_map, limits)
     return tuple(
         math.fsum(costs[i].total_s for i in stage_map.layers_on(r)) / limits[r].speed for r in range(len(limits))
     )
@@ -241,11 +227,8 @@ def rank_loads_s(costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequen
 def rank_memory_bytes(
     costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits], microbatches: int
 ) -> tuple[int, ...]:
-    """Bytes every rank needs, [P]: state, and activations of min(M, S - k) microbatches for every stage k it
-    runs.
-    """
-    _check_ranks(stage_map, limits)
-    stage_map.check_layers(len(costs))
+    """Bytes every rank needs, [P]: state, and activations of min(M, S - k) microbatches for every stage k it runs."""
+    _check(costs, stage_map, limits)
     needed = [0] * len(limits)
     for s, rank in enumerate(stage_map.ranks):
         held = in_flight(s, stage_map.stages, microbatches)
@@ -265,6 +248,7 @@ def moved_bytes(costs: Sequence[LayerCost], before: StageMap, after: StageMap) -
     return sum(costs[move.layer].moved_bytes for move in before.moves_to(after))
 
 
-def _check_ranks(stage_map: StageMap, limits: Sequence[RankLimits]) -> None:
+def _check(costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits]) -> None:
+    stage_map.check_layers(len(costs))
     if max(stage_map.ranks) >= len(limits):
         raise SpecError(f"the stage map names rank {max(stage_map.ranks)}, but limits are of {len(limits)} ranks")

@@ -86,6 +86,10 @@ class ConversionError(ValueError):
     """A model cannot be converted, or not without changing what it computes; the message names the field."""
 
 
+class PartialStateError(RuntimeError):
+    """What is about to be written holds the experts of one rank only; the message says which call writes them all."""
+
+
 class CheckpointError(ValueError):
     """A folder holds no checkpoint of this model and optimizer; the message names what differs."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from prophet.engine.history import PredictMode
+from prophet.engine.replan import EVERY_STEP, ReplanConfig
 
 System = Literal["prophet", "deepspeed", "tutel"]
 
@@ -16,9 +16,8 @@ class Policy:
 
     system: whose MoE layer runs. planner: of our engine. schedule: how its transfers are laid out. even: the routing
     is replaced by a perfectly even one. plain: our layer without the engine. use_windows: whether the planner knows
-    of the compute under which transfers hide (Eq. 8). transfers: the form of Trans and Agg. memory: whether replicas'
-    parameters are kept for the backward pass or fetched again. keep_plans: placements stay while they are worth it.
-    predict: the load that placements are planned for (`EngineConfig.predict`).
+    of the compute under which transfers hide (Eq. 8). transfers: the form of Trans and Agg. refetch: replicas'
+    parameters are fetched again for the backward pass. replan: when placements are planned anew, and for which load.
     """
 
     name: str
@@ -26,12 +25,11 @@ class Policy:
     planner: str = "static"
     schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
     transfers: Literal["auto", "direct", "two-phase"] = "auto"
-    memory: Literal["keep", "refetch"] = "keep"
+    refetch: bool = False
     even: bool = False
     plain: bool = False
     use_windows: bool = True
-    keep_plans: bool = False
-    predict: PredictMode = "last"
+    replan: ReplanConfig = EVERY_STEP
 
 
 _ALL = (
@@ -46,15 +44,15 @@ _ALL = (
     Policy(name="prophet-blocking", planner="prophet", schedule="blocking", use_windows=False),
     Policy(name="prophet-search", planner="prophet-search"),
     Policy(name="prophet-gradual", planner="prophet-gradual"),
-    Policy(name="prophet-kept", planner="prophet", keep_plans=True),
-    Policy(name="prophet-search-kept", planner="prophet-search", keep_plans=True),
+    Policy(name="prophet-kept", planner="prophet", replan=ReplanConfig()),
+    Policy(name="prophet-search-kept", planner="prophet-search", replan=ReplanConfig()),
     Policy(name="prophet-operator", planner="prophet", schedule="operator"),
     Policy(name="prophet-look-ahead", planner="prophet", schedule="look-ahead"),
     Policy(name="prophet-direct", planner="prophet", transfers="direct"),
     Policy(name="prophet-two-phase", planner="prophet", transfers="two-phase"),
-    Policy(name="prophet-refetch", planner="prophet", memory="refetch"),
+    Policy(name="prophet-refetch", planner="prophet", refetch=True),
     Policy(name="prophet-no-windows", planner="prophet", use_windows=False),
-    Policy(name="prophet-best-prediction", planner="prophet", predict="best"),
+    Policy(name="prophet-best-prediction", planner="prophet", replan=replace(EVERY_STEP, predict="best")),
     Policy(name="forced-balance", even=True, plain=True),
     Policy(name="forced-balance-prophet", planner="prophet", even=True),
     Policy(name="deepspeed", system="deepspeed"),

@@ -9,9 +9,9 @@ import dataclasses
 import gc
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +38,17 @@ from benchmarks.pacing import compute_apart
 from prophet import Engine, EngineConfig, attach
 from prophet.demo.model import MoEGPT
 from prophet.demo.text import load_corpus
-from prophet.engine.replan import ReplanConfig
+from prophet.engine.config import Experiment
 from prophet.engine.report import StepReport
 from prophet.layer.moe import moe_layers
 from prophet.machine.measure import Probe, measure_overlap
 from prophet.planner import get_planner, warm
 from prophet.ranks.collective import Collective, Operation
+from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Form
-from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
+from prophet.scheduler.recording import ObservedCollective, Recording, seconds_by_window
 from prophet.scheduler.simulate import predicted_durations, simulate
-from prophet.scheduler.timeline import Recorder
+from prophet.scheduler.timeline import Span
 from prophet.spec import IntArray, Link, Placement, PlanContext, Split, Topology, Windows
 
 SIMULATED_PARTS = ("compute", "slowed", "a2a", "shared", "exposed_trans", "exposed_agg", "exposed_plan", "idle")
@@ -140,17 +141,17 @@ class Bench:
         if self.calibration is not None:
             return self.calibration
         intra, inter = calibrate.probe_links(self.collective, self.ranks_per_node)
-        recorder = Recorder(self.host.rank)
         blocks = self.workload.blocks
         reports: list[StepReport] = []
         windows: list[dict[str, float]] = []
+        spans: list[Span] = []
         # What a host computes while others wait for a busy one, and beside all the others: half of the steps each.
         for p in (policy("static"), Policy(name="even", even=True)):
             seen: list[StepReport] = []
-            marks = self._watched_steps(p, recorder, self.skip + 4, seen.append)[self.skip :]
+            recording = self._watched_steps(p, self.skip + 4, seen.append)
             reports += seen[self.skip :]
-            spans = recorder.spans()
-            windows += [seconds_by_window(compute_spans(spans, m, self.host.rank, blocks)) for m in marks]
+            spans += recording.recorder.spans()
+            windows += [seconds_by_window(recording.compute(s)) for s in range(self.skip, recording.steps)]
         even = windows[len(windows) // 2 :]
         counts_s = [s.seconds for s in spans if s.name.startswith("exchange of counts")]
 
@@ -216,11 +217,8 @@ class Bench:
             topology=None if calibration is None else calibration.topology,
             windows=calibration.windows if calibration is not None and p.use_windows else Windows(),
             slots_per_rank=self.slots,
-            schedule=p.schedule,
-            transfers=p.transfers,
-            replica_memory=p.memory,
-            replan=ReplanConfig() if p.keep_plans else None,
-            predict=p.predict,
+            refetch=p.refetch,
+            replan=p.replan,
         )
 
     def _attached(self, p: Policy, stack: ExitStack) -> tuple[torch.optim.Optimizer, Engine | None]:
@@ -232,38 +230,40 @@ class Bench:
             stack.enter_context(forced_balance(self.model, self.host.rank))
         if p.plain:
             return optimizer, None
-        engine = attach(self.model, optimizer, config=self.config(p))
+        experiment = Experiment(schedule=p.schedule, transfers=p.transfers)
+        engine = attach(self.model, optimizer, config=self.config(p), experiment=experiment)
         stack.callback(engine.close)
         compute_apart()
         return optimizer, engine
 
-    def _watched_steps(
-        self, p: Policy, recorder: Recorder, steps: int, on_step: Callable[[StepReport], None] | None = None
-    ) -> list[StepMarks]:
+    def _watched_steps(self, p: Policy, steps: int, on_step: Callable[[StepReport], None] | None = None) -> Recording:
         """Run some steps with every operation recorded; not for timing."""
-        layers = moe_layers(self.model)
-        observed = ObservedCollective(self.collective, recorder)
-        marks = []
         with ExitStack() as stack:
-            use_collective(layers, observed)
-            stack.callback(use_collective, layers, self.collective)
             optimizer, engine = self._attached(p, stack)
-            if engine is not None and on_step is not None:
-                engine.on_step.append(on_step)
+            if engine is None:
+                recording = Recording(self.host.rank)
+                layers = moe_layers(self.model)
+                use_collective(layers, ObservedCollective(self.collective, recording.recorder))
+                stack.callback(use_collective, layers, self.collective)
+            else:
+                recording = stack.enter_context(engine.recording())
+                if on_step is not None:
+                    engine.on_step.append(on_step)
             for rows in itertools.islice(self.rows(), steps):
-                times = [time.perf_counter()]
-                train_step(self.model, optimizer, rows, on_edge=lambda t=times: t.append(time.perf_counter()))
-                marks.append(StepMarks(*times, time.perf_counter()))
-        return marks
+                if engine is None:
+                    recording.begin()
+                # with the loss the last block's FNEC is over
+                edges = iter([partial(recording.enter, Window("BNEC", self.workload.blocks - 1)), recording.gradients])
+                train_step(self.model, optimizer, rows, on_edge=lambda e=edges: next(e)())
+                if engine is None:
+                    recording.end()
+        return recording
 
     def _trace(self, p: Policy) -> None:
         """Keep the spans of one step, with times from its start."""
-        recorder = Recorder(self.host.rank)
-        marks = self._watched_steps(p, recorder, self.skip + 2)[-1]
-        spans = [s for s in recorder.spans() if marks.began_s <= s.start_s <= marks.ended_s]
-        spans += compute_spans(spans, marks, self.host.rank, self.workload.blocks)
-        zero = marks.began_s
-        self.traced[p.name] = [[s.start_s - zero, s.end_s - zero, s.rank, s.stream, s.name] for s in sorted(spans)]
+        spans = self._watched_steps(p, self.skip + 2).spans()
+        zero = spans[0].start_s
+        self.traced[p.name] = [[s.start_s - zero, s.end_s - zero, s.rank, s.stream, s.name] for s in spans]
 
     def run(self, p: Policy, repetition: int) -> dict[str, Any]:
         """One repetition of a policy: `skip` steps that are not counted, then `steps` that are."""
@@ -332,7 +332,7 @@ class Bench:
             dataclasses.replace(
                 x, topology=c.topology, windows=dataclasses.replace(c.windows, experts=x.windows.experts)
             )
-            for x in engine._contexts
+            for x in engine.contexts
         ]
         planner = get_planner(p.planner)
         found = []

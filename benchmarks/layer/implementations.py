@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,7 +81,8 @@ class Implementation:
             self.engine.runtime.finish_gradients()
             self.engine.finish_step()
             began = time.perf_counter()
-            wait([plan for plan in self.engine._plans if plan is not None], timeout=self.engine.collective.timeout_s)
+            for layer in self.engine.balanced:
+                layer.plans.wait()
             waited = time.perf_counter() - began
             report = self.engine.last_step
             self.seconds = {**(report.seconds if report else {}), "plan_wait": waited}

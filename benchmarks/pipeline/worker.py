@@ -24,14 +24,7 @@ from benchmarks.pacing import PacedOperators, wake_promptly
 from benchmarks.pipeline.alone import optimizer_rate
 from benchmarks.pipeline.cases import Case, Dynamism, cases
 from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
-from benchmarks.pipeline.policies import (
-    DYNAMIC,
-    ORACLE,
-    best_map,
-    controller_config,
-    smoothed,
-    start_map,
-)
+from benchmarks.pipeline.policies import DYNAMIC, ORACLE, best_map, controller_config, smoothed, start_map
 from pipeline_balance.control.controller import Controller, ControllerConfig, Decision
 from pipeline_balance.control.measure import Meter, PipelineLayer
 from pipeline_balance.dynamics.gpt import loss as loss_fn
@@ -174,7 +167,7 @@ class Bench:
                     self._follow(runner, smoothed(history))
                 self._step(runner, inputs, target, counted)
             frozen = recorder.dynamism.decide_frozen(
-                recorder.pipeline.layers, loss, recorder.pipeline.collective, recorder.pipeline.device
+                recorder.pipeline.layers, loss, recorder.pipeline.collective, recorder.pipeline.config.device
             )
             if self.host.rank == 0 and step % 8 == 0:
                 self.host.say(f"step {step}: loss {loss:.3f}, frozen {frozen}")

@@ -131,7 +131,7 @@ def row_of(
             split, us = timed(lambda p=planner, c=case, at=placement: p.split(c.present, at, context))
             split_us.append(us)
         cost = step_cost(split, placement, context)
-        if getattr(planner, "withdraws", False):
+        if planner is not None and planner.withdraws:
             split, cost = settled_cost(case.present, split, placement, context)
         max_mean.append(split.max_mean())
         copies.append(float(placement.copies_per_rank().mean()))

@@ -8,30 +8,34 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prophet.engine.config import EngineConfig
-from prophet.engine.history import PredictMode
 from prophet.engine.replan import ReplanConfig
 from prophet.errors import TopologyError
 from prophet.files import read_json, shown
 from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
-from prophet.scheduler.budget import ReplicaMemory
-from prophet.scheduler.forms import Transfers
 
 SECTION = "prophet"
 MAX_FILE_BYTES = 1 << 22  # of a config
+_LONGEST_KEY = 64  # of what is compared and shown
 # optimizers that treat every element on its own: experts stacked in one tensor are updated as apart
 ELEMENTWISE = ("adam", "adamw", "sgd", "adagrad", "lion", "rmsprop")
-_LONGEST_KEY = 64  # of what is compared and shown
-_OPTIONAL = ("ep_size", "topology", "replica_memory_bytes", "timeout_s", "replan")
-_BOOLEANS = ("enabled", "convert", "verify")
-_INTEGERS = ("ep_size", "slots_per_rank", "replica_memory_bytes", "look_ahead_blocks", "check_split_every")
-_TEXTS = ("planner", "topology", "replica_memory", "schedule", "transfers", "predict")
+# every backward pass brings its gradients home, as ZeRO-2 reduces them then; windows are not for a config file
+_NOT_A_KEY = ("accumulation_steps", "windows")
+# what JSON has for a field, by the first type of its annotation
+_JSON: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "bool": ("true or false", bool),
+    "int": ("an integer", int),
+    "float": ("a number", (int, float)),
+    "str": ("a string", str),
+    "Topology": ("a string", str),
+    "ReplanConfig": ("an object", Mapping),
+}
 
 
 class ConfigError(ValueError):
@@ -40,84 +44,68 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProphetSection:
-    """What `"prophet": {...}` may say; every key has a default.
+    """What `"prophet": {...}` says; every key has a default.
 
     enabled: False leaves plain expert parallelism. ep_size: ranks that share the experts; None takes what the layers
     were built for, all ranks where they were built whole. convert: replace the MoE blocks that `prophet.convert` knows;
     False leaves a model of `prophet.MoE` layers as it is. verify: compare every block before and after on a few tokens.
-    topology: path of a file that `prophet calibrate` wrote. replan: an object of the fields of `prophet.ReplanConfig`.
-    The other keys are those of `prophet.EngineConfig`.
+    engine: how to balance. Its fields are keys of the section themselves: `planner` by name, `topology` as the path of
+    a file that `prophet calibrate` wrote, `replan` as an object of the fields of `prophet.ReplanConfig`.
     """
 
     enabled: bool = True
     ep_size: int | None = None
     convert: bool = True
     verify: bool = True
-    planner: str = "prophet"
-    topology: str | None = None
-    slots_per_rank: int = 4
-    replica_memory_bytes: int | None = None
-    replica_memory: ReplicaMemory = "keep"
-    schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
-    look_ahead_blocks: int = 2
-    transfers: Transfers = "auto"
-    predict: PredictMode = "last"
-    replan: Mapping[str, Any] | None = None
-    check_split_every: int = 50
-    timeout_s: float | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
-    def __post_init__(self) -> None:
-        for key in (f.name for f in fields(self)):
-            value = getattr(self, key)
-            if value is None and key in _OPTIONAL:
-                continue
-            if key in _BOOLEANS:
-                wanted, fits = "true or false", isinstance(value, bool)
-            elif key in _INTEGERS:
-                wanted, fits = "an integer", isinstance(value, int) and not isinstance(value, bool)
-            elif key in _TEXTS:
-                wanted, fits = "a string", isinstance(value, str)
-            elif key == "replan":
-                wanted, fits = "an object", isinstance(value, Mapping)
-            else:
-                wanted, fits = "a number", isinstance(value, int | float) and not isinstance(value, bool)
-            if not fits:
-                raise ConfigError(f"{SECTION}.{key}: expected {wanted}, got {shown(value)}")
-        if self.ep_size is not None and self.ep_size < 1:
-            raise ConfigError(f"{SECTION}.ep_size: expected at least 1, got {self.ep_size}")
-        if self.planner not in PLANNER_NAMES:
-            raise ConfigError(
-                f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {shown(self.planner)}"
-            )
-        _check_keys(f"{SECTION}.replan", self.replan or {}, [f.name for f in fields(ReplanConfig)])
-        try:
-            self.engine_config()
-        except TopologyError as error:
-            raise ConfigError(f"{SECTION}.topology: {error!s:.1000}") from error
-        except (ValueError, TypeError) as error:
-            raise ConfigError(_named(str(error))) from error
+    @classmethod
+    def parse(cls, found: Mapping[str, Any]) -> ProphetSection:
+        """The section as JSON has it; raises `ConfigError` that names the key."""
+        own = [f for f in fields(cls) if f.name != "engine"]
+        balancing = [f for f in fields(EngineConfig) if f.name not in _NOT_A_KEY]
+        _check_keys(SECTION, found, [f.name for f in (*own, *balancing)])
+        for f in (*own, *balancing):
+            if f.name in found:
+                _check_kind(f, found[f.name])
+        mine = {f.name: found[f.name] for f in own if f.name in found}
+        if mine.get("ep_size") is not None and mine["ep_size"] < 1:
+            raise ConfigError(f"{SECTION}.ep_size: expected at least 1, got {mine['ep_size']}")
+        options = {f.name: found[f.name] for f in balancing if f.name in found}
+        if not mine.get("enabled", True):
+            options["planner"] = "static"
+        return cls(**mine, engine=_engine_config(options))
 
     @property
     def wait_s(self) -> float:
         """The limit on every wait."""
-        return DEFAULT_TIMEOUT_S if self.timeout_s is None else self.timeout_s
+        return DEFAULT_TIMEOUT_S if self.engine.timeout_s is None else self.engine.timeout_s
 
-    def engine_config(self) -> EngineConfig:
-        """How to balance. Every backward pass brings its gradients home, as ZeRO-2 reduces them then."""
-        return EngineConfig(
-            planner=self.planner if self.enabled else "static",
-            topology=None if self.topology is None else read_topology(self.topology),
-            slots_per_rank=self.slots_per_rank,
-            replica_memory_bytes=self.replica_memory_bytes,
-            replica_memory=self.replica_memory,
-            schedule=self.schedule,
-            look_ahead_blocks=self.look_ahead_blocks,
-            transfers=self.transfers,
-            predict=self.predict,
-            replan=None if self.replan is None else ReplanConfig(**self.replan),
-            check_split_every=self.check_split_every,
-            timeout_s=self.timeout_s,
-        )
+
+def _check_kind(key: Field[Any], value: Any) -> None:
+    first, *others = str(key.type).split(" | ")
+    if value is None and "None" in others:
+        return
+    wanted, kind = _JSON[first]
+    if not isinstance(value, kind) or (isinstance(value, bool) and first != "bool"):
+        raise ConfigError(f"{SECTION}.{key.name}: expected {wanted}, got {shown(value)}")
+
+
+def _engine_config(options: dict[str, Any]) -> EngineConfig:
+    planner, topology, replan = (options.get(name) for name in ("planner", "topology", "replan"))
+    if planner is not None and planner not in PLANNER_NAMES:
+        raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {shown(planner)}")
+    _check_keys(f"{SECTION}.replan", replan or {}, [f.name for f in fields(ReplanConfig)])
+    try:
+        if topology is not None:
+            options["topology"] = read_topology(topology)
+        if replan is not None:
+            options["replan"] = ReplanConfig(**replan)
+        return EngineConfig(**options)
+    except TopologyError as error:
+        raise ConfigError(f"{SECTION}.topology: {error!s:.1000}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(_named(str(error))) from error
 
 
 def _named(text: str) -> str:
@@ -131,10 +119,10 @@ def _named(text: str) -> str:
 def _check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:
     for key in found:
         if key not in known:
-            shown = str(key)[:_LONGEST_KEY]
-            like = difflib.get_close_matches(shown, known, 1, 0.5)
+            text = str(key)[:_LONGEST_KEY]
+            like = difflib.get_close_matches(text, known, 1, 0.5)
             hint = f"did you mean {like[0]!r}?" if like else f"known are {', '.join(known)}"
-            raise ConfigError(f"{name}.{shown}: unknown key; {hint}")
+            raise ConfigError(f"{name}.{text}: unknown key; {hint}")
 
 
 def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], ProphetSection]:
@@ -152,15 +140,13 @@ def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
         found = copy.deepcopy(dict(config))
     else:
         raise ConfigError(f"config: expected a dictionary or the path of a JSON file, got {type(config).__name__}")
-    known = [f.name for f in fields(ProphetSection)]
     for key in found:
         if key != SECTION and difflib.get_close_matches(SECTION, [str(key).lower()[:_LONGEST_KEY]], 1, 0.8):
             raise ConfigError(f"{str(key)[:_LONGEST_KEY]}: unknown section; did you mean {SECTION!r}?")
     section = found.pop(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{SECTION}: expected an object, got {type(section).__name__}")
-    _check_keys(SECTION, section, known)
-    parsed = ProphetSection(**section)
+    parsed = ProphetSection.parse(section)
     check_deepspeed(found)
     return found, parsed
 

@@ -66,8 +66,8 @@ def initialize(
     given = ParameterGroups(model, model_parameters)
     ep_size = _ep_size(model, section)
     ep = _expert_group(ep_size, section)
-    if (topology := section.engine_config().topology) is not None and topology.ranks != ep_size:
-        raise ConfigError(f"{SECTION}.topology: {section.topology} is of {topology.ranks} ranks, expected {ep_size}")
+    if (topology := section.engine.topology) is not None and topology.ranks != ep_size:
+        raise ConfigError(f"{SECTION}.topology: {topology.name} is of {topology.ranks} ranks, expected {ep_size}")
     report = None
     if section.convert and _convertible(model):
         report = prophet.convert(model, group=ep, timeout_s=section.wait_s, verify=section.verify)
@@ -92,7 +92,7 @@ def initialize(
     with warnings.catch_warnings():
         if ep_size == 1:  # asked for: every process holds all experts, and DeepSpeed averages them
             warnings.filterwarnings("ignore", message="the MoE layers hold all experts on every rank")
-        balancer = prophet.attach(model, config=section.engine_config())
+        balancer = prophet.attach(model, config=section.engine)
     if wrapped is not None:
         bind(engine, balancer)
     engine.prophet, engine.prophet_report = balancer, report

@@ -6,19 +6,17 @@ rank's optimizer state, and clips by one rank's gradient norm. The callback does
 
 from __future__ import annotations
 
-from pathlib import Path
+import sys
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import prophet
 from prophet.convert import ConversionReport, converted
-from prophet.engine.parallel import ExpertReplicas, expert_groups
+from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_, expert_groups
 from prophet.ranks.collective import Collective
-from prophet_transformers.saving import load_pretrained, save_pretrained
-
-STATE = "optimizer_rank{rank}_of_{ranks}.pt"
+from prophet_transformers.checkpoints import Checkpoints, wrap
 
 
 class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers may be absent where types are checked
@@ -28,9 +26,10 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
     groups. config: how to balance. balance: False leaves plain expert parallelism. adapters: for blocks of your own.
 
     When the Trainer is built the model is converted; do not pass an optimizer of your own to Trainer. `report` says
-    what was converted, `engine` is the running engine. Clipping (`max_grad_norm`) is by the norm over all ranks'
-    experts. After training `prophet_transformers.save_pretrained(model, folder)`, on every rank, takes the place of
-    `trainer.save_model()`; revert_at_end=True gives every rank the whole original model back instead.
+    what was converted, `engine` is the running engine. Clipping (`max_grad_norm`) and the `grad_norm` that Trainer
+    logs are by the norm over all ranks' experts. `trainer.save_model(folder)`, on every rank, writes the original
+    layout, and so does `prophet_transformers.save_pretrained(model, folder)`. revert_at_end=True gives every rank the
+    whole original model back.
     """
 
     def __init__(
@@ -46,123 +45,117 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         self.adapters, self.revert_at_end = adapters, revert_at_end
         self.report: ConversionReport | None = None
         self.engine: prophet.Engine | None = None
+        self._experts: Collective | None = None
         self._replicas: ExpertReplicas | None = None
         self._groups: tuple[Collective, Collective] | None = None
-        self._max_norm = 0.0
-        self._checkpointing = False
+        self._checkpoints: Checkpoints | None = None
+        self._clipped = False
 
     # --- events ---
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Convert the model: before the optimizer exists, and before it is wrapped."""
         model = kwargs["model"]
-        if args.fp16:
-            raise ValueError("fp16=True scales the loss, which clipping over ranks does not know of: use bf16=True")
-        if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
-            raise ValueError("ProphetCallback works with DistributedDataParallel; deepspeed and fsdp must be off")
+        trainer = _holder(self)
+        _check_settings(trainer)
         group = None
         if self.ep_size is not None:
             self._groups = expert_groups(self.ep_size)
             group = self._groups[0]
         self.report = prophet.convert(model, group=group, adapters=self.adapters)
-        model.save_pretrained = _Saver(model, self)
+        self._experts = next(layer for *_, layer in converted(model)).collective
+        self._checkpoints = Checkpoints(trainer, before_best=self._let_go)
+        wrap(trainer.accelerator, "clip_grad_norm_", self._clip)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Attach the engine, and after `resume_from_checkpoint` load what Trainer cannot."""
+        """Attach the engine."""
+        if self._checkpoints is None:
+            raise RuntimeError(
+                "the model was not converted: give ProphetCallback() to Trainer(callbacks=[...]); add_callback() comes "
+                "too late for it"
+            )
         model = kwargs["model"]
+        if next(converted(model), None) is None:
+            raise RuntimeError("the model is not converted any more (revert_at_end=True): build another Trainer for it")
+        self._checkpoints.check_resumed(state.global_step)
         optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
         known = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if any(p.requires_grad and id(p) not in known for p in model.parameters()):
             raise ValueError("the optimizer was not built from the converted model's parameters")
-        if state.global_step > 0:
-            self._resume(args, Path(args.output_dir) / f"checkpoint-{state.global_step}", model, optimizer)
         if self._groups is not None:
             self._replicas = ExpertReplicas(model, self._groups[1])
         if self.balance:
             self.engine = prophet.attach(model, optimizer, config=self.config)
-        self._max_norm, args.max_grad_norm = args.max_grad_norm or 0.0, 0.0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Clip by the norm over all ranks."""
-        if self._max_norm > 0:
-            model = kwargs["model"]
-            engine = self.engine
-            if engine is None:
-                raise ValueError("clipping needs the engine: set max_grad_norm=0 with balance=False")
-            engine.clip_grad_norm_(list(model.parameters()), self._max_norm)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What Trainer saves from here to `on_save` belongs to a checkpoint."""
-        self._checkpointing = True
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The same at the end of an epoch."""
-        self._checkpointing = True
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """No checkpoint is under way."""
-        self._checkpointing = False
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """All ranks write the model in its original layout, and their own optimizer state."""
-        model = kwargs["model"]
-        optimizer = getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"])
-        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-        save_pretrained(model, folder)
-        if not args.save_only_model:
-            torch.save(optimizer.state_dict(), folder / _state_name(args))
+        """Make sure that gradients were clipped by the norm over all ranks, where they are to be."""
+        if args.max_grad_norm and args.max_grad_norm > 0 and not self._clipped:
+            raise RuntimeError(
+                f"max_grad_norm={args.max_grad_norm} was not applied by accelerator.clip_grad_norm_(), where "
+                f"ProphetCallback clips by the norm over all ranks: set max_grad_norm=0 and clip by "
+                f"prophet.parallel.clip_grad_norm_()"
+            )
+        self._clipped = False
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Let go of the model."""
-        self._checkpointing = False
-        args.max_grad_norm = self._max_norm
+        self._let_go()
+        if self.revert_at_end:
+            prophet.revert(kwargs["model"])
+            self._experts = None
+
+    # --- parts ---
+
+    def _let_go(self) -> None:
         if self.engine is not None:
             self.engine.close()
         if self._replicas is not None:
             self._replicas.close()
-        if self.revert_at_end:
-            model = kwargs["model"]
-            del model.save_pretrained
-            prophet.revert(model)
+            self._replicas = None
 
-    # --- parts ---
-
-    @property
-    def defers_saving(self) -> bool:
-        """Whether a checkpoint is under way, whose model `on_save` is about to write."""
-        return self._checkpointing
-
-    def _resume(self, args: Any, folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Experts and optimizer state of this rank, of which Trainer loaded none and rank 0's."""
-        path = folder / _state_name(args)
-        if not path.exists():
-            found = sorted(p.name for p in folder.glob(STATE.format(rank="*", ranks="*")))
-            raise FileNotFoundError(
-                f"{path} is missing: optimizer state resumes on as many ranks as wrote it; {folder} has {found}"
-            )
-        load_pretrained(model, folder)
-        optimizer.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    def _clip(self, inner: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Stands for `accelerator.clip_grad_norm_`: the norm is that over all ranks' experts."""
+        if self._experts is None:
+            return inner(parameters, max_norm, norm_type)
+        if norm_type != 2:
+            raise ValueError(f"norm_type: expected 2 where experts are on several ranks, got {norm_type}")
+        held: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        self._clipped |= max_norm != float("inf")
+        if self.engine is not None:
+            return self.engine.clip_grad_norm_(held, max_norm)
+        return clip_grad_norm_(held, max_norm, self._experts, held[0].device)
 
 
-def _state_name(args: Any) -> str:
-    return STATE.format(rank=args.process_index, ranks=args.world_size)
+def _holder(callback: ProphetCallback) -> Any:
+    """The Trainer that is being built with `callback`: callbacks are not told, so search the callers for it."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Trainer) and callback in caller.callback_handler.callbacks:
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    raise RuntimeError(
+        "no Trainer that is being built has this ProphetCallback: expected Trainer(callbacks=[ProphetCallback()]), "
+        "whose saving and loading it takes part in"
+    )
 
 
-class _Saver:
-    """Stands for `model.save_pretrained`, which Trainer calls on rank 0 alone."""
-
-    def __init__(self, model: Any, callback: ProphetCallback) -> None:
-        self._model, self._callback = model, callback
-
-    def __call__(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        layers = [layer for *_, layer in converted(self._model)]
-        if self._callback.defers_saving:
-            return
-        if not layers or layers[0].collective.size == 1:
-            kwargs.pop("state_dict", None)
-            save_pretrained(self._model, save_directory, **kwargs)
-            return
-        raise RuntimeError(
-            "the experts are on several ranks, and Trainer saves on one: call "
-            "prophet_transformers.save_pretrained(model, folder) on every rank"
+def _check_settings(trainer: Any) -> None:
+    """Raise ValueError for what would not work, before anything changes."""
+    args = trainer.args
+    if args.fp16 or getattr(trainer.accelerator, "scaler", None) is not None:
+        raise ValueError("fp16=True scales the loss, which clipping over ranks does not know of: use bf16=True")
+    if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
+        raise ValueError("ProphetCallback works with DistributedDataParallel; deepspeed and fsdp must be off")
+    if trainer.model_init is not None:
+        raise ValueError(
+            "model_init makes a new model when training begins, which would not be converted: pass "
+            "Trainer(model=model_init()) instead"
         )
+    for name, why in (
+        ("auto_find_batch_size", "starts anew on the rank that runs out of memory, while the others wait for it"),
+        ("save_on_each_node", "writes on every node what one rank has; checkpoints need a folder that all ranks share"),
+        ("enable_jit_checkpoint", "saves when this rank gets its signal, and a checkpoint needs all ranks at once"),
+    ):
+        if getattr(args, name, False):
+            raise ValueError(f"{name}=True {why}: set {name}=False with ProphetCallback")

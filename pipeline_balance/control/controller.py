@@ -13,16 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline_balance.control.decide import (
-    ControllerConfig,
-    Decision,
-    MoveCost,
-    Policy,
-    decide,
-)
+from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, Policy, decide
 from pipeline_balance.control.learn import Learner, MoveTime
 from pipeline_balance.control.measure import gather_costs
 from pipeline_balance.schedules.simulate import Durations
@@ -87,7 +82,7 @@ class Controller:
         if len(self.limits) != pipeline.ranks:
             raise SpecError(f"limits needs one entry per rank ({pipeline.ranks}), got {len(self.limits)}")
         self.config = config or ControllerConfig()
-        self.learner = Learner(self.limits, pipeline.microbatches, self.config)
+        self.learner = Learner(self.limits, pipeline.config.microbatches, self.config)
         self.decisions: list[Decision] = []
         self.imbalance: Imbalance | None = None
         self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
@@ -100,16 +95,14 @@ class Controller:
         if self.config.prepare_in_backward:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="prepare-move")
             pipeline.side_collective()
-            pipeline.meter.max_samples = self.config.measure_steps * pipeline.microbatches
+            pipeline.meter.max_samples = self.config.measure_steps * pipeline.config.microbatches
         pipeline.meter.enabled = self.learner.timer.measuring
 
     def step(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
         """One training step, and a decision where one is due. Returns what the pipeline's step returns."""
         if len(self.limits) != self.pipeline.ranks:
-            raise SpecError(
-                f"the group has {self.pipeline.ranks} ranks now, the controller was made for {len(self.limits)}: "
-                f"attach again after the group has changed"
-            )
+            now = f"the group has {self.pipeline.ranks} ranks now, the controller was made for {len(self.limits)}"
+            raise SpecError(f"{now}: attach again after the group has changed")
         with self._spending("total"):
             timer = self.learner.timer
             if self.pipeline.refreshed != self._refreshed:
@@ -167,14 +160,15 @@ class Controller:
         ahead, self._ahead = self._ahead, None
         assert ahead is not None
         with self._spending("decide"):
-            if not wait([ahead], self.pipeline.timeout_s).done:
-                raise TimeoutError(f"no decision was worked out within {self.pipeline.timeout_s:g} s")
+            limit_s = self.pipeline.config.timeout_s
+            if not wait([ahead], limit_s).done:
+                raise TimeoutError(f"no decision was worked out within {limit_s:g} s")
             return ahead.result()
 
     def _measure(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
         """All layers' costs as they would be on a rank of speed 1, from every rank's own; collective."""
         stage_map = self.pipeline.stage_map
-        costs = gather_costs(local, stage_map.layers, collective, self.pipeline.device)
+        costs = gather_costs(local, stage_map.layers, collective, self.pipeline.config.device)
         return [_scaled(c, self.limits[r].speed) for c, r in zip(costs, stage_map.assignment(), strict=True)]
 
     def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
@@ -188,8 +182,8 @@ class Controller:
 
     def _check_agreed(self, decision: Decision, collective: Collective) -> None:
         next_map = decision.best if decision.move else decision.current
-        array = torch.tensor([*next_map.boundaries, *next_map.ranks], dtype=torch.int64).numpy()
-        mine = torch.tensor([digest(array)], dtype=torch.int64, device=self.pipeline.device)
+        array = np.array([*next_map.boundaries, *next_map.ranks])
+        mine = torch.tensor([digest(array)], device=self.pipeline.config.device)
         every = collective.all_gather(mine, op=Operation("comparing decisions")).cpu().reshape(-1).tolist()
         differ = [r for r, d in enumerate(every) if d != every[0]]
         if differ:
@@ -203,11 +197,8 @@ class Controller:
         self.pipeline.drop_gradients()
         done = self.pipeline.rebuild(best, durations=durations, prepared=ready.prepared)
         self._moves.append(done)
-        mine = torch.tensor(
-            [done.seconds, float(done.sent_bytes + done.received_bytes)],
-            dtype=torch.float64,
-            device=self.pipeline.device,
-        )
+        figures = [done.seconds, float(done.sent_bytes + done.received_bytes)]
+        mine = torch.tensor(figures, dtype=torch.float64, device=self.pipeline.config.device)
         every = self.pipeline.collective.all_gather(mine, op=Operation("timing a move")).cpu()
         return MoveTime(seconds=float(every[:, 0].max()), busiest_bytes=float(every[:, 1].max()))
 

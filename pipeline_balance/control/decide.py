@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, get_args
 
 from pipeline_balance.maps.compare import ComparedMap, predicted_makespan_s
 from pipeline_balance.maps.diffusion import Load, diffuse
 from pipeline_balance.maps.partition import (
     explain_memory,
+    maps_on,
     partition_by_parameters,
     partition_by_time,
     partition_near,
@@ -182,11 +184,7 @@ class _Comparison:
         """Predicted seconds of a step."""
         if stage_map not in self._known_s:
             self._known_s[stage_map] = predicted_makespan_s(
-                self.costs,
-                stage_map,
-                self.limits,
-                microbatches=self.microbatches,
-                transfer_s=self.config.transfer_s,
+                self.costs, stage_map, self.limits, microbatches=self.microbatches, transfer_s=self.config.transfer_s
             )
         return self._known_s[stage_map]
 
@@ -196,9 +194,8 @@ class _Comparison:
 
     def proposed(self, ranks: Sequence[int]) -> list[tuple[float, StageMap]]:
         """The policy's maps on `ranks` (in this order) that fit and may gain, each with its makespan."""
-        found = _maps_of_policy(
-            self.costs, self.limits, self.current, ranks, microbatches=self.microbatches, policy=self.config.policy
-        )
+        propose = partial(_maps_of_policy, self.costs, microbatches=self.microbatches, policy=self.config.policy)
+        found = maps_on(ranks, self.limits, self.current, propose)
         fitting = [m for m in dict.fromkeys(found) if fits(self.costs, m, self.limits, self.microbatches)]
         return [(self.makespan_s(m), m) for m in fitting if not self._cannot_gain(m)]
 
@@ -224,7 +221,7 @@ class _Comparison:
                     microbatches=self.microbatches,
                     target_ranks=size,
                     transfer_s=self.config.transfer_s,
-                ).best
+                )
             except PartitionError:
                 continue
             if packed.makespan_s <= allowed_s:
@@ -246,37 +243,20 @@ class _Comparison:
 
 
 def _maps_of_policy(
-    costs: Sequence[LayerCost],
-    limits: Sequence[RankLimits],
-    current: StageMap,
-    ranks: Sequence[int],
-    *,
-    microbatches: int,
-    policy: Policy,
+    costs: Sequence[LayerCost], there: Sequence[RankLimits], local: StageMap, *, microbatches: int, policy: Policy
 ) -> list[StageMap]:
-    """Maps on `ranks` (in this order) that the policy proposes; empty if none fits."""
-    there = [limits[r] for r in ranks]
-    number = {rank: i for i, rank in enumerate(ranks)}
-    local = StageMap.from_assignment(number.get(r, len(ranks)) for r in current.assignment())
-    found: list[StageMap] = []
-    try:
-        if policy in ("diffusion", "diffusion-by-parameters"):
-            start = local
-            if local.ranks != tuple(range(len(ranks))):
-                # layers that run elsewhere, or not in order, have no boundary to shift yet
-                start = partition_near(costs, there, local, microbatches=microbatches, slack=float(len(costs)))
-            load: Load = "time" if policy == "diffusion" else "parameters"
-            found.append(diffuse(costs, there, start, microbatches=microbatches, load=load).stage_map)
-        elif policy == "partition-by-parameters":
-            found.append(partition_by_parameters(costs, there, microbatches=microbatches))
-        else:
-            found.append(partition_by_time(costs, there, microbatches=microbatches))
-            found += [
-                partition_near(costs, there, local, microbatches=microbatches, slack=slack) for slack in (0.0, 0.01)
-            ]
-    except PartitionError:
-        return []
-    return [StageMap(m.boundaries, tuple(ranks[r] for r in m.ranks)) for m in found]
+    """Maps that the policy proposes for ranks with the limits `there`; `local` is the map in force in their numbers."""
+    if policy == "partition-by-parameters":
+        return [partition_by_parameters(costs, there, microbatches=microbatches)]
+    if policy == "partition":
+        near = [partition_near(costs, there, local, microbatches=microbatches, slack=slack) for slack in (0.0, 0.01)]
+        return [partition_by_time(costs, there, microbatches=microbatches), *near]
+    start = local
+    if local.ranks != tuple(range(len(there))):
+        # layers that run elsewhere, or not in order, have no boundary to shift yet
+        start = partition_near(costs, there, local, microbatches=microbatches, slack=float(len(costs)))
+    load: Load = "time" if policy == "diffusion" else "parameters"
+    return diffuse(costs, there, start, microbatches=microbatches, load=load)[-1:]
 
 
 def _in_stage_order(stage_map: StageMap) -> tuple[int, ...]:

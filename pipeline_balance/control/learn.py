@@ -9,12 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pipeline_balance.control.decide import (
-    ControllerConfig,
-    Decision,
-    MoveCost,
-    decide,
-)
+from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, decide
 from pipeline_balance.maps.compare import predicted_makespan_s
 from pipeline_balance.maps.partition import partition_by_time
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap

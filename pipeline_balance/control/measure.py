@@ -21,7 +21,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
@@ -32,7 +32,7 @@ from pipeline_balance.spec import LayerCost
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation
 
-_COLUMNS = 7
+_FIGURES = tuple(f.name for f in fields(LayerCost) if f.name != "name")
 MAX_SAMPLES = 256
 
 
@@ -41,9 +41,8 @@ class RankTimes:
     """Where this rank's time went during the measured steps, in seconds per step.
 
     `wait_forward_s` is spent waiting for an activation from the stage before, `wait_backward_s` for a gradient from the
-    stage after: a slow link or a slow neighbour shows here. `other_s` is the rest of the step outside computation.
-    `between_s` is the median from one action to the next: on a rank that seldom waits, what the runtime itself takes
-    for every action.
+    stage after: a slow link or a slow neighbour shows here. `between_s` is the median from one action to the next: on a
+    rank that seldom waits, what the runtime itself takes for every action.
     """
 
     steps: int
@@ -51,12 +50,7 @@ class RankTimes:
     compute_s: float
     wait_forward_s: float
     wait_backward_s: float
-    between_s: float = 0.0
-
-    @property
-    def other_s(self) -> float:
-        """Seconds of the step that are neither computation nor waiting."""
-        return self.step_s - self.compute_s - self.wait_forward_s - self.wait_backward_s
+    between_s: float
 
 
 @dataclass
@@ -256,9 +250,7 @@ def local_costs(
     meter: Meter,
     optimizer: torch.optim.Optimizer | None,
 ) -> dict[int, LayerCost]:
-    """Costs of this rank's layers; `stages` lists the layers of each of its stages, by stage as `meter` numbers
-    them.
-    """
+    """Costs of this rank's layers; `stages` lists the layers of each of its stages, as `meter` numbers them."""
     weights = _weight_seconds(layers, stages, meter)
     found: dict[int, LayerCost] = {}
     # only the rank of the model's last layer has seen a loss
@@ -324,24 +316,13 @@ def gather_costs(
     local: Mapping[int, LayerCost], layers: int, collective: Collective, device: torch.device
 ) -> list[LayerCost]:
     """Costs of all L layers on every rank, from the ranks that run them; one all-gather of [L, 7] figures."""
-    table = torch.zeros((layers, _COLUMNS), dtype=torch.float64)
-    for i, c in local.items():
-        times = (c.forward_s, c.backward_input_s, c.backward_weight_s)
-        sizes = (c.activation_bytes, c.parameter_bytes, c.gradient_bytes, c.optimizer_bytes)
-        table[i] = torch.tensor([*times, *map(float, sizes)], dtype=torch.float64)
+    table = torch.zeros((layers, len(_FIGURES)), dtype=torch.float64)
+    for i, cost in local.items():
+        table[i] = torch.tensor([float(getattr(cost, name)) for name in _FIGURES], dtype=torch.float64)
     gathered = collective.all_gather(table.to(device), op=Operation("gathering layer costs")).cpu()
     # a layer is on one rank, all others contribute zeros
-    rows = gathered.sum(dim=0).tolist()
-    return [
-        LayerCost(
-            forward_s=row[0],
-            backward_input_s=row[1],
-            backward_weight_s=row[2],
-            activation_bytes=int(row[3]),
-            parameter_bytes=int(row[4]),
-            gradient_bytes=int(row[5]),
-            optimizer_bytes=int(row[6]),
-            name=f"layer {i}",
-        )
-        for i, row in enumerate(rows)
-    ]
+    costs = []
+    for i, row in enumerate(gathered.sum(dim=0).tolist()):
+        found = {name: int(x) if name.endswith("_bytes") else x for name, x in zip(_FIGURES, row, strict=True)}
+        costs.append(LayerCost(**found, name=f"layer {i}"))
+    return costs

@@ -87,9 +87,7 @@ class Freezer:
 def gradient_rates(
     layers: Mapping[int, nn.Module], count: int, collective: Collective, device: torch.device
 ) -> list[float]:
-    """Norm of every layer's gradient over that of its parameters, [L], on every rank; 0 for layers without
-    gradients.
-    """
+    """Norm of every layer's gradient over that of its parameters, [L], on every rank; 0 for a layer without one."""
     mine = torch.zeros(count, dtype=torch.float64)
     for i, layer in layers.items():
         pairs = [(p.grad, p) for p in layer.parameters() if p.grad is not None]

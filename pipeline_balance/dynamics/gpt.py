@@ -5,9 +5,9 @@ Shape legend: B sequences, T tokens of each, D model dim, H heads, V vocabulary,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,27 +63,19 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(dim, 2 * dim)
         self.out = nn.Linear(dim, dim)
 
-    def split(self, x: Tensor) -> Tensor:
-        """[..., T, D] -> [..., H, T, D / H]."""
-        result: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(-3, -2)
-        return result
-
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        keys, values = self.key_value(x).chunk(2, dim=-1)
-        mixed = nn.functional.scaled_dot_product_attention(
-            self.split(self.query(x)), self.split(keys), self.split(values), is_causal=True
-        )
-        result: Tensor = self.out(mixed.transpose(-3, -2).flatten(-2))
-        return result
+        return self._mix(x, x, is_causal=True)
 
     def at(self, x: Tensor, rows: Tensor) -> Tensor:
         """Attention for tokens `rows` [A] of one sequence x [T, D] only, over all tokens up to each: [A, D]."""
-        keys, values = self.key_value(x).chunk(2, dim=-1)
-        allowed = torch.arange(x.shape[0], device=x.device) <= rows[:, None]
-        mixed = nn.functional.scaled_dot_product_attention(
-            self.split(self.query(x[rows])), self.split(keys), self.split(values), attn_mask=allowed
-        )
+        return self._mix(x[rows], x, attn_mask=torch.arange(x.shape[0], device=x.device) <= rows[:, None])
+
+    def _mix(self, asking: Tensor, x: Tensor, **masked: Any) -> Tensor:
+        parts = (self.query(asking), *self.key_value(x).chunk(2, dim=-1))
+        # [..., T, D] -> [..., H, T, D / H]
+        heads = (part.unflatten(-1, (self.heads, -1)).transpose(-3, -2) for part in parts)
+        mixed = nn.functional.scaled_dot_product_attention(*heads, **masked)
         result: Tensor = self.out(mixed.transpose(-3, -2).flatten(-2))
         return result
 
@@ -176,8 +168,3 @@ def boundaries(shape: GPTShape, sequences: int, tokens: int) -> list[Tensor]:
 def loss(logits: Tensor, target: Tensor) -> Tensor:
     """Mean cross-entropy in nats; uniform guessing gives log V."""
     return nn.functional.cross_entropy(logits.flatten(0, -2), target.flatten())
-
-
-def guessing_loss(shape: GPTShape) -> float:
-    """What `loss` is before anything is learned."""
-    return math.log(shape.vocabulary)

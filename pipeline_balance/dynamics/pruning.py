@@ -23,9 +23,7 @@ _BUCKETS = 1 << _DIGIT_BITS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PruningSchedule:
-    """Sparsity by step: from `initial` at `first_step` to `final` after `prunings` prunings `every_steps` steps
-    apart.
-    """
+    """Sparsity by step: from `initial` at `first_step` to `final` after `prunings` prunings every `every_steps`."""
 
     initial: float = 0.0
     final: float = 0.9
@@ -90,15 +88,6 @@ def global_top_k(values: Tensor, keep: int, collective: Collective) -> Tensor:
     mask = bits > prefix
     mask[(bits == prefix).nonzero().reshape(-1)[:mine]] = True
     return mask.view(values.shape)
-
-
-def global_top_k_naive(parts: Sequence[Tensor], keep: int) -> list[Tensor]:
-    """The naive twin, for all ranks at once: sort everything."""
-    flat = torch.cat([_magnitude_bits(p) for p in parts])
-    order = torch.sort(flat, descending=True, stable=True).indices[:keep]
-    mask = torch.zeros(flat.numel(), dtype=torch.bool)
-    mask[order] = True
-    return [m.view(p.shape) for m, p in zip(mask.split([p.numel() for p in parts]), parts, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -38,15 +38,16 @@ class HashAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        computed = total = 0
+        computed = 0
         heads = []
         for b in range(x.shape[0]):
             for h in range(self.heads):
-                mixed, tiles = self._one(q[b, h], k[b, h], v[b, h], self.planes[h])
+                mixed, count = self._one(q[b, h], k[b, h], v[b, h], self.planes[h])
                 heads.append(mixed)
-                computed += tiles
-                total += _causal_tiles(x.shape[1], self.tile)
-        self.density = computed / total if total else 1.0
+                computed += count
+        rows = math.ceil(x.shape[1] / self.tile)
+        causal = len(heads) * rows * (rows + 1) // 2
+        self.density = computed / causal if causal else 1.0
         mixed = torch.stack(heads).unflatten(0, (x.shape[0], self.heads))
         projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return projected
@@ -79,30 +80,3 @@ class HashAttention(nn.Module):
         back = torch.empty_like(q_order)
         back[q_order] = torch.arange(q_order.numel(), device=q.device)
         return torch.cat(out)[back], tiles
-
-    def naive(self, x: Tensor) -> Tensor:
-        """The naive twin: dense scores and one mask."""
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, dim=-1))
-        same = torch.stack(
-            [
-                torch.stack(
-                    [
-                        self.buckets(q[b, h], self.planes[h])[:, None] == self.buckets(k[b, h], self.planes[h])
-                        for h in range(self.heads)
-                    ]
-                )
-                for b in range(x.shape[0])
-            ]
-        )
-        tokens = x.shape[1]
-        earlier = torch.ones(tokens, tokens, dtype=torch.bool, device=x.device).tril(-1)
-        mask = (same & earlier) | torch.eye(tokens, dtype=torch.bool, device=x.device)
-        mixed = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return projected
-
-
-def _causal_tiles(tokens: int, tile: int) -> int:
-    """Tiles that dense causal attention computes."""
-    n = -(-tokens // tile)
-    return n * (n + 1) // 2

@@ -52,7 +52,7 @@ def save_checkpoint(pipeline: PipelineTrainer, folder: Path, *, step: int, stage
     after = stage_map if stage_map is not None else pipeline.stage_map
     after.check_layers(pipeline.stage_map.layers)
     held = collect(pipeline.layers, pipeline.optimizer, gradients=False)
-    space, scalars, frozen = share(held, pipeline.collective, pipeline.device)
+    space, scalars, frozen = share(held, pipeline.collective, pipeline.config.device)
     if pipeline.collective.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DESCRIPTION).unlink(missing_ok=True)
@@ -129,18 +129,17 @@ def load_checkpoint(pipeline: PipelineTrainer, folder: Path) -> Checkpoint:
     """
     saved = read_checkpoint(folder)
     saved.stage_map.check_layers(pipeline.stage_map.layers)
-    layers = pipeline.new_layers()
+    layers = pipeline.builder.new_layers(pipeline.stage_map)
     pieces = by_layer(saved.space, pipeline.stage_map, pipeline.ranks).pieces[pipeline.rank]
     shapes = {piece.name: piece.box.shape for piece in pieces}
     for index, layer in layers.items():
         for name, parameter in layer.module.named_parameters():
-            if shapes.get(f"{index}/{name}") != tuple(parameter.shape):
-                raise SpecError(
-                    f"{folder}: layer {index} needs {name} of shape {list(parameter.shape)}, the checkpoint has "
-                    f"{list(shapes[f'{index}/{name}']) if f'{index}/{name}' in shapes else 'none'}"
-                )
+            found = shapes.get(f"{index}/{name}")
+            if found != tuple(parameter.shape):
+                need = f"layer {index} needs {name} of shape {list(parameter.shape)}"
+                raise SpecError(f"{folder}: {need}, the checkpoint has {'none' if found is None else list(found)}")
     state: dict[Any, Tensor] = {
-        piece: torch.empty(piece.box.shape, dtype=torch_dtype(saved.space[piece.name]), device=pipeline.device)
+        piece: torch.empty(piece.box.shape, dtype=torch_dtype(saved.space[piece.name]), device=pipeline.config.device)
         for piece in pieces
     }
     try:
@@ -157,4 +156,4 @@ def load_checkpoint(pipeline: PipelineTrainer, folder: Path) -> Checkpoint:
 
 
 def _meet(pipeline: PipelineTrainer, why: str) -> None:
-    pipeline.collective.all_gather(torch.zeros(1, dtype=torch.int64, device=pipeline.device), op=Operation(why))
+    pipeline.collective.all_gather(torch.zeros(1, dtype=torch.int64, device=pipeline.config.device), op=Operation(why))

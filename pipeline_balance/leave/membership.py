@@ -126,14 +126,11 @@ class Membership:
         self.store.set(_key(generation.number), json.dumps(list(generation.members)))
 
     def _enter(self, generation: Generation) -> None:
-        rank = generation.rank_of(self.member)
-        if rank is None:
-            raise MembershipError(f"member {self.member} is not in generation {generation.number}")
         try:
             dist.init_process_group(
                 self.backend,
                 store=PrefixStore(f"generation/{generation.number}/group", self.store),
-                rank=rank,
+                rank=generation.members.index(self.member),
                 world_size=len(generation.members),
                 timeout=timedelta(seconds=self.timeout_s),
             )
@@ -150,9 +147,7 @@ def _key(number: int) -> str:
 
 
 def released(
-    membership: Membership,
-    pipeline: PipelineTrainer,
-    on_release: Callable[[Sequence[int]], None] | None = None,
+    membership: Membership, pipeline: PipelineTrainer, on_release: Callable[[Sequence[int]], None] | None = None
 ) -> bool:
     """Let all members without a stage go, and tell `on_release` (on the first rank that stays) which they are.
 

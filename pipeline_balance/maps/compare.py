@@ -11,31 +11,20 @@ from dataclasses import dataclass
 
 from pipeline_balance.schedules.flexible import flexible
 from pipeline_balance.schedules.simulate import Durations, simulate
-from pipeline_balance.spec import (
-    LayerCost,
-    PartitionError,
-    RankLimits,
-    StageMap,
-    fits,
-    moved_bytes,
-    rank_loads_s,
-)
+from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, moved_bytes, rank_loads_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedMap:
-    """A stage map and what is expected of it; `moved_bytes` counts from the map in force (0 without one)."""
+    """A stage map and what is expected of it; `moved_bytes` counts from the map in force."""
 
     stage_map: StageMap
-    bottleneck_s: float
     makespan_s: float
     moved_bytes: int
 
 
 def dense_ranks(stage_map: StageMap) -> StageMap:
-    """The same map with its ranks renumbered 0, 1, .. in ascending order: the group that is left
-    without idle ranks.
-    """
+    """The same map with its ranks renumbered 0, 1, .. in ascending order: the group without idle ranks."""
     number = {rank: i for i, rank in enumerate(stage_map.used_ranks)}
     return StageMap(stage_map.boundaries, tuple(number[r] for r in stage_map.ranks))
 
@@ -48,9 +37,7 @@ def predicted_makespan_s(
     microbatches: int,
     transfer_s: float = 0.0,
 ) -> float:
-    """Simulated seconds of one training step, all microbatches forward and backward, under the
-    flexible schedule.
-    """
+    """Simulated seconds of one training step, all microbatches forward and backward, under the flexible schedule."""
     speeds = [r.speed for r in limits]
     durations = Durations.of_stages(costs, stage_map, speeds=speeds, transfer_s=transfer_s)
     schedule = flexible(dense_ranks(stage_map).ranks, microbatches, durations=durations)
@@ -63,14 +50,10 @@ def best_map(
     limits: Sequence[RankLimits],
     *,
     microbatches: int,
-    current: StageMap | None = None,
+    current: StageMap,
     transfer_s: float = 0.0,
-    tolerance: float = 1e-9,
 ) -> ComparedMap:
-    """The best of the maps that fit. Figures within `tolerance` (relative) of the best count as ties.
-
-    Raises `PartitionError` if none fits.
-    """
+    """The best of the maps that fit; figures within 1e-9 (relative) of the best tie. `PartitionError` if none fits."""
     bottlenecks_s = {
         m: max(rank_loads_s(costs, m, limits))
         for m in dict.fromkeys(stage_maps)
@@ -82,17 +65,16 @@ def best_map(
     compared = [
         ComparedMap(
             stage_map=stage_map,
-            bottleneck_s=bottleneck_s,
             makespan_s=predicted_makespan_s(costs, stage_map, limits, microbatches=microbatches, transfer_s=transfer_s),
-            moved_bytes=moved_bytes(costs, current, stage_map) if current else 0,
+            moved_bytes=moved_bytes(costs, current, stage_map),
         )
         for stage_map, bottleneck_s in bottlenecks_s.items()
-        if _ties(bottleneck_s, least, tolerance)
+        if _ties(bottleneck_s, least)
     ]
     shortest = min(c.makespan_s for c in compared)
-    tied = [c for c in compared if _ties(c.makespan_s, shortest, tolerance)]
+    tied = [c for c in compared if _ties(c.makespan_s, shortest)]
     return min(tied, key=lambda c: c.moved_bytes)
 
 
-def _ties(value: float, best: float, tolerance: float) -> bool:
-    return value <= best or math.isclose(value, best, rel_tol=tolerance)
+def _ties(value: float, best: float) -> bool:
+    return math.isclose(value, best, rel_tol=1e-9)

@@ -1,36 +1,19 @@
-"""Contiguous partitions of layers into stages: uniform, by parameters, by regular expression, by time.
+"""Contiguous partitions of layers into stages: uniform, by parameters, by time.
 
-Shape legend: L layers, P ranks, M microbatches. The order of ranks is fixed: stage k runs on rank k, with
-that rank's speed and memory; every function is exact for this order and does not search over permutations of
-unequal ranks. Stage k needs the state of its layers and their activations of min(M, P - k) microbatches. No
-stage is ever empty.
+Shape legend: L layers, P ranks, M microbatches. The order of ranks is fixed: stage k runs on rank k, with that rank's
+speed and memory; every function is exact for this order and does not search over permutations of unequal ranks. Stage k
+needs the state of its layers and their activations of min(M, P - k) microbatches. No stage is ever empty.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeline_balance.maps.search import (
-    NO_PARTITION,
-    Problem,
-    best_boundaries,
-    minimal_bottleneck,
-)
-from pipeline_balance.spec import (
-    MAX_BYTES,
-    LayerCost,
-    PartitionError,
-    RankLimits,
-    StageMap,
-    fits,
-    in_flight,
-    rank_loads_s,
-)
+from pipeline_balance.maps.search import NO_PARTITION, Problem, best_boundaries, minimal_bottleneck
+from pipeline_balance.spec import MAX_BYTES, LayerCost, PartitionError, RankLimits, StageMap, fits, in_flight
 from prophet.errors import SpecError
 from prophet.spec import FloatArray, IntArray
 
@@ -40,12 +23,10 @@ def _too_few_layers(layers: int, stages: int) -> str:
 
 
 def _prefix(values: Sequence[int]) -> IntArray:
-    prefix = np.zeros(len(values) + 1, dtype=np.int64)
-    np.cumsum(np.asarray(values, dtype=np.int64), out=prefix[1:])
-    return prefix
+    return np.cumsum([0, *values], dtype=np.int64)
 
 
-def _whole_units(weights: Sequence[float]) -> IntArray:
+def _whole_units(weights: Sequence[float]) -> list[int]:
     """Weights as integers whose sum stays below 2**53.
 
     Sums of integers do not depend on their order, so two stages of equal layers tie exactly; a weight is off
@@ -53,9 +34,9 @@ def _whole_units(weights: Sequence[float]) -> IntArray:
     """
     total = math.fsum(weights)
     if total <= 0:
-        return np.ones(len(weights), dtype=np.int64)
+        return [1] * len(weights)
     exponent = 52 - math.frexp(total)[1]
-    return np.array([round(math.ldexp(w, exponent)) for w in weights], dtype=np.int64)
+    return [round(math.ldexp(w, exponent)) for w in weights]
 
 
 def _problem(
@@ -79,7 +60,7 @@ def _problem(
     if sum(state) + held[0] * sum(active) > MAX_BYTES:
         raise SpecError("the layers' bytes add up to more than 2**62")
     return Problem(
-        units=_prefix(_whole_units(weights).tolist()),
+        units=_prefix(_whole_units(weights)),
         state=_prefix(state),
         active=_prefix(active),
         held=np.array(held, dtype=np.int64),
@@ -114,25 +95,20 @@ def explain_memory(costs: Sequence[LayerCost], limits: Sequence[RankLimits], mic
     )
 
 
-def partition_by_weights(
+def _partition(
     weights: Sequence[float],
     costs: Sequence[LayerCost],
     limits: Sequence[RankLimits],
-    *,
     microbatches: int,
+    *,
     use_speed: bool = True,
 ) -> StageMap:
     """The contiguous partition with the least maximum of weight per speed, under every rank's memory.
 
-    `weights` are L non-negative figures. Among partitions with that maximum, the least sum of squared stage
-    weights is returned (then the earlier boundaries). Raises `PartitionError` if there are fewer layers than
-    ranks or the memory does not suffice. Method: Pinar and Aykanat (2004), extended to memory and unequal
-    ranks.
+    Among partitions with that maximum, the least sum of squared stage weights is returned (then the earlier
+    boundaries). Raises `PartitionError` if there are fewer layers than ranks or the memory does not suffice. Method:
+    Pinar and Aykanat (2004), extended to memory and unequal ranks.
     """
-    if len(weights) != len(costs):
-        raise SpecError(f"{len(weights)} weights were given for {len(costs)} layers")
-    if not all(math.isfinite(w) and w >= 0 for w in weights):
-        raise SpecError("weights must be finite and not negative")
     problem = _problem(weights, costs, limits, microbatches, use_speed=use_speed)
     beta = minimal_bottleneck(problem)
     if beta == NO_PARTITION:
@@ -143,35 +119,17 @@ def partition_by_weights(
 
 def partition_by_time(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
     """Balance measured seconds (forward and backward) over ranks of the given speeds; exact."""
-    return partition_by_weights([c.total_s for c in costs], costs, limits, microbatches=microbatches)
+    return _partition([c.total_s for c in costs], costs, limits, microbatches)
 
 
 def partition_by_parameters(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
     """Balance parameter bytes, whatever the ranks' speeds (DeepSpeed's `parameters`)."""
     weights = [float(c.parameter_bytes) for c in costs]
-    return partition_by_weights(weights, costs, limits, microbatches=microbatches, use_speed=False)
-
-
-def partition_by_regex(
-    pattern: str, costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int
-) -> StageMap:
-    """Balance the count of layers whose name matches `pattern` (DeepSpeed's `type:regex`; case is
-    ignored).
-    """
-    try:
-        compiled = re.compile(pattern, re.IGNORECASE)
-    except re.error as error:
-        raise SpecError(f"{pattern!r} is not a regular expression: {error}") from error
-    weights = [1.0 if compiled.search(c.name) else 0.0 for c in costs]
-    if not any(weights):
-        raise PartitionError(f"no layer name matches {pattern!r}: {[c.name for c in costs][:8]}")
-    return partition_by_weights(weights, costs, limits, microbatches=microbatches, use_speed=False)
+    return _partition(weights, costs, limits, microbatches, use_speed=False)
 
 
 def partition_uniform(costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
-    """Equal numbers of layers; the first L mod P stages take one more. Raises if a rank's memory
-    does not suffice.
-    """
+    """Equal numbers of layers; the first L mod P stages take one more. Raises if a rank's memory does not suffice."""
     layers, stages = len(costs), len(limits)
     if layers < stages or stages < 1:
         raise PartitionError(_too_few_layers(layers, stages))
@@ -190,9 +148,7 @@ def partition_near(
     microbatches: int,
     slack: float = 0.0,
 ) -> StageMap:
-    """The partition that moves the fewest bytes from `previous` with a bottleneck within (1 +
-    slack) of the best.
-    """
+    """The partition that moves the fewest bytes from `previous` with a bottleneck within (1 + slack) of the best."""
     if not slack >= 0:
         raise SpecError(f"slack must not be negative, got {slack!r}")
     previous.check_layers(len(costs))
@@ -209,36 +165,21 @@ def partition_near(
     return _best_map(problem, best * (1.0 + slack), 1e-3, penalty)
 
 
-def partition(method: str, costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int) -> StageMap:
-    """Partition by name, as DeepSpeed's `partition_method`: `uniform`, `parameters`, `type:REGEX`
-    or `time`.
-    """
-    if method.lower().startswith("type:"):
-        return partition_by_regex(method[len("type:") :], costs, limits, microbatches=microbatches)
-    named = {
-        "uniform": partition_uniform,
-        "parameters": partition_by_parameters,
-        "time": partition_by_time,
-    }
-    if method.lower() not in named:
-        raise SpecError(f"method must be one of {sorted(named)} or 'type:REGEX', got {method!r}")
-    return named[method.lower()](costs, limits, microbatches=microbatches)
+def maps_on(
+    ranks: Sequence[int],
+    limits: Sequence[RankLimits],
+    current: StageMap,
+    make: Callable[[Sequence[RankLimits], StageMap], list[StageMap]],
+) -> list[StageMap]:
+    """What `make` finds for `ranks` (in this order) alone, in the numbers of all ranks; empty if none fits.
 
-
-def partition_by_time_naive(
-    costs: Sequence[LayerCost], limits: Sequence[RankLimits], *, microbatches: int
-) -> tuple[float, StageMap]:
-    """The naive twin of `partition_by_time`: tries every set of boundaries. Returns (bottleneck_s,
-    one best map).
+    `make` is given these ranks' limits and `current` in their numbers; a layer that runs elsewhere has number
+    len(ranks): it must move anyway.
     """
-    layers, stages = len(costs), len(limits)
-    best: tuple[float, StageMap] | None = None
-    for inner in itertools.combinations(range(1, layers), stages - 1):
-        stage_map = StageMap.contiguous((0, *inner, layers))
-        if fits(costs, stage_map, limits, microbatches):
-            bottleneck = max(rank_loads_s(costs, stage_map, limits))
-            if best is None or bottleneck < best[0]:
-                best = (bottleneck, stage_map)
-    if best is None:
-        raise PartitionError(f"none of the partitions of {layers} layers over {stages} ranks fits")
-    return best
+    number = {rank: i for i, rank in enumerate(ranks)}
+    local = StageMap.from_assignment(number.get(r, len(ranks)) for r in current.assignment())
+    try:
+        found = make([limits[r] for r in ranks], local)
+    except PartitionError:
+        return []
+    return [StageMap(m.boundaries, tuple(ranks[r] for r in m.ranks)) for m in found]

@@ -1,15 +1,12 @@
-"""The compiled search under `partition`: exact min-max contiguous partition under memory, speed and
-activation limits.
+"""The compiled search under `partition`: exact min-max contiguous partition under memory, speed and activation limits.
 
-Shape legend: L layers, P stages (stage k on rank k). Stage k that runs layers i .. j-1 takes
-(units[j] - units[i]) / speed[k] and needs (state[j] - state[i]) + held[k] * (active[j] - active[i]) bytes;
-`units`, `state` and `active` are prefix sums [L + 1] of integers, so equal layers give exactly equal stage
-times and nothing depends on a tolerance.
+Shape legend: L layers, P stages (stage k on rank k). Stage k that runs layers i .. j-1 takes (units[j] - units[i]) /
+speed[k] and needs (state[j] - state[i]) + held[k] * (active[j] - active[i]) bytes; `units`, `state` and `active` are
+prefix sums [L + 1] of integers, so equal layers give exactly equal stage times and nothing depends on a tolerance.
 
-With unequal speeds, or with memory that shrinks towards the first stage, filling every stage as far as
-possible is not exact when no stage may be empty: a later stage may need a layer that the greedy start took
-away from a rank able to hold it. The probe therefore follows the set of reachable boundaries, stage by stage,
-in O(P L).
+With unequal speeds, or with memory that shrinks towards the first stage, filling every stage as far as possible is not
+exact when no stage may be empty: a later stage may need a layer that the greedy start took away from a rank able to
+hold it. The probe therefore follows the set of reachable boundaries, stage by stage, in O(P L).
 """
 
 from __future__ import annotations
@@ -124,8 +121,7 @@ def minimal_bottleneck(p: Problem) -> float:
 
 @numba.njit(cache=True)
 def best_boundaries(beta: float, p: Problem, square_weight: float, penalty: FloatArray) -> IntArray:
-    """Boundaries [P + 1] with bottleneck at most `beta` that minimise an additive cost; empty if there are
-    none.
+    """Boundaries [P + 1] with bottleneck at most `beta` that minimise an additive cost; empty if there are none.
 
     The cost of stage k over layers i .. j-1 is penalty[k, j] - penalty[k, i] plus `square_weight` times its
     squared time; `penalty` [P, L + 1] holds prefix sums. Ties go to the earlier boundary.

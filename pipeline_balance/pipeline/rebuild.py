@@ -13,14 +13,7 @@ from typing import Any
 
 from pipeline_balance.control.measure import PipelineLayer
 from pipeline_balance.pipeline.stages import StageBuilder, Stages
-from pipeline_balance.pipeline.training_state import (
-    Held,
-    apply,
-    by_layer,
-    collect,
-    gather_json,
-    share,
-)
+from pipeline_balance.pipeline.training_state import Held, apply, by_layer, collect, gather_json, share
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import TransitionError
@@ -34,7 +27,6 @@ from prophet.state.transition import Allocate, State, empty, transition
 class Rebuilt:
     """What a change of stage map took on this rank: bytes on the wire, memory beyond the old state, seconds."""
 
-    stage_map: StageMap
     sent_bytes: int
     received_bytes: int
     buffer_bytes: int
@@ -51,49 +43,37 @@ class Prepared:
     arrivals: Mapping[int, PipelineLayer]
 
 
+@dataclass
 class StateMover:
-    """Takes the training state from the stages in force to those of another map.
+    """Takes the training state from the stages in force to those of another map; see `PipelineTrainer`'s methods.
 
     `budget_bytes` bounds this rank's buffers; the least of all ranks holds. `allocate` is how memory is asked for.
     """
 
-    def __init__(self, builder: StageBuilder, budget_bytes: int) -> None:
-        self.builder = builder
-        self.groups = builder.groups
-        self.device = builder.config.device
-        self.budget_bytes = budget_bytes
-        self.allocate: Allocate = empty
+    builder: StageBuilder
+    budget_bytes: int
+    allocate: Allocate = empty
+
+    def __post_init__(self) -> None:
+        self.groups = self.builder.groups
+        self.device = self.builder.config.device
 
     def prepare(self, now: Stages, stage_map: StageMap, collective: Collective) -> Prepared:
-        """Do ahead what a change to `stage_map` needs besides the state itself: describe the state, find the route,
-        make new layers and the new stages' process group. Collective over all ranks.
-
-        May run in another thread while a step is under way, if `collective` is not the pipeline's own.
-        """
+        """Describe the state, find the route, make new layers and the new stages' process group; collective."""
         self.builder.check_map(stage_map)
         held = collect(now.layers, now.optimizer, gradients=False)
         space, _, _ = share(held, collective, self.device)
+        way = self._route(space, now.stage_map, stage_map)
         mine = stage_map.layers_on(self.groups.rank)
         arrivals = {i: self.builder.new_layer(i) for i in mine if i not in now.layers}
         self.groups.of_stages(stage_map.used_ranks)
-        return Prepared(
-            stage_map=stage_map,
-            specs=tuple(held.specs),
-            route=self._route(space, now.stage_map, stage_map),
-            arrivals=arrivals,
-        )
+        return Prepared(stage_map=stage_map, specs=tuple(held.specs), route=way, arrivals=arrivals)
 
     def rebuild(
-        self,
-        now: Stages,
-        stage_map: StageMap,
-        *,
-        durations: Durations | None = None,
-        prepared: Prepared | None = None,
+        self, now: Stages, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> tuple[Stages, Rebuilt]:
-        """The stages of `stage_map` with the state of `now`, and what that took; collective over all ranks.
+        """The stages of `stage_map` with the state of `now`, and what that took; collective.
 
-        `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
         Raises `TransitionError` on every rank, with `now` still whole, if the state cannot be moved.
         """
         began = time.perf_counter()
@@ -116,12 +96,9 @@ class StateMover:
         except (RuntimeError, MemoryError) as error:
             # a layer that stays has kept its memory, one that leaves its state: the old stages can go on
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise TransitionError(
-                f"rank {self.groups.rank}: the new stages could not be built ({reason}); "
-                f"the state from before the move is whole"
-            ) from error
+            failed = f"rank {self.groups.rank}: the new stages could not be built ({reason})"
+            raise TransitionError(f"{failed}; the state from before the move is whole") from error
         return after, Rebuilt(
-            stage_map=stage_map,
             sent_bytes=moved.sent_bytes,
             received_bytes=moved.received_bytes,
             buffer_bytes=moved.buffer_bytes,
@@ -147,11 +124,7 @@ class StateMover:
     ) -> tuple[Route, dict[str, Any], set[str]]:
         """The route, and what travels in words: plain numbers of the optimizer and the frozen parameters' names."""
         if prepared is not None and prepared.stage_map == stage_map:
-            mine = {
-                "ready": prepared.specs == tuple(held.specs),
-                "scalars": held.scalars,
-                "frozen": held.frozen,
-            }
+            mine = {"ready": prepared.specs == tuple(held.specs), "scalars": held.scalars, "frozen": held.frozen}
             op = Operation("completing a prepared move")
             every = gather_json(mine, self.groups.collective, self.device, op)
             if all(said["ready"] for said in every):

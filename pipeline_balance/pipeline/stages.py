@@ -113,30 +113,21 @@ class Stages:
     runtime: Any = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class StageBuilder:
-    """Makes layers, and torch's stages from them."""
+    """Makes layers, and torch's stages from them; see `PipelineTrainer`. `boundaries` are without memory."""
 
-    def __init__(
-        self,
-        build_layer: BuildLayer,
-        loss_fn: LossFn,
-        make_optimizer: MakeOptimizer,
-        boundaries: Sequence[Tensor],
-        config: PipelineConfig,
-        groups: PipelineGroups,
-        meter: Meter,
-    ) -> None:
-        self.build_layer = build_layer
-        self.loss_fn = loss_fn
-        self.make_optimizer = make_optimizer
-        self.config = config
-        self.groups = groups
-        self.meter = meter
-        self._boundaries = [b.detach().to("meta") for b in boundaries]
+    build_layer: BuildLayer
+    loss_fn: LossFn
+    make_optimizer: MakeOptimizer
+    boundaries: Sequence[Tensor]
+    config: PipelineConfig
+    groups: PipelineGroups
+    meter: Meter
 
     def check_map(self, stage_map: StageMap) -> None:
         """Raise `SpecError` unless the map is of this model's layers and this group's ranks."""
-        layers, ranks = len(self._boundaries) - 1, self.groups.collective.size
+        layers, ranks = len(self.boundaries) - 1, self.groups.collective.size
         if stage_map.layers != layers:
             raise SpecError(f"the stage map is of {stage_map.layers} layers, the model has {layers}")
         if max(stage_map.ranks) >= ranks:
@@ -160,44 +151,32 @@ class StageBuilder:
     ) -> Stages:
         """Torch's stages and schedule for `stage_map`, from this rank's layers; collective over all ranks."""
         self.meter.reset()
-        rank, used = self.groups.rank, stage_map.used_ranks
-        group = self.groups.of_stages(used)
+        group = self.groups.of_stages(stage_map.used_ranks)
         trains_below = self._trains_below(layers)
-        runtime = None
-        if rank in used:
-            mine = [s for s, r in enumerate(stage_map.ranks) if r == rank]
-            stages = [self._stage(s, stage_map, layers, trains_below, group) for s in mine]
-            runtime = self._runtime(stages, stage_map, durations)
-        return Stages(stage_map=stage_map, layers=layers, optimizer=optimizer, durations=durations, runtime=runtime)
-
-    def _stage(
-        self,
-        number: int,
-        stage_map: StageMap,
-        layers: dict[int, PipelineLayer],
-        trains_below: Sequence[bool],
-        group: dist.ProcessGroup,
-    ) -> _MeteredStage:
-        members = stage_map.layers_of(number)
 
         def example(boundary: int) -> Tensor:
             """Metadata of one boundary: a floating-point tensor carries a gradient if a layer below is trainable."""
-            meta = self._boundaries[boundary]
+            meta = self.boundaries[boundary]
             return meta.clone().requires_grad_(trains_below[boundary] and meta.is_floating_point())
 
-        stage = _MeteredStage(
-            nn.Sequential(*(layers[i] for i in members)),
-            number,
-            stage_map.stages,
-            self.config.device,
-            input_args=example(members.start),
-            output_args=example(members.stop),
-            group=group,
-        )
-        stage.meter = self.meter
-        stage.trains_before = trains_below[members.start]
-        stage.trains = trains_below[members.stop]
-        return stage
+        stages = []
+        for number in stage_map.stages_on(self.groups.rank):
+            members = stage_map.layers_of(number)
+            stage = _MeteredStage(
+                nn.Sequential(*(layers[i] for i in members)),
+                number,
+                stage_map.stages,
+                self.config.device,
+                input_args=example(members.start),
+                output_args=example(members.stop),
+                group=group,
+            )
+            stage.meter = self.meter
+            stage.trains_before = trains_below[members.start]
+            stage.trains = trains_below[members.stop]
+            stages.append(stage)
+        runtime = self._runtime(stages, stage_map, durations) if stages else None
+        return Stages(stage_map=stage_map, layers=layers, optimizer=optimizer, durations=durations, runtime=runtime)
 
     def _runtime(self, stages: list[_MeteredStage], stage_map: StageMap, durations: Durations | None) -> Any:
         """Torch's runtime for these stages, under the schedule for the whole map."""
@@ -213,7 +192,7 @@ class StageBuilder:
 
     def _trains_below(self, layers: dict[int, PipelineLayer]) -> list[bool]:
         """Whether any layer below boundary b has a trainable parameter, [L + 1]; collective."""
-        mine = torch.zeros(len(self._boundaries) - 1, dtype=torch.int64)
+        mine = torch.zeros(len(self.boundaries) - 1, dtype=torch.int64)
         for i, layer in layers.items():
             mine[i] = int(any(p.requires_grad for p in layer.parameters()))
         op = Operation("finding frozen layers")

@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipeline_balance.control.measure import (
-    Meter,
-    PipelineLayer,
-    RankTimes,
-    gather_costs,
-    local_costs,
-)
+from pipeline_balance.control.measure import Meter, PipelineLayer, RankTimes, gather_costs, local_costs
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
 from pipeline_balance.pipeline.stages import (
     BuildLayer,
@@ -28,7 +22,6 @@ from pipeline_balance.pipeline.stages import (
     PipelineConfig,
     PipelineGroups,
     StageBuilder,
-    Stages,
 )
 from pipeline_balance.pipeline.training_state import gather_json
 from pipeline_balance.schedules.simulate import Durations
@@ -72,7 +65,15 @@ class PipelineTrainer:
         self.meter = meter if meter is not None else Meter()
         self.refreshed = 0
         self.groups = PipelineGroups(group, config.timeout_s)
-        self.builder = StageBuilder(build_layer, loss_fn, make_optimizer, boundaries, config, self.groups, self.meter)
+        self.builder = StageBuilder(
+            build_layer=build_layer,
+            loss_fn=loss_fn,
+            make_optimizer=make_optimizer,
+            boundaries=[b.detach().to("meta") for b in boundaries],
+            config=config,
+            groups=self.groups,
+            meter=self.meter,
+        )
         self.mover = StateMover(self.builder, config.budget_bytes)
         layers: dict[int, PipelineLayer] = {}
         if stage_map is None:
@@ -82,7 +83,7 @@ class PipelineTrainer:
             layers = self.builder.new_layers(stage_map)
         parameters = [p for i in sorted(layers) for p in layers[i].parameters()]
         optimizer = make_optimizer(parameters) if parameters else None
-        self._stages: Stages = self.builder.build(stage_map, layers, optimizer)
+        self._stages = self.builder.build(stage_map, layers, optimizer)
 
     # --- what is in force -------------------------------------------------------------------------------------
 
@@ -114,18 +115,6 @@ class PipelineTrainer:
     def ranks(self) -> int:
         """Ranks that could run a stage, whether they do or not."""
         return self.groups.collective.size
-
-    @property
-    def microbatches(self) -> int:
-        return self.config.microbatches
-
-    @property
-    def device(self) -> torch.device:
-        return self.config.device
-
-    @property
-    def timeout_s(self) -> float:
-        return self.config.timeout_s
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -166,11 +155,11 @@ class PipelineTrainer:
 
     def measure(self) -> list[LayerCost]:
         """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
-        return gather_costs(self.local_costs(), self.stage_map.layers, self.collective, self.device)
+        return gather_costs(self.local_costs(), self.stage_map.layers, self.collective, self.config.device)
 
     def local_costs(self) -> dict[int, LayerCost]:
         """Costs of this rank's layers."""
-        stages = {s: self.stage_map.layers_of(s) for s, r in enumerate(self.stage_map.ranks) if r == self.rank}
+        stages = {s: self.stage_map.layers_of(s) for s in self.stage_map.stages_on(self.rank)}
         return local_costs(self.layers, stages, self.meter, self.optimizer)
 
     def times(self) -> RankTimes:
@@ -182,8 +171,7 @@ class PipelineTrainer:
     def prepare(self, stage_map: StageMap, collective: Collective) -> Prepared:
         """Do ahead what a change to `stage_map` needs besides the state itself; collective over all ranks.
 
-        May run in another thread while a step is under way, if `collective` is not the pipeline's own (see
-        `side_collective`).
+        With the `side_collective` it may run in another thread while a step is under way.
         """
         return self.mover.prepare(self._stages, stage_map, collective)
 
@@ -204,30 +192,20 @@ class PipelineTrainer:
         return done
 
     def refresh(self) -> Rebuilt:
-        """Build the same stages anew, after layers were frozen or thawed (`requires_grad_`); collective,
-        between steps.
-        """
+        """Build the stages anew, after layers were frozen or thawed (`requires_grad_`); collective, between steps."""
         self.refreshed += 1
         return self.rebuild(self.stage_map)
-
-    def new_layers(self) -> dict[int, PipelineLayer]:
-        """This rank's layers of the map in force, as they are before training."""
-        return self.builder.new_layers(self.stage_map)
 
     def adopt(
         self, layers: dict[int, PipelineLayer], state: State, scalars: Mapping[str, Any], frozen: set[str]
     ) -> None:
-        """Go on with these layers of the map in force and their state (named as `training_state.collect` does);
-        collective.
-        """
+        """Go on with these layers of the map in force and their state, named as `collect` does; collective."""
         self._stages = self.mover.adopt(self.stage_map, layers, state, scalars, frozen)
 
     # --- changing groups --------------------------------------------------------------------------------------
 
     def leave_group(self) -> None:
-        """Let go of the present group's communicators, before it is destroyed; `change_group` goes on in
-        another one.
-        """
+        """Let go of the present group's communicators, before it is destroyed; `change_group` goes on in another."""
         self._stages = replace(self._stages, runtime=None)
         self.groups.leave()
 
@@ -249,7 +227,7 @@ class PipelineTrainer:
     def _shared_map(self, known: StageMap | None) -> StageMap:
         """The stage map of the first rank that knows it; collective."""
         mine = [list(known.boundaries), list(known.ranks)] if known is not None else None
-        said = gather_json(mine, self.collective, self.device, Operation("adopting the stage map"))
+        said = gather_json(mine, self.collective, self.config.device, Operation("adopting the stage map"))
         found = next((s for s in said if s is not None), None)
         if found is None:
             raise SpecError("no rank of the group knows the stage map")

@@ -8,7 +8,7 @@ is the space. Optimizer entries that are plain numbers travel in the description
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,7 +118,7 @@ def share(held: Held, collective: Collective, device: torch.device) -> tuple[Spa
 
 def apply(
     layers: Mapping[int, PipelineLayer],
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     state: Mapping[Piece, Tensor],
     scalars: Mapping[str, Any],
     frozen: set[str],
@@ -154,7 +154,7 @@ def apply(
                     module._buffers[name] = values[key]
         if layer.has_stream:
             object.__setattr__(layer, "rng_state", values[f"{index}!rng"].cpu())
-    if make_optimizer is None or not named:
+    if not named:
         return None
     optimizer = make_optimizer(list(named.values()))
     for key, parameter in named.items():
@@ -163,17 +163,14 @@ def apply(
     return optimizer
 
 
-def by_layer(space: Space, stage_map: StageMap, ranks: int, *, unlayered: Iterable[int] | None = None) -> Layout:
-    """Whole tensors on the rank that runs their layer; tensors without a layer on the ranks `unlayered`
-    (default all).
-    """
+def by_layer(space: Space, stage_map: StageMap, ranks: int) -> Layout:
+    """Whole tensors on the rank that runs their layer; tensors without a layer on all ranks."""
     home = stage_map.assignment()
-    everywhere = tuple(range(ranks)) if unlayered is None else tuple(unlayered)
     rows: dict[int, list[tuple[str, Box]]] = {r: [] for r in range(ranks)}
     for tensor in space.tensors:
         if tensor.layer is not None and not 0 <= tensor.layer < stage_map.layers:
             raise LayoutError(f"{tensor.name} is of layer {tensor.layer}, outside 0..{stage_map.layers - 1}")
-        for rank in everywhere if tensor.layer is None else (home[tensor.layer],):
+        for rank in range(ranks) if tensor.layer is None else (home[tensor.layer],):
             if rank >= ranks:
                 raise LayoutError(f"{tensor.name} is to live on rank {rank} of {ranks}")
             rows[rank].append((tensor.name, tensor.box))

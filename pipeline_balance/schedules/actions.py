@@ -1,8 +1,8 @@
 """A pipeline schedule as a value: what every rank computes, in order, printable and read back.
 
-Shape legend: S stages, P ranks, M microbatches. An action prints as stage, kind, microbatch (`2F0`), the
-notation of `torch.distributed.pipelining`, so a printed schedule can be handed to torch's runtime. Kinds: F
-forward, I backward for the input only, W backward for the weights only, B both at once.
+Shape legend: S stages, P ranks, M microbatches. An action prints as stage, kind, microbatch (`2F0`), the notation of
+`torch.distributed.pipelining`, so a printed schedule can be handed to torch's runtime. Kinds: F forward, I backward for
+the input only, W backward for the weights only, B both at once.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal, cast, get_args
 
 from prophet.errors import SpecError
@@ -32,10 +33,7 @@ class Action:
 
     def __post_init__(self) -> None:
         if self.stage < 0 or self.microbatch < 0 or self.kind not in get_args(Kind):
-            raise ScheduleError(
-                f"an action needs a stage, one of F, I, W, B, and a microbatch, got {self.stage!r}, "
-                f"{self.kind!r}, {self.microbatch!r}"
-            )
+            raise ScheduleError(f"an action needs a stage, one of F, I, W, B, and a microbatch, got {self!r}")
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
@@ -53,8 +51,8 @@ class Action:
 class Schedule:
     """Every rank's actions in order, [P][...], and how many stages and microbatches they are of.
 
-    Valid when built: every stage runs on one rank; every microbatch passes F once and either B once, or I and
-    then W once. Whether the order can run at all is what `simulate` finds out.
+    Valid when built: every stage runs on one rank; every microbatch passes F once and either B once, or I and then W
+    once. Whether the order can run at all is what `simulate` finds out.
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -62,16 +60,12 @@ class Schedule:
     microbatches: int
 
     def __post_init__(self) -> None:
-        rows = tuple(tuple(row) for row in self.actions)
-        object.__setattr__(self, "actions", rows)
-        if self.stages < 1 or self.microbatches < 1 or not rows:
-            raise ScheduleError(
-                f"a schedule needs stages, microbatches and ranks, "
-                f"got {self.stages}, {self.microbatches} and {len(rows)}"
-            )
+        if min(len(self.actions), self.stages, self.microbatches) < 1:
+            got = f"{len(self.actions)}, {self.stages} and {self.microbatches}"
+            raise ScheduleError(f"a schedule needs ranks, stages and microbatches, got {got}")
         home: dict[int, int] = {}
         seen: set[Action] = set()
-        for rank, row in enumerate(rows):
+        for rank, row in enumerate(self.actions):
             for action in row:
                 self._check_action(action, rank, home, seen)
                 seen.add(action)
@@ -89,13 +83,11 @@ class Schedule:
             raise ScheduleError(f"{action} comes before {needs[action.kind]} of the same microbatch")
 
     def _check_complete(self, seen: set[Action]) -> None:
-        for s in range(self.stages):
-            for m in range(self.microbatches):
-                kinds = "".join(k for k in ("F", "I", "W", "B") if Action(s, k, m) in seen)
-                if kinds not in ("FB", "FIW"):
-                    raise ScheduleError(
-                        f"microbatch {m} in stage {s} runs {kinds or 'nothing'}, expected F and B, or F, I and W"
-                    )
+        for s, m in product(range(self.stages), range(self.microbatches)):
+            kinds = "".join(k for k in get_args(Kind) if Action(s, k, m) in seen)
+            if kinds not in ("FB", "FIW"):
+                said = kinds or "nothing"
+                raise ScheduleError(f"microbatch {m} in stage {s} runs {said}, expected F and B, or F, I and W")
 
     @property
     def ranks(self) -> int:
@@ -118,11 +110,7 @@ class Schedule:
         every = [a for row in rows for a in row]
         if not every:
             raise ScheduleError("a schedule needs at least one action")
-        return cls(
-            tuple(tuple(row) for row in rows),
-            stages=1 + max(a.stage for a in every),
-            microbatches=1 + max(a.microbatch for a in every),
-        )
+        return build(rows, 1 + max(a.stage for a in every), 1 + max(a.microbatch for a in every))
 
 
 def check_shape(ranks: int, microbatches: int) -> None:

@@ -33,10 +33,8 @@ def interleaved(ranks: int, stages_per_rank: int, microbatches: int) -> Schedule
         raise ScheduleError(f"stages_per_rank must be at least 1, got {stages_per_rank}")
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
-        raise ScheduleError(
-            f"{microbatches} microbatches do not divide into {rounds} rounds on {ranks} ranks: "
-            f"use a multiple of {ranks}"
-        )
+        shape = f"{rounds} rounds on {ranks} ranks"
+        raise ScheduleError(f"{microbatches} microbatches do not divide into {shape}: use a multiple of {ranks}")
     size = microbatches // rounds
     total = stages_per_rank * microbatches
     rows = []

@@ -1,8 +1,8 @@
 """Closed forms that the simulator is checked against.
 
-Symbols: P ranks, M microbatches, V stages per rank; F, I, W seconds of one microbatch's forward, input
-backward and weight backward on one rank (all its stages together), B = I + W. Idle times are per rank, with
-even stages and free transfers.
+Symbols: P ranks, M microbatches, V stages per rank; F, I, W seconds of one microbatch's forward, input backward and
+weight backward on one rank (all its stages together), B = I + W. Idle times are per rank, with even stages and free
+transfers.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ def zb_h1_idle_s(ranks: int, forward_s: float, input_s: float, weight_s: float) 
 
 
 def zb_v_idle_s(ranks: int, part_s: float) -> float:
-    """(P - 1) times one part of one stage, where F = I = W = 2 `part_s` on a rank of two stages and
-    M >= 2P - 1.
-    """
+    """(P - 1) times one part of one stage, where F = I = W = 2 `part_s` on a rank of two stages and M >= 2P - 1."""
     return (ranks - 1) * part_s
 
 

@@ -1,11 +1,10 @@
 """A schedule for any map of stages to ranks, made by running the pipeline on paper and taking what is ready.
 
-Shape legend: S stages, P ranks, M microbatches. The maps that layers moved one by one leave behind (stages 0,
-0, 1, 0, 1 on two ranks) fit none of the named schedules. Rule of a free rank: a backward that is ready; else
-a forward, as long as its stage holds fewer than min(M, S - stage) microbatches; else, with a split backward,
-a weight gradient. On stage k on rank k with even durations this is 1F1B. With uneven ones it may be better or worse
-than 1F1B, and an order that suits exact durations suffers when they change, so 1F1B is kept unless it is clearly
-longer.
+Shape legend: S stages, P ranks, M microbatches. The maps that layers moved one by one leave behind (stages 0, 0, 1, 0,
+1 on two ranks) fit none of the named schedules. Rule of a free rank: a backward that is ready; else a forward, as long
+as its stage holds fewer than min(M, S - stage) microbatches; else, with a split backward, a weight gradient. On stage k
+on rank k with even durations this is 1F1B. With uneven ones it may be better or worse than 1F1B, and an order that
+suits exact durations suffers when they change, so 1F1B is kept unless it is clearly longer.
 """
 
 from __future__ import annotations
@@ -28,21 +27,20 @@ def flexible(
     stage_ranks: Sequence[int],
     microbatches: int,
     *,
-    ranks: int | None = None,
     durations: Durations | None = None,
     split_backward: bool = False,
 ) -> Schedule:
     """Schedule S = len(stage_ranks) stages on the ranks they name.
 
-    `durations` ([S] figures) steer which operation is ready first; without them every part takes one second.
-    A stage holds at most min(M, S - stage) microbatches, which is what the partition's memory rule reckons
-    with. Raises `ScheduleError` if a rank below `ranks` has no stage: torch's runtime cannot drive one.
+    `durations` ([S] figures) steer which operation is ready first; without them every part takes one second. A stage
+    holds at most min(M, S - stage) microbatches, which is what the partition's memory rule reckons with. Raises
+    `ScheduleError` if a rank below the highest has no stage: torch's runtime cannot drive one.
     """
     stages = len(stage_ranks)
-    ranks = max(stage_ranks, default=-1) + 1 if ranks is None else ranks
+    ranks = max(stage_ranks, default=-1) + 1
     check_shape(ranks, microbatches)
     idle = sorted(set(range(ranks)) - set(stage_ranks))
-    if stages == 0 or idle or max(stage_ranks) >= ranks or min(stage_ranks) < 0:
+    if idle or min(stage_ranks) < 0:
         raise ScheduleError(f"stage ranks {list(stage_ranks)} must cover 0..{ranks - 1}; without a stage: {idle}")
     durations = durations or Durations.uniform(stages)
     made: list[tuple[float, int, Schedule]] = []
@@ -54,8 +52,7 @@ def flexible(
         schedule = one_f_one_b(stages, microbatches)
         made.append((simulate(schedule, durations).makespan_s / (1.0 + CLEARLY), 0, schedule))
     for forward_sign, backward_sign in [(1, -1)] if one_each else itertools.product((-1, 1), (1, -1)):
-        run = _Run(tuple(stage_ranks), microbatches, durations, split_backward)
-        run.forward_sign, run.backward_sign = forward_sign, backward_sign
+        run = _Run(tuple(stage_ranks), microbatches, durations, split_backward, forward_sign, backward_sign)
         schedule = build(run.rows(), stages, microbatches)
         made.append((simulate(schedule, durations).makespan_s, len(made), schedule))
     return min(made)[2]
@@ -70,20 +67,25 @@ class _Run:
         microbatches: int,
         durations: Durations,
         split: bool,
+        forward_sign: int,
+        backward_sign: int,
     ) -> None:
         self.home = home
         self.stages = len(home)
-        self.microbatches = microbatches
         self.durations = durations
         self.split = split
-        self.forward_sign = 1
-        self.backward_sign = -1
-        self.ranks = ranks = max(home) + 1
+        self.forward_sign = forward_sign
+        self.backward_sign = backward_sign
+        self.ranks = max(home) + 1
+        # one figure per stage, also where a part is [S, M]
+        parts = (durations.forward_s, durations.input_s, durations.weight_s)
+        forward, input_, weight = (part.mean(axis=1) if part.ndim > 1 else part for part in parts)
+        means = {"F": forward, "I": input_, "W": weight, "B": input_ + weight}
+        self.seconds = {kind: values.tolist() for kind, values in means.items()}
         self.cap = [in_flight(s, self.stages, microbatches) for s in range(self.stages)]
         self.held = [0] * self.stages
-        self.ready: list[set[Action]] = [set() for _ in range(ranks)]
-        for m in range(microbatches):
-            self.ready[home[0]].add(Action(0, "F", m))
+        self.ready: list[set[Action]] = [set() for _ in range(self.ranks)]
+        self.ready[home[0]].update(Action(0, "F", m) for m in range(microbatches))
 
     def _priority(self, action: Action) -> tuple[int, int, int, int] | None:
         """Smaller goes first; None if the action may not run now."""
@@ -96,16 +98,6 @@ class _Run:
                 return None
             return (1, turn, self.forward_sign * action.stage, action.microbatch)
         return (2, turn, -action.stage, action.microbatch)
-
-    def _seconds(self, action: Action) -> float:
-        d, s = self.durations, action.stage
-        if action.kind == "F":
-            return _mean(d.forward_s, s)
-        if action.kind == "I":
-            return _mean(d.input_s, s)
-        if action.kind == "W":
-            return _mean(d.weight_s, s)
-        return _mean(d.input_s, s) + _mean(d.weight_s, s)
 
     def _follow(self, action: Action) -> list[tuple[float, Action]]:
         """Actions that `action`'s end makes possible, each with the seconds its input travels."""
@@ -146,7 +138,7 @@ class _Run:
                 if action.kind == "F":
                     self.held[action.stage] += 1
                 free[rank] = False
-                heapq.heappush(events, (now + self._seconds(action), order, rank, action))
+                heapq.heappush(events, (now + self.seconds[action.kind][action.stage], order, rank, action))
                 order += 1
             if not events:
                 return rows
@@ -166,9 +158,3 @@ class _Run:
     def _choose(self, rank: int) -> Action | None:
         allowed = [(p, a) for a in self.ready[rank] if (p := self._priority(a)) is not None]
         return min(allowed)[1] if allowed else None
-
-
-def _mean(values: FloatArray, stage: int) -> float:
-    """One figure per stage, also where `values` is [S, M]."""
-    row = values[stage]
-    return float(row.mean()) if getattr(row, "ndim", 0) else float(row)

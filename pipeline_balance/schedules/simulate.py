@@ -1,5 +1,4 @@
-"""What a schedule takes when operations are uneven: start and end of every action, bubble, activations by
-rank.
+"""What a schedule takes when operations are uneven: start and end of every action, bubble, activations by rank.
 
 Shape legend: S stages, P ranks, M microbatches. Model: start(op) = max(its rank is free + what the runtime takes
 between two actions, its dependency's end + transfer); transfers take time on the wire only and overlap with computation
@@ -10,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError
 from pipeline_balance.spec import LayerCost, StageMap
@@ -24,10 +23,10 @@ from prophet.spec import FloatArray
 class Durations:
     """Seconds of every operation, each [S] or, where microbatches differ, [S, M]; transfers are [S - 1].
 
-    `forward_transfer_s[s]` is the activation's way from stage s to s + 1 and `backward_transfer_s[s]` the
-    gradient's way back; stages on one rank transfer in no time. `activation_bytes[s]` is what one microbatch
-    keeps in stage s from its forward until its last backward part. `between_s` is what the runtime takes on a rank
-    from the end of one action to the next one's start.
+    `forward_transfer_s[s]` is the activation's way from stage s to s + 1 and `backward_transfer_s[s]` the gradient's
+    way back; stages on one rank transfer in no time. `activation_bytes[s]` is what one microbatch keeps in stage s from
+    its forward until its last backward part. `between_s` is what the runtime takes on a rank from the end of one action
+    to the next one's start.
     """
 
     forward_s: FloatArray
@@ -47,16 +46,16 @@ class Durations:
         input_s: float = 1.0,
         weight_s: float = 1.0,
         transfer_s: float = 0.0,
-        activation_bytes: int = 1,
     ) -> Durations:
-        """The same figures for every stage."""
+        """The same figures for every stage; every activation takes one byte."""
+        links = np.full(stages - 1, transfer_s)
         return cls(
             forward_s=np.full(stages, forward_s),
             input_s=np.full(stages, input_s),
             weight_s=np.full(stages, weight_s),
-            forward_transfer_s=np.full(max(stages - 1, 0), transfer_s),
-            backward_transfer_s=np.full(max(stages - 1, 0), transfer_s),
-            activation_bytes=(activation_bytes,) * stages,
+            forward_transfer_s=links,
+            backward_transfer_s=links,
+            activation_bytes=(1,) * stages,
         )
 
     @classmethod
@@ -72,25 +71,18 @@ class Durations:
         """Sums of the layers' costs by stage, divided by the speed of the stage's rank."""
         stage_map.check_layers(len(costs))
 
-        def total(name: str) -> FloatArray:
-            return np.array(
-                [
-                    sum(getattr(costs[i], name) for i in stage_map.layers_of(s)) / (speeds[r] if speeds else 1.0)
-                    for s, r in enumerate(stage_map.ranks)
-                ],
-                dtype=np.float64,
-            )
+        def total(name: str) -> list[Any]:
+            return [sum(getattr(costs[i], name) for i in stage_map.layers_of(s)) for s in range(stage_map.stages)]
 
+        speed = np.array([speeds[r] if speeds else 1.0 for r in stage_map.ranks])
         links = np.full(stage_map.stages - 1, transfer_s)
         return cls(
-            forward_s=total("forward_s"),
-            input_s=total("backward_input_s"),
-            weight_s=total("backward_weight_s"),
+            forward_s=total("forward_s") / speed,
+            input_s=total("backward_input_s") / speed,
+            weight_s=total("backward_weight_s") / speed,
             forward_transfer_s=links,
             backward_transfer_s=links,
-            activation_bytes=tuple(
-                sum(costs[i].activation_bytes for i in stage_map.layers_of(s)) for s in range(stage_map.stages)
-            ),
+            activation_bytes=tuple(total("activation_bytes")),
             between_s=between_s,
         )
 
@@ -118,53 +110,38 @@ class Simulation:
         return 1.0 - sum(self.busy_s) / (self.makespan_s * len(self.busy_s))
 
 
-def _table(name: str, values: npt.ArrayLike, schedule: Schedule) -> list[list[float]]:
-    array = np.asarray(values, dtype=np.float64)
-    shape = (schedule.stages, schedule.microbatches)
-    if array.shape == shape[:1]:
-        array = np.broadcast_to(array[:, None], shape)
-    if array.shape != shape:
-        raise SpecError(f"{name} must have shape {list(shape[:1])} or {list(shape)}, got {list(array.shape)}")
+def _checked(durations: Durations, name: str, *shapes: tuple[int, ...]) -> FloatArray:
+    """The durations of that name, which must have one of the shapes."""
+    array = np.asarray(getattr(durations, name), dtype=np.float64)
+    if array.shape not in shapes:
+        raise SpecError(f"{name} must have shape {' or '.join(str(list(s)) for s in shapes)}, got {list(array.shape)}")
     if not (np.isfinite(array).all() and (array >= 0).all()):
-        raise SpecError(f"{name} must be finite and not negative")
-    rows: list[list[float]] = array.tolist()
-    return rows
-
-
-def _links(name: str, values: npt.ArrayLike, schedule: Schedule) -> list[float]:
-    array = np.asarray(values, dtype=np.float64)
-    if array.size == 0:
-        return [0.0] * max(schedule.stages - 1, 0)
-    if array.shape != (schedule.stages - 1,) or not (np.isfinite(array).all() and (array >= 0).all()):
-        raise SpecError(f"{name} must be {schedule.stages - 1} finite figures, not negative")
-    links: list[float] = array.tolist()
-    return links
+        raise SpecError(f"{name} must be finite and not negative, got {array.tolist()}")
+    return array
 
 
 def simulate(schedule: Schedule, durations: Durations) -> Simulation:
-    """Run the schedule on paper. Raises `ScheduleError`, naming the heads of the waiting ranks, if
-    it deadlocks.
-    """
-    forward = _table("forward_s", durations.forward_s, schedule)
-    input_ = _table("input_s", durations.input_s, schedule)
-    weight = _table("weight_s", durations.weight_s, schedule)
-    down = _links("forward_transfer_s", durations.forward_transfer_s, schedule)
-    up = _links("backward_transfer_s", durations.backward_transfer_s, schedule)
-    if not (np.isfinite(durations.between_s) and durations.between_s >= 0):
-        raise SpecError(f"between_s must be finite and not negative, got {durations.between_s!r}")
+    """Run the schedule on paper. Raises `ScheduleError`, naming the heads of the waiting ranks, if it deadlocks."""
+    stages, whole = schedule.stages, (schedule.stages, schedule.microbatches)
+
+    def table(name: str) -> FloatArray:
+        array = _checked(durations, name, whole[:1], whole)
+        return np.broadcast_to(array[:, None], whole) if array.ndim == 1 else array
+
+    def links(name: str) -> list[float]:
+        return _checked(durations, name, (stages - 1,), (0,)).tolist() or [0.0] * stages
+
+    forward, input_, weight = table("forward_s"), table("input_s"), table("weight_s")
+    taken_s = {"F": forward, "I": input_, "W": weight, "B": input_ + weight}
+    seconds = {kind: array.tolist() for kind, array in taken_s.items()}
+    down, up = links("forward_transfer_s"), links("backward_transfer_s")
+    _checked(durations, "between_s", ())
     home = schedule.stage_ranks
-    last = schedule.stages - 1
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     free = [0.0] * schedule.ranks
     busy = [0.0] * schedule.ranks
     position = [0] * schedule.ranks
-    seconds = {
-        "F": lambda s, m: forward[s][m],
-        "I": lambda s, m: input_[s][m],
-        "W": lambda s, m: weight[s][m],
-        "B": lambda s, m: input_[s][m] + weight[s][m],
-    }
 
     def ready_s(action: Action) -> float | None:
         """When the action's input is on its rank; None while that is not known."""
@@ -175,7 +152,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
             before = end.get(Action(s - 1, "F", m))
             return None if before is None else before + (down[s - 1] if home[s - 1] != home[s] else 0.0)
         # the row's own order already puts F before I or B, and I before W
-        if action.kind == "W" or s == last:
+        if action.kind == "W" or s == stages - 1:
             return 0.0
         after = end.get(Action(s + 1, "I", m), end.get(Action(s + 1, "B", m)))
         return None if after is None else after + (up[s] if home[s + 1] != home[s] else 0.0)
@@ -190,15 +167,14 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
                 if ready is None:
                     break
                 began = max(free[rank] + (durations.between_s if position[rank] else 0.0), ready)
-                taken = seconds[action.kind](action.stage, action.microbatch)
+                taken = seconds[action.kind][action.stage][action.microbatch]
                 start[action], end[action] = began, began + taken
                 free[rank] = began + taken
                 busy[rank] += taken
                 position[rank] += 1
                 moved = True
-    stuck = [
-        f"rank {r}: {row[p]}" for r, (row, p) in enumerate(zip(schedule.actions, position, strict=True)) if p < len(row)
-    ]
+    heads = enumerate(zip(schedule.actions, position, strict=True))
+    stuck = [f"rank {r}: {row[p]}" for r, (row, p) in heads if p < len(row)]
     if stuck:
         raise ScheduleError(f"the schedule waits for itself at {', '.join(stuck)}")
     return Simulation(
@@ -211,9 +187,7 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
 
 
 def peak_activation_bytes(schedule: Schedule, activation_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Most bytes of activations every rank holds at once, [P]; follows from the order alone, not
-    from times.
-    """
+    """Most bytes of activations every rank holds at once, [P]; follows from the order alone, not from times."""
     if activation_bytes and len(activation_bytes) != schedule.stages:
         raise SpecError(f"activation_bytes needs one figure per stage ({schedule.stages})")
     peaks = []

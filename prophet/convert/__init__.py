@@ -6,6 +6,8 @@ expert-parallel group keeping those it is home to. `prophet.attach` balances the
 
 from __future__ import annotations
 
+import re
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,16 +17,10 @@ from torch import nn
 
 from prophet.convert import deepspeed, huggingface, tutel
 from prophet.convert.base import Adapter, ExpertsSpec, FfnNames, child
-from prophet.convert.checks import (
-    agree,
-    check_model,
-    check_no_optimizer,
-    check_not_shared,
-    describe_block,
-    fingerprint,
-)
+from prophet.convert.checks import agree, check_model, check_no_optimizer, check_not_shared, describe_block, fingerprint
 from prophet.convert.report import ConversionReport, Replaced
 from prophet.convert.routed import Origin, RoutedExperts, converted
+from prophet.convert.saving import write_as_before, write_original_layout
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back
 from prophet.convert.verify import Trial
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
@@ -76,6 +72,9 @@ def convert(
 
     Convert before building the optimizer and before wrapping the model in DistributedDataParallel. Raises
     `ConversionError`, the model unchanged, where something would not be kept, and where the ranks' models differ.
+
+    Until `revert`, `model.save_pretrained(folder)` of a transformers model is a call for every rank, and writes the
+    original layout; what would write one rank's experts raises `PartialStateError`.
     """
     collective = collective_for(group, timeout_s=timeout_s)
     found: list[tuple[str, nn.Module, Adapter, ExpertsSpec]] = []
@@ -126,6 +125,9 @@ def convert(
                 params_before=before,
             )
         )
+    for *_, layer in converted(model):
+        layer.origin.model = weakref.ref(model)
+    write_original_layout(model)
     leave_out_of_ddp(model)
     return ConversionReport(tuple(replaced), collective.rank, collective.size)
 
@@ -134,17 +136,22 @@ def revert(model: nn.Module) -> None:
     """Give every converted block its own experts back, with the values they have now; collective.
 
     Afterwards every rank holds what it held before the conversion: all experts, unless the model was built
-    expert-parallel. The parameters are new objects, so build the optimizer again. Raises `ConversionError` where
-    nothing is converted, or where an engine is attached.
+    expert-parallel. The parameters are new objects, so build the optimizer again. Where an engine is attached, call
+    `engine.close()` first: that ends balancing, and this undoes the conversion. Raises `ConversionError` where nothing
+    is converted, or where an engine is attached.
     """
     found = list(converted(model))
     if not found:
         raise ConversionError("nothing in this model has been converted")
     if any(layer._port.index is not None for *_, layer in found):
-        raise ConversionError("an engine is attached to this model: engine.close() first")
+        raise ConversionError(
+            "an engine is attached to this model: call engine.close() first, which ends balancing and leaves the "
+            "experts converted, then prophet.revert(model)"
+        )
     names = [f"{name}.experts.{part}" for name, _, _, layer in found for part, _ in layer.experts.stacked()]
     for _, block, attribute, layer in found:
         put_back(block, attribute, layer)
+    write_as_before(model)
     put_back_into_ddp(model, names)
 
 
@@ -196,7 +203,24 @@ def _nothing_found(model: nn.Module) -> str:
     families = ", ".join(a.family for a in standard_adapters())
     if any(isinstance(m, MoE) for m in model.modules()):
         return "the model's MoE layers are prophet.MoE already: there is nothing to convert"
-    kinds = {type(m).__name__ for m in model.modules()}
-    suspects = sorted(k for k in kinds if "moe" in k.lower() or "expert" in k.lower())
+    suspects = _suspects(model)
     hint = f"; {', '.join(suspects)} may be one: write an Adapter for it (docs/convert.md)" if suspects else ""
     return f"no MoE block found that is one of {families}{hint}"
+
+
+def _suspects(model: nn.Module) -> list[str]:
+    """Classes of the modules that hold experts; where none does, of those that are named after them."""
+    blocks = {
+        type(m).__name__
+        for m in model.modules()
+        for part, inner in m.named_children()
+        if "expert" in part.lower() or "experts" in type(inner).__name__.lower()
+    }
+    if not blocks:
+        names = {type(m).__name__ for m in model.modules() if any(True for _ in m.children())}
+        blocks = {n for n in names if ("moe" in n.lower() or "expert" in n.lower()) and not _NO_BLOCK.search(n)}
+    return sorted(blocks)
+
+
+# what families name after the model, or put around a block
+_NO_BLOCK = re.compile(r"Norm|Attention|Rotary|Router|Layer$|Model$|For[A-Z]", re.ASCII)

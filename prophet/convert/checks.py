@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -15,6 +16,10 @@ from prophet.ranks.collective import Collective, Operation
 from prophet.spec import check_experts_per_rank, odd_ones_out
 
 SAMPLE = 64  # numbers of an expert that are compared over ranks
+LORA_ADVICE = (
+    "keep LoRA off the experts (target_modules=['q_proj', 'k_proj', 'v_proj', 'o_proj'], say, and no expert in "
+    "target_parameters or modules_to_save)"
+)
 
 
 def check_model(model: nn.Module) -> None:
@@ -31,6 +36,8 @@ def check_model(model: nn.Module) -> None:
 def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) -> ExpertsSpec:
     """The block's description. Raises `ConversionError` for what cannot be converted on `ranks` ranks."""
     try:
+        if {"modules_to_save", "original_module"} & set(name.split(".")):
+            raise ConversionError(f"PEFT has made a second block to train (modules_to_save): {LORA_ADVICE}")
         check_experts(child(block, adapter.experts_name))
         spec = adapter.describe(block)
         check_experts_per_rank(spec.num_experts, ranks)
@@ -46,6 +53,9 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
 
 def check_experts(experts: nn.Module) -> None:
     """Raise `ConversionError` for experts whose parameters cannot be moved without losing something."""
+    adapters = [m for m in experts.modules() if type(m).__module__.split(".")[0] == "peft"]
+    if adapters:
+        raise ConversionError(f"PEFT has put {type(adapters[0]).__name__} on the experts: {LORA_ADVICE}")
     params = dict(experts.named_parameters(remove_duplicate=False))
     for name, p in params.items():
         if p.is_meta:
@@ -75,6 +85,36 @@ def check_experts(experts: nn.Module) -> None:
         if any(hooks) or "forward" in vars(module):
             who = f"experts.{name}" if name else "the experts' module"
             raise ConversionError(f"{who} has hooks or a forward of its own, which would not run any more")
+
+
+def check_adapters(model: nn.Module, experts: Sequence[tuple[str, nn.Module]]) -> None:
+    """Raise `ConversionError` where PEFT was told, after the conversion, to adapt what `experts` [(name, module)] had.
+
+    PEFT finds nothing under these names any more, warns at most, and trains without.
+    """
+    configs = getattr(model, "peft_config", None)
+    for config in configs.values() if isinstance(configs, dict) else ():
+        names: dict[str, list[str]] = {"target_parameters": [], "target_modules": []}
+        for name, module in experts:
+            names["target_parameters"] += [f"{name}.{part}" for part, _ in module.named_parameters()]
+            names["target_modules"] += [f"{name}.{part}" for part, _ in module.named_modules() if part]
+            if "modules_to_save" in name.split("."):
+                raise ConversionError(f"PEFT trains a copy of {name} (modules_to_save): {LORA_ADVICE}")
+        for setting, there in names.items():
+            wanted = getattr(config, setting, None) or ()
+            for full in there:
+                if _is_named(full, wanted):
+                    raise ConversionError(
+                        f"PEFT was told to adapt {full} ({setting}), and the experts were converted before, so it "
+                        f"would train without: {LORA_ADVICE}"
+                    )
+
+
+def _is_named(full: str, wanted: str | Iterable[str]) -> bool:
+    """Whether PEFT takes `full` for one of its targets: a regular expression, or ends of names."""
+    if isinstance(wanted, str):
+        return re.fullmatch(wanted, full) is not None
+    return any(full == end or full.endswith(f".{end}") for end in wanted)
 
 
 def check_not_shared(model: nn.Module, experts: Sequence[tuple[str, nn.Module]]) -> None:

@@ -5,6 +5,7 @@ Shape legend: N tokens, K top-k, E experts, m experts of this rank, D model dim.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec
+from prophet.convert.checks import check_adapters
+from prophet.convert.partial_state import mark_part
 from prophet.experts.bank import ExpertBank
 from prophet.experts.gate import Router, Routing
 from prophet.kernels.choice import Impl
@@ -26,7 +29,7 @@ class Origin:
     """Where converted experts come from, and all that is needed to put them back.
 
     skeleton: the module that held them, its parameters on the meta device. attributes: what was set on its parameters.
-    block_class: the block's class, where methods of it were replaced.
+    block_class: the block's class, where methods of it were replaced. model: what was converted.
     """
 
     adapter: Adapter
@@ -34,18 +37,22 @@ class Origin:
     skeleton: nn.Module
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     block_class: type | None = None
+    model: weakref.ref[nn.Module] | None = None
 
 
 class RoutedExperts(MoE):
     """The experts of a converted block: a `prophet.MoE` that is told where its tokens go.
 
-    In a state dict they look as in every `prophet.MoE`, whatever their origin; see `original_state_dict`.
+    In a state dict they have the names that experts have in every `prophet.MoE`, whatever their origin, and cannot be
+    written to a file of one rank; see `original_state_dict`.
     """
 
     def __init__(self, bank: ExpertBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
         nn.Module.__init__(self)
         self._assemble(Router(), bank, origin.spec.top_k, collective, impl)
         self.origin = origin
+        self.register_state_dict_post_hook(mark_part)  # type: ignore[no-untyped-call]
+        self._adapters_checked = False
 
     def forward(  # type: ignore[override]  # the one layer that does not route by itself
         self, x: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None = None
@@ -55,8 +62,26 @@ class RoutedExperts(MoE):
         ids, weights: [N, K] the experts of every row, and the factors of their outputs. kept: [N, K] booleans, False
         where a choice was dropped for lack of capacity; None keeps all.
         """
-        y = self._apply_experts(x, lambda _: Routing.given(ids, weights, self.num_experts, kept))
-        return y.to(x.dtype)
+
+        def given(_: Tensor) -> Routing:
+            self._check_adapters()
+            return Routing.given(ids, weights, self.num_experts, kept)
+
+        return self._apply_experts(x, given).to(x.dtype)
+
+    def _check_adapters(self) -> None:
+        """Before the first token is trained on: has PEFT been told to adapt experts, which it cannot find any more?"""
+        if self._adapters_checked or not self.training:
+            return
+        model = self.origin.model() if self.origin.model else None
+        if model is not None:
+            check_adapters(model, [(name, layer.origin.skeleton) for name, _, _, layer in converted(model)])
+        self._adapters_checked = True
+
+    @property
+    def spread(self) -> bool:
+        """Whether other ranks hold experts that were here before: not where the model was built expert-parallel."""
+        return self.collective.size > 1 and self.origin.spec.held == self.num_experts
 
     def local_experts(self) -> list[ExpertWeights]:
         """This rank's experts, as views."""

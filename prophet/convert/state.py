@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -10,23 +10,31 @@ from torch import Tensor, nn
 
 from prophet.convert.routed import RoutedExperts, converted
 from prophet.errors import ConversionError
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import cut_like, roll_call
 
 
 def original_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
     """The state dict that `model` would have had it never been converted; collective over the experts' homes.
 
-    Experts are gathered one block at a time and moved to the CPU. keep: False on ranks that only take part, which get
-    an empty dictionary.
+    Experts are gathered one block at a time and moved to the CPU. So are parameters that `fully_shard` has cut, with
+    which the call is collective over all processes. keep: False on ranks that only take part, which get an empty
+    dictionary.
+
+    Raises `CollectiveTimeout` within five seconds where rank 0 alone calls it.
     """
     layers = {name: layer for name, _, _, layer in converted(model)}
     found: dict[str, Tensor] = {}
     done: set[str] = set()
     state = model.state_dict()
+    _everybody_is_here(layers.values(), state)
     for key, value in state.items():
         name = next((n for n in layers if key.startswith(n + ".")), None)
         if name is None:
+            cut = hasattr(value, "full_tensor")
+            whole = value.full_tensor() if cut else value
             if keep:
-                found[key] = value
+                found[key] = whole.cpu() if cut else whole
         elif name not in done:
             done.add(name)
             originals = layers[name].originals()
@@ -35,8 +43,21 @@ def original_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Ten
     return found
 
 
+def _everybody_is_here(layers: Iterable[RoutedExperts], state: Mapping[str, Any]) -> None:
+    """Raise soon, and on this rank alone, where others do not take part."""
+    op = Operation("original_state_dict")
+    if any(hasattr(value, "full_tensor") for value in state.values()):
+        roll_call(op)
+        return
+    for layer in layers:
+        if layer.spread:
+            layer.collective.roll_call(op)
+            return
+
+
 def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
-    """Load a state dict of the unconverted model; every rank reads all of it and keeps its own experts.
+    """Load a state dict of the unconverted model; every rank reads all of it and keeps its own experts, and
+    its parts of what `fully_shard` has cut.
 
     Raises `ConversionError` where an expert's parameters are missing; other names as `load_state_dict` does.
     """
@@ -55,7 +76,11 @@ def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, s
         if missing:
             raise ConversionError(f"{name}: {', '.join(missing[:3])} and {len(missing) - 1} more are missing")
         layer.take(parts[name])
-    rest |= {k: v for k, v in model.state_dict().items() if any(k.startswith(n + ".") for n in layers)}
+    for key, own in model.state_dict().items():
+        if any(key.startswith(n + ".") for n in layers):
+            rest[key] = own
+        elif key in rest:
+            rest[key] = cut_like(rest[key], own)
     model.load_state_dict(rest, strict=strict)
 
 

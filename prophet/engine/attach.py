@@ -7,8 +7,9 @@ import warnings
 import torch
 from torch import nn
 
-from prophet.engine.config import EngineConfig, check_equal, check_optimizer
-from prophet.engine.engine import Engine, LayerPort
+from prophet.engine.balanced_layer import BalancedLayer
+from prophet.engine.config import EngineConfig, Experiment, check_equal, check_optimizer
+from prophet.engine.engine import Engine
 from prophet.engine.parallel import leave_out_of_ddp
 from prophet.layer.moe import moe_layers
 from prophet.ranks.process_group import processes
@@ -19,12 +20,14 @@ def attach(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     config: EngineConfig | None = None,
+    experiment: Experiment | None = None,
 ) -> Engine:
     """Balance the MoE layers of `model` from now on; collective over their expert-parallel group.
 
     The optimizer is hooked, so the user's loop needs no other change. Call it before wrapping the model in
     DistributedDataParallel: it marks the experts so that DDP leaves their gradients alone. Without an optimizer the
     caller ends every step with `engine.runtime.finish_gradients()`, its own update and `engine.finish_step()`.
+    `experiment` is for benchmarks and tests.
 
     Raises ValueError where there is no MoE layer, where a layer is already attached, where DDP already averages expert
     gradients, where FSDP has cut experts, or where the optimizer holds none of the model's parameters;
@@ -33,10 +36,11 @@ def attach(
     config = EngineConfig() if config is None else config
     if not isinstance(config, EngineConfig):
         raise TypeError(f"config must be a prophet.EngineConfig, got {type(config).__name__}")
+    experiment = Experiment() if experiment is None else experiment
     layers = moe_layers(model)
     if not layers:
         raise ValueError("the model has no prophet.MoE layer to balance")
-    if any(isinstance(layer._port, LayerPort) for layer in layers):
+    if any(isinstance(layer._port, BalancedLayer) for layer in layers):
         raise ValueError("a layer of this model is already attached to an engine; close that one first")
     for layer in layers:
         layer.experts.check_parameters()
@@ -59,8 +63,8 @@ def attach(
         )
     if optimizer is not None:
         check_optimizer(model, optimizer)
-    check_equal(layers, config, first)
+    check_equal(layers, config, experiment, first)
     collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
-    engine = Engine(layers, collective, config)
+    engine = Engine(layers, collective, config, experiment)
     engine.follow(model, optimizer)
     return engine

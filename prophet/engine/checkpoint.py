@@ -4,47 +4,46 @@ Every expert has entries of its own under its global number, for its parameters 
 any rank can read any expert. The other parameters are entries as they are: whole, or a DTensor that FSDP has cut.
 Tensors are in torch's distributed checkpoint format (`torch.distributed.checkpoint`, DCP): each is written once, by
 one of the ranks that have it, and every rank reads only what it needs. `training.json` beside them says what they are.
-It is written last: a folder without it holds no checkpoint.
+A save that is interrupted leaves the checkpoint that was in the folder before (`prophet.engine.checkpoint_folder`).
 
-Read only checkpoints of your own: torch keeps its index of the tensors as a pickle.
+Nothing that stands in a checkpoint is run: `prophet.state.tensor_index` reads torch's index, which is a pickle.
 
 Shape legend: m experts per rank.
 """
 
 from __future__ import annotations
 
-import base64
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
+from torch.distributed.checkpoint.storage import WriteResult
 
+from prophet.engine.checkpoint_folder import DESCRIPTION, Folder, is_tensors
+from prophet.engine.checkpoint_json import as_given, plain
+from prophet.engine.shared_errors import device_of, failure_of, short, together
 from prophet.errors import CheckpointError
 from prophet.experts.bank import ExpertBank
 from prophet.layer.moe import MoE
-from prophet.ranks.collective import Operation
-from prophet.ranks.process_group import collective_for, process_rank, processes
+from prophet.ranks.process_group import process_rank, processes
 from prophet.spec import odd_ones_out
+from prophet.state.tensor_index import TensorReader
 
-DESCRIPTION = "training.json"
-TENSOR_INDEX = ".metadata"  # torch's
 MAX_DESCRIPTION_BYTES = 1 << 28
-FORMAT = 1
+FORMAT = 2
 # how an optimizer computes is the reading one's own choice
 _NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _SHOWN = 4  # names in a message
-_BY_NUMBER = "entries by number"
-_TENSOR = "tensor: dtype, shape, bytes in base 64"
-_DTYPES = {f"torch.{name}": name for name in ("bool", "int8", "uint8", "int32", "int64", "float32", "float64")}
-_MAX_TENSOR_BYTES = 1 << 24
 
 
 def save(
@@ -60,12 +59,50 @@ def save(
     tensors of up to 16 MiB, and lists and dictionaries of them, the same on all processes (the step, a scheduler's
     `state_dict()`; an engine's with one expert-parallel group, as every group counts its own tokens).
 
+    The checkpoint that is in `folder`, if there is one, is replaced when the new one is whole, and not before.
+
     Raises ValueError where the optimizer holds parameters that are not the model's, or state that cannot be described;
-    RuntimeError where processes disagree about the optimizer.
+    RuntimeError where processes disagree about the optimizer; `CheckpointError`, which names the ranks, on every
+    process where one of them could not write.
     """
-    folder = Path(folder)
+    folder, device = Path(folder), device_of(model)
+    text = ""
+    entries: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        text, entries = _describe(model, optimizer, extra)
+    except (ValueError, RuntimeError) as caught:
+        error = caught
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    said = together("comparison of optimizers", folder, device, error, (digest, secrets.randbits(48)))
+    differ = odd_ones_out(said[:, 0])
+    if differ:
+        raise RuntimeError(
+            f"the optimizer's settings or steps, or `extra`, of process(es) {differ} differ from the other processes': "
+            f"the same parameters must have been trained on all of them"
+        )
+    number = int(said[0, 1])
+    target = Folder(folder, lambda: _current_tensors(folder))
+    writer = process_rank() == 0
+    together("start of a checkpoint", folder, device, failure_of(lambda: target.begin(number), run=writer))
+    try:
+        tensors = _Writer(target.tensors(number))
+        _named(lambda: save_tensors(entries, storage_writer=tensors, no_dist=processes() == 1), folder)
+    except (CheckpointError, RuntimeError, OSError) as caught:
+        error = caught
+    if error is None and writer:
+        error = failure_of(lambda: _commit(target, number, text))
+    if error is not None and writer:
+        target.give_up()
+    together("end of a checkpoint", folder, device, error)
+
+
+def _describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
+) -> tuple[str, dict[str, Any]]:
+    """The description, the same on all processes but for what differs by mistake, and this process's entries."""
     described = _Training(model, optimizer)
-    entries = described.model_entries()
+    entries: dict[str, Any] = dict(described.model_entries())
     groups = []
     if optimizer is not None:
         for group in optimizer.param_groups:
@@ -82,7 +119,7 @@ def save(
             "optimizer": None if optimizer is None else type(optimizer).__name__,
             "groups": groups,
             "states": states,
-            "extra": _plain(dict(extra or {}), "extra"),
+            "extra": plain(dict(extra or {}), "extra"),
         },
         sort_keys=True,  # ranks may list parameters in another order
     )
@@ -90,18 +127,32 @@ def save(
         raise ValueError(
             f"the description takes {len(text)} bytes, {MAX_DESCRIPTION_BYTES} can be read: put less into `extra`"
         )
-    _agree(text, described)
-    if process_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in (DESCRIPTION, TENSOR_INDEX):
-            (folder / name).unlink(missing_ok=True)
-    _meet("start of a checkpoint", described)
-    save_tensors(entries, checkpoint_id=folder, no_dist=processes() == 1)
-    if process_rank() == 0:
-        part = folder / f"{DESCRIPTION}.part"
-        part.write_text(text, encoding="utf-8")
-        part.replace(folder / DESCRIPTION)
-    _meet("end of a checkpoint", described)
+    return text, entries
+
+
+class _Writer(FileSystemWriter):
+    """Torch's, which says "unexpected pos" where a disk is full."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from error
+
+
+def _commit(target: Folder, number: int, text: str) -> None:
+    """Write torch's index a second time, with names as they are from outside of the tensors' folder; then switch."""
+    tensors = target.tensors(number)
+    index = TensorReader(tensors).read_metadata()
+    places = [
+        WriteResult(key, at.length, dataclasses.replace(at, relative_path=f"{tensors.name}/{at.relative_path}"))
+        for key, at in index.storage_data.items()
+    ]
+    FileSystemWriter(target.index_from_outside(number)).finish(index, [places])
+    target.commit(number, json.dumps({**json.loads(text), "tensors": tensors.name}, sort_keys=True).encode())
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -112,36 +163,55 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     like stay as they are. Without an optimizer only the model is read. Nothing is changed where the checkpoint does
     not fit: CheckpointError then.
     """
-    folder = Path(folder)
-    said = _read_description(folder)
-    described = _Training(model, optimizer)
-    entries = described.model_entries()
-    metadata = FileSystemReader(folder).read_metadata()
-    _check_files(folder, metadata.storage_data)
-    index = metadata.state_dict_metadata
-    _check_model(folder, index, entries, described)
-    states: dict[int, dict[str, Any]] = {}
-    settings: list[dict[str, Any]] = []
+    folder, device = Path(folder), device_of(model)
+    plan = _Reading()
+    error = failure_of(lambda: plan.prepare(folder, model, optimizer))
+    together("reading of a checkpoint", folder, device, error)
+    _named(lambda: load_tensors(plan.entries, storage_reader=plan.reader, no_dist=processes() == 1), folder)
     if optimizer is not None:
-        settings = _saved_settings(folder, said, optimizer, described)
+        for group, new in zip(optimizer.param_groups, plan.settings, strict=True):
+            _apply_settings(group, new)
+        for p in plan.trained:
+            optimizer.state.pop(p, None)
+            if id(p) in plan.states:
+                optimizer.state[p] = plan.states[id(p)]
+    return plan.extra
+
+
+class _Reading:
+    """What `load` reads, and where it goes."""
+
+    def __init__(self) -> None:
+        self.tensors = Path()
+        self.entries: dict[str, Any] = {}
+        self.trained: list[Tensor] = []
+        self.states: dict[int, dict[str, Any]] = {}
+        self.settings: list[dict[str, Any]] = []
+        self.extra: dict[str, Any] = {}
+
+    def prepare(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        """Check that the checkpoint fits, and make the optimizer state to read into."""
+        said = _read_description(folder)
+        described = _Training(model, optimizer)
+        self.entries.update(described.model_entries())
+        self.tensors, self.extra = folder / said["tensors"], said["extra"]
+        self.reader = TensorReader(self.tensors)
+        metadata = self.reader.read_metadata()
+        _check_files(self.tensors, metadata.storage_data)
+        index = metadata.state_dict_metadata
+        _check_model(folder, index, self.entries, described)
+        if optimizer is None:
+            return
+        self.settings = _saved_settings(folder, said, optimizer, described)
         for name, p, _ in described.trained():
+            self.trained.append(p)
             if name in said["states"]:
                 group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
                 state = _empty_state(p, said["states"][name], group, expert=name in described.banks)
                 _, found = described.state_entries(name, p, state)
                 _check_sizes(folder, index, found)
-                entries.update(found)
-                states[id(p)] = state
-    load_tensors(entries, checkpoint_id=folder, no_dist=processes() == 1)
-    if optimizer is not None:
-        for group, new in zip(optimizer.param_groups, settings, strict=True):
-            _apply_settings(group, new)
-        for _, p, _ in described.trained():
-            optimizer.state.pop(p, None)
-            if id(p) in states:
-                optimizer.state[p] = states[id(p)]
-    extra: dict[str, Any] = said["extra"]
-    return extra
+                self.entries.update(found)
+                self.states[id(p)] = state
 
 
 class _Training:
@@ -158,7 +228,6 @@ class _Training:
             if isinstance(layer, MoE):
                 prefix = f"{name}.experts" if name else "experts"
                 self.banks |= {f"{prefix}.{part}": layer.experts for part, _ in layer.experts.stacked()}
-        self.device = next(iter(self.model.parameters())).device
 
     def name_of(self, p: Tensor) -> str:
         name = self._names.get(id(p))
@@ -201,7 +270,7 @@ class _Training:
         for field, value in state.items():
             key = f"optimizer.{name}"
             if not isinstance(value, Tensor):
-                fields[field] = {"value": _plain(value, f"{field} of {name}")}
+                fields[field] = {"value": plain(value, f"{field} of {name}")}
                 continue
             dtype = str(value.dtype).removeprefix("torch.")
             if value.dim() == 0 and p.dim() > 0:
@@ -240,7 +309,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in group.items():
         if key not in _NOT_SETTINGS:
             single = isinstance(value, Tensor) and value.numel() == 1
-            found[key] = _plain(value.item() if single else value, f"the optimizer's setting {key}")
+            found[key] = plain(value.item() if single else value, f"the optimizer's setting {key}")
     return found
 
 
@@ -313,9 +382,10 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if len(text) > MAX_DESCRIPTION_BYTES:
         raise CheckpointError(f"{path}: expected at most {MAX_DESCRIPTION_BYTES} bytes")
     try:
-        said = json.loads(text, object_hook=_as_given)
+        said = json.loads(text, object_hook=as_given)
         fits = said["format"] == FORMAT and isinstance(said["states"], dict) and isinstance(said["extra"], dict)
         fits = fits and all({"settings", "parameters"} <= set(g) for g in said["groups"])
+        fits = fits and is_tensors(said["tensors"])
         for field in (f for fields in said["states"].values() for f in fields.values()):
             fits = fits and ("value" in field or {"shape", "dtype"} <= set(field))
             fits = fits and isinstance(getattr(torch, field.get("dtype", "float32"), None), torch.dtype)
@@ -326,6 +396,14 @@ def _read_description(folder: Path) -> dict[str, Any]:
     if not fits:
         raise CheckpointError(f"{path}: expected a description of format {FORMAT} written by prophet.engine.checkpoint")
     found: dict[str, Any] = said
+    return found
+
+
+def _current_tensors(folder: Path) -> str | None:
+    """Which tensors belong to the checkpoint that is in `folder` now; None where there is none."""
+    if not (folder / DESCRIPTION).exists():
+        return None
+    found: str = _read_description(folder)["tensors"]
     return found
 
 
@@ -368,56 +446,12 @@ def _some(names: Any) -> str:
     return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
 
-def _plain(value: Any, what: str) -> Any:
-    """`value` where JSON can hold it; `_as_given` is the inverse."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(v, what) for v in value]
-    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
-        return {k: _plain(v, f"{what}[{k!r}]") for k, v in value.items()}
-    if isinstance(value, dict) and all(type(k) is int for k in value):  # JSON's keys are strings
-        return {_BY_NUMBER: [[k, _plain(v, f"{what}[{k}]")] for k, v in sorted(value.items())]}
-    if not isinstance(value, Tensor):
-        raise ValueError(
-            f"{what} is a {type(value).__name__}; expected numbers, strings, small tensors, and lists and dictionaries "
-            "of them"
-        )
-    if str(value.dtype) not in _DTYPES or value.numel() * value.itemsize > _MAX_TENSOR_BYTES:
-        raise ValueError(
-            f"{what} is a tensor of {value.dtype} {list(value.shape)}; expected at most {_MAX_TENSOR_BYTES} bytes of "
-            f"{', '.join(_DTYPES)}"
-        )
-    data = value.detach().resolve_neg().cpu().numpy().tobytes()
-    return {_TENSOR: [str(value.dtype), list(value.shape), base64.b64encode(data).decode()]}
-
-
-def _as_given(found: dict[str, Any]) -> Any:
-    """What an object in the text stands for; JSON's reader calls it, inner objects first."""
-    if found.keys() == {_BY_NUMBER}:
-        return dict(found[_BY_NUMBER])
-    if found.keys() == {_TENSOR}:
-        dtype, shape, data = found[_TENSOR]
-        array = np.frombuffer(base64.b64decode(data, validate=True), dtype=_DTYPES[dtype])
-        return torch.from_numpy(array.reshape(shape).copy())
-    return found
-
-
-# --- together ---
-
-
-def _agree(text: str, described: _Training) -> None:
-    """Raise RuntimeError unless all processes describe the same optimizer."""
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    mine = torch.tensor([digest], dtype=torch.int64, device=described.device)
-    found = collective_for(None).all_gather(mine, op=Operation("comparison of optimizers")).cpu().flatten()
-    differ = odd_ones_out(found.numpy())
-    if differ:
-        raise RuntimeError(
-            f"the optimizer's settings or steps, or `extra`, of process(es) {differ} differ from the other processes': "
-            f"the same parameters must have been trained on all of them"
-        )
-
-
-def _meet(why: str, described: _Training) -> None:
-    collective_for(None).all_gather(torch.zeros(1, device=described.device), op=Operation(why))
+def _named(call: Callable[[], object], folder: Path) -> None:
+    """Call a function of torch's checkpoints, which tells all processes what happened to one; in an Exception."""
+    try:
+        call()
+    except CheckpointException as error:
+        if not all(isinstance(caught, Exception) for caught, _ in error.failures.values()):
+            raise  # somebody wants to end the program
+        found = [f"rank {rank}: {short(caught)}" for rank, (caught, _) in sorted(error.failures.items())]
+        raise CheckpointError(f"{folder}: {'; '.join(found)}") from error

@@ -5,46 +5,38 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import torch
 from torch import nn
 
-from prophet.engine.history import PREDICT_MODES, PredictMode
 from prophet.engine.replan import ReplanConfig
 from prophet.errors import ConfigMismatch, ReplicaMemoryError
 from prophet.layer.moe import MoE
 from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective, Operation
-from prophet.scheduler.budget import ReplicaMemory
 from prophet.scheduler.forms import Transfers
 from prophet.scheduler.schedules import NAMES
 from prophet.spec import PlanContext, Topology, Windows, odd_ones_out
+
+_PLANNER = ("name", "replicates", "withdraws", "warm", "place", "split")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How a model is balanced. Must be the same on all ranks.
 
-    planner: a name from `prophet.planner.PLANNER_NAMES`, or an object with the `Planner` protocol.
+    planner: a name from `prophet.planner.PLANNER_NAMES`, or a `prophet.planner.Planner`.
     topology: the machine, for the performance model; None assumes equal ranks on one node.
     windows: seconds of non-MoE compute per block, under which Trans and Agg can be hidden.
     slots_per_rank: replicas of one layer that a rank may hold.
     replica_memory_bytes: budget per rank for the replicas of all layers, parameters and gradients; None is no limit.
+    refetch: drop replicas' parameters after the forward pass, and send them again for the backward pass. Only
+        neighbouring layers' parameters then count towards the budget. Otherwise they stay until the step ends.
     accumulation_steps: backward passes per optimizer step. Agg then runs once, with the last of them. With the default
         of 1 every backward pass brings its own gradients home, which is correct for any number of them.
-    replica_memory: "keep" replicas until the step ends, or "refetch": drop their parameters after the forward pass, and
-        send them again for the backward pass. Only neighbouring layers' parameters then count towards the budget.
-    schedule: "block-wise" (Algorithm 2), "look-ahead" (over `look_ahead_blocks` blocks, fewer where refetched replicas
-        of so many would not fit the budget), and for comparison "operator" (uncut) and "blocking" (nothing hidden).
-    transfers: form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and gather),
-        or "auto", the cheaper one by the performance model.
-    predict: the load that placements are planned for: that of the "last" step, a moving average ("ema"), the "mean" of
-        the last steps, or "best": per layer whichever of these has been foretelling its routing best.
-    replan: when placements are planned anew; None does it for every step.
-    check_split_every: steps between explicit comparisons of the split over ranks (placements are compared in every
-        layer of every step, at no extra message).
+    replan: when placements are planned anew, and for which load; None does it for every step, from the last one's load.
     timeout_s: limit on every wait; None keeps the layers' own.
     """
 
@@ -53,46 +45,62 @@ class EngineConfig:
     windows: Windows = field(default_factory=Windows)
     slots_per_rank: int = 4
     replica_memory_bytes: int | None = None
+    refetch: bool = False
     accumulation_steps: int = 1
-    replica_memory: ReplicaMemory = "keep"
-    schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
-    look_ahead_blocks: int = 2
-    transfers: Transfers = "auto"
-    predict: PredictMode = "last"
     replan: ReplanConfig | None = None
-    check_split_every: int = 50
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        lacking = [] if isinstance(self.planner, str) else [n for n in _PLANNER if not hasattr(self.planner, n)]
+        if lacking:
+            raise TypeError(
+                f"EngineConfig.planner must be a name or a prophet.planner.Planner, got {type(self.planner).__name__} "
+                f"without {', '.join(lacking)}: derive your own from that class"
+            )
         if self.slots_per_rank < 0:
             raise ValueError(f"EngineConfig.slots_per_rank must not be negative, got {self.slots_per_rank}")
         if self.replica_memory_bytes is not None and self.replica_memory_bytes < 0:
             raise ValueError(f"EngineConfig.replica_memory_bytes must not be negative, got {self.replica_memory_bytes}")
-        for name in ("accumulation_steps", "check_split_every", "look_ahead_blocks"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"EngineConfig.{name} must be at least 1, got {getattr(self, name)}")
-        if self.predict not in PREDICT_MODES:
-            known = ", ".join(repr(mode) for mode in PREDICT_MODES)
-            raise ValueError(f"EngineConfig.predict must be one of {known}, got {self.predict!r}")
-        if self.schedule not in NAMES:
-            raise ValueError(f"EngineConfig.schedule must be one of {', '.join(NAMES)}, got {self.schedule!r}")
-        if self.replica_memory not in ("keep", "refetch"):
-            raise ValueError(f"EngineConfig.replica_memory must be 'keep' or 'refetch', got {self.replica_memory!r}")
-        if self.transfers not in ("auto", "direct", "two-phase"):
-            raise ValueError(f"EngineConfig.transfers must be 'auto', 'direct' or 'two-phase', got {self.transfers!r}")
+        if not isinstance(self.refetch, bool):
+            raise ValueError(f"EngineConfig.refetch must be True or False, got {self.refetch!r}")
+        if self.accumulation_steps < 1:
+            raise ValueError(f"EngineConfig.accumulation_steps must be at least 1, got {self.accumulation_steps}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ValueError(f"EngineConfig.timeout_s must be positive, got {self.timeout_s!r}")
 
-    def signature(self) -> str:
-        """What must be equal on all ranks, as text."""
-        planner = self.planner if isinstance(self.planner, str) else self.planner.name
-        return (
-            f"planner={planner} topology={self.topology} windows={self.windows} slots={self.slots_per_rank} "
-            f"predict={self.predict} replan={self.replan} memory={self.replica_memory_bytes} "
-            f"accumulation={self.accumulation_steps} replicas={self.replica_memory} schedule={self.schedule} "
-            f"ahead={self.look_ahead_blocks} transfers={self.transfers} check={self.check_split_every} "
-            f"timeout={self.timeout_s}"
-        )
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experiment:
+    """What benchmarks and tests vary and users leave alone. Must be the same on all ranks.
+
+    schedule: "block-wise" (Algorithm 2), "look-ahead" (over `look_ahead_blocks` blocks, fewer where refetched replicas
+        of so many would not fit the budget), and for comparison "operator" (uncut) and "blocking" (nothing hidden).
+    transfers: form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and gather),
+        or "auto", the cheaper one by the performance model.
+    check_every: steps between explicit comparisons of splits and of shared parameters over ranks. Placements are
+        compared in every layer of every step, at no extra message.
+    """
+
+    schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
+    look_ahead_blocks: int = 2
+    transfers: Transfers = "auto"
+    check_every: int = 50
+
+    def __post_init__(self) -> None:
+        if self.schedule not in NAMES:
+            raise ValueError(f"Experiment.schedule must be one of {', '.join(NAMES)}, got {self.schedule!r}")
+        if self.transfers not in ("auto", "direct", "two-phase"):
+            raise ValueError(f"Experiment.transfers must be 'auto', 'direct' or 'two-phase', got {self.transfers!r}")
+        for name in ("look_ahead_blocks", "check_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Experiment.{name} must be at least 1, got {getattr(self, name)}")
+
+
+def signature(*values: EngineConfig | Experiment) -> str:
+    """What must be equal on all ranks, as text: every field, and planners by name."""
+    pairs = {f.name: getattr(value, f.name) for value in values for f in fields(value)}
+    planner = pairs["planner"]
+    return " ".join(f"{n}={v}" for n, v in (pairs | {"planner": getattr(planner, "name", planner)}).items())
 
 
 def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:
@@ -114,11 +122,10 @@ def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:
     )
 
 
-def check_budget(config: EngineConfig, contexts: Sequence[PlanContext]) -> None:
+def check_budget(config: EngineConfig, planner: Planner, contexts: Sequence[PlanContext]) -> None:
     """Raise `ReplicaMemoryError` where replicas are wanted, and the budget holds not even one."""
-    planner = config.planner if isinstance(config.planner, str) else config.planner.name
     budget = config.replica_memory_bytes
-    if budget is None or config.slots_per_rank == 0 or planner == "static":
+    if budget is None or config.slots_per_rank == 0 or not planner.replicates:
         return
     need = min(c.shape.replica_bytes for c in contexts)
     if budget < need:
@@ -148,9 +155,9 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_equal(layers: list[MoE], config: EngineConfig, collective: Collective) -> None:
+def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment, collective: Collective) -> None:
     """Raise `ConfigMismatch` unless all ranks have the same configuration and layers; collective."""
-    parts = [config.signature(), *(layer.signature() for layer in layers)]
+    parts = [signature(config, experiment), *(layer.signature() for layer in layers)]
     digests = [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=7).digest(), "little") for p in parts]
     head = torch.tensor([len(parts), digests[0], hash_of(digests[1:])], dtype=torch.int64)
     device = layers[0].experts.w_in.device

@@ -1,6 +1,6 @@
 """Routing history: what a layer routed lately, and what it will probably route next.
 
-Shape legend: L layers, R ranks, E experts, W window (steps kept per layer).
+Shape legend: R ranks, E experts, W window (steps kept), F forecasters.
 
 Hot experts stay hot for hundreds of steps, so the last steps predict the next one (Pro-Prophet, section
 III: locality). Every rank feeds its history with the same gathered integers and predicts with integer
@@ -28,16 +28,14 @@ _BEST_WEIGHTS_256 = (32, 128)  # moving averages, besides the configured one, th
 
 
 class History:
-    """Recent loads of every layer, and their prediction.
+    """Recent loads of one layer, and their prediction.
 
-    Memory is taken once: W * L * R * E integers of 32 bits, plus one of 64 bits per cell for every moving
-    average.
+    Memory is taken once: W * R * E integers of 32 bits, plus one of 64 bits per cell for every moving average.
 
     Args:
-        layers, ranks, experts: the shape of what is observed.
-        window: steps kept per layer.
-        ema_weight_256: weight of the newest step in the moving average, in 256ths; 64 (a quarter) forgets a
-        step in
+        ranks, experts: the shape of what is observed.
+        window: steps kept.
+        ema_weight_256: weight of the newest step in the moving average, in 256ths; 64 (a quarter) forgets a step in
             about four.
         adaptive: keep what "best" needs: further moving averages, and each forecaster's recent error.
 
@@ -46,128 +44,110 @@ class History:
     """
 
     def __init__(
-        self,
-        layers: int,
-        ranks: int,
-        experts: int,
-        *,
-        window: int = 16,
-        ema_weight_256: int = 64,
-        adaptive: bool = False,
+        self, ranks: int, experts: int, *, window: int = 16, ema_weight_256: int = 64, adaptive: bool = False
     ) -> None:
-        for name, value in (("layers", layers), ("ranks", ranks), ("experts", experts), ("window", window)):
+        for name, value in (("ranks", ranks), ("experts", experts), ("window", window)):
             if value < 1:
                 raise SpecError(f"History.{name} must be at least 1, got {value}")
         if not 1 <= ema_weight_256 <= 256:
             raise SpecError(f"History.ema_weight_256 must be from 1 to 256, got {ema_weight_256}")
-        self.layers, self.ranks, self.experts, self.window = layers, ranks, experts, window
+        self.ranks, self.experts, self.window = ranks, experts, window
         self.adaptive = adaptive
         weights = (ema_weight_256, *_BEST_WEIGHTS_256) if adaptive else (ema_weight_256,)
         self._weights = np.array(weights, dtype=np.int64)
-        self._ring = np.zeros((layers, window, ranks, experts), dtype=np.int32)
-        self._ema = np.zeros((layers, len(weights), ranks, experts), dtype=np.int64)  # 47.16 fixed point
+        self._ring = np.zeros((window, ranks, experts), dtype=np.int32)
+        self._ema = np.zeros((len(weights), ranks, experts), dtype=np.int64)  # 47.16 fixed point
         # of last, mean and every moving average, in this order
-        self._errors = np.zeros((layers, 2 + len(weights)), dtype=np.int64)
-        self._observed = np.zeros(layers, dtype=np.int64)
+        self._errors = np.zeros(2 + len(weights), dtype=np.int64)
+        self._observed = np.zeros((), dtype=np.int64)
         # what they foretell for every expert, summed over ranks: follows from the rest
-        self._foretold = np.zeros((layers, 2 + len(weights), experts if adaptive else 0), dtype=np.int64)
+        self._foretold = np.zeros((2 + len(weights), experts if adaptive else 0), dtype=np.int64)
 
-    def observe(self, layer: int, load: npt.NDArray[Any]) -> None:
-        """Remember `load` ([R, E] non-negative integers below 2**31) as the newest step of `layer`."""
-        self._check_layer(layer)
+    @property
+    def observed(self) -> int:
+        """Steps that were observed, including those the ring has forgotten."""
+        return int(self._observed)
+
+    def observe(self, load: npt.NDArray[Any]) -> None:
+        """Remember `load` ([R, E] non-negative integers below 2**31) as the newest step."""
+        array = self._checked(load)
+        if array.size and array.max() > np.iinfo(np.int32).max:
+            raise SpecError(f"load must be below 2**31 tokens per rank and expert, got {int(array.max())}")
+        if self.adaptive:
+            self._errors[:] = self._scored(array)
+        self._ring[self.observed % self.window] = array
+        for i in range(len(self._weights)):
+            self._ema[i] = self._averaged(array, i)
+        self._observed += 1
+        self._foretell()
+
+    def _checked(self, load: npt.NDArray[Any]) -> IntArray:
         array = check_load(load)
         if array.shape != (self.ranks, self.experts):
             raise SpecError(f"load must have shape [{self.ranks}, {self.experts}], got {list(array.shape)}")
-        if array.size and array.max() > np.iinfo(np.int32).max:
-            raise SpecError(f"load must be below 2**31 tokens per rank and expert, got {int(array.max())}")
-        seen = int(self._observed[layer])
-        if self.adaptive:
-            self._errors[layer] = self._scored(layer, array)
-        self._ring[layer, seen % self.window] = array
-        for i in range(len(self._weights)):
-            self._ema[layer, i] = self._averaged(layer, array, i)
-        self._observed[layer] = seen + 1
-        self._foretell(layer)
+        return array
 
-    def _foretell(self, layer: int) -> None:
+    def _foretell(self) -> None:
         """Set what every forecaster says of the next step."""
         if self.adaptive:
-            self._foretold[layer, 0] = self.predict(layer, "last").sum(axis=0)
-            self._foretold[layer, 1] = self.predict(layer, "mean").sum(axis=0)
-            self._foretold[layer, 2:] = _rounded(self._ema[layer]).sum(axis=1)
+            self._foretold[0] = self.predict("last").sum(axis=0)
+            self._foretold[1] = self.predict("mean").sum(axis=0)
+            self._foretold[2:] = _rounded(self._ema).sum(axis=1)
 
-    def _averaged(self, layer: int, load: IntArray, i: int) -> IntArray:
+    def _averaged(self, load: IntArray, i: int) -> IntArray:
         """The i-th moving average with `load` as its newest step, in fixed point, [R, E]."""
         scaled = load << _FRACTION_BITS
-        if not self._observed[layer]:
+        if not self._observed:
             return scaled
         # ema += (x - ema) * w / 256, rounded down by the shift: integers, hence equal on every rank.
-        average: IntArray = self._ema[layer, i] + (((scaled - self._ema[layer, i]) * self._weights[i]) >> 8)
+        average: IntArray = self._ema[i] + (((scaled - self._ema[i]) * self._weights[i]) >> 8)
         return average
 
-    def _scored(self, layer: int, load: IntArray) -> IntArray:
-        """Recent errors of the forecasters, once `load` has come: a moving average of the tokens foretold for the
+    def _scored(self, load: IntArray) -> IntArray:
+        """Recent errors [F] of the forecasters, once `load` has come: a moving average of the tokens foretold for the
         wrong expert, over all tokens, in fixed point.
         """
-        errors: IntArray = self._errors[layer]
-        if not self._observed[layer]:
-            return errors
+        if not self._observed:
+            return self._errors
         came = load.sum(axis=0)
-        missed = np.abs(self._foretold[layer] - came).sum(axis=1)
+        missed = np.abs(self._foretold - came).sum(axis=1)
         error = (missed << _ERROR_BITS) // max(1, int(came.sum()))
-        if self._observed[layer] == 1:
+        if self._observed == 1:
             return np.asarray(error, dtype=np.int64)
-        scored: IntArray = errors + (((error - errors) * _ERROR_WEIGHT_256) >> 8)
+        scored: IntArray = self._errors + (((error - self._errors) * _ERROR_WEIGHT_256) >> 8)
         return scored
 
-    def forecast(self, layer: int, load: npt.NDArray[Any], mode: PredictMode = "last") -> IntArray:
+    def forecast(self, load: npt.NDArray[Any], mode: PredictMode = "last") -> IntArray:
         """What `predict` would say if `load` [R, E] were observed now; nothing is remembered.
 
         For a step that is still running: its microbatches so far stand for the whole.
         """
-        self._check_layer(layer)
-        array = check_load(load)
-        if array.shape != (self.ranks, self.experts):
-            raise SpecError(f"load must have shape [{self.ranks}, {self.experts}], got {list(array.shape)}")
+        array = self._checked(load)
         self._check_mode(mode, "forecast")
-        choice = int(self._scored(layer, array).argmin()) if mode == "best" else _CHOICE[mode]
+        choice = int(self._scored(array).argmin()) if mode == "best" else _CHOICE[mode]
         if choice == 0:
             return array
         if choice == 1:
-            seen = int(self._observed[layer])
+            seen = self.observed
             kept = [i for i in range(min(seen, self.window)) if seen < self.window or i != seen % self.window]
-            return _mean(np.concatenate([self._ring[layer, kept], array[np.newaxis]]))
-        return _rounded(self._averaged(layer, array, choice - 2))
+            return _mean(np.concatenate([self._ring[kept], array[np.newaxis]]))
+        return _rounded(self._averaged(array, choice - 2))
 
-    def observed(self, layer: int) -> int:
-        """Steps that `layer` has been observed for, including those the ring has forgotten."""
-        self._check_layer(layer)
-        return int(self._observed[layer])
-
-    def predict(self, layer: int, mode: PredictMode = "last") -> IntArray:
-        """The load expected of `layer` in its next step, [R, E] integers; zeros before the first observation.
+    def predict(self, mode: PredictMode = "last") -> IntArray:
+        """The load expected of the next step, [R, E] integers; zeros before the first observation.
 
         "last" repeats the newest step; "ema" is a moving average and "mean" the mean of the kept steps, rounded to the
         nearest token; "best" is whichever of these, and of a faster and a slower moving average, has foretold the last
-        steps of this layer best.
+        steps best.
         """
-        self._check_layer(layer)
         self._check_mode(mode, "predict")
-        choice = int(self._errors[layer].argmin()) if mode == "best" else _CHOICE[mode]
-        seen = int(self._observed[layer])
+        choice = int(self._errors.argmin()) if mode == "best" else _CHOICE[mode]
         if choice == 0:
-            last: IntArray = self._ring[layer, (seen - 1) % self.window].astype(np.int64)
+            last: IntArray = self._ring[(self.observed - 1) % self.window].astype(np.int64)
             return last
         if choice == 1:
-            return _mean(self._ring[layer, : max(1, min(seen, self.window))])
-        return _rounded(self._ema[layer, choice - 2])
-
-    def chosen(self, layer: int) -> str:
-        """What "best" stands for at present: "last", "mean" or "ema/<weight in 256ths>"."""
-        self._check_layer(layer)
-        self._check_mode("best", "chosen")
-        choice = int(self._errors[layer].argmin())
-        return ("last", "mean")[choice] if choice < 2 else f"ema/{int(self._weights[choice - 2])}"
+            return _mean(self._ring[: max(1, min(self.observed, self.window))])
+        return _rounded(self._ema[choice - 2])
 
     def _check_mode(self, mode: str, what: str) -> None:
         if mode not in PREDICT_MODES:
@@ -176,25 +156,12 @@ class History:
         if mode == "best" and not self.adaptive:
             raise SpecError(f"History.{what}: 'best' needs History(adaptive=True)")
 
-    def recent(self, layer: int) -> IntArray:
-        """The steps still kept of `layer`, oldest first, [n, R, E] with n up to W."""
-        seen = self.observed(layer)
-        kept = min(seen, self.window)
-        order = [(seen - kept + i) % self.window for i in range(kept)]
-        steps: IntArray = self._ring[layer, order].astype(np.int64)
-        return steps
-
-    def drift(self, layer: int) -> float:
-        """How far the experts' shares moved over the kept steps: 0 not at all, 1 to other experts."""
-        steps = self.recent(layer)
-        return 1.0 - similarity(steps[0], steps[-1]) if len(steps) > 1 else 0.0
-
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
         """All that is remembered, as copies by name, for a checkpoint."""
         return {name: getattr(self, f"_{name}").copy() for name in _REMEMBERED}
 
     def restore(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Remember what another history of the same layers, ranks, experts, window and kind told with `arrays`.
+        """Remember what another history of the same ranks, experts, window and kind told with `arrays`.
 
         Raises SpecError, nothing changed, for any other.
         """
@@ -210,22 +177,11 @@ class History:
                 raise SpecError(f"History.{name}: must not be negative")
         for name in _REMEMBERED:
             getattr(self, f"_{name}")[...] = arrays[name]
-        for layer in range(self.layers):
-            self._foretell(layer)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held; constant from the start."""
-        arrays = (self._ring, self._ema, self._errors, self._observed, self._foretold)
-        return sum(a.nbytes for a in arrays)
-
-    def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.layers:
-            raise SpecError(f"layer must be from 0 to {self.layers - 1}, got {layer}")
+        self._foretell()
 
 
 _REMEMBERED = ("ring", "ema", "errors", "observed")
-_CHOICE = {"last": 0, "mean": 1, "ema": 2}  # place of a forecaster among a layer's errors
+_CHOICE = {"last": 0, "mean": 1, "ema": 2}  # place of a forecaster among the errors
 
 
 def _mean(steps: npt.NDArray[Any]) -> IntArray:
@@ -264,18 +220,7 @@ def similarity(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
     the value is the fraction of tokens that a placement made for `a` finds where it expects them in `b`.
     `a` and `b` are [E] or [..., E].
     """
-    p, q = _paired_shares(a, b)
-    return float(1.0 - 0.5 * np.abs(p - q).sum())
-
-
-def cosine_similarity(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> float:
-    """Cosine of the angle between the experts' shares, 0 to 1; `a` and `b` as in `similarity`."""
-    p, q = _paired_shares(a, b)
-    return float(min(1.0, np.dot(p, q) / np.sqrt(np.dot(p, p) * np.dot(q, q))))
-
-
-def _paired_shares(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> tuple[FloatArray, FloatArray]:
     p, q = expert_shares(a), expert_shares(b)
     if p.size != q.size:
         raise SpecError(f"both loads must have the same number of experts, got {p.size} and {q.size}")
-    return p, q
+    return float(1.0 - 0.5 * np.abs(p - q).sum())

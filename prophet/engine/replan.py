@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from prophet.engine.history import similarity
+from prophet.engine.history import PREDICT_MODES, PredictMode, similarity
 from prophet.errors import SpecError
 from prophet.planner.base import Planner
 from prophet.planner.cost import step_cost
@@ -21,8 +21,10 @@ Reason = Literal["step", "first", "interval", "gain", "drift", "kept"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplanConfig:
-    """When a placement is planned anew.
+    """When a placement is planned anew, and for which load.
 
+    predict: the load that placements are planned for: that of the "last" step, a moving average ("ema"), the "mean" of
+        the last steps, or "best": per layer whichever of these has foretold its routing best.
     interval: steps after which a placement comes up for re-planning.
     gain_loss: at that time it is kept unless its predicted gain over no replicas has fallen by this fraction since it
         was planned; None re-plans without asking.
@@ -30,11 +32,15 @@ class ReplanConfig:
         the placement was planned for falls this far below the layer's usual overlap; None never does.
     """
 
+    predict: PredictMode = "last"
     interval: int = 10
     gain_loss: float | None = 0.1
     drift: float | None = 0.05
 
     def __post_init__(self) -> None:
+        if self.predict not in PREDICT_MODES:
+            known = ", ".join(repr(mode) for mode in PREDICT_MODES)
+            raise SpecError(f"ReplanConfig.predict must be one of {known}, got {self.predict!r}")
         if not isinstance(self.interval, int) or isinstance(self.interval, bool) or self.interval < 1:
             raise SpecError(f"ReplanConfig.interval must be an integer of at least 1, got {self.interval!r}")
         for name in ("gain_loss", "drift"):
@@ -42,6 +48,14 @@ class ReplanConfig:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value <= 1):
                 raise SpecError(f"ReplanConfig.{name} must be a number above 0 and at most 1, or None, got {value!r}")
+
+    @property
+    def every_step(self) -> bool:
+        """Whether every step is planned for anew, whatever its routing."""
+        return self.interval == 1 and self.gain_loss is None
+
+
+EVERY_STEP = ReplanConfig(interval=1, gain_loss=None, drift=None)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -69,14 +83,14 @@ def next_plan(
     forecast: IntArray,
     planner: Planner,
     context: PlanContext,
-    config: ReplanConfig | None,
+    config: ReplanConfig,
 ) -> KeptPlan:
     """The plan for the coming step.
 
     kept: the plan of the step that runs; None before the first. seen: that step's load so far, [R, E]. forecast: the
-    load expected of the coming step, [R, E]. config: None plans anew for every step.
+    load expected of the coming step, [R, E].
     """
-    if config is None:
+    if config.every_step:
         return KeptPlan(placement=planner.place(forecast, context), load=forecast)
     if kept is None:
         return _planned(None, "first", forecast, planner, context)

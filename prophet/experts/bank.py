@@ -284,10 +284,10 @@ class Replica:
 
     def weight_grads(self) -> ExpertWeights:
         """Where the gradients of `weights` accumulate: views of `grads`, None for what is frozen or not there."""
-        self.settle_grads()
+        self.collect_grads()
         return ExpertWeights(*(None if w is None else w.grad for w in self.weights))  # type: ignore[arg-type]
 
-    def settle_grads(self) -> None:
+    def collect_grads(self) -> None:
         """Make sure `grads` holds what autograd accumulated, also where it replaced `.grad` by a new tensor."""
         base = 0
         for name in ("w_in", "b_in", "w_out", "b_out"):

@@ -5,7 +5,6 @@ Shape legend: N tokens, K top-k, A choices sent by this rank, B rows received by
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,19 +34,17 @@ class _AllToAll(torch.autograd.Function):
         stopwatch: Stopwatch,
     ) -> Tensor:
         ctx.route = (send_rows, recv_rows, collective, name, layer, stopwatch)
-        before = time.perf_counter()
-        out = collective.all_to_all(x, send_rows, recv_rows, op=Operation(name, layer)).wait()
-        stopwatch.add("a2a", time.perf_counter() - before)
+        with stopwatch("a2a"):
+            out = collective.all_to_all(x, send_rows, recv_rows, op=Operation(name, layer)).wait()
         return out.view_as(out) if out is x else out
 
     @staticmethod
     @once_differentiable  # a second derivative would need a collective of its own; better none than a wrong one
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         send_rows, recv_rows, collective, name, layer, stopwatch = ctx.route
-        before = time.perf_counter()
         op = Operation(f"{name} backward", layer)
-        back = collective.all_to_all(grads[0].contiguous(), recv_rows, send_rows, op=op).wait()
-        stopwatch.add("a2a", time.perf_counter() - before)
+        with stopwatch("a2a"):
+            back = collective.all_to_all(grads[0].contiguous(), recv_rows, send_rows, op=op).wait()
         return back, None, None, None, None, None, None
 
 
@@ -81,7 +78,9 @@ class _Edge(torch.autograd.Function):
 
 
 def on_backward(x: Tensor, call: Callable[[], None]) -> Tensor:
-    """Return `x`; `call()` runs when the backward pass has computed the gradient of the result."""
+    """Return `x`; `call()` runs when the backward pass has computed the gradient of the result, if it does."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x
     out: Tensor = _Edge.apply(x, call)  # type: ignore[no-untyped-call]
     return out
 

@@ -6,42 +6,26 @@ sent, B rows received.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from prophet.errors import PlanMismatch, RoutingError
-from prophet.experts.bank import ExpertBank, Replica
-from prophet.experts.gate import (
-    Gate,
-    GateConfig,
-    Router,
-    Routing,
-)
+from prophet.experts.bank import ExpertBank
+from prophet.experts.gate import Gate, GateConfig, Router, Routing
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.split_apply import inverse, send_order
+from prophet.layer.counts import Counts, exchange_counts
 from prophet.layer.dispatch import Route, all_to_all, on_backward
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.layer.port import Pass, PlainPort, Port
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import collective_for
-from prophet.scheduler.actions import WindowKind
-from prophet.scheduler.windows import Stopwatch
-from prophet.spec import ACTIVATIONS, Activation, IntArray, Placement, Split, check_experts_per_rank, odd_ones_out
-
-HEADER = 7  # integers before the counts: finite, step, tokens, dropped, placement digest, last split digest, stale
-
-
-def recomputing() -> bool:
-    """Whether a forward pass runs inside a backward pass, as activation checkpointing does."""
-    return bool(torch._C._current_graph_task_id() != -1)
+from prophet.spec import ACTIVATIONS, Activation, IntArray, Split, check_experts_per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,98 +45,6 @@ class LayerStats:
         """Largest rank load over the mean; 1.0 is perfect."""
         total = int(self.rank_load.sum())
         return float(self.rank_load.max()) * self.rank_load.size / total if total else 1.0
-
-
-@dataclass(slots=True)
-class Agreement:
-    """What all ranks know once counts are exchanged: load [R, E], extra [R, E] or None, tokens, dropped."""
-
-    load: IntArray
-    extra: IntArray | None
-    tokens: int
-    dropped: int
-
-
-class Port(Protocol):
-    """How a layer talks to whoever balances it. `index` is the layer's place in the order of execution."""
-
-    index: int | None
-    stopwatch: Stopwatch
-
-    def ensure_step(self) -> None:
-        """A training forward pass has reached the layer."""
-
-    def header(self, training: bool) -> tuple[int, int, int]:
-        """Step, digest of the placement, digest of the previous split: equal on all ranks."""
-
-    def notes(self, training: bool) -> list[int]:
-        """What this rank adds to the exchange of counts; as many integers on every rank and in every pass."""
-
-    def noted(self, table: IntArray) -> None:
-        """The notes of all ranks, [R, n], of a training pass."""
-
-    def stale(self, training: bool) -> bool:
-        """Whether this rank's home parameters have changed since they were sent to their replicas."""
-
-    def refresh(self) -> None:
-        """Some rank's replicas are stale: send them again. Called on all ranks alike."""
-
-    def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
-        """The placement in force, and the exact split of `load` [R, E] over it."""
-
-    def observe(self, load: IntArray, split: Split, choices: IntArray, dropped: int) -> None:
-        """The counts of a training microbatch; `choices` [E] are those of all ranks before any drop."""
-
-    def replicas(self, training: bool) -> list[Replica]:
-        """This rank's replicas, their parameters in place."""
-
-    def enter(self, kind: WindowKind) -> None:
-        """A window of this layer's block begins."""
-
-    def backward_ran(self) -> None:
-        """The experts' backward pass begins."""
-
-
-class _PlainPort:
-    """Plain expert parallelism: no replicas, nothing observed."""
-
-    index: int | None = None
-
-    def __init__(self, ranks: int, experts: int) -> None:
-        self.stopwatch = Stopwatch()
-        self._placement = Placement.homes_only(experts, ranks)
-
-    def ensure_step(self) -> None: ...
-
-    def header(self, training: bool) -> tuple[int, int, int]:
-        return 0, 0, 0
-
-    def notes(self, training: bool) -> list[int]:
-        return []
-
-    def noted(self, table: IntArray) -> None: ...
-
-    def stale(self, training: bool) -> bool:
-        return False
-
-    def refresh(self) -> None: ...
-
-    def plan(self, load: IntArray, training: bool) -> tuple[Placement, Split]:
-        return self._placement, Split.to_homes(load, self._placement)
-
-    def observe(self, load: IntArray, split: Split, choices: IntArray, dropped: int) -> None: ...
-
-    def replicas(self, training: bool) -> list[Replica]:
-        return []
-
-    def enter(self, kind: WindowKind) -> None: ...
-
-    def backward_ran(self) -> None: ...
-
-
-def plain_port(layer: MoE) -> Port:
-    """A port for `layer` that balances nothing."""
-    return _PlainPort(layer.collective.size, layer.num_experts)
 
 
 @dataclass(slots=True)
@@ -234,8 +126,12 @@ class MoE(nn.Module):
         self.gate = router
         self.experts = experts
         self.stats: LayerStats | None = None
-        self._port: Port = plain_port(self)
+        self._port: Port = self.plain_port()
         self._book: LossBook | None = None
+
+    def plain_port(self) -> Port:
+        """A port that balances nothing."""
+        return PlainPort(self.collective.size, self.num_experts)
 
     def extra_repr(self) -> str:
         return (
@@ -263,31 +159,22 @@ class MoE(nn.Module):
     @torch._compile._disable_dynamo  # counts decide shapes: torch.compile compiles what is around the layer
     def _apply_experts(self, x: Tensor, decide: Callable[[Tensor], Routing]) -> Tensor:
         """The layer on `x` [..., D], where `decide` says for tokens [N, D] which experts they visit."""
-        if x.shape[-1] != self.dim:
-            raise ValueError(f"{self.label} has dim {self.dim}, got input of shape {list(x.shape)}")
-        self.experts.check_parameters()
-        tokens = x.reshape(-1, self.dim)
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        else:
-            dtype = self.experts.w_in.dtype
-            if x.dtype != dtype:
-                raise ValueError(f"{self.label} has {dtype} parameters, got {x.dtype} input")
-        port, training = self._port, self.training
-        watch = port.stopwatch
-        if training and not recomputing():
-            port.ensure_step()
-        tokens = self._edge(tokens, "BNEC_ENDED")
+        dtype = self._checked_dtype(x)
+        port, watch = self._port, self._port.stopwatch
+        forward = Pass.now(self.training)
+        port.begin(forward)
+        # this block's backward pass ends here: the block before it starts with its non-MoE layers
+        tokens = on_backward(x.reshape(-1, self.dim), lambda: self._port.window("BNEC"))
 
-        before = time.perf_counter()
-        routing = decide(tokens)
-        watch.add("gate", time.perf_counter() - before)
-        known = self._agree(routing, tokens.shape[0], training)
-        before = time.perf_counter()
-        placement, split = port.plan(known.load, training)
-        route = Route.build(split, placement, self.collective.rank, self.experts.first_expert, self.experts.experts)
-        watch.add("split", time.perf_counter() - before)
-        self._record(routing, known, split, training)
+        with watch("gate"):
+            routing = decide(tokens)
+        counts = self._exchange_counts(routing, tokens.shape[0])
+        port.told(counts)
+        placement, split = port.split(counts)
+        with watch("split"):
+            rank, bank = self.collective.rank, self.experts
+            route = Route.build(split, placement, rank, bank.first_expert, bank.experts)
+        self._account(routing, counts, split, forward)
         route = route.to(x.device)
 
         order, position = send_order(routing.ids, routing.kept, route.send_ED, sum(route.send_rows), impl=self.impl)
@@ -297,142 +184,100 @@ class MoE(nn.Module):
         if route.to_groups is not None:
             groups = route.to_groups, inverse(route.to_groups, route.to_groups.numel()).unsqueeze(1)
             rows = permute(rows, *groups, impl=self.impl)
-        rows = self._edge(rows, "BEC_ENDED")
-        replicas = port.replicas(training)
-        self._window("FEC")
-        before = time.perf_counter()
-        out = grouped_ffn(
-            rows,
-            route.sizes,
-            self.experts.stacked_weights(),
-            self.experts.activation,
-            replicas=[r.weights for r in replicas],
-            replica_grads=[r.weight_grads() for r in replicas],
-            grad_scale=self.experts.grad_scale,
-            impl=self.impl,
-        )
-        watch.add("expert", time.perf_counter() - before)
-        out = self._edge(out, "BEC")
+        out = self._run_experts(rows, route.sizes)
         if groups is not None:
             out = unpermute(out, *groups, impl=self.impl)
         rows = self._exchange(out, route.recv_rows, route.send_rows, "combine")
         y = unpermute(rows, order, position, routing.weights, impl=self.impl)
-        self._window("FNEC")
+        port.window("FNEC")
         return y.view(*x.shape[:-1], self.dim)
 
     # --- parts of the forward pass ---
 
-    def _agree(self, routing: Routing, tokens: int, training: bool) -> Agreement:
+    def _checked_dtype(self, x: Tensor) -> torch.dtype:
+        """In which precision the experts compute; raises ValueError for input that does not fit the layer."""
+        if x.shape[-1] != self.dim:
+            raise ValueError(f"{self.label} has dim {self.dim}, got input of shape {list(x.shape)}")
+        self.experts.check_parameters()
+        if torch.is_autocast_enabled(x.device.type):
+            return torch.get_autocast_dtype(x.device.type)
+        dtype = self.experts.w_in.dtype
+        if x.dtype != dtype:
+            raise ValueError(f"{self.label} has {dtype} parameters, got {x.dtype} input")
+        return dtype
+
+    def _exchange_counts(self, routing: Routing, tokens: int) -> Counts:
         """Exchange counts with all ranks, and check that all are in the same place and sane."""
-        config = self.gate.config
+        config, port = self.gate.config, self._port
         extra = None
         if config.aux_loss == "gshard":
             extra = routing.first_choice_counts()
         elif routing.kept is not None and (config.aux_loss != "none" or config.bias_update_rate > 0):
             extra = routing.choice_counts()
-        header = [0, 0, tokens, 0, 0, 0, int(self._port.stale(training))]
-        header[1], header[4], header[5] = self._port.header(training)
-        notes = self._port.notes(training)
-        row = torch.tensor(header + notes, dtype=torch.int64).to(routing.ids.device, non_blocking=True)
-        row[0] = routing.finite
-        row[3] = routing.dropped()
-        parts = [row, routing.counts()] + ([] if extra is None else [extra])
-        watch, before = self._port.stopwatch, time.perf_counter()
-        op = Operation("exchange of counts", self._port.index)
-        table = self.collective.all_gather(torch.cat(parts), op=op).cpu().numpy()
-        watch.add("counts", time.perf_counter() - before)
-        self._check_header(table[:, :HEADER])
-        if training and not recomputing():
-            self._port.noted(table[:, HEADER : HEADER + len(notes)])
-        if table[:, 6].any():
-            self._port.refresh()
-        tokens, dropped = int(table[:, 2].sum()), int(table[:, 3].sum())
-        table = table[:, HEADER + len(notes) :]
-        counts = table[:, : self.num_experts]
-        return Agreement(
-            load=np.ascontiguousarray(counts, dtype=np.int64),
-            extra=None if extra is None else table[:, self.num_experts :],
-            tokens=tokens,
-            dropped=dropped,
+        counts = exchange_counts(
+            port.tell(),
+            routing,
+            tokens,
+            extra=extra,
+            first_choices=config.aux_loss == "gshard",
+            collective=self.collective,
+            layer=port.index,
+            stopwatch=port.stopwatch,
         )
+        counts.check(self.collective.rank, self.label)
+        return counts
 
-    def _check_header(self, header: IntArray) -> None:
-        step = int(header[self.collective.rank, 1])
-        broken = np.flatnonzero(header[:, 0] == 0).tolist()
-        if broken:
-            raise RoutingError(
-                f"{self.label}, step {step}: the gate's scores are NaN or infinite on rank(s) {broken}, "
-                f"or a router of the model's own chose experts that do not exist; expected finite scores"
+    def _run_experts(self, rows: Tensor, sizes: list[int]) -> Tensor:
+        """The experts on `rows` [B, D], which lie in groups of these sizes: homes first, then replicas."""
+        port, watch = self._port, self._port.stopwatch
+        backward = watch("expert")
+
+        def begin_backward() -> None:
+            self._port.window("BEC")
+            backward.start()
+
+        rows = on_backward(rows, backward.stop)
+        replicas = port.replicas()
+        port.window("FEC")
+        with watch("expert"):
+            out = grouped_ffn(
+                rows,
+                sizes,
+                self.experts.stacked_weights(),
+                self.experts.activation,
+                replicas=[r.weights for r in replicas],
+                replica_grads=[r.weight_grads() for r in replicas],
+                grad_scale=self.experts.grad_scale,
+                impl=self.impl,
             )
-        for column, what in ((1, "step"), (4, "placement"), (5, "previous split")):
-            differ = odd_ones_out(header[:, column])
-            if differ:
-                shown = f" ({header[:, column].tolist()} by rank)" if column == 1 else ""
-                raise PlanMismatch(
-                    f"{self.label}, step {step}: the {what} of rank(s) {differ} differs from the other "
-                    f"ranks'{shown}; all ranks must run the same configuration and versions"
-                )
+        return on_backward(out, begin_backward)
 
-    def _record(self, routing: Routing, known: Agreement, split: Split, training: bool) -> None:
+    def _account(self, routing: Routing, counts: Counts, split: Split, forward: Pass) -> None:
         """Keep statistics, hand out auxiliary losses; a recomputed forward pass has done both already.
 
         It computes the losses all the same: checkpointing expects it to save what the first pass saved.
         """
-        again = recomputing()
+        again = forward is Pass.AGAIN
         if not again:
-            self.stats = LayerStats(known.load, split.rank_load(), known.dropped)
-        if not training:
-            return
+            self.stats = LayerStats(counts.load, split.rank_load(), int(counts.dropped.sum()))
         config = self.gate.config
-        if not again:
-            extra = None if config.aux_loss == "gshard" else known.extra
-            choices: IntArray = (known.load if extra is None else extra).sum(axis=0)
-            self._port.observe(known.load, split, choices, known.dropped)
-        if config.aux_loss == "none" and config.z_loss_weight == 0:
+        if forward is Pass.EVALUATION or (config.aux_loss == "none" and config.z_loss_weight == 0):
             return
         if self._book is None and not again:
             raise RuntimeError(
                 f"{self.label} has an auxiliary loss that nothing collects: run the forward pass inside "
                 f"`with prophet.collect_losses(model) as losses:` and add `losses.total()` to the loss"
             )
-        counts = known.load if known.extra is None else known.extra
-        total = torch.from_numpy(counts.sum(axis=0)).to(routing.logits.device, non_blocking=True)
-        losses = self.gate.losses(routing, total, known.tokens, self.collective.size)
+        total = torch.from_numpy(counts.judged().sum(axis=0)).to(routing.logits.device, non_blocking=True)
+        losses = self.gate.losses(routing, total, int(counts.tokens.sum()), self.collective.size)
         if self._book is not None and not again:
             self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
 
     def _exchange(self, rows: Tensor, send: list[int], recv: list[int], name: str) -> Tensor:
-        return all_to_all(
-            rows,
-            send,
-            recv,
-            collective=self.collective,
-            name=name,
-            layer=self._port.index,
-            stopwatch=self._port.stopwatch,
-        )
-
-    def _window(self, kind: WindowKind) -> None:
-        if self.training and not recomputing():
-            self._port.enter(kind)
-
-    def _edge(self, x: Tensor, what: str) -> Tensor:
-        """Tell the port when the backward pass crosses this point."""
-        if not (torch.is_grad_enabled() and x.requires_grad):
-            return x
-        return on_backward(x, lambda: self._crossed(what))
-
-    def _crossed(self, what: str) -> None:
         port = self._port
-        if what == "BEC":
-            port.backward_ran()
-            port.enter("BEC")
-            self._bec_began = time.perf_counter()
-        elif what == "BEC_ENDED":
-            port.stopwatch.add("expert", time.perf_counter() - self._bec_began)
-        else:
-            # this block's backward pass is over: the block before it starts with its non-MoE layers
-            port.enter("BNEC")
+        return all_to_all(
+            rows, send, recv, collective=self.collective, name=name, layer=port.index, stopwatch=port.stopwatch
+        )
 
 
 def moe_layers(model: nn.Module) -> list[MoE]:

@@ -7,6 +7,7 @@ ties are broken by the lower index.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Protocol, runtime_checkable
 
 from prophet.spec import IntArray, Placement, PlanContext, Split
@@ -14,13 +15,39 @@ from prophet.spec import IntArray, Placement, PlanContext, Split
 
 @runtime_checkable
 class Planner(Protocol):
-    """Chooses replica placements from a predicted load and splits from an exact one."""
+    """Chooses replica placements from a predicted load and splits from an exact one.
+
+    Derive from it, and a planner needs `name`, `place` and `split` only; the rest has defaults:
+
+    >>> class Mine(Planner):  # doctest: +SKIP
+    ...     name = "mine"
+    ...     def place(self, load, context): ...
+    ...     def split(self, load, placement, context): ...
+    """
+
+    __slots__ = ()
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The name under which `get_planner` finds it."""
         ...
 
+    @property
+    def replicates(self) -> bool:
+        """Whether it ever places a replica. Where it does not, ranks need not compare placements."""
+        return True
+
+    @property
+    def withdraws(self) -> bool:
+        """Whether replicas are withdrawn where the counts show that they are not worth the rest of their transfers."""
+        return False
+
+    def warm(self) -> None:
+        """Compile what `place` and `split` run, so that no step does."""
+        return
+
+    @abstractmethod
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         """Choose which ranks hold which experts next step.
 
@@ -29,6 +56,7 @@ class Planner(Protocol):
         """
         ...
 
+    @abstractmethod
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
         """Assign the exact `load` ([R, E] integers) to the ranks that hold each expert; conserves every token."""
         ...

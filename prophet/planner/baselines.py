@@ -12,16 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from prophet.errors import SpecError
+from prophet.planner.base import Planner
 from prophet.planner.cost import paper_cost
 from prophet.planner.split import local_split
 from prophet.spec import BoolArray, IntArray, Placement, PlanContext, Split, StepCost, check_load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StaticPlanner:
+class StaticPlanner(Planner):
     """Plain expert parallelism: no replicas."""
 
     name: str = "static"
+
+    @property
+    def replicates(self) -> bool:
+        return False
 
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         del load
@@ -33,7 +38,7 @@ class StaticPlanner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TopKPlanner:
+class TopKPlanner(Planner):
     """The k experts with the most tokens on every rank (Pro-Prophet, section VI-C, its policies top2 and
     top3).
     """
@@ -59,7 +64,7 @@ class TopKPlanner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProProphetPlanner:
+class ProProphetPlanner(Planner):
     """Pro-Prophet's greedy search (Algorithm 1), scored with its Eq. 8.
 
     `n` is the number of ranks that do not get a replicated expert, `None` to try every n and keep the best.

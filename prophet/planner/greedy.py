@@ -11,6 +11,7 @@ import numpy as np
 
 from prophet.errors import SpecError
 from prophet.planner import search, shortest, timing
+from prophet.planner.base import Planner
 from prophet.planner.split import Flows, exact_flows
 from prophet.spec import (
     BoolArray,
@@ -95,7 +96,7 @@ def _same(a: object, b: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProphetPlanner:
+class ProphetPlanner(Planner):
     """Cost-aware replicas with fractional use, and an exact split.
 
     `keep_margin`: the placement in force is kept while its predicted cost is within this fraction of the best one
@@ -135,6 +136,12 @@ class ProphetPlanner:
         low = min(self.keep_margin, self.spare, self.spare_margin, self.effort, self.least_search_s, self.split_effort)
         if not low >= 0 or not 0 <= self.gain_margin < 1:
             raise SpecError(f"prophet planner: no option may be negative, and gain_margin must be below 1, got {self}")
+
+    def warm(self) -> None:
+        """Compile the kernels, or load them from their cache."""
+        from prophet.planner import warm
+
+        warm()
 
     def _machine(self, context: PlanContext) -> Machine:
         # The last contexts are remembered, since the same ones come back for every layer and step: that of the first

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prophet.errors import SpecError
+from prophet.planner.base import Planner
 from prophet.planner.baselines import Copies
 from prophet.planner.cost import exchange_seconds
 from prophet.planner.split import exact_split, local_split
@@ -104,7 +105,7 @@ def _slots(context: PlanContext, per_rank: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FasterMoEPlanner:
+class FasterMoEPlanner(Planner):
     """FasterMoE's dynamic shadowing (He et al., PPoPP 2022): heavy experts on all ranks while its model improves.
 
     Its model: (3c + 4f) b for the heaviest expert not shadowed, and 2 alpha dim^2 bytes / bandwidth per shadowed one.
@@ -137,7 +138,7 @@ class FasterMoEPlanner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EplbPlanner:
+class EplbPlanner(Planner):
     """DeepSeek's EPLB: a fixed number of extra slots, heaviest load per copy first, greedy packing, even shares."""
 
     extra_per_rank: int = 2
@@ -158,7 +159,7 @@ class EplbPlanner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FineEpPlanner:
+class FineEpPlanner(Planner):
     """FineEP: copies as fixed by EPLB's rule, tokens divided by a linear program for the lowest bottleneck.
 
     The exact split solves the same program in integers, local tokens first, so it is used here.
@@ -175,7 +176,7 @@ class FineEpPlanner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LlepPlanner:
+class LlepPlanner(Planner):
     """Least-loaded EP: above `threshold` max/mean, homes keep up to alpha x mean and the rest spills in chunks."""
 
     alpha: float = 1.0
@@ -238,7 +239,7 @@ class LlepPlanner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaerPlanner:
+class LaerPlanner(Planner):
     """LAER-MoE: even or heap-made copy counts, packed over the least covered nodes; the better by its own score."""
 
     extra_per_rank: int = 2
@@ -268,7 +269,7 @@ class LaerPlanner:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class UltraEpPlanner:
+class UltraEpPlanner(Planner):
     """UltraEP: bisect a load threshold (to 1 %); overloaded ranks export their heaviest experts where there is slack.
 
     `exact_match` is MoonEP's variant: the most overloaded home meets the roomiest rank until loads are even.

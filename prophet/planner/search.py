@@ -27,14 +27,7 @@ from prophet.planner.gradual import begin, continued, drawn, worth_growing
 from prophet.planner.moves import grow, holds, look, make_search, shrink, swap
 from prophet.planner.outlets import add_outlets
 from prophet.planner.polish import judge, polish
-from prophet.planner.shortest import (
-    MOST_SWEEPS,
-    SETTLE_S,
-    exchange_floor,
-    home_cost,
-    level_out,
-    make_flow,
-)
+from prophet.planner.shortest import MOST_SWEEPS, SETTLE_S, exchange_floor, home_cost, level_out, make_flow
 from prophet.planner.timing import OVERHEAD_S, Problem, make_problem, negative
 from prophet.spec import BoolArray, FloatArray, IntArray
 

@@ -106,6 +106,9 @@ class Collective(ABC):
         Between two ranks messages match in the order in which they are listed. Only the ranks involved take part.
         """
 
+    def roll_call(self, op: Operation) -> None:  # noqa: B027 (threads of one process cannot miss each other for long)
+        """Return once all ranks have called this, and raise soon where some do not; see `process_group.roll_call`."""
+
     def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
         """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""
         if self.size == 1 or not tensors:

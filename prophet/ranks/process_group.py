@@ -269,6 +269,9 @@ class ProcessGroupCollective(Collective):
         works = self.guard(lambda: dist.batch_isend_irecv(ops), op)
         return _WorkPending(self, works, torch.empty(0), (list(sends), list(recvs)), op)
 
+    def roll_call(self, op: Operation) -> None:
+        roll_call(op, dist.get_process_group_ranks(self._groups["tokens"]), patience_s=self.timeout_s)
+
     def _renewed(self, timeout_s: float) -> Collective:
         base = self._base()
         if base is None:
@@ -283,6 +286,58 @@ class ProcessGroupCollective(Collective):
         for waiter in (*self._posters.values(), *self._waiters.values()):
             waiter.close()
         self._groups.clear()
+
+
+# --- who is there ---
+
+
+def roll_call(op: Operation, ranks: Sequence[int] | None = None, *, patience_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Return once all `ranks` (None: all processes) have called this; `CollectiveTimeout` on all that did otherwise.
+
+    The first of the ranks waits `ROLL_CALL_S`, since `if rank == 0:` is how one rank comes to be alone. The others wait
+    for it for `patience_s`: it may be writing a file before. Nothing is sent between ranks: they leave notes in the
+    process group's store, so a call that fails breaks no communicator.
+    """
+    if processes() == 1:
+        return
+    ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+    rank = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    limit_s = ROLL_CALL_S if rank == ranks[0] else patience_s
+    calls = _calls.setdefault(store, {})
+    name = f"prophet roll call for {op} of ranks {ranks}"
+    while True:
+        number = calls[name] = calls.get(name, 0) + 1
+        key = f"{name}, call {number}"
+        if not store.check([f"{key}: result"]):  # one that others gave up, or an earlier life of this process
+            break
+    store.set(f"{key}: {rank}", "here")
+    deadline = time.monotonic() + limit_s
+    if store.add(f"{key}: count", 1) == len(ranks):
+        result = store.compare_set(f"{key}: result", "", _COMPLETE)
+    else:
+        while not store.check([f"{key}: result"]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        missing = [r for r in ranks if not store.check([f"{key}: {r}"])]
+        gave_up = f"rank {rank} waited {limit_s:g} s for rank(s) {missing}"
+        result = store.compare_set(f"{key}: result", "", gave_up)  # what is there already stays
+    if result.decode() != _COMPLETE:
+        raise CollectiveTimeout(rank, op, f"{result.decode()}; every rank must call it, not one under `if rank == 0:`")
+
+
+ROLL_CALL_S = 4.0
+_COMPLETE = "complete"
+_calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
+
+
+def cut_like(whole: Tensor, own: Tensor) -> Tensor:
+    """`whole`, which every rank has, as what `own` is: cut over ranks where that is a DTensor. Nothing is sent."""
+    if not hasattr(own, "full_tensor") or hasattr(whole, "full_tensor"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    like: Any = own
+    return distribute_tensor(whole.to(own.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 # --- which collective a layer gets ---

@@ -6,7 +6,6 @@ Shape legend: R ranks.
 from __future__ import annotations
 
 import io
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +17,13 @@ if TYPE_CHECKING:
 STREAMS = ("compute", "tokens", "weights")
 COLOURS = {"experts": "#4477aa", "rest": "#aabbcc", "tokens": "#ccbb44", "Trans": "#228833", "Agg": "#ee6677"}
 _LABELS = {"experts": "experts", "rest": "other compute", "tokens": "all-to-all", "Trans": "Trans", "Agg": "Agg"}
-_BLOCK = re.compile(r"\((\d+)[,)]|of layer (\d+)")
 
 
 def block_of(name: str) -> int | None:
-    """The block that a span's name speaks of, of a measured or of a simulated step."""
-    match = _BLOCK.search(name)
-    return None if match is None else int(match.group(1) or match.group(2))
+    """The block of a window, like FEC(3), or of a simulated transfer, like Trans(2,0); None where there is none."""
+    _, _, numbers = name.partition("(")
+    block = numbers.rstrip(")").split(",")[0]
+    return int(block) if block.isdigit() else None
 
 
 def middle_blocks(spans: Iterable[Span]) -> list[int]:

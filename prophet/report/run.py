@@ -34,12 +34,7 @@ from prophet.report.page import (
     tiles,
     write_page,
 )
-from prophet.report.picture import (
-    chosen_spans,
-    height_in,
-    middle_blocks,
-    paint_step,
-)
+from prophet.report.picture import chosen_spans, height_in, middle_blocks, paint_step
 from prophet.scheduler.timeline import Span
 from prophet.spec import FloatArray
 

@@ -6,13 +6,10 @@ Shape legend: L layers, R ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
 from prophet.spec import Placement
-
-ReplicaMemory = Literal["keep", "refetch"]
 
 
 def within_budget(

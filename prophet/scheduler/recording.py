@@ -1,26 +1,16 @@
-"""What a step really did: a collective that notes when its operations begin and end, and what that says of compute.
-
-Shape legend: L blocks, R ranks.
-"""
+"""What a step really did: when each operation began and ended, and what was computed in between, by window."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from prophet.ranks.collective import (
-    Channel,
-    Collective,
-    Operation,
-    Pending,
-)
+from prophet.ranks.collective import Channel, Collective, Operation, Pending
+from prophet.scheduler.actions import Window
 from prophet.scheduler.timeline import Recorder, Span
-
-_TOKEN_OP = re.compile(r"^(exchange of counts|dispatch|combine|combine backward|dispatch backward) of layer (\d+)$")
 
 
 class _Observed(Pending):
@@ -43,10 +33,10 @@ class _Observed(Pending):
 class ObservedCollective(Collective):
     """Passes everything on and records spans: "tokens" while the caller waits, "weights" from launch to arrival.
 
-    Waiting for a transfer is recorded on the stream "waits".
+    Waiting for a transfer is recorded on the stream "waits". recorder: None while nothing is recorded.
     """
 
-    def __init__(self, inner: Collective, recorder: Recorder) -> None:
+    def __init__(self, inner: Collective, recorder: Recorder | None = None) -> None:
         super().__init__(inner.rank, inner.size, inner.timeout_s)
         self.inner = inner
         self.recorder = recorder
@@ -55,17 +45,19 @@ class ObservedCollective(Collective):
         return ObservedCollective(self.inner.with_timeout(timeout_s), self.recorder)
 
     def _watch(self, pending: Pending, op: Operation, channel: Channel, launched: float) -> Pending:
-        name = str(op)
+        name, recorder = str(op), self.recorder
+        if recorder is None:
+            return pending
         if channel == "weights":
             pending.watch()
 
         def done(began: float, ended: float) -> None:
             if channel == "tokens":
-                self.recorder.add(name, "tokens", launched, ended)
+                recorder.add(name, "tokens", launched, ended)
                 return
             arrived = ended if pending.arrived_s is None else min(pending.arrived_s, ended)
-            self.recorder.add(name, "weights", launched, max(arrived, launched))
-            self.recorder.add(f"wait for {name}", "waits", began, ended)
+            recorder.add(name, "weights", launched, max(arrived, launched))
+            recorder.add(f"wait for {name}", "waits", began, ended)
 
         return _Observed(pending, done)
 
@@ -86,7 +78,8 @@ class ObservedCollective(Collective):
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         began = time.perf_counter()
         result = self.inner.all_gather(x, op=op, channel=channel)
-        self.recorder.add(str(op), "tokens" if channel == "tokens" else "waits", began, time.perf_counter())
+        if self.recorder is not None:
+            self.recorder.add(str(op), "tokens" if channel == "tokens" else "waits", began, time.perf_counter())
         return result
 
     def exchange(
@@ -103,64 +96,52 @@ class ObservedCollective(Collective):
 
 @dataclass(frozen=True, slots=True)
 class StepMarks:
-    """When a step began, when its backward pass began and ended, and when it ended; seconds of `time.perf_counter`.
+    """When a step's windows began, by name and in order, and when the step ended; seconds of `time.perf_counter`."""
 
-    backward_s may be None where nobody noted it.
-    """
-
-    began_s: float
-    backward_s: float | None
-    gradients_s: float
+    windows: tuple[tuple[float, str], ...]
     ended_s: float
 
+    @property
+    def began_s(self) -> float:
+        """When the step began."""
+        return self.windows[0][0]
 
-def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int, blocks: int) -> list[Span]:
-    """The compute of one step, named by window: what lies between the all-to-alls and the waits.
 
-    These are "start", then route(i), FEC(i), FNEC(i) for every block, BNEC(i) and BEC(i) backward, "end", and "update"
-    once the gradients are complete. Where nobody noted the beginning of the backward pass, all that the last block
-    computes between its experts is its FNEC.
+def compute_spans(spans: Iterable[Span], marks: StepMarks, rank: int) -> list[Span]:
+    """The compute of one step, named by window: what lies between the exchanges of tokens and the waits.
+
+    A window takes all compute since the last exchange of tokens before it, unless another window began there already.
     """
     taken = sorted(
         s for s in spans if s.stream in ("tokens", "waits") and marks.began_s <= s.start_s and s.end_s <= marks.ended_s
     )
-    edges = [(marks.gradients_s, "update")]
-    if marks.backward_s is not None:
-        edges.insert(0, (marks.backward_s, f"BNEC({blocks - 1})"))
+    exchanges = [s for s in taken if s.stream == "tokens"]
+    edges = _edges(exchanges, marks)
     found: list[Span] = []
-    label, since = "start", marks.began_s
-
-    def close(until: float) -> None:
-        """End the stretch of compute at `until`, cut where the backward pass began or ended."""
-        nonlocal label, since
-        for at, name in edges:
-            if since < at <= until:
-                found.append(Span(since, at, rank, "compute", label))
-                label, since = name, at
-        if until > since:
-            found.append(Span(since, until, rank, "compute", label))
-
-    for s in taken:
-        close(s.start_s)
-        since = max(since, s.end_s)
-        match = _TOKEN_OP.match(s.name)
-        if match is not None:
-            label = _after(match.group(1), int(match.group(2)))
-    close(marks.ended_s)
+    since, name = marks.began_s, edges[0][1]
+    for start_s, end_s in [*((s.start_s, s.end_s) for s in taken), (marks.ended_s, marks.ended_s)]:
+        while edges and edges[0][0] < start_s:
+            at, later = edges.pop(0)
+            if at > since:
+                found.append(Span(since, at, rank, "compute", name))
+                since = at
+            name = later
+        if start_s > since:
+            found.append(Span(since, start_s, rank, "compute", name))
+        since = max(since, end_s)
     return found
 
 
-def _after(operation: str, block: int) -> str:
-    """What a rank computes once a token operation is over."""
-    if operation == "exchange of counts":
-        return f"route({block})"
-    if operation == "dispatch":
-        return f"FEC({block})"
-    if operation == "combine":
-        return f"FNEC({block})"
-    if operation == "combine backward":
-        return f"BEC({block})"
-    return f"BNEC({block - 1})" if block else "end"
+def _edges(exchanges: Sequence[Span], marks: StepMarks) -> list[tuple[float, str]]:
+    """When the compute of each window begins: the first one after an exchange has all from that exchange on."""
+    edges: list[tuple[float, str]] = []
+    ends = [marks.began_s, *(s.end_s for s in exchanges)]
+    for at, name in marks.windows:
+        if edges and edges[-1][1] == name:
+            continue
+        after = max(end for end in ends if end <= at)
+        edges.append((after if not edges or edges[-1][0] < after else at, name))
+    return edges
 
 
 def seconds_by_window(spans: Iterable[Span]) -> dict[str, float]:
@@ -172,17 +153,29 @@ def seconds_by_window(spans: Iterable[Span]) -> dict[str, float]:
 
 
 class Recording:
-    """What one rank does in the steps of an engine while it is recorded; made by `Engine.recording`."""
+    """What one rank does in the steps of an engine while it is recorded; made by `Engine.recording`.
 
-    def __init__(self, rank: int, blocks: int, *, limit: int = 100_000) -> None:
+    The engine says when steps begin and end, and when windows do: "start", then route(i), FEC(i), FNEC(i) for every
+    block, BNEC(i) and BEC(i) backward, "end", and "update" once the gradients are complete. Nobody tells it when the
+    loss is known: until `enter(Window("BNEC", last))` all that the last block computes is its FNEC.
+    """
+
+    def __init__(self, rank: int, *, limit: int = 100_000) -> None:
         self.recorder = Recorder(rank, limit=limit)
-        self._blocks = blocks
-        self._marks: list[StepMarks] = []
-        self._began_s = self._gradients_s = 0.0
+        self._steps: list[StepMarks] = []
+        self._windows: list[tuple[float, str]] = []  # of the step under way, if it began while recorded
+        self._gradients_s = 0.0
 
     def begin(self) -> None:
         """A step begins."""
-        self._began_s = self._gradients_s = time.perf_counter()
+        self._gradients_s = time.perf_counter()
+        self._windows = [(self._gradients_s, "start")]
+
+    def enter(self, window: Window | str) -> None:
+        """A window begins, or what has a name of its own."""
+        name = window if isinstance(window, str) else str(window) if window.block is not None else window.kind.lower()
+        if self._windows:
+            self._windows.append((time.perf_counter(), name))
 
     def gradients(self) -> None:
         """A backward pass has ended."""
@@ -190,17 +183,23 @@ class Recording:
 
     def end(self) -> None:
         """The step has ended; one that had begun before the recording does not count."""
-        if self._began_s:
-            self._marks.append(StepMarks(self._began_s, None, self._gradients_s, time.perf_counter()))
-            self._began_s = 0.0
+        if self._windows:
+            if self._gradients_s > self._windows[0][0]:
+                self._windows.append((self._gradients_s, "update"))
+            self._steps.append(StepMarks(tuple(sorted(self._windows)), time.perf_counter()))
+            self._windows = []
 
     @property
     def steps(self) -> int:
         """How many whole steps were recorded."""
-        return len(self._marks)
+        return len(self._steps)
+
+    def compute(self, step: int = -1) -> list[Span]:
+        """What was computed in one recorded step, by window."""
+        return compute_spans(self.recorder.spans(), self._steps[step], self.recorder.rank)
 
     def spans(self, step: int = -1) -> list[Span]:
         """One recorded step, by default the last: what travelled, what was waited for, and what was computed."""
-        marks = self._marks[step]
+        marks = self._steps[step]
         found = [s for s in self.recorder.spans() if marks.began_s <= s.start_s <= marks.ended_s]
-        return sorted([*found, *compute_spans(found, marks, self.recorder.rank, self._blocks)])
+        return sorted([*found, *self.compute(step)])

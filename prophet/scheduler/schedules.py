@@ -205,11 +205,6 @@ def _program(table: Mapping[Window, tuple[Action, ...]], blocks: int) -> Iterato
     yield Action("WAIT_PLAN")
 
 
-def parse_program(text: str) -> Schedule:
-    """Read actions separated by blanks or line ends, as a printed program or schedule has them."""
-    return tuple(Action.parse(word) for word in text.split())
-
-
 def by_window(schedule: Iterable[Action]) -> Mapping[Window, tuple[Action, ...]]:
     """The schedule's transfers as a table from window to what is launched there."""
     table: dict[Window, list[Action]] = {}

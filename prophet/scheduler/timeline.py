@@ -11,7 +11,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,38 +68,6 @@ class Recorder:
         """What is kept, by start."""
         with self._lock:
             return tuple(sorted(self._spans))
-
-
-def hidden_s(spans: Iterable[Span], *, under: str = "compute", of: str = "weights") -> dict[int, tuple[float, float]]:
-    """By rank: (seconds of stream `of` that ran while stream `under` was busy, all seconds of stream `of`).
-
-    Overlapping spans of one stream count once.
-    """
-    by_rank: dict[int, dict[str, list[tuple[float, float]]]] = {}
-    for span in spans:
-        by_rank.setdefault(span.rank, {}).setdefault(span.stream, []).append((span.start_s, span.end_s))
-    found = {}
-    for rank, streams in sorted(by_rank.items()):
-        cover, target = _union(streams.get(under, [])), _union(streams.get(of, []))
-        both, i, j = 0.0, 0, 0
-        while i < len(cover) and j < len(target):
-            both += max(0.0, min(cover[i][1], target[j][1]) - max(cover[i][0], target[j][0]))
-            if cover[i][1] < target[j][1]:
-                i += 1
-            else:
-                j += 1
-        found[rank] = (both, sum(b - a for a, b in target))
-    return found
-
-
-def _union(intervals: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    merged: list[tuple[float, float]] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
 
 
 def to_trace(groups: Mapping[str, Iterable[Span]]) -> dict[str, Any]:

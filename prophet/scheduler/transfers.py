@@ -128,7 +128,7 @@ class Trans(Transfer):
         again: bool = False,
     ) -> None:
         super().__init__(chunks, bank, replicas, collective, block)
-        self._again = again
+        self.again = again
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
         if exchange.phase == "gather":
@@ -137,7 +137,7 @@ class Trans(Transfer):
 
     def _place(self, exchange: Exchange, arrived: Tensor) -> None:
         with ExitStack() as stack:
-            if self._again:
+            if self.again:
                 written = tuple(r.params for r in self._replicas.values())
                 stack.enter_context(_unsafe_preserve_version_counter(written))
             self._write(exchange, arrived)
@@ -163,7 +163,7 @@ class Agg(Transfer):
     def _start(self, exchange: Exchange, op: Operation) -> None:
         if exchange.phase != "home":
             for replica in self._replicas.values():
-                replica.settle_grads()
+                replica.collect_grads()
         super()._start(exchange, op)
 
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:

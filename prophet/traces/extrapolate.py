@@ -22,14 +22,9 @@ from prophet.files import is_number, read_json, shown
 from prophet.planner import get_planner
 from prophet.planner.settle import pays
 from prophet.scheduler.forms import FormChooser
-from prophet.scheduler.notes import predicted_weights
-from prophet.scheduler.schedules import (
-    cover_of,
-    cut_of,
-    runs_ahead,
-    schedule_named,
-)
+from prophet.scheduler.schedules import runs_ahead, schedule_named
 from prophet.scheduler.simulate import SimulatedStep, predicted_durations, simulate
+from prophet.scheduler.windows import predicted_window_us
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, check_experts_per_rank
 
 MAX_FILE_BYTES = 1 << 24
@@ -217,7 +212,6 @@ def _group_step(
     """(the step, mean max/mean of its layers, replicas per rank over all layers) of one group."""
     ranks, experts = context.ranks, context.experts
     planner = get_planner("static" if name == BALANCED else name)
-    chooser = FormChooser(scenario.layers)
     first = replace(context, windows=replace(context.windows, experts=False))
     contexts: Sequence[PlanContext] = [first, *[context] * (scenario.layers - 1)]
     placements: list[Placement] = []
@@ -231,22 +225,14 @@ def _group_step(
         present.append(load)
         splits.append(Split.to_homes(load, placement) if placement.is_static else planner.split(load, placement, here))
     schedule = schedule_named(scenario.schedule, scenario.layers)
-    weights = predicted_weights(contexts, np.array([s.rank_load() for s in splits]))
+    weights = predicted_window_us(contexts, [s.rank_load() for s in splits])
     forms = []
     for i, (here, placement) in enumerate(zip(contexts, placements, strict=True)):
-        form = chooser.form(
-            i,
-            placement,
-            here,
-            trans_cut=cut_of(schedule, "TRANS", i, weights),
-            agg_cut=cut_of(schedule, "AGG", i, weights),
-            trans_cover_s=1e-6 * cover_of(schedule, "TRANS", i, weights),
-            agg_cover_s=1e-6 * cover_of(schedule, "AGG", i, weights),
-        )
-        forms.append(form)
+        chooser = FormChooser()
+        forms.append(chooser.form_under(schedule, i, placement, here, weights))
         # what has been sent of a Trans by then is not played: it ran beside compute
-        trans_s, agg_s = chooser.cheapest(i, placement, here)
-        withdraws = getattr(planner, "withdraws", False) and not placement.is_static
+        trans_s, agg_s = chooser.cheapest(placement, here)
+        withdraws = planner.withdraws and not placement.is_static
         if withdraws and not pays(present[i], splits[i], here, trans_s, agg_s, ahead=runs_ahead(schedule, i)):
             placements[i] = context.homes_only()
             splits[i] = Split.to_homes(present[i], placements[i])

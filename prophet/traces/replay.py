@@ -102,7 +102,6 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: S
     rank_load = np.zeros((trace.layers, trace.ranks))
     by_expert = np.zeros((len(pairs), trace.layers, trace.experts), dtype=np.int64)
     previous: list[Placement | None] = [None] * trace.layers
-    withdraws = getattr(planner, "withdraws", False)
     for i, (before, now) in enumerate(pairs):
         for layer in range(trace.layers):
             here = replace(context, previous=previous[layer])
@@ -114,7 +113,7 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: S
                 load = trace.load(step, layer)
                 split = planner.split(load, placement, here)
                 cost = step_cost(split, placement, here)
-                if withdraws and step == now.start:
+                if planner.withdraws and step == now.start:
                     microbatches = now.stop - now.start
                     settled, cost = settled_cost(load, split, placement, here, microbatches=microbatches)
                     if settled is not split:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from typing import cast
 
@@ -22,11 +21,13 @@ from benchmarks.cluster.rows import summarise, table
 from benchmarks.cluster.workload import Workload, build, even_ids, forced_balance
 from prophet import EngineConfig, attach
 from prophet.demo.model import ModelConfig, MoEGPT
+from prophet.engine.config import Experiment
 from prophet.layer.moe import moe_layers
 from prophet.ranks.collective import Operation
 from prophet.ranks.threads import ThreadCollective
-from prophet.scheduler.recording import ObservedCollective, StepMarks, compute_spans, seconds_by_window
-from prophet.scheduler.timeline import Recorder, Span, hidden_s, read_trace
+from prophet.scheduler.actions import Window
+from prophet.scheduler.recording import ObservedCollective, seconds_by_window
+from prophet.scheduler.timeline import Recorder, Span, read_trace
 from prophet.spec import LayerShape
 from tests.helpers.cluster_testbed import needs_testbed
 from tests.helpers.support import RandomPlanner, on_threads, seeded
@@ -78,36 +79,33 @@ def test_forced_balance_changes_the_loads_and_is_undone() -> None:
 def test_a_recorded_step_is_complete_and_in_order() -> None:
     """Compute, all-to-alls and waits of the calling thread add up to the step, and every window is there."""
 
-    def body(collective: ThreadCollective) -> tuple[list[Span], StepMarks]:
-        recorder = Recorder(collective.rank)
+    def body(collective: ThreadCollective) -> list[Span]:
         with seeded(0):
-            model = MoEGPT(SMALL, group=ObservedCollective(collective, recorder))
+            model = MoEGPT(SMALL, group=collective)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine = attach(model, optimizer, config=EngineConfig(planner=RandomPlanner(density=1.0), transfers="direct"))
-        for _ in range(3):
-            rows = torch.randint(0, 256, (2, 17))
-            began = time.perf_counter()
-            optimizer.zero_grad()
-            loss = model.loss(rows)
-            backward = time.perf_counter()
-            loss.backward()
-            complete = time.perf_counter()
-            optimizer.step()
-            marks = StepMarks(began, backward, complete, time.perf_counter())
+        config, experiment = EngineConfig(planner=RandomPlanner(density=1.0)), Experiment(transfers="direct")
+        engine = attach(model, optimizer, config=config, experiment=experiment)
+        with engine.recording() as recording:
+            for _ in range(3):
+                rows = torch.randint(0, 256, (2, 17))
+                optimizer.zero_grad()
+                loss = model.loss(rows)
+                recording.enter(Window("BNEC", SMALL.blocks - 1))
+                loss.backward()
+                optimizer.step()
         engine.close()
-        return list(recorder.spans()), marks
+        return recording.spans()
 
-    for rank, (spans, marks) in enumerate(cast(list[tuple[list[Span], StepMarks]], on_threads(2, body))):
-        compute = compute_spans(spans, marks, rank, SMALL.blocks)
+    for spans in cast(list[list[Span]], on_threads(2, body)):
+        compute = [s for s in spans if s.stream == "compute"]
         names = [s.name for s in compute]
         expected = ["start", *(f"{w}({i})" for i in (0, 1) for w in ("route", "FEC", "FNEC"))]
         expected += [f"{w}({i})" for i in (1, 0) for w in ("BNEC", "BEC")] + ["end", "update"]
         assert list(dict.fromkeys(names)) == expected
-        inside = [s for s in spans if marks.began_s <= s.start_s and s.end_s <= marks.ended_s]
-        waiting = sum(s.seconds for s in inside if s.stream in ("tokens", "waits"))
+        waiting = sum(s.seconds for s in spans if s.stream in ("tokens", "waits"))
         total = sum(s.seconds for s in compute) + waiting
-        assert total == pytest.approx(marks.ended_s - marks.began_s, rel=1e-6)
-        kinds = {s.name.split(" of layer")[0] for s in inside if s.stream == "weights"}
+        assert total == pytest.approx(compute[-1].end_s - compute[0].start_s, rel=1e-6)
+        kinds = {s.name.split(" of layer")[0] for s in spans if s.stream == "weights"}
         assert kinds == {"Trans chunk 0", "Trans chunk 1", "Agg chunk 0", "Agg chunk 1"}
         assert sum(seconds_by_window(compute).values()) == pytest.approx(sum(s.seconds for s in compute))
 
@@ -309,7 +307,6 @@ def test_a_short_run_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert document["calibration"]["topology"]["intra"]["bytes_per_s"] < 1.3 * 25e6
     traced = read_trace(tmp_path / "trace.json")
     assert {s.rank for s in traced["prophet"]} == {0, 1}
-    assert set(hidden_s(traced["prophet"])) == {0, 1}
 
 
 def test_a_workload_builds_its_model_on_one_rank() -> None:

@@ -16,13 +16,7 @@ from benchmarks.pipeline.cases import Case, cases
 from benchmarks.pipeline.pacing import Pace, PacedMeter
 from benchmarks.pipeline.partitions import compare
 from benchmarks.pipeline.picture import draw, maps_of
-from benchmarks.pipeline.policies import (
-    POLICIES,
-    PolicyError,
-    check_policies,
-    simulated_step_s,
-    smoothed,
-)
+from benchmarks.pipeline.policies import POLICIES, PolicyError, check_policies, simulated_step_s, smoothed
 from benchmarks.pipeline.rows import COLUMNS, summarise, table
 from pipeline_balance.dynamics.gpt import Block, GPTShape
 from pipeline_balance.spec import LayerCost, StageMap

@@ -16,6 +16,7 @@ from benchmarks.planner.break_even import break_even_rows, scaled
 from benchmarks.planner.optimum import PROVEN, SmallCase, gap_rows, optima, placed, small_case
 from prophet.machine.presets import get_preset
 from prophet.planner import get_planner
+from prophet.planner.base import Planner
 from prophet.planner.cost import step_cost
 from prophet.planner.oracle import solve_exactly
 from prophet.spec import IntArray, Placement, PlanContext
@@ -96,7 +97,7 @@ def test_a_gradual_search_comes_as_close_in_a_few_hundred_calls(number: int) -> 
 
 
 @dataclasses.dataclass
-class Led:
+class Led(Planner):
     """A planner that notes what it is asked, and answers with a new placement."""
 
     gradual: bool
@@ -107,7 +108,7 @@ class Led:
         self.asked.append((load, context.previous, placement))
         return placement
 
-    split = None
+    split = None  # type: ignore[assignment]
     name = "led"
 
 

@@ -39,13 +39,7 @@ from tests.helpers.expert_lists import (
     net_loss,
 )
 from tests.helpers.launch import on_processes
-from tests.helpers.moe_models import (
-    alone,
-    batches,
-    compare,
-    layers_of,
-    together,
-)
+from tests.helpers.moe_models import alone, batches, compare, layers_of, together
 from tests.helpers.support import on_threads
 
 
@@ -293,7 +287,7 @@ def test_reverting_what_is_not_converted_or_is_attached() -> None:
         prophet.revert(model)
     prophet.convert(model)
     engine = prophet.attach(model)
-    with pytest.raises(ConversionError, match=r"engine.close\(\) first"):
+    with pytest.raises(ConversionError, match=r"engine.close\(\) first.* then prophet.revert\(model\)"):
         prophet.revert(model)
     engine.close()
     prophet.revert(model)
@@ -304,6 +298,34 @@ def test_nothing_to_convert() -> None:
     refuses(nn.Sequential(MyBlock()), r"no MoE block found that is one of Mixtral, .*")
     refuses(nn.Sequential(Expert()), r"Expert may be one: write an Adapter")
     refuses(nn.Sequential(prophet.MoE(4, 4, 2)), "are prophet.MoE already")
+
+
+class Glm4MoeRMSNorm(nn.LayerNorm): ...
+
+
+class Glm4MoeAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(DIM, DIM)
+
+
+class Glm4MoeMoE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(DIM, EXPERTS), nn.ModuleList([Expert()])
+
+
+class Glm4MoeDecoderLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.self_attn, self.mlp = Glm4MoeRMSNorm(DIM), Glm4MoeAttention(), Glm4MoeMoE()
+
+
+def test_what_may_be_a_block_is_no_norm_and_no_attention() -> None:
+    refuses(nn.Sequential(Glm4MoeDecoderLayer()), r"Tutel; Glm4MoeMoE may be one: write an Adapter")
+    layer = Glm4MoeDecoderLayer()
+    layer.mlp = nn.Identity()  # type: ignore[assignment]
+    refuses(nn.Sequential(layer), r"Tutel$")
 
 
 def test_partly_frozen_experts() -> None:

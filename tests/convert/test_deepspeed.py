@@ -13,16 +13,7 @@ import prophet
 from prophet.errors import ConversionError
 from prophet.ranks.process_group import collective_for
 from tests.helpers.launch import on_processes
-from tests.helpers.moe_models import (
-    VOCAB,
-    LossFn,
-    Seen,
-    alone,
-    batches,
-    compare,
-    layers_of,
-    together,
-)
+from tests.helpers.moe_models import VOCAB, LossFn, Seen, alone, batches, compare, layers_of, together
 from tests.helpers.support import on_threads, seeded
 
 deepspeed_layer = pytest.importorskip(

@@ -13,13 +13,7 @@ import prophet
 from prophet.convert import load_original_state_dict, original_state_dict
 from prophet.errors import ConversionError
 from tests.helpers.launch import on_processes
-from tests.helpers.moe_models import (
-    VOCAB,
-    alone,
-    batches,
-    compare,
-    together,
-)
+from tests.helpers.moe_models import VOCAB, alone, batches, compare, together
 from tests.helpers.support import on_threads, seeded
 
 WHY = "needs tutel: NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel"

@@ -15,13 +15,7 @@ from prophet.errors import CollectiveTimeout, ConfigMismatch, PlanMismatch, Rout
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology
-from tests.helpers.support import (
-    FixedPlanner,
-    Lopsided,
-    TinyModel,
-    everywhere,
-    on_threads,
-)
+from tests.helpers.support import FixedPlanner, Lopsided, TinyModel, everywhere, on_threads
 from tests.helpers.training import Case, Run
 
 RANKS = 3
@@ -59,11 +53,11 @@ def test_another_placement() -> None:
     check(errors(body), PlanMismatch, "placement of rank(s) [1]", "MoE layer 0", "step 1")
 
 
-@pytest.mark.parametrize("check_split_every", [1, 50])
-def test_another_split(check_split_every: int) -> None:
+@pytest.mark.parametrize("check_every", [1, 50])
+def test_another_split(check_every: int) -> None:
     def body(group: Collective) -> None:
         planner = Lopsided(ALL) if group.rank == 2 else FixedPlanner(ALL)
-        run = Run(CASE, group, planner, slots_per_rank=8, check_split_every=check_split_every)
+        run = Run(CASE, group, planner, slots_per_rank=8, check_every=check_every)
         for s in range(3):
             run.whole_step(s)
 
@@ -113,7 +107,7 @@ def test_one_rank_evaluates_in_the_middle_of_the_others_step() -> None:
         {"slots_per_rank": 2},
         {"schedule": "blocking"},
         {"accumulation_steps": 2},
-        {"check_split_every": 7},
+        {"check_every": 7},
         {"replica_memory_bytes": 1 << 30},
         {"topology": Topology.uniform(RANKS, flops_per_s=2e12)},
         {"windows": prophet.EngineConfig(planner=FixedPlanner(())).windows.__class__(fnec_s=1.0)},

@@ -41,7 +41,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         steps=3,
         lr=0.01,  # some of these models diverge at a larger one, and then no tolerance holds
         schedule=draw(st.sampled_from(["block-wise", "look-ahead", "operator", "blocking"])),
-        replica_memory=draw(st.sampled_from(["keep", "refetch"])),
+        refetch=draw(st.booleans()),
         checkpointing=draw(st.sampled_from([None, None, "non-reentrant"])),
         transfers=draw(st.sampled_from(["auto", "direct", "two-phase"])),
         density=draw(st.sampled_from([0.2, 0.6, 1.0])),

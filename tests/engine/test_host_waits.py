@@ -21,21 +21,9 @@ from prophet.kernels.choice import triton_available
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.paths import INTERPRETED, one_kernel_at_a_time
-from tests.helpers.pretend_device import (
-    NAME,
-    SUPPORTED,
-    kernels_in_the_interpreter,
-    on_pretended_device,
-    values,
-)
+from tests.helpers.pretend_device import NAME, SUPPORTED, kernels_in_the_interpreter, on_pretended_device, values
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-)
+from tests.helpers.training import Case, Run, Step, compare, expected
 
 if not (SUPPORTED and INTERPRETED and triton_available()):
     pytest.skip(
@@ -57,7 +45,7 @@ def train(case: Case, group: Collective, **options: Any) -> tuple[list[Step], li
     planner = FixedPlanner(everywhere(case.num_experts, case.ranks))
     steps, waits = [], []
     with on_pretended_device() as watch:
-        run = Run(case, group, planner, **{"slots_per_rank": 8, "check_split_every": 100, **options})
+        run = Run(case, group, planner, **{"slots_per_rank": 8, "check_every": 100, **options})
         for s in range(case.steps):
             run.zero_grad()
             before = len(watch.waits)
@@ -78,7 +66,7 @@ def train(case: Case, group: Collective, **options: Any) -> tuple[list[Step], li
     "case",
     [
         pytest.param(replace(CASE, gate={"aux_loss": "gshard", "z_loss_weight": 0.1}), id="gshard"),
-        pytest.param(replace(CASE, replica_memory="refetch", microbatches=2, schedule="blocking"), id="refetch"),
+        pytest.param(replace(CASE, refetch=True, microbatches=2, schedule="blocking"), id="refetch"),
         pytest.param(
             replace(CASE, transfers="two-phase", gate={"aux_loss": "switch", "capacity_factor": 1.0}), id="two-phase"
         ),

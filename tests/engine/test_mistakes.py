@@ -21,19 +21,8 @@ import prophet
 from prophet.errors import CollectiveError, PlanMismatch
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
-from tests.helpers.support import (
-    FixedPlanner,
-    TinyModel,
-    everywhere,
-    on_threads,
-)
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-)
+from tests.helpers.support import FixedPlanner, TinyModel, everywhere, on_threads
+from tests.helpers.training import Case, Run, Step, compare, expected
 
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(ranks=2, steps=4, blocks=2, seed=8)

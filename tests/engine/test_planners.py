@@ -8,14 +8,7 @@ from prophet.planner import OPTIONS
 from prophet.ranks.collective import Collective
 from prophet.spec import Link, Topology, Windows
 from tests.helpers.support import on_threads
-from tests.helpers.training import (
-    Array,
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-)
+from tests.helpers.training import Array, Case, Run, Step, compare, expected
 
 # A token's way takes longer than its products, and nearly all of it goes to experts 0 and 3.
 CASE = Case(ranks=4, shapes=((2, 3), (4,), (5,), (3,)), steps=4, favourites=(0, 3))

@@ -10,12 +10,7 @@ import prophet
 from prophet.engine.history import History
 from prophet.ranks.threads import ThreadCollective
 from prophet.spec import IntArray, Placement, PlanContext
-from tests.helpers.support import (
-    HomesPlanner,
-    TinyModel,
-    next_id_loss,
-    on_threads,
-)
+from tests.helpers.support import HomesPlanner, TinyModel, next_id_loss, on_threads
 
 
 class Listening(HomesPlanner):
@@ -35,18 +30,19 @@ def test_placements_are_planned_for_the_predicted_load(mode: str) -> None:
         planner = Listening()
         model = TinyModel(seed=1, group=c, blocks=1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        config = prophet.EngineConfig(planner=planner, predict=mode)  # type: ignore[arg-type]
+        replan = prophet.ReplanConfig(interval=1, gain_loss=None, predict=mode)  # type: ignore[arg-type]
+        config = prophet.EngineConfig(planner=planner, replan=replan)
         engine = prophet.attach(model, optimizer, config=config)
-        reference = History(1, c.size, 8, adaptive=True)
+        reference = History(c.size, 8, adaptive=True)
         for step in range(4):
             ids = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(10 * step + c.rank))
             optimizer.zero_grad()
             next_id_loss(model(ids), ids, 1.0).backward()
             optimizer.step()
             assert engine.last_step is not None
-            reference.observe(0, engine.last_step.counts[0])
-            engine._plans[0].result()  # type: ignore[union-attr]
-            np.testing.assert_array_equal(planner.asked[-1], reference.predict(0, mode))  # type: ignore[arg-type]
+            reference.observe(engine.last_step.counts[0])
+            engine.balanced[0].plans.wait()
+            np.testing.assert_array_equal(planner.asked[-1], reference.predict(mode))  # type: ignore[arg-type]
         engine.close()
 
     on_threads(2, body)
@@ -55,16 +51,16 @@ def test_placements_are_planned_for_the_predicted_load(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["last", "ema", "mean", "best"])
 def test_a_forecast_is_the_prediction_after_observing_and_remembers_nothing(mode: str) -> None:
     rng = np.random.default_rng(0)
-    history = History(1, 2, 3, window=3, adaptive=True)
+    history = History(2, 3, window=3, adaptive=True)
     for _ in range(5):
         load = rng.integers(0, 100, (2, 3))
-        before = history.predict(0, mode)  # type: ignore[arg-type]
-        expected = history.forecast(0, load, mode)  # type: ignore[arg-type]
-        np.testing.assert_array_equal(history.predict(0, mode), before)  # type: ignore[arg-type]
-        history.observe(0, load)
-        np.testing.assert_array_equal(history.predict(0, mode), expected)  # type: ignore[arg-type]
+        before = history.predict(mode)  # type: ignore[arg-type]
+        expected = history.forecast(load, mode)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(history.predict(mode), before)  # type: ignore[arg-type]
+        history.observe(load)
+        np.testing.assert_array_equal(history.predict(mode), expected)  # type: ignore[arg-type]
 
 
 def test_an_unknown_prediction_is_refused() -> None:
     with pytest.raises(ValueError, match="predict must be one of 'last', 'ema', 'mean', 'best', got 'oracle'"):
-        prophet.EngineConfig(predict="oracle")  # type: ignore[arg-type]
+        prophet.ReplanConfig(predict="oracle")  # type: ignore[arg-type]

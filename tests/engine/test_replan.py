@@ -11,23 +11,14 @@ import torch
 
 import prophet
 from prophet.engine.history import History
-from prophet.engine.replan import (
-    KeptPlan,
-    ReplanConfig,
-    next_plan,
-    predicted_gain,
-)
+from prophet.engine.replan import EVERY_STEP, KeptPlan, ReplanConfig, next_plan, predicted_gain
 from prophet.errors import ConfigMismatch, SpecError
 from prophet.planner import get_planner
+from prophet.planner.base import Planner
 from prophet.ranks.threads import ThreadCollective
 from prophet.spec import IntArray, LayerShape, Placement, PlanContext, Topology
 from prophet.traces.npz import read_trace
-from tests.helpers.support import (
-    FixedPlanner,
-    TinyModel,
-    next_id_loss,
-    on_threads,
-)
+from tests.helpers.support import FixedPlanner, TinyModel, next_id_loss, on_threads
 
 REAL_TRACE = Path(__file__).parents[2] / ".." / "shared" / "traces" / "smartmoe-gpt-32e-dev.npz"
 
@@ -47,7 +38,7 @@ def skewed(hot: int, tokens: int = 4000) -> IntArray:
     return load
 
 
-class Counting:
+class Counting(Planner):
     """The default planner, counting how often it is asked."""
 
     name = "counting"
@@ -64,7 +55,7 @@ class Counting:
         return self.inner.split(load, placement, context)
 
 
-def run(loads: list[IntArray], config: ReplanConfig | None) -> tuple[list[str], int]:
+def run(loads: list[IntArray], config: ReplanConfig) -> tuple[list[str], int]:
     """Reasons of every plan when each step's load is also the forecast of the next, and plans made."""
     planner, kept, reasons = Counting(), None, []
     for load in loads:
@@ -73,8 +64,9 @@ def run(loads: list[IntArray], config: ReplanConfig | None) -> tuple[list[str], 
     return reasons, planner.placed
 
 
-def test_without_a_config_every_step_is_planned() -> None:
-    assert run([skewed(0)] * 4, None) == (["step"] * 4, 4)
+@pytest.mark.parametrize("config", [EVERY_STEP, ReplanConfig(interval=1, gain_loss=None)])
+def test_without_conditions_every_step_is_planned(config: ReplanConfig) -> None:
+    assert run([skewed(0)] * 4, config) == (["step"] * 4, 4)
 
 
 def test_a_plan_is_kept_while_its_gain_holds() -> None:
@@ -138,7 +130,9 @@ def test_a_plan_is_a_value() -> None:
     assert all(getattr(kept, f) is getattr(before, f) for f in kept.__slots__)
 
 
-@pytest.mark.parametrize("wrong", [{"interval": 0}, {"gain_loss": 0.0}, {"gain_loss": 1.5}, {"drift": -0.1}])
+@pytest.mark.parametrize(
+    "wrong", [{"interval": 0}, {"gain_loss": 0.0}, {"gain_loss": 1.5}, {"drift": -0.1}, {"predict": 3}]
+)
 def test_a_config_that_makes_no_sense_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(SpecError, match=f"ReplanConfig.{next(iter(wrong))} must be"):
         ReplanConfig(**wrong)  # type: ignore[arg-type]
@@ -155,13 +149,13 @@ def iterations(layer: int, n: int) -> IntArray:
 
 def errors(loads: IntArray, modes: tuple[str, ...]) -> dict[str, float]:
     """Mean fraction of tokens foretold for the wrong expert, one step ahead."""
-    history = History(1, *loads.shape[1:], adaptive=True)
+    history = History(*loads.shape[1:], adaptive=True)
     found: dict[str, list[float]] = {mode: [] for mode in modes}
     for step, load in enumerate(loads):
         for mode in modes if step else ():
-            foretold = history.predict(0, mode).sum(axis=0)  # type: ignore[arg-type]
+            foretold = history.predict(mode).sum(axis=0)  # type: ignore[arg-type]
             found[mode].append(float(np.abs(foretold - load.sum(axis=0)).sum() / load.sum()))
-        history.observe(0, load)
+        history.observe(load)
     return {mode: float(np.mean(values)) for mode, values in found.items()}
 
 
@@ -199,8 +193,7 @@ def test_the_engine_keeps_and_reports_what_it_planned() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         config = prophet.EngineConfig(
             planner=FixedPlanner([(0, 1), (7, 0)]),
-            predict="best",
-            replan=prophet.ReplanConfig(interval=3, gain_loss=None, drift=None),
+            replan=prophet.ReplanConfig(predict="best", interval=3, gain_loss=None, drift=None),
         )
         engine = prophet.attach(model, optimizer, config=config)
         planned = []

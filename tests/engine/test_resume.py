@@ -11,16 +11,12 @@ import pytest
 import torch
 
 import prophet
+from prophet.engine.config import Experiment
 from prophet.engine.history import History
 from prophet.engine.replan import ReplanConfig
 from prophet.errors import SpecError
 from prophet.ranks.threads import ThreadCollective
-from tests.helpers.support import (
-    RandomPlanner,
-    TinyModel,
-    next_id_loss,
-    on_threads,
-)
+from tests.helpers.support import RandomPlanner, TinyModel, next_id_loss, on_threads
 
 
 class Run:
@@ -30,8 +26,8 @@ class Run:
         self.rank, self.steps = group.rank, 0
         self.model = TinyModel(group=group, blocks=blocks, seed=3)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        options = {"planner": RandomPlanner(1, 0.6), "check_split_every": 1, **config}
-        self.engine = prophet.attach(self.model, self.optimizer, config=prophet.EngineConfig(**options))
+        options = prophet.EngineConfig(**{"planner": RandomPlanner(1, 0.6), **config})
+        self.engine = prophet.attach(self.model, self.optimizer, config=options, experiment=Experiment(check_every=1))
 
     def train(self, steps: int) -> list[float]:
         losses = []
@@ -67,7 +63,11 @@ class Run:
 
 @pytest.mark.parametrize(
     "options",
-    [{"predict": "ema"}, {"predict": "best"}, {"replan": ReplanConfig(interval=4)}],
+    [
+        {"replan": ReplanConfig(predict="ema", interval=1, gain_loss=None)},
+        {"replan": ReplanConfig(predict="best", interval=1, gain_loss=None)},
+        {"replan": ReplanConfig(interval=4)},
+    ],
     ids=["ema", "best", "replan"],
 )
 def test_a_resumed_run_goes_on_bit_by_bit(options: dict[str, Any]) -> None:
@@ -144,14 +144,14 @@ def test_what_is_not_this_engines_is_refused_and_nothing_changes() -> None:
 
 def test_a_history_restored_predicts_the_same() -> None:
     rng = np.random.default_rng(0)
-    history, again = (History(1, 2, 3, window=3, adaptive=True) for _ in range(2))
+    history, again = (History(2, 3, window=3, adaptive=True) for _ in range(2))
     for _ in range(5):
-        history.observe(0, rng.integers(0, 100, (2, 3)))
+        history.observe(rng.integers(0, 100, (2, 3)))
     again.restore(history.arrays())
     load = rng.integers(0, 100, (2, 3))
     for mode in ("last", "ema", "mean", "best"):
-        np.testing.assert_array_equal(again.forecast(0, load, mode), history.forecast(0, load, mode))  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"History.ring: expected int32 \[1, 16, 2, 3\]"):
-        History(1, 2, 3, adaptive=True).restore(history.arrays())
+        np.testing.assert_array_equal(again.forecast(load, mode), history.forecast(load, mode))  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"History.ring: expected int32 \[16, 2, 3\]"):
+        History(2, 3, adaptive=True).restore(history.arrays())
     with pytest.raises(SpecError, match="a history holds ring, ema, errors, observed; got ring"):
         again.restore({"ring": history.arrays()["ring"]})

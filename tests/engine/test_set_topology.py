@@ -8,13 +8,7 @@ from prophet.ranks.collective import Collective
 from prophet.scheduler.pieces import Form
 from prophet.spec import IntArray, Placement, PlanContext, Topology
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-)
+from tests.helpers.training import Case, Run, Step, compare, expected
 
 CASE = Case(ranks=2, shapes=((2, 3), (4,)), steps=4)
 

@@ -30,9 +30,9 @@ def test_replicas_follow_parameters_that_changed_in_place_on_one_rank_only() -> 
                 if c.rank == 0 or "experts" not in name:
                     p.add_(0.1)
         balanced = model(mine)
-        placement = engine.runtime.placement(0)
-        assert placement is not None
-        copies = len(placement.replicas())
+        step = engine.runtime.step
+        assert step is not None
+        copies = len(step.blocks[0].placement.replicas())
         model.eval()  # evaluation uses home parameters only
         return float((balanced - model(mine)).detach().abs().max()), copies
 

@@ -16,16 +16,7 @@ import prophet
 from prophet.ranks.collective import Collective
 from prophet.scheduler.schedules import block_wise
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    average,
-    check_on_threads,
-    compare,
-    expected,
-    measure,
-)
+from tests.helpers.training import Case, Run, Step, average, check_on_threads, compare, expected, measure
 
 CASE = Case(ranks=2, shapes=((2, 3), (4,)), seed=7)
 ALL = FixedPlanner(everywhere(4, 2))

@@ -13,23 +13,12 @@ from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Window
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.pieces import GRAIN, Form, held_back, phase_shares
-from prophet.scheduler.runtime import Runtime
-from prophet.scheduler.schedules import (
-    block_wise,
-    blocking,
-    cover_of,
-    runs_ahead,
-)
+from prophet.scheduler.replicas import BlockReplicas
+from prophet.scheduler.schedules import block_wise, blocking, cover_of, runs_ahead
 from prophet.scheduler.transfers import Trans
 from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, Split, Topology
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-)
+from tests.helpers.training import Case, Run, Step, compare, expected
 
 CASE = Case(ranks=2, shapes=((2, 3), (4,)), seed=11, steps=4)
 # a home's parameters take seconds to send: nothing hides that, and nothing is worth it
@@ -75,7 +64,7 @@ CASES = {
     "look-ahead": replace(CASE, schedule="look-ahead"),
     "blocking": replace(CASE, schedule="blocking"),
     "two-phase": replace(CASE, transfers="two-phase"),
-    "refetched": replace(CASE, replica_memory="refetch"),
+    "refetched": replace(CASE, refetch=True),
     "recomputed": replace(CASE, checkpointing="non-reentrant"),
     "used twice": replace(CASE, uses=2),
 }
@@ -115,7 +104,7 @@ def test_every_mixture_of_used_and_withdrawn_replicas_gives_the_same_gradients(
         assert microbatches == CASES[name].microbatches
         return int((load * np.arange(1, load.size + 1).reshape(load.shape)).sum()) % 3 != 0
 
-    monkeypatch.setattr("prophet.engine.engine.pays", decide)
+    monkeypatch.setattr("prophet.engine.balanced_layer.pays", decide)
     withdrawn = [s.report.withdrawn for s in train(replace(CASES[name], steps=8))[0][1:] if s.report]
     assert any(withdrawn)
     assert not all(len(w) == 2 for w in withdrawn)
@@ -131,13 +120,13 @@ def test_what_was_under_way_is_waited_for_when_the_step_ends(monkeypatch: pytest
         waited.append(not self._flying)
 
     monkeypatch.setattr(Trans, "abandon", counted)
-    monkeypatch.setattr("prophet.engine.engine.pays", lambda *_, **__: False)
+    monkeypatch.setattr("prophet.engine.balanced_layer.pays", lambda *_, **__: False)
     train(CASE, topology=None)  # on fast links all of Trans is sent before the counts are known
     assert waited == [True] * 3 * 2 * 2, "steps, blocks, ranks"
 
 
 def test_what_no_window_hides_follows_once_the_counts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prophet.engine.engine.pays", lambda *_, **__: True)
+    monkeypatch.setattr("prophet.engine.balanced_layer.pays", lambda *_, **__: True)
     for steps in train(CASE):
         for step in steps[2:]:  # before the second step no window has been measured
             assert step.report is not None
@@ -156,18 +145,17 @@ def test_what_no_window_hides_follows_once_the_counts_are_known(monkeypatch: pyt
 def test_in_every_microbatch_what_was_held_back_goes_before_the_dispatch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refetched replicas are sent again for each of them."""
     launched_there: list[tuple[int, int]] = []
-    counted = Runtime.counted
+    use = BlockReplicas.use
 
-    def watched(self: Runtime, block: int) -> None:
-        assert self._states is not None
-        trans = self._states[block].trans
+    def watched(self: BlockReplicas, keep: bool) -> None:
+        trans = self._trans
         before = trans.launched if trans else -1
-        counted(self, block)
+        use(self, keep)
         launched_there.append((before, trans.launched if trans else -1))
 
-    monkeypatch.setattr("prophet.engine.engine.pays", lambda *_, **__: True)
-    monkeypatch.setattr(Runtime, "counted", watched)
-    case = replace(CASE, replica_memory="refetch", microbatches=2, steps=6)
+    monkeypatch.setattr("prophet.engine.balanced_layer.pays", lambda *_, **__: True)
+    monkeypatch.setattr(BlockReplicas, "use", watched)
+    case = replace(CASE, refetch=True, microbatches=2, steps=6)
     train(case, transfers="direct")
     steps_ranks_microbatches = 5 * 2 * 2
     assert len(launched_there) == steps_ranks_microbatches * case.blocks
@@ -194,14 +182,14 @@ def test_other_planners_keep_what_they_placed() -> None:
 
 def form(cover_s: float, transfers: Any = "direct") -> Form:
     """Of one expert of 800 bytes sent to one other rank at 100 bytes/s: Trans takes 8 s, in two phases as well."""
-    return chooser(transfers).form(0, ONE_COPY, slow_pair(), trans_cover_s=cover_s, agg_cover_s=1e9)
+    return chooser(transfers).form(ONE_COPY, slow_pair(), trans_cover_s=cover_s, agg_cover_s=1e9)
 
 
 ONE_COPY = Placement.with_replicas((0, 1), 2, [(0, 1)])
 
 
 def chooser(transfers: Any) -> FormChooser:
-    return FormChooser(1, transfers)
+    return FormChooser(transfers)
 
 
 def slow_pair() -> PlanContext:
@@ -228,11 +216,11 @@ def test_a_first_phase_is_never_held_back() -> None:
 
 def test_the_decision_goes_by_what_transfers_take_alone() -> None:
     for transfers in ("auto", "direct", "two-phase"):
-        assert chooser(transfers).cheapest(0, ONE_COPY, slow_pair()) == (pytest.approx(8.0), pytest.approx(8.0))
+        assert chooser(transfers).cheapest(ONE_COPY, slow_pair()) == (pytest.approx(8.0), pytest.approx(8.0))
     many = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1), (0, 2), (0, 3)])
     context = replace(slow_pair(), topology=replace(SLOW, ranks=4, ranks_per_node=4, flops_per_s=(1.0,) * 4,
                       free_bytes=(1,) * 4), home=(0, 1, 2, 3))  # fmt: skip
-    direct_s, two_phase_s, auto_s = (chooser(t).cheapest(0, many, context)[0] for t in ("direct", "two-phase", "auto"))
+    direct_s, two_phase_s, auto_s = (chooser(t).cheapest(many, context)[0] for t in ("direct", "two-phase", "auto"))
     assert auto_s == two_phase_s < direct_s
 
 

@@ -79,7 +79,7 @@ def test_replica_is_a_leaf_whose_gradient_lands_in_its_flat_buffer() -> None:
     assert torch.equal(replica.grads, expected)
     # autograd may replace .grad instead of adding in place
     replica.weights.w_in.grad = torch.full_like(replica.weights.w_in, 3.0)
-    replica.settle_grads()
+    replica.collect_grads()
     assert replica.grads[: replica.weights.w_in.numel()].eq(3.0).all()
 
 

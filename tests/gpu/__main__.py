@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-OWN = ["--noconftest", "-p", "no:cacheprovider"]  # the other tests' set-up compiles the planner, for minutes
+OWN = ["-p", "no:cacheprovider"]  # they run side by side in one folder
 SOURCES = (["tests/gpu"], ["tests/layer/test_moe.py", "-k", "triton"])
 
 

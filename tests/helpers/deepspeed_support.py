@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import prophet
 from prophet.convert import original_state_dict
+from prophet.engine.config import Experiment
 from tests.helpers.support import RandomPlanner, seeded
 
 # skips every file of tests that imports this one
@@ -91,7 +92,7 @@ class Case:
         for key, value in self.config.items():
             found[key] = {**found[key], **value} if isinstance(found.get(key), dict) else value
         if not self.plain:
-            ours = {"ep_size": self.ep_size, "planner": "pro-prophet", "check_split_every": 1}
+            ours = {"ep_size": self.ep_size, "planner": "pro-prophet"}
             found["prophet"] = ours | self.section
         return found
 
@@ -195,8 +196,10 @@ def start(case: Case) -> Any:
         model_parameters=model.parameters(),
         config=case.deepspeed_config(),
     )
+    if not case.plain:
+        engine.prophet.experiment = Experiment(check_every=1)
     if not case.plain and case.random:
-        engine.prophet._planner = RandomPlanner(case.seed, 0.6)
+        engine.prophet.planner = RandomPlanner(case.seed, 0.6)
     return engine
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,11 +74,13 @@ def sources(*folders: str) -> list[Path]:
     return sorted(p.relative_to(ROOT) for f in folders for p in (ROOT / f).rglob("*.py"))
 
 
+@cache
 def text_of(path: Path) -> str:
     """Text of a source file given relative to the repository."""
     return (ROOT / path).read_text(encoding="utf-8")
 
 
+@cache
 def imports_in(*folders: str) -> list[Import]:
     """All imports of the files under `folders`."""
     return [i for p in sources(*folders) for i in imports_of(text_of(p), p)]
@@ -94,6 +97,7 @@ def is_door(source: str) -> bool:
     )
 
 
+@cache
 def rooms() -> set[str]:
     """Folders and modules right below the packages: `prophet.ranks`, `prophet.spec`, and `prophet` for its doors."""
     found = set()

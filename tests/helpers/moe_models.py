@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import RoutedExperts, converted
+from prophet.engine.config import Experiment
 from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective
 from tests.helpers.support import RandomPlanner, dense_parameters, seeded
@@ -208,8 +209,8 @@ def together(
     """Convert `model` on one rank of `group`, and train it with placements at random."""
     prophet.convert(model, group=group, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    config = prophet.EngineConfig(planner=planner or RandomPlanner(3, 0.7), slots_per_rank=4, check_split_every=1)
-    engine = prophet.attach(model, optimizer, config=config)
+    config = prophet.EngineConfig(planner=planner or RandomPlanner(3, 0.7), slots_per_rank=4)
+    engine = prophet.attach(model, optimizer, config=config, experiment=Experiment(check_every=1))
     seen = Seen()
     for at, by_rank in enumerate(steps):
         optimizer.zero_grad()
@@ -221,7 +222,8 @@ def together(
         if at < len(steps) - 1:
             optimizer.step()
     seen.gradients = original_gradients(model)
-    copies = sum(a.kind == "AGG" for a in engine._actions)
+    step = engine.runtime.step
+    copies = 0 if step is None else sum(a.kind == "AGG" for a in step.actions)
     seen.extra = copies
     engine.close()
     return seen

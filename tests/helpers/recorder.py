@@ -9,14 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from prophet.ranks.collective import (
-    Channel,
-    Collective,
-    Done,
-    Operation,
-    Pending,
-    check_rows,
-)
+from prophet.ranks.collective import Channel, Collective, Done, Operation, Pending, check_rows
 
 
 @dataclass(frozen=True, slots=True)

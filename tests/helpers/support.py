@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import prophet
+from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import IntArray, Placement, PlanContext, Split, digest
@@ -20,7 +21,7 @@ from prophet.spec import IntArray, Placement, PlanContext, Split, digest
 T = TypeVar("T")
 
 
-class RandomPlanner:
+class RandomPlanner(Planner):
     """Any placement within the limits and any split over it; a function of the seed and the load."""
 
     name = "random"
@@ -53,10 +54,11 @@ class RandomPlanner:
         return Split(tokens)
 
 
-class HomesPlanner:
+class HomesPlanner(Planner):
     """No replicas, ever."""
 
     name = "static"
+    replicates = False
 
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         return context.homes_only()
@@ -65,7 +67,7 @@ class HomesPlanner:
         return Split.to_homes(load, placement)
 
 
-class FixedPlanner:
+class FixedPlanner(Planner):
     """The same replicas, (expert, rank) pairs, in every step; tokens dealt out evenly, lower ranks first."""
 
     name = "fixed"

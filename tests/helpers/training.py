@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import prophet
+from prophet.engine.config import Experiment
 from prophet.engine.report import StepReport
 from prophet.kernels.choice import Impl
 from prophet.planner.base import Planner
@@ -54,7 +55,7 @@ class Case:
     announced: bool = True
     schedule: str = "block-wise"
     transfers: str = "auto"
-    replica_memory: str = "keep"
+    refetch: bool = False
     look_ahead_blocks: int = 2
     density: float = 0.6
     slots: int = 3
@@ -129,12 +130,19 @@ class Case:
             **{
                 "planner": planner or RandomPlanner(self.seed, self.density),
                 "slots_per_rank": self.slots,
+                "refetch": self.refetch,
+                "accumulation_steps": self.microbatches if self.announced else 1,
+                **options,
+            }
+        )
+
+    def experiment(self, **options: Any) -> Experiment:
+        return Experiment(
+            **{
                 "schedule": self.schedule,
                 "transfers": self.transfers,
-                "replica_memory": self.replica_memory,
                 "look_ahead_blocks": self.look_ahead_blocks,
-                "accumulation_steps": self.microbatches if self.announced else 1,
-                "check_split_every": 1,
+                "check_every": 1,
                 **options,
             }
         )
@@ -150,8 +158,14 @@ class Step:
     report: StepReport | None
 
 
+_VARIED = {f.name for f in fields(Experiment)}
+
+
 class Run:
-    """A case's model, SGD optimizer and engine on one rank of `group`, to be driven by hand."""
+    """A case's model, SGD optimizer and engine on one rank of `group`, to be driven by hand.
+
+    options: fields of `EngineConfig` and `Experiment`.
+    """
 
     def __init__(
         self,
@@ -170,8 +184,10 @@ class Run:
         self.loss = torch.zeros((), dtype=torch.float64, device=case.device)
         self._engine: prophet.Engine | None = None
         if balanced:
-            config = case.engine_config(planner, **options)
-            self._engine = prophet.attach(self.model, self.optimizer if hooked else None, config=config)
+            config = case.engine_config(planner, **{k: v for k, v in options.items() if k not in _VARIED})
+            experiment = case.experiment(**{k: v for k, v in options.items() if k in _VARIED})
+            optimizer = self.optimizer if hooked else None
+            self._engine = prophet.attach(self.model, optimizer, config=config, experiment=experiment)
 
     @property
     def engine(self) -> prophet.Engine:

@@ -20,13 +20,13 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
     plain, section = read_config(config)
     assert plain == {"train_batch_size": 8}
     assert "prophet" in config
-    assert (section.ep_size, section.slots_per_rank, section.engine_config().slots_per_rank) == (2, 3, 3)
+    assert (section.ep_size, section.engine.slots_per_rank) == (2, 3)
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     assert read_config(path) == (plain, section)
-    replan = read_config({"prophet": {"replan": {"interval": 7, "drift": None}}})[1].engine_config().replan
+    replan = read_config({"prophet": {"replan": {"interval": 7, "drift": None}}})[1].engine.replan
     assert replan == prophet.ReplanConfig(interval=7, drift=None)
-    assert read_config({"prophet": {"enabled": False}})[1].engine_config().planner == "static"
+    assert read_config({"prophet": {"enabled": False}})[1].engine.planner == "static"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,9 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
         ),
         ({"prophet": {"replan": {"interval": "ten"}}}, r"prophet\.replan\.interval must be an integer .*, got 'ten'"),
         ({"prophet": {"replan": {"drift": "some"}}}, r"prophet\.replan\.drift must be a number .*, got 'some'"),
-        ({"prophet": {"schedule": "fast"}}, r"prophet\.schedule must be one of"),
+        ({"prophet": {"replan": {"predict": "oracle"}}}, r"prophet\.replan\.predict must be one of .*, got 'oracle'"),
+        ({"prophet": {"refetch": "always"}}, r"prophet\.refetch: expected true or false, got 'always'"),
+        ({"prophet": {"accumulation_steps": 2}}, r"prophet\.accumulation_steps: unknown key"),
         ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: 3 is not supported.*no whole expert"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
         ({"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "'fp16' or 'fp32' for a fp16 model"),

@@ -16,33 +16,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import prophet
+from prophet.engine.config import Experiment
 from prophet.ranks.collective import Collective
 from tests.helpers import oracle
-from tests.helpers.paths import (
-    PATHS,
-    PATHS_ON_THREADS,
-    Path,
-    one_kernel_at_a_time,
-)
+from tests.helpers.paths import PATHS, PATHS_ON_THREADS, Path, one_kernel_at_a_time
 from tests.helpers.recorder import RecordingCollective
-from tests.helpers.support import (
-    FixedPlanner,
-    RandomPlanner,
-    TinyModel,
-    everywhere,
-    next_id_loss,
-    on_threads,
-)
-from tests.helpers.training import (
-    SCALE,
-    Case,
-    Run,
-    average,
-    check_on_threads,
-    compare,
-    expected,
-    measure,
-)
+from tests.helpers.support import FixedPlanner, RandomPlanner, TinyModel, everywhere, next_id_loss, on_threads
+from tests.helpers.training import SCALE, Case, Run, average, check_on_threads, compare, expected, measure
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +139,7 @@ def test_nothing_is_dropped_unless_asked_for(path: Path) -> None:
     [
         {"activation": "swiglu", "bias": False, "gate": {"score": "sigmoid", "aux_loss": "switch"}},
         {"microbatches": 2, "gate": {"normalize": False, "z_loss_weight": 0.1}},
-        {"replica_memory": "refetch", "gate": {"capacity_factor": 0.7}},
+        {"refetch": True, "gate": {"capacity_factor": 0.7}},
         {"checkpointing": "non-reentrant", "favourites": (3,)},
     ],
     ids=["swiglu", "accumulation", "refetch", "checkpointing"],
@@ -320,16 +300,41 @@ def test_impossible_time_limits(timeout_s: float) -> None:
         ({"slots_per_rank": -1}, "slots_per_rank must not be negative"),
         ({"replica_memory_bytes": -1}, "replica_memory_bytes must not be negative"),
         ({"accumulation_steps": 0}, "accumulation_steps must be at least 1"),
-        ({"check_split_every": 0}, "check_split_every must be at least 1"),
-        ({"schedule": "lazy"}, "schedule must be one of block-wise, look-ahead, operator, blocking, got 'lazy'"),
-        ({"transfers": "by-mail"}, "transfers must be 'auto', 'direct' or 'two-phase', got 'by-mail'"),
-        ({"replica_memory": "forget"}, "replica_memory must be 'keep' or 'refetch', got 'forget'"),
-        ({"look_ahead_blocks": 0}, "look_ahead_blocks must be at least 1"),
+        ({"refetch": "keep"}, "refetch must be True or False, got 'keep'"),
     ],
 )
 def test_impossible_engine_configurations(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         prophet.EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"check_every": 0}, "check_every must be at least 1"),
+        ({"schedule": "lazy"}, "schedule must be one of block-wise, look-ahead, operator, blocking, got 'lazy'"),
+        ({"transfers": "by-mail"}, "transfers must be 'auto', 'direct' or 'two-phase', got 'by-mail'"),
+        ({"look_ahead_blocks": 0}, "look_ahead_blocks must be at least 1"),
+    ],
+)
+def test_impossible_experiments(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Experiment(**options)
+
+
+def test_a_planner_that_lacks_the_protocols_defaults() -> None:
+    class Bare:
+        name = "bare"
+
+        def place(self) -> None: ...
+
+        def split(self) -> None: ...
+
+    with pytest.raises(
+        TypeError,
+        match=r"a prophet.planner.Planner, got Bare without replicates, withdraws, warm: derive",
+    ):
+        prophet.EngineConfig(planner=Bare())  # type: ignore[arg-type]
 
 
 def test_a_topology_of_another_size() -> None:

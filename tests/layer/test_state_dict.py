@@ -11,13 +11,7 @@ from torch import Tensor, nn
 import prophet
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
-from tests.helpers.support import (
-    RandomPlanner,
-    TinyModel,
-    next_id_loss,
-    on_threads,
-    random_state,
-)
+from tests.helpers.support import RandomPlanner, TinyModel, next_id_loss, on_threads, random_state
 from tests.helpers.training import Case, average
 
 EXPERTS = 8

@@ -27,13 +27,7 @@ from prophet.monitor.sinks import JsonLines, WandB, heat_map, images, scalars
 from prophet.monitor.view import chosen_layers, course
 from prophet.monitor.writer import WAITING
 from prophet.ranks.threads import ThreadCollective
-from tests.helpers.support import (
-    FixedPlanner,
-    TinyModel,
-    everywhere,
-    next_id_loss,
-    on_threads,
-)
+from tests.helpers.support import FixedPlanner, TinyModel, everywhere, next_id_loss, on_threads
 
 
 def report(step: int = 0) -> StepReport:

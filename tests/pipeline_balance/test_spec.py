@@ -17,7 +17,6 @@ from pipeline_balance.spec import (
     moved_bytes,
     rank_loads_s,
     rank_memory_bytes,
-    stage_loads_s,
 )
 from prophet.errors import SpecError
 
@@ -83,7 +82,6 @@ def test_loads_and_memory() -> None:
     costs = [LayerCost(forward_s=float(i), activation_bytes=10, parameter_bytes=100 * i) for i in range(1, 5)]
     stage_map = StageMap.contiguous((0, 1, 4))
     limits = (RankLimits(speed=1.0, memory_bytes=120), RankLimits(speed=2.0, memory_bytes=930))
-    assert stage_loads_s(costs, stage_map) == (1.0, 9.0)
     assert rank_loads_s(costs, stage_map, limits) == (1.0, 4.5)
     # stage 0 holds two microbatches, the last stage one
     assert rank_memory_bytes(costs, stage_map, limits, 8) == (120, 930)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prophet
 from prophet.engine import checkpoint
+from prophet.engine.config import Experiment
 from prophet.engine.parallel import ExpertReplicas, expert_groups, expert_parameters
 from prophet.experts.bank import ExpertBank
 from prophet.ranks.collective import Collective
@@ -26,12 +27,7 @@ from prophet.ranks.threads import ThreadWorld
 from tests.helpers.expert_lists import Net, net_loss
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import batches
-from tests.helpers.support import (
-    RandomPlanner,
-    TinyModel,
-    next_id_loss,
-    on_threads,
-)
+from tests.helpers.support import RandomPlanner, TinyModel, next_id_loss, on_threads
 from tests.helpers.training import Case
 from tests.helpers.training import Run as TrainingRun
 
@@ -64,8 +60,9 @@ class Run:
         # fused updates take either cut parameters or whole ones, hence the groups
         groups = [{"params": dense}, {"params": list(experts)}, {"params": rest, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.8, 0.9), fused=cut == "fsdp")
-        config = prophet.EngineConfig(planner=RandomPlanner(seed, 0.7), slots_per_rank=4, check_split_every=1)
-        self.engine = prophet.attach(self.model, self.optimizer, config=config)
+        config = prophet.EngineConfig(planner=RandomPlanner(seed, 0.7), slots_per_rank=4)
+        experiment = Experiment(check_every=1)
+        self.engine = prophet.attach(self.model, self.optimizer, config=config, experiment=experiment)
         if cut == "ddp":
             self.wrapped = DistributedDataParallel(self.model)
 
@@ -392,7 +389,7 @@ def test_a_tensor_file_that_was_cut_short_changes_nothing(tmp_path: Path) -> Non
     model, again = small(), small(seed=5)
     checkpoint.save(tmp_path, model)
     before = [p.detach().clone() for p in again.parameters()]
-    (file,) = tmp_path.glob("*.distcp")
+    (file,) = tmp_path.rglob("*.distcp")
     data = file.read_bytes()
     file.write_bytes(data[:-1])
     with pytest.raises(

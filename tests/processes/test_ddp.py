@@ -13,20 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 import prophet
 from prophet.ranks.process_group import collective_for
 from tests.helpers.launch import on_processes
-from tests.helpers.support import (
-    FixedPlanner,
-    everywhere,
-    next_id_loss,
-)
-from tests.helpers.training import (
-    SCALE,
-    Case,
-    Step,
-    compare,
-    expected,
-    measure,
-    train_in_process,
-)
+from tests.helpers.support import FixedPlanner, everywhere, next_id_loss
+from tests.helpers.training import SCALE, Case, Step, compare, expected, measure, train_in_process
 
 CASE = Case(ranks=4, shapes=((4,), (0,), (2,), (5,)), seed=21, microbatches=2)
 ALL = everywhere(8, 4)

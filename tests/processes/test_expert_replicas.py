@@ -11,22 +11,12 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import prophet
+from prophet.engine.config import Experiment
 from prophet.engine.parallel import ExpertReplicas, expert_groups
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.launch import on_processes
-from tests.helpers.support import (
-    RandomPlanner,
-    next_id_loss,
-    seeded,
-)
-from tests.helpers.training import (
-    SCALE,
-    Case,
-    Step,
-    compare,
-    expected,
-    measure,
-)
+from tests.helpers.support import RandomPlanner, next_id_loss, seeded
+from tests.helpers.training import SCALE, Case, Step, compare, expected, measure
 
 # 4 ranks' batches; the oracle knows nothing of groups, so experts_per_rank counts as if there were one group
 CASE = Case(ranks=4, shapes=((4,), (0,), (2,), (5,)), seed=11, microbatches=2, gate={"capacity_factor": 0.7})
@@ -47,11 +37,11 @@ def two_by_two(balanced: bool) -> list[Step]:
     engine = None
     if balanced:
         config = prophet.EngineConfig(
-            planner=RandomPlanner(5, 0.8), slots_per_rank=4, check_split_every=1, accumulation_steps=CASE.microbatches
+            planner=RandomPlanner(5, 0.8), slots_per_rank=4, accumulation_steps=CASE.microbatches
         )
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # nothing is left to warn of
-            engine = prophet.attach(model, optimizer, config=config)
+            engine = prophet.attach(model, optimizer, config=config, experiment=Experiment(check_every=1))
     wrapped = DistributedDataParallel(model)
     steps = []
     for s in range(CASE.steps):

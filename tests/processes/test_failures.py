@@ -107,11 +107,11 @@ def disagree(about: str) -> None:
     if about == "placement":
         # it makes no room for what rank 0 would send, and sends rank 1 what that has no room for
         planner = FixedPlanner([p for p in ALL if p != ((0, VICTIM) if odd else (VICTIM, 1))])
-    run = Run(CASE, group, planner, slots_per_rank=4, check_split_every=50, timeout_s=TIMEOUT_S)
+    run = Run(CASE, group, planner, slots_per_rank=4, check_every=50, timeout_s=TIMEOUT_S)
     for s in range(3):
         run.whole_step(s)
     if about == "split" and odd:  # from step 3 on, when splits are not compared before they are used
-        run.engine._planner = Lopsided(ALL)
+        run.engine.planner = Lopsided(ALL)
     for s in range(3, 6):
         run.whole_step(s)
 

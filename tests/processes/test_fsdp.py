@@ -13,19 +13,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import prophet
 from prophet.engine.parallel import ExpertReplicas, expert_groups, expert_parameters
 from tests.helpers.launch import on_processes
-from tests.helpers.support import (
-    RandomPlanner,
-    dense_parameters,
-    expert_gradients,
-    next_id_loss,
-)
-from tests.helpers.training import (
-    SCALE,
-    Case,
-    Step,
-    compare,
-    expected,
-)
+from tests.helpers.support import RandomPlanner, dense_parameters, expert_gradients, next_id_loss
+from tests.helpers.training import SCALE, Case, Step, compare, expected
 
 # 4 ranks' batches; the oracle knows nothing of groups
 CASE = Case(ranks=4, shapes=((4,), (0,), (2,), (5,)), seed=12, microbatches=2)

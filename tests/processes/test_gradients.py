@@ -7,13 +7,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.launch import on_processes
-from tests.helpers.training import (
-    Case,
-    Step,
-    compare,
-    expected,
-    train_in_process,
-)
+from tests.helpers.training import Case, Step, compare, expected, train_in_process
 
 SHAPES = ((3,), (0,), (2,), (5,), (1,), (2,), (4,), (3,))
 

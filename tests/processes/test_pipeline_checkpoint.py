@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline_balance.leave.checkpoint import (
-    DESCRIPTION,
-    load_checkpoint,
-    read_checkpoint,
-    save_checkpoint,
-)
+from pipeline_balance.leave.checkpoint import DESCRIPTION, load_checkpoint, read_checkpoint, save_checkpoint
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from tests.helpers.launch import run_gloo

@@ -7,12 +7,7 @@ import torch
 import prophet
 from prophet.ranks.process_group import collective_for
 from tests.helpers.launch import on_processes
-from tests.helpers.support import (
-    FixedPlanner,
-    TinyModel,
-    everywhere,
-    next_id_loss,
-)
+from tests.helpers.support import FixedPlanner, TinyModel, everywhere, next_id_loss
 
 
 def attach_again_and_again() -> list[float]:

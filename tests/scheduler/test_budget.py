@@ -12,26 +12,16 @@ import prophet
 from prophet.errors import ReplicaMemoryError
 from prophet.experts.bank import ReplicaPool
 from prophet.ranks.collective import Collective
+from prophet.scheduler.actions import Window
 from prophet.scheduler.budget import within_budget
 from prophet.scheduler.schedules import NAMES, schedule_named
+from prophet.scheduler.windows import WindowClock
 from prophet.spec import Placement
 from tests.helpers.launch import on_processes
-from tests.helpers.support import (
-    FixedPlanner,
-    everywhere,
-    on_threads,
-)
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-    train,
-    train_in_process,
-)
+from tests.helpers.support import FixedPlanner, everywhere, on_threads
+from tests.helpers.training import Case, Run, Step, compare, expected, train, train_in_process
 
-CASE = Case(ranks=2, blocks=3, shapes=((2, 3), (4,)), slots=8, steps=3, seed=3, replica_memory="refetch")
+CASE = Case(ranks=2, blocks=3, shapes=((2, 3), (4,)), slots=8, steps=3, seed=3, refetch=True)
 ALL = everywhere(4, 2)
 
 
@@ -55,7 +45,7 @@ def test_refetched_replicas_give_the_oracles_gradients(
     case = replace(CASE, schedule=schedule, transfers=transfers, **variant)  # type: ignore[arg-type]
     by_rank = on_threads(2, lambda group: train(case, group, FixedPlanner(ALL)))
     compare(expected(case), by_rank)
-    kept = replace(case, replica_memory="keep")
+    kept = replace(case, refetch=False)
     for refetched, plain in zip(by_rank, on_threads(2, lambda g: train(kept, g, FixedPlanner(ALL))), strict=True):
         for a, b in zip(refetched, plain, strict=True):
             assert all(np.array_equal(grad, b.experts[name]) for name, grad in a.experts.items())
@@ -90,13 +80,15 @@ def peak(case: Case, **options: object) -> int:
     def body(group: Collective) -> int:
         run = Run(case, group, FixedPlanner(ALL), **options)  # type: ignore[arg-type]
         pool, most = run.engine.pool, [0]
-        enter = run.engine.runtime.enter
 
-        def watched(window: object) -> None:
-            enter(window)  # type: ignore[arg-type]
-            most[0] = max(most[0], pool.in_use_bytes)
+        class Watched(WindowClock):
+            """At the start of a window there is all that the one before has brought."""
 
-        run.engine.runtime.enter = watched  # type: ignore[method-assign, assignment]
+            def enter(self, window: Window) -> None:
+                most[0] = max(most[0], pool.in_use_bytes)
+                super().enter(window)
+
+        run.engine.runtime.windows = Watched(run.engine.stopwatch)
         for s in range(3):
             run.whole_step(s)
         assert pool.in_use_bytes == 0
@@ -115,17 +107,17 @@ def test_refetching_holds_the_parameters_of_two_layers_at_a_time() -> None:
         .experts.shape()
         .expert_bytes
     )
-    assert peak(replace(case, replica_memory="keep")) == 5 * 2 * layer
+    assert peak(replace(case, refetch=False)) == 5 * 2 * layer
     assert peak(case) == 5 * layer + 2 * layer
     assert peak(replace(case, schedule="look-ahead")) == 5 * layer + 3 * layer
     # a budget that leaves room for the gradients of all layers and the parameters of two
     assert peak(replace(case, schedule="look-ahead"), replica_memory_bytes=7 * layer) <= 7 * layer
 
 
-@pytest.mark.parametrize("memory", ["keep", "refetch"])
+@pytest.mark.parametrize("refetch", [False, True], ids=["keep", "refetch"])
 @pytest.mark.parametrize("replicas", [1, 2, 3.5, 5])
-def test_any_budget_is_kept_and_exact(memory: str, replicas: float) -> None:
-    case = replace(CASE, replica_memory=memory, steps=3)
+def test_any_budget_is_kept_and_exact(refetch: bool, replicas: float) -> None:
+    case = replace(CASE, refetch=refetch, steps=3)
 
     class Full(FixedPlanner):
         """What fits a layer alone."""

@@ -8,29 +8,15 @@ import pytest
 
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.process_group import collective_for
-from prophet.report.picture import (
-    around_blocks,
-    block_of,
-    draw_step,
-    svg,
-)
+from prophet.report.picture import around_blocks, block_of, draw_step, svg
 from prophet.scheduler.actions import Window
 from prophet.scheduler.recording import StepMarks, compute_spans
 from prophet.scheduler.schedules import block_wise
 from prophet.scheduler.simulate import StepDurations, simulate
 from prophet.scheduler.timeline import Span, read_trace, write_trace
 from tests.helpers.launch import on_processes
-from tests.helpers.support import (
-    FixedPlanner,
-    everywhere,
-    on_threads,
-)
-from tests.helpers.training import (
-    Case,
-    Run,
-    compare,
-    expected,
-)
+from tests.helpers.support import FixedPlanner, everywhere, on_threads
+from tests.helpers.training import Case, Run, compare, expected
 
 CASE = Case(ranks=2, blocks=3, shapes=((2, 3), (4,)), slots=8, steps=4, transfers="direct")
 
@@ -38,13 +24,13 @@ CASE = Case(ranks=2, blocks=3, shapes=((2, 3), (4,)), slots=8, steps=4, transfer
 def record(group: Collective) -> tuple[list[object], list[Span], int]:
     run = Run(CASE, group, FixedPlanner(everywhere(4, 2)))
     # transfers are cut by measured windows: where a busy machine stretches one, the chunk of another may get no bytes
-    run.engine._notes.weights = lambda: {Window("FNEC", CASE.blocks): 1}  # type: ignore[method-assign]  # all alike
+    run.engine._agreed_us = lambda: {Window("FNEC", CASE.blocks): 1}  # type: ignore[method-assign]  # all alike
     steps = [run.whole_step(0)]
-    plain = run.engine.collective
     with run.engine.recording() as recording:
         steps += [run.whole_step(1), run.whole_step(2)]
-    assert run.engine.collective is plain
+    recorded = len(recording.recorder.spans())
     steps.append(run.whole_step(3))
+    assert len(recording.recorder.spans()) == recorded, "nothing is recorded outside"
     assert recording.steps == 2
     first = {s.name for s in recording.spans(0)}
     spans = recording.spans()
@@ -120,8 +106,11 @@ def test_compute_is_cut_where_the_backward_pass_begins_and_ends() -> None:
     spans.append(Span(7.0, 8.0, 0, "tokens", "dispatch backward of layer 0"))
 
     def seen(backward_s: float | None) -> list[str]:
-        marks = StepMarks(0.0, backward_s, 9.0, 10.0)
-        return [f"{s.name} {s.start_s:g}..{s.end_s:g}" for s in compute_spans(spans, marks, 0, 1)]
+        windows = [(0.0, "start"), (3.0, "FNEC(0)"), (6.5, "BEC(0)"), (8.2, "end"), (9.0, "update")]
+        if backward_s is not None:
+            windows.insert(2, (backward_s, "BNEC(0)"))
+        marks = StepMarks(tuple(windows), 10.0)
+        return [f"{s.name} {s.start_s:g}..{s.end_s:g}" for s in compute_spans(spans, marks, 0)]
 
     after = ["BEC(0) 6..7", "end 8..9", "update 9..10"]
     assert seen(4.0) == ["start 0..1", "FNEC(0) 2..4", "BNEC(0) 4..5", *after]
@@ -139,6 +128,6 @@ def test_two_blocks_of_a_step() -> None:
     assert computed == {"FEC(1)", "FNEC(1)", "FEC(2)", "FNEC(2)"}
     assert {s.name for s in cut if s.stream == "weights"} == {"Trans(2,0)", "Trans(2,1)", "Trans(3,0)", "Trans(3,1)"}
     assert around_blocks(step.spans, (7,)) == []
-    assert [block_of(n) for n in ("FEC(3)", "Trans(2,0)", "dispatch of layer 5", "start")] == [3, 2, 5, None]
+    assert [block_of(n) for n in ("FEC(3)", "Trans(2,0)", "dispatch of layer 5", "start")] == [3, 2, None, None]
     with pytest.raises(ValueError, match="nothing to draw"):
         draw_step({"simulated": step.spans}, blocks=(7,))

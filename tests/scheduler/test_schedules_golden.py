@@ -16,7 +16,6 @@ from prophet.scheduler.schedules import (
     depth_within,
     look_ahead,
     operator_grained,
-    parse_program,
     program,
     schedule_named,
     with_refetch,
@@ -115,7 +114,7 @@ END AGG(1,0)@UPDATE AGG(1,1)@UPDATE AGG(0,0)@UPDATE AGG(0,1)@UPDATE WAIT_AGG(1) 
 )
 def test_golden(schedule: tuple[Action, ...], table: str) -> None:
     assert [str(a) for a in schedule] == table.split()
-    assert parse_program(table) == schedule
+    assert tuple(map(Action.parse, table.split())) == schedule
 
 
 @pytest.mark.parametrize("refetch", [False, True])
@@ -126,7 +125,7 @@ def test_a_program_holds_its_schedule_and_reads_back(name: str, blocks: int, ref
     whole = program(schedule, blocks)
     assert tuple(a for a in whole if a.is_transfer) == schedule
     assert program(whole, blocks) == whole
-    assert parse_program(" ".join(map(str, whole))) == whole
+    assert tuple(Action.parse(str(a)) for a in whole) == whole
     check_schedule(whole, blocks, 6)
 
 

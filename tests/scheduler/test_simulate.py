@@ -14,14 +14,7 @@ from prophet.errors import SpecError
 from prophet.planner.cost import transfer_cost
 from prophet.scheduler.actions import Action
 from prophet.scheduler.pieces import Form
-from prophet.scheduler.schedules import (
-    NAMES,
-    Schedule,
-    block_wise,
-    blocking,
-    program,
-    schedule_named,
-)
+from prophet.scheduler.schedules import NAMES, Schedule, block_wise, blocking, program, schedule_named
 from prophet.scheduler.simulate import (
     SimulatedStep,
     StepDurations,

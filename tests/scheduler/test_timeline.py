@@ -11,7 +11,7 @@ import pytest
 from prophet.errors import TraceError
 from prophet.scheduler.schedules import block_wise
 from prophet.scheduler.simulate import StepDurations, simulate
-from prophet.scheduler.timeline import Recorder, Span, hidden_s, read_trace, to_trace, write_trace
+from prophet.scheduler.timeline import Recorder, Span, read_trace, to_trace, write_trace
 
 SPANS = [
     Span(10.0, 10.5, 0, "compute", "FEC(0)"),
@@ -78,13 +78,6 @@ def test_recording_from_several_threads() -> None:
     for t in threads:
         t.join()
     assert len(recorder.spans()) == 2000
-
-
-def test_hidden_seconds() -> None:
-    assert hidden_s(SPANS) == {0: (0.25, 0.5), 1: (0.0, 0.0)}
-    double = [*SPANS, Span(10.3, 10.4, 0, "weights", "inside the first"), Span(10.2, 10.6, 0, "compute", "overlaps")]
-    both, total = hidden_s(double)[0]
-    assert (both, total) == pytest.approx((0.35, 0.5))
 
 
 def test_impossible_spans() -> None:

@@ -17,15 +17,7 @@ from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
 from tests.helpers.launch import on_processes
 from tests.helpers.recorder import RecordingCollective
 from tests.helpers.support import FixedPlanner, on_threads
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-    train,
-    train_in_process,
-)
+from tests.helpers.training import Case, Run, Step, compare, expected, train, train_in_process
 
 # three receivers of expert 0, two of expert 5, one of expert 7
 PAIRS = [(0, 1), (0, 2), (0, 3), (5, 0), (5, 3), (7, 0)]
@@ -95,7 +87,7 @@ def test_ranks_may_see_the_first_phase_end_at_different_times(monkeypatch: pytes
         return rank % 2 == 0
 
     monkeypatch.setattr(_ThreadPending, "ended", ended)
-    case = replace(CASE, transfers="two-phase", schedule=schedule, replica_memory="refetch")
+    case = replace(CASE, transfers="two-phase", schedule=schedule, refetch=True)
     compare(expected(case), on_threads(4, lambda group: train(case, group, FixedPlanner(PAIRS))))
     assert seen == {0, 1, 2, 3}
 
@@ -105,25 +97,25 @@ def test_the_cheaper_form_is_taken() -> None:
     context = PlanContext(topology=topology, shape=LayerShape(dim=8, hidden=8), home=tuple(range(8)))
     many = Placement.with_replicas(context.home, 8, [(0, r) for r in range(1, 8)])
     one = Placement.with_replicas(context.home, 8, [(0, 1), (2, 3)])
-    chooser = FormChooser(2)
+    chooser, other = FormChooser(), FormChooser()
 
-    def chosen(layer: int, placement: Placement, who: FormChooser = chooser, **cover_s: float) -> tuple[bool, bool]:
-        form = who.form(layer, placement, context, **cover_s)  # type: ignore[arg-type]
+    def chosen(who: FormChooser, placement: Placement, **cover_s: float) -> tuple[bool, bool]:
+        form = who.form(placement, context, **cover_s)  # type: ignore[arg-type]
         return form.two_phase_trans, form.two_phase_agg
 
     for placement, two_phase in ((many, True), (one, False)):
         cost = transfer_cost(placement, topology, context.shape.expert_bytes)
         assert cost.two_phase == two_phase
-        trans, agg = chooser.prepare(0, placement, context)
+        trans, agg = chooser.prepare(placement, context)
         assert min(trans.direct, trans.first + trans.second) == pytest.approx(cost.seconds)
         assert (agg.first, agg.second) == (pytest.approx(trans.second), pytest.approx(trans.first))
         for _ in range(2):
-            assert chosen(0, placement) == (two_phase, two_phase)
-    assert chosen(1, many) == (True, True)
-    assert chosen(1, one) == (False, False), "what is remembered belongs to its placement"
-    assert chosen(0, many, FormChooser(2, "direct")) == (False, False)
-    assert chosen(0, one, FormChooser(2, "two-phase")) == (True, True)
-    form = chooser.form(0, many, context, trans_cut=(0, 100, 1024), agg_cut=(0, 1024))
+            assert chosen(chooser, placement) == (two_phase, two_phase)
+    assert chosen(other, many) == (True, True)
+    assert chosen(other, one) == (False, False), "what is remembered belongs to its placement"
+    assert chosen(FormChooser("direct"), many) == (False, False)
+    assert chosen(FormChooser("two-phase"), one) == (True, True)
+    form = chooser.form(many, context, trans_cut=(0, 100, 1024), agg_cut=(0, 1024))
     assert (form.trans_cut, form.agg_cut) == ((0, 100, 1024), (0, 1024))
 
 

@@ -16,24 +16,13 @@ from prophet.errors import ReplicaMemoryError
 from prophet.experts.bank import ExpertBank, ReplicaPool
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.threads import ThreadWorld
+from prophet.scheduler.actions import Window
 from prophet.scheduler.runtime import Runtime
 from prophet.scheduler.schedules import block_wise, blocking
 from prophet.spec import Placement
 from tests.helpers.recorder import RecordingCollective
-from tests.helpers.support import (
-    FixedPlanner,
-    HomesPlanner,
-    everywhere,
-    on_threads,
-)
-from tests.helpers.training import (
-    Case,
-    Run,
-    Step,
-    compare,
-    expected,
-    train,
-)
+from tests.helpers.support import FixedPlanner, HomesPlanner, everywhere, on_threads
+from tests.helpers.training import Case, Run, Step, compare, expected, train
 
 MAKE = {"block-wise": block_wise, "blocking": blocking}
 
@@ -132,10 +121,10 @@ def test_replicas_vanish_and_memory_does_not_grow() -> None:
             lent = run.engine.pool.in_use_bytes
             run.step()
             copies = run.engine.last_step.copies[:, group.rank].sum() if run.engine.last_step else 0
-            assert lent == copies * run.engine._contexts[0].shape.replica_bytes
+            assert lent == copies * run.engine.contexts[0].shape.replica_bytes
             assert run.engine.pool.in_use_bytes == 0
             held.append(run.engine.pool.held_bytes)
-        most = 2 * 2 * run.engine._contexts[0].shape.replica_bytes  # two layers, two foreign experts
+        most = 2 * 2 * run.engine.contexts[0].shape.replica_bytes  # two layers, two foreign experts
         assert 0 < max(held) <= most
         run.close()
         return held
@@ -261,10 +250,12 @@ def test_agg_adds_in_rank_order() -> None:
         layer = Layer(group.rank)
         runtime = Runtime([layer], group, ReplicaPool(), block_wise(1))
         runtime.begin([placement])
-        for replica in runtime.replicas(0):
+        step = runtime.step
+        assert step is not None
+        for replica in step.blocks[0].arrived():
             replica.grads.fill_(parts[group.rank])
         probe = torch.ones((), requires_grad=True)
-        probe.register_hook(lambda _: runtime.backward_ran(0))
+        probe.register_hook(lambda _: step.enter(Window("BEC", 0)))
         probe.backward()
         runtime.end()
         return layer.experts.w_in.grad

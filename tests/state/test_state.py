@@ -14,14 +14,7 @@ from pipeline_balance.pipeline.training_state import by_layer
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, LayoutError, TransitionError
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
-from prophet.state.layout import (
-    Layout,
-    Piece,
-    flat_shard,
-    layout_from,
-    missing,
-    slice_box,
-)
+from prophet.state.layout import Layout, Piece, flat_shard, layout_from, missing, slice_box
 from prophet.state.plan import plan
 from prophet.state.route import Route, route
 from prophet.state.space import Box, Space, TensorSpec

@@ -7,15 +7,11 @@ import pytest
 
 from prophet.errors import SpecError
 from prophet.planner import get_planner
+from prophet.planner.base import Planner
 from prophet.planner.cost import step_cost
 from prophet.spec import LayerShape, Placement, PlanContext, Split, Topology
 from prophet.traces.npz import RoutingTrace
-from prophet.traces.replay import (
-    choose_iterations,
-    predicted_load,
-    replay,
-    routed_per_rank,
-)
+from prophet.traces.replay import choose_iterations, predicted_load, replay, routed_per_rank
 
 
 def context(ranks: int = 2, experts: int = 4) -> PlanContext:
@@ -32,7 +28,7 @@ def trace(iterations: tuple[int, ...] = (0, 0, 1, 1, 2, 2), ranks: int = 2, expe
     return RoutingTrace(counts, np.asarray(iterations, dtype=np.int32))
 
 
-class Spy:
+class Spy(Planner):
     """Remembers what it was asked, and keeps everything at home."""
 
     name = "spy"

@@ -6,11 +6,11 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from pipeline_balance.control.controller import Controller, ControllerConfig, MoveCost
 from pipeline_balance.control.measure import Meter
+from pipeline_balance.pipeline.stages import PipelineConfig
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
@@ -23,8 +23,8 @@ class _Pretended:
 
     def __init__(self, collective: Collective, *, backward: bool = True, timeout_s: float = 10.0) -> None:
         self.collective = collective
-        self.ranks, self.microbatches, self.refreshed, self.timeout_s = collective.size, 4, 0, timeout_s
-        self.device = torch.device("cpu")
+        self.ranks, self.refreshed = collective.size, 0
+        self.config = PipelineConfig(microbatches=4, timeout_s=timeout_s)
         self.stage_map = StageMap.contiguous((0, 4, 8)) if collective.size == 2 else StageMap.contiguous((0, 8))
         self.meter = Meter()
         self.backward = backward

@@ -10,17 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeline_balance.dynamics.freezing import Freezer, FreezingRule, freeze_prefix, gradient_rates
-from pipeline_balance.dynamics.pruning import (
-    PrunedLinear,
-    PruningSchedule,
-    global_top_k,
-    global_top_k_naive,
-    prune_globally,
-)
+from pipeline_balance.dynamics.pruning import PrunedLinear, PruningSchedule, global_top_k, prune_globally
 from pipeline_balance.spec import LayerCost
 from prophet.errors import SpecError
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers import pipeline_loads as loads
+from tests.helpers.pipeline_naive import global_top_k_naive
 
 COST = LayerCost(
     forward_s=1.0,

@@ -7,15 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from pipeline_balance.maps.partition import (
-    partition,
-    partition_by_time,
-    partition_by_time_naive,
-    partition_near,
-    partition_uniform,
-)
+from pipeline_balance.maps.partition import partition_by_time, partition_near, partition_uniform
 from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap
 from prophet.errors import SpecError
+from tests.helpers.pipeline_naive import partition_by_time_naive
 
 
 def test_tiny_equal_layers_leave_no_stage_empty() -> None:
@@ -42,28 +37,6 @@ def test_filling_greedily_would_miss_this() -> None:
 def test_uniform_gives_the_rest_to_the_first_stages() -> None:
     costs = [LayerCost(forward_s=1.0)] * 10
     assert partition_uniform(costs, RankLimits.uniform(4), microbatches=1).boundaries == (0, 3, 6, 8, 10)
-
-
-def test_regex_counts_matching_names() -> None:
-    names = ["Embedding", "Block", "block", "Norm", "BLOCK", "Block", "Head"]
-    costs = [LayerCost(forward_s=100.0 if n == "Head" else 1.0, name=n) for n in names]
-    found = partition("type:block", costs, RankLimits.uniform(2), microbatches=4)
-    counts = [sum("block" in names[i].lower() for i in found.layers_of(s)) for s in range(2)]
-    assert counts == [2, 2]
-    with pytest.raises(PartitionError, match="matches"):
-        partition("type:nothing", costs, RankLimits.uniform(2), microbatches=4)
-    with pytest.raises(SpecError, match="regular expression"):
-        partition("type:(", costs, RankLimits.uniform(2), microbatches=4)
-
-
-def test_regex_leaves_no_stage_without_a_match_when_there_are_enough() -> None:
-    costs = [LayerCost(forward_s=1.0, name="Block")] * 6
-    assert partition("type:Block", costs, RankLimits.uniform(5), microbatches=1).stages == 5
-
-
-def test_unknown_method_is_named() -> None:
-    with pytest.raises(SpecError, match="'best'"):
-        partition("best", [LayerCost(forward_s=1.0)], RankLimits.uniform(1), microbatches=1)
 
 
 def test_errors_name_what_does_not_fit() -> None:

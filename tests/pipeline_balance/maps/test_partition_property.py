@@ -8,21 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline_balance.maps.partition import (
-    partition_by_parameters,
-    partition_by_time,
-    partition_by_time_naive,
-    partition_near,
-)
-from pipeline_balance.spec import (
-    LayerCost,
-    PartitionError,
-    RankLimits,
-    StageMap,
-    fits,
-    moved_bytes,
-    rank_loads_s,
-)
+from pipeline_balance.maps.partition import partition_by_parameters, partition_by_time, partition_near
+from pipeline_balance.spec import LayerCost, PartitionError, RankLimits, StageMap, fits, moved_bytes, rank_loads_s
+from tests.helpers.pipeline_naive import partition_by_time_naive
 
 
 @st.composite

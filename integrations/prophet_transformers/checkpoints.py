@@ -1,0 +1,359 @@
+"""What a Trainer saves and loads, done by all ranks.
+
+Trainer saves on rank 0 alone, which has one rank's experts and their optimizer state, and it tells callbacks of a save
+when it has already pushed the checkpoint and deleted older ones. It never tells them which folder it resumes from. So
+its own methods are wrapped, on the instance: each still runs, with the model or the optimizer taken care of.
+
+A checkpoint is whole once its `trainer_state.json` is there, which Trainer writes last: before it pushes, and before
+it deletes older checkpoints. Beside it `prophet_files.json` lists the others, so that a folder which is being copied or
+deleted is not whole either. A save into a folder that holds a whole checkpoint moves that one aside first, to
+`replaced-checkpoint-<step>`, and deletes it in the end.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+
+from prophet.convert import converted
+from prophet.errors import CheckpointError
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import collective_for, process_rank
+from prophet_transformers.optimizer_parts import SHARED, OptimizerParts
+from prophet_transformers.saving import load_pretrained, save_pretrained
+
+STATE = "trainer_state.json"
+FILES = "prophet_files.json"
+SCHEDULER = "scheduler.pt"
+_TENSORS = {".pt", ".pth", ".bin", ".safetensors"}
+_REPLACED = "replaced-"
+_FOLDER = re.compile(rf"({_REPLACED})?checkpoint-(\d+)")
+
+
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let `owner.name(...)` call `around(inner, ...)`, where `inner` is what it was."""
+    inner = getattr(owner, name, None)
+    if inner is None:
+        raise RuntimeError(
+            f"{type(owner).__name__} of transformers {transformers.__version__} has no {name}(), by which "
+            f"ProphetCallback saves and loads: expected a version from 4.57 to 5"
+        )
+
+    @functools.wraps(inner)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(inner, *args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def whole_checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints in a Trainer's folder that have all their files, oldest step first, a replaced one before its
+    successor.
+    """
+    found = [(int(m[2]), not m[1], p) for p in output_dir.glob("*checkpoint-*") if (m := _FOLDER.fullmatch(p.name))]
+    return [path for *_, path in sorted(found) if flaw(path) is None]
+
+
+def flaw(folder: Path) -> str | None:
+    """Why `folder` is no whole checkpoint: a file, and what is wrong with it; None where nothing is."""
+    for name, field in ((STATE, "global_step"), (FILES, "files")):
+        try:
+            said = json.loads((folder / name).read_text(encoding="utf-8"))
+            if field not in said:
+                return f"{folder / name}: expected the field {field}"
+        except (OSError, ValueError, TypeError) as error:
+            return f"{folder / name}: expected the file that ends a checkpoint, but it cannot be read ({error})"
+    try:
+        for name, size in said["files"].items():
+            found = (folder / name).stat().st_size
+            if found != size and Path(name).suffix in _TENSORS:  # a text may have been edited
+                return f"{folder / name}: expected {size} bytes, got {found}"
+    except (OSError, AttributeError, TypeError) as error:
+        return f"{folder}: expected the files that {FILES} lists ({error})"
+    return None
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(_REPLACED + folder.name)
+
+
+def _make_room(folder: Path) -> None:
+    """For a save into `folder`: what it holds is no checkpoint any more, or lies aside."""
+    if folder.exists() and flaw(folder) is None:
+        shutil.rmtree(_replaced(folder), ignore_errors=True)
+        folder.rename(_replaced(folder))
+    (folder / STATE).unlink(missing_ok=True)
+
+
+def _list_files(folder: Path) -> None:
+    files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+    wanted = {name: size for name, size in sorted(files.items()) if name not in (STATE, FILES)}
+    (folder / FILES).write_text(json.dumps({"files": wanted}, indent=1), encoding="utf-8")
+
+
+class Checkpoints:
+    """Wraps the methods of `trainer` that save and load; see the module.
+
+    before_best: called before the best model is loaded. model_from, optimizer_from: the folders that this training was
+    resumed from, None where it was not.
+    """
+
+    def __init__(self, trainer: Any, before_best: Callable[[], None]) -> None:
+        self._trainer, self._before_best = trainer, before_best
+        self.model_from: Path | None = None
+        self.optimizer_from: Path | None = None
+        self._in_checkpoint = False
+        self._saved: list[Path] = []  # models, since the last checkpoint began
+        wrap(trainer, "train", self._train)
+        wrap(trainer, "_load_from_checkpoint", self._load_model)
+        wrap(trainer, "_load_optimizer_and_scheduler", self._load_optimizer)
+        wrap(trainer, "_load_best_model", self._load_best)
+        wrap(trainer, "_issue_warnings_after_load", self._warn)
+        wrap(trainer, "_save_checkpoint", self._save_checkpoint)
+        wrap(trainer, "_save", self._save)
+        wrap(trainer, "_save_optimizer_and_scheduler", self._save_optimizer)
+        wrap(trainer, "_save_rng_state", self._save_rng)
+        self._reading = False
+
+    def check_resumed(self, step: int) -> None:
+        """Raise RuntimeError unless training that starts at `step` has its model and optimizer from one folder."""
+        if step > 0 and (self.model_from is None or self.model_from != self.optimizer_from):
+            raise RuntimeError(
+                f"training goes on at step {step}, with the model from {self.model_from} and the optimizer from "
+                f"{self.optimizer_from}: expected that {type(self._trainer).__name__} calls _load_from_checkpoint() "
+                f"and _load_optimizer_and_scheduler() for one folder, as Trainer does, which tells ProphetCallback "
+                f"where the experts are"
+            )
+
+    # --- loading ---
+
+    def _train(self, inner: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.model_from = self.optimizer_from = None
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(self._newest())
+        return inner(resume_from_checkpoint, *args, **kwargs)
+
+    def _newest(self) -> Path:
+        """The newest whole checkpoint of the output folder; the same on all ranks."""
+        folder = Path(self._trainer.args.output_dir)
+        found = whole_checkpoints(folder)
+        steps = self._gathered(int(found[-1].name.split("-")[-1]) if found else -1, "choice of a checkpoint")
+        if min(steps) < 0:
+            there = sorted(p.name for p in folder.glob("checkpoint-*"))
+            raise CheckpointError(f"{folder}: expected a whole checkpoint-<step>, got {there}")
+        if min(steps) < max(steps):
+            raise CheckpointError(
+                f"{folder}: the newest whole checkpoint is that of step {steps} by rank: expected one folder that all "
+                f"ranks share"
+            )
+        return found[-1]
+
+    def _load_model(self, inner: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_converted(self._trainer.model):
+            inner(resume_from_checkpoint, *args, **kwargs)
+            return
+        folder = Path(resume_from_checkpoint)
+
+        def read() -> None:
+            wrong = flaw(folder)
+            if wrong is not None:
+                beside = [p.name for p in whole_checkpoints(folder.parent)]
+                raise CheckpointError(f"{wrong}; whole checkpoints beside {folder.name}: {beside}")
+            self._read_model(folder, lambda: inner(resume_from_checkpoint, *args, **kwargs))
+
+        self._together(read, f"reading of the model from {folder}")
+        self.model_from = folder
+
+    def _load_best(self, inner: Any, *args: Any, **kwargs: Any) -> None:
+        folder = Path(self._trainer.state.best_model_checkpoint)
+        self._before_best()
+        self._together(
+            lambda: self._read_model(folder, lambda: inner(*args, **kwargs)), f"reading of the best model from {folder}"
+        )
+
+    def _read_model(self, folder: Path, inner: Callable[[], Any]) -> None:
+        """Trainer's own reading, which knows adapters, then the experts' and what else the file calls differently."""
+        model = self._trainer.model
+        if hasattr(model, "peft_config") or not _is_converted(model):  # adapters: the experts are the base model's
+            inner()
+            return
+        self._reading = True
+        try:
+            inner()
+            self._reading = False
+            load_pretrained(model, folder)
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{folder}: expected a {type(model).__name__}, which cannot be read: {error}"
+            ) from error
+        finally:
+            self._reading = False
+
+    def _warn(self, inner: Any, *args: Any, **kwargs: Any) -> None:
+        """Trainer misses the experts, which are read afterwards: that reading raises for whatever is missing then."""
+        if not self._reading:
+            inner(*args, **kwargs)
+
+    def _load_optimizer(self, inner: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        if checkpoint is None or not _is_converted(self._trainer.model):
+            inner(checkpoint, *args, **kwargs)
+            return
+        folder = Path(checkpoint)
+
+        def read() -> None:
+            with self._by_name(folder) as optimizer:
+                try:
+                    inner(checkpoint, *args, **kwargs)
+                except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                    raise CheckpointError(f"{folder}: {SHARED} or {SCHEDULER} cannot be read: {error}") from error
+            lacking = [name for name in (SHARED, SCHEDULER) if not (folder / name).is_file()]
+            if not optimizer.asked and not lacking:
+                raise RuntimeError(
+                    f"{type(self._trainer).__name__}._load_optimizer_and_scheduler() left {folder / SHARED} unread: "
+                    f"expected that it gives its contents to self.optimizer.load_state_dict(), as Trainer does"
+                )
+            if not optimizer.asked:
+                raise CheckpointError(
+                    f"{folder} lacks {' and '.join(lacking)}, so the optimizer's state would be lost (a checkpoint "
+                    f"with save_only_model=True has none): to train on from the model alone, load it by "
+                    f"from_pretrained({str(folder)!r}) and do not resume"
+                )
+
+        self._together(read, f"reading of the optimizer's state from {folder}")
+        self.optimizer_from = folder
+
+    # --- saving ---
+
+    def _save_checkpoint(self, inner: Any, *args: Any, **kwargs: Any) -> None:
+        self._in_checkpoint = True
+        self._saved.clear()
+        try:
+            inner(*args, **kwargs)
+        finally:
+            self._in_checkpoint = False
+        if not self._saved:
+            raise RuntimeError(
+                f"{type(self._trainer).__name__} saved a checkpoint without calling Trainer._save() on this rank, "
+                f"which is where ProphetCallback writes the experts of all ranks"
+            )
+        if process_rank() == 0:
+            shutil.rmtree(_replaced(self._saved[-1]), ignore_errors=True)
+
+    def _save(self, inner: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> None:
+        model = self._trainer.model
+        if not _is_converted(model):
+            inner(output_dir, *args, **kwargs)
+            return
+        folder = Path(self._trainer.args.output_dir if output_dir is None else output_dir)
+        if self._in_checkpoint and process_rank() == 0:
+            _make_room(folder)
+        save_pretrained(model, folder)
+        with _written(model):
+            inner(output_dir, *args, **kwargs)
+        if self._in_checkpoint and process_rank() == 0:
+            _list_files(folder)
+        self._saved.append(folder)
+
+    def _save_optimizer(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
+        if not _is_converted(self._trainer.model):
+            inner(output_dir, *args, **kwargs)
+            return
+        folder = Path(output_dir)
+
+        def write() -> None:
+            with self._by_name(folder) as optimizer:
+                inner(output_dir, *args, **kwargs)
+            parts = optimizer.parts
+            if process_rank() == parts.rank:  # the first of the groups, which hold copies
+                folder.mkdir(parents=True, exist_ok=True)
+                torch.save(parts.experts(), folder / parts.experts_file())
+
+        self._together(write, f"writing of the optimizer's state to {folder}")
+
+    def _save_rng(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
+        """Every rank writes a file, and rank 0 may go on to delete older checkpoints: not before all have."""
+        self._together(lambda: inner(output_dir, *args, **kwargs), f"writing of random states to {output_dir}")
+        if process_rank() == 0:
+            _list_files(Path(output_dir))
+
+    # --- parts ---
+
+    @contextmanager
+    def _by_name(self, folder: Path) -> Iterator[_OptimizerByName]:
+        """For Trainer, the optimizer's state is that of the parameters which all ranks share."""
+        trainer = self._trainer
+        optimizer = trainer.optimizer
+        trainer.optimizer = _OptimizerByName(optimizer, OptimizerParts(trainer.model, optimizer), folder)
+        try:
+            yield trainer.optimizer
+        finally:
+            trainer.optimizer = optimizer
+
+    def _together(self, act: Callable[[], None], what: str) -> None:
+        """Do it on all ranks, and return when all have; where one fails all raise."""
+        failed: Exception | None = None
+        try:
+            act()
+        except Exception as error:
+            failed = error
+        ranks = [rank for rank, said in enumerate(self._gathered(int(failed is not None), what)) if said]
+        if failed is not None:
+            raise failed
+        if ranks:
+            raise CheckpointError(f"{what}: rank(s) {ranks} failed, their errors say why")
+
+    def _gathered(self, number: int, what: str) -> list[int]:
+        everyone = collective_for(None, timeout_s=float(self._trainer.args.ddp_timeout))
+        mine = torch.tensor([number], device=next(self._trainer.model.parameters()).device)
+        found: list[int] = everyone.all_gather(mine, op=Operation(what)).flatten().tolist()
+        return found
+
+
+def _is_converted(model: Any) -> bool:
+    return next(converted(model), None) is not None
+
+
+class _OptimizerByName:
+    """Stands for the optimizer while Trainer writes or reads its state. asked: whether it did."""
+
+    def __init__(self, optimizer: Any, parts: OptimizerParts, folder: Path) -> None:
+        self._optimizer, self.parts, self._folder = optimizer, parts, folder
+        self.asked = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked = True
+        return self.parts.shared()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.asked = True
+        self._optimizer.load_state_dict(self.parts.read(state, self._folder))
+
+
+@contextmanager
+def _written(model: Any) -> Iterator[None]:
+    """While it lasts `model.save_pretrained` does nothing: the model has been written."""
+    before = model.__dict__.get("save_pretrained")
+    model.save_pretrained = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        if before is None:
+            del model.save_pretrained
+        else:
+            model.save_pretrained = before

@@ -1,0 +1,214 @@
+"""The optimizer's state as files that any number of ranks can read.
+
+One file holds the settings, and the state of the parameters that all ranks share. Each rank of an expert-parallel
+group adds a file with the state of its own experts, which says which experts these are. A reading rank takes the
+experts it has from whichever files hold them. Parameters are told apart by name.
+
+Shape legend: m experts per rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.convert import converted
+from prophet.errors import CheckpointError
+
+SHARED = "optimizer.pt"  # Trainer's name
+EXPERTS = "optimizer_experts_{rank}_of_{ranks}.pt"
+FORMAT = 1
+# how an optimizer computes is the reading run's choice
+_NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+_SHOWN = 4  # names in a message
+
+
+class OptimizerParts:
+    """The state of `optimizer` by the names of a converted model's parameters; see the module."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        layers = [(name, layer) for name, _, _, layer in converted(model)]
+        group = layers[0][1].collective
+        self.rank, self.ranks = group.rank, group.size
+        # by parameter: the global number of the first of this rank's experts, and how many
+        self._held = {
+            f"{name}.experts.{part}": (layer.experts.first_expert, layer.experts.experts)
+            for name, layer in layers
+            for part, _ in layer.experts.stacked()
+        }
+
+    # --- writing ---
+
+    def shared(self) -> dict[str, Any]:
+        """Settings, and the state of the parameters that all ranks share."""
+        groups = [
+            {
+                "settings": {k: v for k, v in group.items() if k not in _NOT_SETTINGS},
+                "parameters": [self._name_of(p) for p in group["params"]],
+            }
+            for group in self._optimizer.param_groups
+        ]
+        return {
+            "format": FORMAT,
+            "optimizer": type(self._optimizer).__name__,
+            "ranks": self.ranks,
+            "groups": groups,
+            "states": {name: state for name, state in self._states() if name not in self._held},
+        }
+
+    def experts(self) -> dict[str, Any]:
+        """The state of this rank's experts."""
+        states = {name: state for name, state in self._states() if name in self._held}
+        return {"format": FORMAT, "held": dict(self._held), "states": states}
+
+    def experts_file(self) -> str:
+        """The name of the file for `experts()`."""
+        return EXPERTS.format(rank=self.rank, ranks=self.ranks)
+
+    # --- reading ---
+
+    def read(self, shared: Any, folder: Path) -> dict[str, Any]:
+        """What the optimizer's `load_state_dict` takes, for this rank's experts.
+
+        shared: the contents of the file of that name in `folder`. Raises `CheckpointError` where state is missing, is
+        of another optimizer, or cannot be divided among this number of ranks.
+        """
+        path = folder / SHARED
+        if not isinstance(shared, dict) or shared.get("format") != FORMAT:
+            raise CheckpointError(
+                f"{path}: expected the state that ProphetCallback writes; to train on from the model alone, load it "
+                f"by from_pretrained({str(folder)!r}) and do not resume"
+            )
+        wanted = type(self._optimizer).__name__
+        if shared["optimizer"] != wanted:
+            raise CheckpointError(f"{path}: expected the state of {wanted}, got that of {shared['optimizer']}")
+        settings = {name: g["settings"] for g in shared["groups"] for name in g["parameters"]}
+        files = _ExpertFiles(folder, shared["ranks"], self.rank if shared["ranks"] == self.ranks else None)
+        groups: list[dict[str, Any]] = []
+        states: dict[int, Any] = {}
+        for group in self._optimizer.param_groups:
+            names = [self._name_of(p) for p in group["params"]]
+            numbers = range(len(states), len(states) + len(names))
+            groups.append(_group(path, group, names, list(numbers), settings))
+            for number, name in zip(numbers, names, strict=True):
+                held = self._held.get(name)
+                states[number] = shared["states"].get(name) if held is None else files.state(name, *held)
+        return {"param_groups": groups, "state": {n: s for n, s in states.items() if s}}
+
+    # --- parts ---
+
+    def _name_of(self, p: Tensor) -> str:
+        name = self._names.get(id(p))
+        if name is None:
+            raise ValueError(f"the optimizer holds a parameter of shape {list(p.shape)} that is not the model's")
+        return name
+
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for p, state in self._optimizer.state.items():
+            yield self._name_of(p), dict(state)
+
+
+class _ExpertFiles:
+    """The files of all ranks that wrote, opened when they are needed. likely: the rank whose file to try first."""
+
+    def __init__(self, folder: Path, ranks: int, likely: int | None) -> None:
+        self._folder, self._ranks = folder, ranks
+        self._order = sorted(range(ranks), key=lambda rank: rank != likely)
+        self._open: dict[int, Mapping[str, Any]] = {}
+
+    def state(self, name: str, first: int, count: int) -> dict[str, Any]:
+        """The state of the parameter `name` for experts first..first + count."""
+        pieces: dict[int, tuple[int, Mapping[str, Any]]] = {}  # by first expert: up to which, and their state
+        missing = set(range(first, first + count))
+        for rank in self._order:
+            if not missing:
+                break
+            part = self._part(rank)
+            start, size = part["held"].get(name, (0, 0))
+            if missing.isdisjoint(range(start, start + size)):
+                continue
+            missing -= set(range(start, start + size))
+            state = part["states"].get(name, {})
+            if (start, size) == (first, count):
+                return {field: _copied(value) for field, value in state.items()}
+            pieces[start] = (start + size, state)
+        if missing:
+            raise CheckpointError(f"{self._folder}: no file of {self._ranks} has expert {min(missing)} of {name}")
+        return self._joined(name, first, first + count, [(a, *pieces[a]) for a in sorted(pieces)])
+
+    def _joined(
+        self, name: str, first: int, stop: int, pieces: list[tuple[int, int, Mapping[str, Any]]]
+    ) -> dict[str, Any]:
+        fields = pieces[0][2].keys()
+        joined: dict[str, Any] = {}
+        for field in fields:
+            values = [state.get(field) for _, _, state in pieces]
+            cut = [
+                v[max(first - start, 0) : stop - start]
+                for v, (start, end, _) in zip(values, pieces, strict=True)
+                if isinstance(v, Tensor) and v.dim() > 0 and v.shape[0] == end - start
+            ]
+            if len(cut) == len(pieces):
+                joined[field] = torch.cat(cut)
+            elif all(_equal(v, values[0]) for v in values):
+                joined[field] = _copied(values[0])
+            else:
+                self._refuse(name, field)
+        if any(state.keys() != fields for _, _, state in pieces):
+            self._refuse(name, "state")
+        return joined
+
+    def _refuse(self, name: str, field: str) -> None:
+        raise CheckpointError(
+            f"{self._folder}: the optimizer's {field} of {name} cannot be divided among another number of ranks: "
+            f"resume with expert-parallel groups of {self._ranks}"
+        )
+
+    def _part(self, rank: int) -> Mapping[str, Any]:
+        if rank not in self._open:
+            path = self._folder / EXPERTS.format(rank=rank, ranks=self._ranks)
+            try:
+                part = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                raise CheckpointError(
+                    f"{path}: expected the optimizer's state of this rank's experts: {error}"
+                ) from error
+            if not isinstance(part, dict) or part.get("format") != FORMAT:
+                raise CheckpointError(f"{path}: expected the state that ProphetCallback writes")
+            self._open[rank] = part
+        return self._open[rank]
+
+
+def _group(
+    path: Path, group: Mapping[str, Any], names: list[str], numbers: list[int], saved: Mapping[str, Any]
+) -> dict[str, Any]:
+    """One of the optimizer's groups with the settings that its parameters were saved with."""
+    missing = sorted(set(names) - saved.keys())
+    if missing:
+        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        raise CheckpointError(f"{path} lacks {', '.join(missing[:_SHOWN])}{more}: expected all trained parameters")
+    settings = [saved[name] for name in names]
+    if any(s is not settings[0] for s in settings):
+        other = next(n for n, s in zip(names, settings, strict=True) if s is not settings[0])
+        raise CheckpointError(f"{path}: {names[0]} and {other} were saved in different groups of the optimizer")
+    kept = {key: group[key] for key in _NOT_SETTINGS if key in group}
+    # a group without parameters, as Trainer makes one where all are adapters, keeps its settings
+    return {**(settings[0] if settings else group), **kept, "params": numbers}
+
+
+def _copied(value: Any) -> Any:
+    # a tensor of a mapped file would follow what is written there later
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dim() == b.dim() == 0 and torch.equal(a, b)
+    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)

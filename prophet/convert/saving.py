@@ -1,0 +1,114 @@
+"""Writing converted models of `transformers` in their original layout, by the call that writes the unconverted ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from prophet.convert.routed import converted
+from prophet.convert.state import original_state_dict
+from prophet.errors import CheckpointError, PartialStateError
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import collective_for, process_rank, processes, roll_call
+
+
+def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
+    """Write `model` in its original layout, so that its class's `from_pretrained` loads it; collective.
+
+    Every process calls it. Process 0 writes, to which the experts are gathered from their homes one block at a time,
+    and all return once the files are there. options: for the model's own `save_pretrained`.
+
+    Raises `CollectiveTimeout` within five seconds where process 0 alone calls it, and `CheckpointError` on the other
+    ranks where process 0 could not write.
+    """
+    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    layers = [layer for *_, layer in converted(model)]
+    group = layers[0].collective if layers else collective_for(None)
+    roll_call(Operation("save_pretrained"), patience_s=group.timeout_s)
+    writer = group.rank == 0 and process_rank() == 0
+    state = original_state_dict(model, keep=writer)
+    error: Exception | None = None
+    if writer:
+        try:
+            type(model).save_pretrained(model, folder, state_dict=state, **options)
+        except Exception as caught:
+            error = caught
+    flag = torch.full((1,), float(error is not None), device=next(model.parameters()).device)
+    for ranks in (group, *([collective_for(None)] if group.size < processes() else [])):
+        flag = ranks.all_gather(flag, op=Operation("end of save_pretrained")).amax().view(1)
+    if error is not None:
+        raise error
+    if flag.item():
+        raise CheckpointError(f"{folder}: rank 0 could not write the model; its error says why")
+
+
+def write_original_layout(model: nn.Module) -> None:
+    """Let `save_pretrained` and `push_to_hub` of `model`, and of models inside it, know about its experts' homes."""
+    for module in model.modules():
+        # PEFT writes its adapters alone, and any rank may do that
+        if hasattr(type(module), "get_base_model") or not any(converted(module)):
+            continue
+        for name, kind in (("save_pretrained", _SavePretrained), ("push_to_hub", _PushToHub)):
+            if callable(getattr(type(module), name, None)):
+                setattr(module, name, kind(module, vars(module).get(name)))
+
+
+def write_as_before(model: nn.Module) -> None:
+    """Undo `write_original_layout`."""
+    for module in model.modules():
+        for name in ("save_pretrained", "push_to_hub"):
+            method = vars(module).get(name)
+            if isinstance(method, _Method):
+                delattr(module, name)
+                if method.before is not None:
+                    setattr(module, name, method.before)
+
+
+class _Method:
+    """Stands for a method of one model; a class, so that a copied model calls its copy's.
+
+    before: what stood there before, if it was not the class's.
+    """
+
+    def __init__(self, model: Any, before: Any) -> None:
+        self.model, self.before = model, before
+
+    def ranks(self) -> int:
+        """How many ranks share the experts, or parts of the other parameters."""
+        cut = any(hasattr(p, "full_tensor") for p in self.model.parameters())
+        return max([processes() if cut else 1, *(x.collective.size for *_, x in converted(self.model) if x.spread)])
+
+
+class _SavePretrained(_Method):
+    def __call__(
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """As the class's, on every rank; process 0 writes. A `state_dict` in the original layout is taken as it is."""
+        experts = tuple(f"{name}.experts." for name, *_ in converted(self.model))
+        if state_dict is not None and any(key.startswith(experts) for key in state_dict):
+            state_dict = None  # what this model's `state_dict()` gave
+        if state_dict is None and self.ranks() > 1:
+            save_pretrained(self.model, save_directory, **options)
+            return
+        state = original_state_dict(self.model) if state_dict is None else state_dict
+        options |= {"is_main_process": is_main_process, "state_dict": state}
+        type(self.model).save_pretrained(self.model, save_directory, **options)
+
+
+class _PushToHub(_Method):
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """As the class's, which saves first, where one rank has everything."""
+        ranks = self.ranks()
+        if ranks > 1:
+            raise PartialStateError(
+                f"push_to_hub: the experts are on {ranks} ranks. Call model.save_pretrained(folder) on every rank, "
+                f"then {type(self.model).__name__}.from_pretrained(folder).push_to_hub(...) on one"
+            )
+        return type(self.model).push_to_hub(self.model, *args, **options)

@@ -1,0 +1,101 @@
+"""How a layer talks to whoever balances it, and the port of a layer that nobody balances.
+
+In one forward and backward pass a layer makes at most nine calls:
+
+| call | when |
+|---|---|
+| `begin` | a forward pass has reached the layer |
+| `tell`, `told` | before and after the exchange of counts |
+| `split` | the counts are known |
+| `replicas` | the experts are about to run |
+| `window` | four times: FEC, FNEC in the forward pass, BEC, BNEC in the backward pass |
+
+Shape legend: R ranks, E experts.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal, Protocol
+
+from prophet.experts.bank import Replica
+from prophet.layer.counts import Counts, Row
+from prophet.scheduler.replicas import in_backward
+from prophet.scheduler.windows import Stopwatch
+from prophet.spec import Placement, Split
+
+LayerWindow = Literal["FEC", "FNEC", "BNEC", "BEC"]
+
+
+class Pass(Enum):
+    """What a forward pass is for. AGAIN: a training pass recomputed in the backward pass (activation checkpointing)."""
+
+    TRAINING = "training"
+    AGAIN = "again"
+    EVALUATION = "evaluation"
+
+    @classmethod
+    def now(cls, training: bool) -> Pass:
+        """That of a module in training mode, or not, at this moment."""
+        if not training:
+            return cls.EVALUATION
+        return cls.AGAIN if in_backward() else cls.TRAINING
+
+
+class Port(Protocol):
+    """The engine's side of one layer."""
+
+    @property
+    def index(self) -> int | None:
+        """The layer's place in the order of execution; None where nobody balances it."""
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Where the layer counts its host seconds."""
+
+    def begin(self, forward: Pass) -> None:
+        """A forward pass has reached the layer: all calls up to the next `begin` belong to it."""
+
+    def tell(self) -> Row:
+        """What this rank says with its counts."""
+
+    def told(self, counts: Counts) -> None:
+        """What all ranks have said with theirs; their agreement is checked already."""
+
+    def split(self, counts: Counts) -> tuple[Placement, Split]:
+        """The placement in force, and the exact split of the load over it. Training counts are remembered."""
+
+    def replicas(self) -> list[Replica]:
+        """This rank's replicas, their parameters in place."""
+
+    def window(self, kind: LayerWindow) -> None:
+        """A window begins: FEC and BEC when the layer's experts start to run, FNEC and BNEC when it is done.
+
+        BNEC is thus the backward compute of what comes *before* the layer.
+        """
+
+
+class PlainPort:
+    """Plain expert parallelism: no replicas, nothing remembered."""
+
+    index = None
+
+    def __init__(self, ranks: int, experts: int) -> None:
+        self.stopwatch = Stopwatch()
+        self._placement = Placement.homes_only(experts, ranks)
+
+    def begin(self, forward: Pass) -> None: ...
+
+    def tell(self) -> Row:
+        return Row()
+
+    def told(self, counts: Counts) -> None: ...
+
+    def split(self, counts: Counts) -> tuple[Placement, Split]:
+        with self.stopwatch("split"):
+            return self._placement, Split.to_homes(counts.load, self._placement)
+
+    def replicas(self) -> list[Replica]:
+        return []
+
+    def window(self, kind: LayerWindow) -> None: ...

@@ -1,0 +1,291 @@
+"""One block's replicas in one step: their parameters come, are used and go; their gradients go home.
+
+| state | what it means | what ends it |
+|---|---|---|
+| none | no replicas: none were planned, or they were withdrawn | the step's end |
+| away | their parameters have not been sent, or have changed since | the first chunk of Trans is launched |
+| under way | Trans has begun | the experts need them: they have arrived |
+| here | the experts can use them | the step's end, or memory that another block needs |
+| dropped | their parameters were freed; they are sent again for the backward pass | the first chunk is launched |
+
+A replica's gradient may be sent in several rounds (a layer used twice, or a backward pass that nobody announced): each
+round sends what has accumulated since the last one and starts again from zero, so the sum at home is always complete.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from prophet.experts.bank import ExpertBank, Replica, ReplicaPool
+from prophet.ranks.collective import Collective
+from prophet.scheduler.actions import Action, Launch, TransferKind, Window, WindowKind
+from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
+from prophet.scheduler.transfers import Agg, Trans, Transfer
+from prophet.scheduler.windows import Stopwatch
+from prophet.spec import Placement
+
+_ALL = sys.maxsize  # launches every chunk that is left
+
+
+class State(Enum):
+    """Where a block's replicas are; see the table above."""
+
+    NONE = "none"
+    AWAY = "away"
+    UNDER_WAY = "under way"
+    HERE = "here"
+    DROPPED = "dropped"
+
+
+@dataclass(frozen=True, slots=True)
+class Carrier:
+    """What all transfers of a step share. actions: every launch is written down here, in order."""
+
+    collective: Collective
+    pool: ReplicaPool
+    stopwatch: Stopwatch
+    actions: list[Action]
+
+
+def in_backward() -> bool:
+    """Whether a backward pass is running."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _identity(grad: Tensor | None) -> tuple[int, int]:
+    """Changes when a gradient is replaced or written to."""
+    return (0, 0) if grad is None else (id(grad), grad._version)
+
+
+class BlockReplicas:
+    """The replicas that this rank holds of one block's experts, and its part of their transfers.
+
+    in_use: whether the step has gone on with them, its counts known; the same on all ranks. unsent: whether there are
+    gradients of a backward pass that no Agg has taken along.
+    """
+
+    def __init__(self, block: int, bank: ExpertBank, placement: Placement, form: Form, carrier: Carrier) -> None:
+        self.state = State.NONE if placement.is_static else State.AWAY
+        self.in_use = False
+        self.placement = placement
+        self._block, self._bank, self._form, self._carrier = block, bank, form, carrier
+        self._replicas: list[Replica] | None = None  # None: not made yet
+        self._trans: Trans | None = None
+        self._held: Launch | None = None  # of the second phase, which had to wait for the first in the same window
+        self._version = 0  # of the home parameters when their Trans began
+        self._agg: Agg | None = None
+        self.unsent = False
+        self._backward_runs = 0
+        self._grads_seen: list[tuple[int, int]] = []  # the home gradients as the last backward pass left them
+        self._agg_rest = Launch("AGG", block, _ALL, Window("UPDATE"))
+
+    # --- parameters ---
+
+    def launch(self, action: Launch) -> None:
+        """Launch Trans up to the action's chunk, unless the parameters are here."""
+        if self.state in (State.NONE, State.HERE):
+            return
+        with self._carrier.stopwatch("exposed_trans"):
+            trans = self._trans or self._begin_trans(fetch=action.kind == "FETCH")
+            self._advance(trans, action)
+            self._held = None if trans.launched > action.chunk or trans.complete else action
+
+    def _begin_trans(self, *, fetch: bool) -> Trans:
+        self._version = self._version_now()
+        form, rank = self._form, self._carrier.collective.rank
+        cut = form.fetch_cut if fetch else form.trans_cut
+        chunks = trans_chunks(self.placement, rank, self._bank.expert_numel, cut, two_phase=form.two_phase_trans)
+        for replica in self._replicas or ():
+            if replica.params.numel() and not replica.params.untyped_storage().size():
+                self._carrier.pool.restore(replica.params)
+        again = self.state is State.DROPPED
+        self._trans = Trans(chunks, self._bank, self._made(), self._carrier.collective, self._block, again=again)
+        self.state = State.UNDER_WAY
+        return self._trans
+
+    def _made(self) -> list[Replica]:
+        """The replicas, made where there are none yet."""
+        if self._replicas is None:
+            bank, pool = self._bank, self._carrier.pool
+            device, dtype = bank.w_in.device, bank.w_in.dtype
+            # the buffers outlive this forward pass, which may be one in inference mode
+            with torch.inference_mode(False):
+                self._replicas = [
+                    Replica.build(expert, bank, *pool.take(bank.expert_numel, dtype, device))
+                    for expert in self.placement.replicas_on(self._carrier.collective.rank)
+                ]
+        return self._replicas
+
+    def arrived(self) -> list[Replica]:
+        """The replicas with their parameters; waits for what is still under way."""
+        if self.state not in (State.NONE, State.HERE):
+            again = self.state is State.DROPPED or (self._trans is not None and self._trans.again)
+            fetch = again and in_backward()
+            last = self._rest("FETCH", "BEC") if fetch else self._rest("TRANS", "FEC")
+            self.launch(last)  # counts its own time
+            with self._carrier.stopwatch("exposed_trans"):
+                if self._trans is not None:
+                    self._launch_rest(self._trans, last)
+                    self._trans.finish()
+            self._trans, self.state = None, State.HERE
+        return self._replicas or []
+
+    def use(self, keep: bool) -> None:
+        """The block's counts are known: go on with the replicas, or withdraw them for the rest of the step.
+
+        What was held back of Trans follows, a second phase only if the first has arrived. Where it has not on some
+        rank, that rank launches it when it needs the replicas. Nothing else is launched in between, so the ranks'
+        transfers keep one order. Of withdrawn replicas nothing more is sent; what is under way is waited for when the
+        step ends. Raises ValueError for a withdrawal after they were used.
+        """
+        if keep:
+            self.in_use = True
+            if self.state is State.UNDER_WAY and self._trans is not None:
+                with self._carrier.stopwatch("exposed_trans"):
+                    self._launch_held_back(self._trans)
+            return
+        if self.in_use or self.state is State.HERE:
+            raise ValueError(f"block {self._block}: replicas can only be withdrawn before they were used")
+        self.state = State.NONE
+        for replica in self._replicas or ():
+            self._carrier.pool.give(replica.params, replica.grads, zeroed=True)
+        self._replicas = None
+
+    def _launch_held_back(self, trans: Trans) -> None:
+        while not trans.complete and (not trans.must_wait or trans.ready):
+            held, self._held = self._held or self._rest("TRANS", "FEC"), None
+            trans.window = None
+            self._advance(trans, replace(held, chunk=trans.launched))
+
+    def drop(self) -> None:
+        """Free the parameters' memory until they are sent again."""
+        if self.state is State.HERE:
+            for replica in self._replicas or ():
+                self._carrier.pool.release(replica.params)
+            self.state = State.DROPPED
+
+    @property
+    def stale(self) -> bool:
+        """Whether the home parameters were changed in place after their Trans began (as by SAM, or a load)."""
+        return self.state in (State.UNDER_WAY, State.HERE) and self._version != self._version_now()
+
+    def refresh(self) -> None:
+        """Forget that the parameters were sent, so that they are sent again; on all ranks alike."""
+        if self.state is not State.NONE:
+            if self._trans is not None:
+                self._trans.abandon()
+            self._trans, self.state = None, State.AWAY
+
+    def _version_now(self) -> int:
+        return sum(p._version for _, p in self._bank.stacked())
+
+    # --- gradients ---
+
+    def backward_began(self) -> None:
+        """The experts' backward pass begins; once per microbatch."""
+        if self.state is State.NONE:
+            return
+        if self._agg is not None and not self._agg.complete:
+            # a layer used twice: what is under way carries the gradients so far, whole, wherever it was cut
+            self._launch_rest(self._agg, self._rest("AGG", "BEC"))
+        self._backward_runs += 1
+        self.unsent = True
+        if self._replicas is not None:
+            self.arrived()
+
+    def final(self, accumulation_steps: int | None) -> bool:
+        """Whether the experts have run backward for the last microbatch of the step, or Agg has begun.
+
+        accumulation_steps: None where the gradients are to stay.
+        """
+        if self._agg is not None:
+            return True
+        return accumulation_steps is not None and self.unsent and self._backward_runs % accumulation_steps == 0
+
+    def launch_gradients(self, action: Launch | None = None) -> None:
+        """Launch Agg up to the action's chunk, by default all; a new one where there are gradients to send."""
+        if self._agg is None:
+            if not self.unsent:
+                return
+            self.unsent = False
+            bank, form, collective = self._bank, self._form, self._carrier.collective
+            if not any(p.requires_grad for p in bank.parameters()):
+                return
+            cut, numel = form.agg_cut, bank.expert_numel
+            chunks = agg_chunks(self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg)
+            self._agg = Agg(chunks, bank, self._made(), collective, self._block)
+        with self._carrier.stopwatch("exposed_agg"):
+            self._advance(self._agg, action or self._agg_rest)
+
+    def finish_gradients(self) -> None:
+        """Send what has not been sent, wait, and add to the home gradients; once more for what came in between."""
+        while self._agg is not None or self.unsent:
+            self.launch_gradients()
+            if self._agg is None:
+                continue
+            with self._carrier.stopwatch("exposed_agg"):
+                self._launch_rest(self._agg, self._agg_rest)
+                self._agg.finish()
+                self._agg = None
+
+    def backward_ended(self) -> None:
+        """Remember the home gradients as they are now."""
+        self._grads_seen = [_identity(p.grad) for p in self._bank.parameters()]
+
+    def forget(self, *, failed: bool) -> None:
+        """Forget gradients that the user has thrown away: of a failed backward pass, or zeroed at home since."""
+        if failed and self._agg is not None:
+            self._agg.abandon()
+            self._agg = None
+        if failed or (self.unsent and self._zeroed()):
+            for replica in self._replicas or ():
+                replica.collect_grads()
+                replica.grads.zero_()
+            self._backward_runs, self.unsent = 0, False
+
+    def _zeroed(self) -> bool:
+        """Whether the home gradients were set to None or to zero since the last backward pass."""
+        grads = [p.grad for p in self._bank.parameters()]
+        return all(
+            g is None or (_identity(g) != was and not g.any()) for g, was in zip(grads, self._grads_seen, strict=False)
+        )
+
+    # --- the step's end ---
+
+    def abandon(self) -> None:
+        """Wait for parameters that nobody waited for."""
+        if self._trans is not None:
+            self._trans.abandon()
+            self._trans = None
+
+    def give_back(self) -> None:
+        """Return the replicas' memory."""
+        zeroed = not self.unsent and self._agg is None  # what Agg has sent is zero again
+        for replica in self._replicas or ():
+            self._carrier.pool.give(replica.params, replica.grads, zeroed=zeroed)
+
+    # --- chunks ---
+
+    def _rest(self, kind: TransferKind, window: WindowKind) -> Launch:
+        """All chunks of a transfer that are left, in a window of this block."""
+        return Launch(kind, self._block, _ALL, Window(window, self._block))
+
+    def _advance(self, transfer: Transfer, action: Launch) -> None:
+        """Launch a transfer's chunks up to the action's, but none that would wait for one of the same window."""
+        while transfer.launched <= action.chunk and not transfer.complete:
+            if transfer.must_wait and transfer.window == action.window:
+                return
+            transfer.window = action.window
+            self._carrier.actions.append(replace(action, chunk=transfer.launched).action())
+            transfer.launch_next()
+
+    def _launch_rest(self, transfer: Transfer, action: Launch) -> None:
+        """Launch all chunks that are left, even those that wait for one another."""
+        while not transfer.complete:
+            transfer.window = None
+            self._advance(transfer, action)
