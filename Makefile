@@ -5,6 +5,7 @@
 #   make test-benchmarks  run the benchmarks' tests
 #   make test-all         run all tests, the slow ones too (faults on an emulated cluster among them)
 #   make lint             ruff, its formatter and mypy
+#   make wheel            build sdist and wheel, and use the wheel alone in an empty environment
 #   make docs             build the documentation site, build/docs/index.html
 #   make bench            run the benchmarks (BENCH=name for one of them)
 #   make clean            remove the environment and everything that was made
@@ -26,7 +27,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAG
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-all warm lint docs bench clean
+.PHONY: help demo test test-benchmarks test-all warm lint wheel docs bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -78,6 +79,10 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+wheel: export PIP_FLAGS := $(PIP_FLAGS)
+wheel: $(VENV)/.installed-dev
+	$(BIN)/python tests/wheel.py $(ARGS)
 
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/.installed-docs

@@ -7,22 +7,48 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+
+_CHUNK_BYTES = 1 << 20
+_SHOWN = 60  # characters of a value in a message
+# parsing a key takes time in proportion to the square of its parts
+_LONG_KEY = re.compile(r"""(?:\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*){32}""")
+
+
+def shown(value: object) -> str:
+    """A value for a message, at most 60 characters of it; any value that JSON or TOML can hold."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
+    if isinstance(value, int) and abs(value) >= 10**_SHOWN:  # Python refuses to print the longest
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value[:_SHOWN] if isinstance(value, str) else value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
+
+
+def is_number(value: object) -> bool:
+    """Whether it is an integer or a float that is finite, and that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def read_bytes(path: str | os.PathLike[str], *, most_bytes: int, expected: str, error: type[Exception]) -> bytes:
     """All bytes of a file; `error` where it cannot be read, or has more than `most_bytes`. expected: what it holds."""
     file = Path(path)
+    chunks, size = [], 0
     try:
         with file.open("rb") as f:
-            data = f.read(most_bytes + 1)
-    except OSError as why:
-        raise error(f"{file}: expected {expected}: {why.strerror}") from why
-    if len(data) > most_bytes:
+            # in parts: one read takes as much memory as it asks for
+            while size <= most_bytes and (chunk := f.read(min(_CHUNK_BYTES, most_bytes + 1 - size))):
+                chunks.append(chunk)
+                size += len(chunk)
+    except (OSError, ValueError) as why:  # a name with a null character is a ValueError
+        raise error(f"{file}: expected {expected}: {getattr(why, 'strerror', None) or why}") from why
+    if size > most_bytes:
         raise error(f"{file}: expected at most {most_bytes} bytes")
-    return data
+    return b"".join(chunks)
 
 
 def read_json(
@@ -42,6 +68,9 @@ def read_toml(
     """The table that a TOML file holds; raises as `read_bytes`, and where it is no TOML."""
     data = read_bytes(path, most_bytes=most_bytes, expected=f"{expected} (TOML)", error=error)
     try:
-        return tomllib.loads(data.decode("utf-8"))
+        text = data.decode("utf-8")
+        if _LONG_KEY.search(text):
+            raise ValueError("a key has more than 32 parts")
+        return tomllib.loads(text)
     except (ValueError, RecursionError) as why:
         raise error(f"{path}: expected TOML: {why}") from why

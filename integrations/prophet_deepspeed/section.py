@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -15,11 +14,15 @@ from typing import Any
 
 from prophet.engine.config import EngineConfig
 from prophet.engine.replan import ReplanConfig
+from prophet.errors import TopologyError
+from prophet.files import read_json, shown
 from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 
 SECTION = "prophet"
+MAX_FILE_BYTES = 1 << 22  # of a config
+_LONGEST_KEY = 64  # of what is compared and shown
 # optimizers that treat every element on its own: experts stacked in one tensor are updated as apart
 ELEMENTWISE = ("adam", "adamw", "sgd", "adagrad", "lion", "rmsprop")
 # every backward pass brings its gradients home, as ZeRO-2 reduces them then; windows are not for a config file
@@ -85,33 +88,41 @@ def _check_kind(key: Field[Any], value: Any) -> None:
         return
     wanted, kind = _JSON[first]
     if not isinstance(value, kind) or (isinstance(value, bool) and first != "bool"):
-        raise ConfigError(f"{SECTION}.{key.name}: expected {wanted}, got {value!r}")
+        raise ConfigError(f"{SECTION}.{key.name}: expected {wanted}, got {shown(value)}")
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:
     planner, topology, replan = (options.get(name) for name in ("planner", "topology", "replan"))
     if planner is not None and planner not in PLANNER_NAMES:
-        raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {planner!r}")
+        raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {shown(planner)}")
     _check_keys(f"{SECTION}.replan", replan or {}, [f.name for f in fields(ReplanConfig)])
-    if topology is not None and not Path(topology).is_file():
-        raise ConfigError(f"{SECTION}.topology: expected a topology file (TOML), there is no {topology}")
     try:
         if topology is not None:
             options["topology"] = read_topology(topology)
         if replan is not None:
             options["replan"] = ReplanConfig(**replan)
         return EngineConfig(**options)
-    except (ValueError, OSError) as error:
-        text = str(error).removeprefix("EngineConfig.").replace("ReplanConfig.", "replan.")
-        raise ConfigError(f"{SECTION}.{text}") from error
+    except TopologyError as error:
+        raise ConfigError(f"{SECTION}.topology: {error!s:.1000}") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(_named(str(error))) from error
+
+
+def _named(text: str) -> str:
+    """An engine's message about one of its fields, with the section's name of that field in front."""
+    for name, here in (("EngineConfig.", f"{SECTION}."), ("ReplanConfig.", f"{SECTION}.replan.")):
+        if text.startswith(name):
+            return here + text.removeprefix(name)
+    return f"{SECTION}: {text}"
 
 
 def _check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:
     for key in found:
         if key not in known:
-            like = difflib.get_close_matches(str(key), known, 1, 0.5)
+            text = str(key)[:_LONGEST_KEY]
+            like = difflib.get_close_matches(text, known, 1, 0.5)
             hint = f"did you mean {like[0]!r}?" if like else f"known are {', '.join(known)}"
-            raise ConfigError(f"{name}.{key}: unknown key; {hint}")
+            raise ConfigError(f"{name}.{text}: unknown key; {hint}")
 
 
 def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], ProphetSection]:
@@ -122,19 +133,16 @@ def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
     that does not work here.
     """
     if isinstance(config, str | Path):
-        try:
-            found = json.loads(Path(config).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{config}: expected JSON, {error}") from None
+        found = read_json(config, most_bytes=MAX_FILE_BYTES, expected="a DeepSpeed config", error=ConfigError)
         if not isinstance(found, dict):
             raise ConfigError(f"{config}: expected a JSON object, got {type(found).__name__}")
     elif isinstance(config, Mapping):
         found = copy.deepcopy(dict(config))
     else:
         raise ConfigError(f"config: expected a dictionary or the path of a JSON file, got {type(config).__name__}")
-    near = difflib.get_close_matches(SECTION, [k for k in found if k != SECTION], 1, 0.8)
-    if near and SECTION not in found:
-        raise ConfigError(f"{near[0]}: unknown section; did you mean {SECTION!r}?")
+    for key in found:
+        if key != SECTION and difflib.get_close_matches(SECTION, [str(key).lower()[:_LONGEST_KEY]], 1, 0.8):
+            raise ConfigError(f"{str(key)[:_LONGEST_KEY]}: unknown section; did you mean {SECTION!r}?")
     section = found.pop(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{SECTION}: expected an object, got {type(section).__name__}")
@@ -154,8 +162,8 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
         raise ConfigError(
-            f"zero_optimization.stage: {stage} is not supported, expected 0, 1 or 2. Stage 3 cuts every expert over "
-            f"the ranks and gathers it for each use, so there is no whole expert at a home to send to replicas"
+            f"zero_optimization.stage: {shown(stage)} is not supported, expected 0, 1 or 2. Stage 3 cuts every expert "
+            f"over the ranks and gathers it for each use, so there is no whole expert at a home to send to replicas"
         )
     for key in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(key), Mapping) and zero[key].get("device", "none") != "none":
@@ -170,7 +178,9 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     adds_in = part("data_types").get("grad_accum_dtype") or model_dtype
     if adds_in not in (model_dtype, "fp32"):
         known = " or ".join(repr(name) for name in dict.fromkeys((model_dtype, "fp32")))
-        raise ConfigError(f"data_types.grad_accum_dtype: expected {known} for a {model_dtype} model, got {adds_in!r}")
+        raise ConfigError(
+            f"data_types.grad_accum_dtype: expected {known} for a {model_dtype} model, got {shown(adds_in)}"
+        )
     if part("bf16").get("immediate_grad_update"):
         raise ConfigError("bf16.immediate_grad_update: not supported: it reads experts' gradients too early")
     for name, why in (
@@ -183,9 +193,9 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     ):
         if any(part(name).get(k) for k in ("enabled", "deepcompile")):
             raise ConfigError(f"{name}: not supported: {why}")
-    if part("tensor_parallel").get("autotp_size", 0) > 1:
+    if part("tensor_parallel").get("autotp_size", 0) not in (0, 1):
         raise ConfigError("tensor_parallel.autotp_size: not supported: experts are not cut by tensor parallelism")
-    if config.get("sequence_parallel_size", 1) > 1:
+    if config.get("sequence_parallel_size", 1) not in (0, 1):
         raise ConfigError("sequence_parallel_size: not supported: gradients are averaged over other groups then")
     for key, wanted in (
         ("sparse_gradients", False),
@@ -197,6 +207,6 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     kind = part("optimizer").get("type")
     if kind is not None and str(kind).lower() not in ELEMENTWISE:
         raise ConfigError(
-            f"optimizer.type: {kind!r} is not supported, expected one of {', '.join(ELEMENTWISE)}: experts are stacked "
-            f"in one tensor, so an optimizer that looks at whole tensors would treat them as one"
+            f"optimizer.type: {shown(kind)} is not supported, expected one of {', '.join(ELEMENTWISE)}: experts are "
+            f"stacked in one tensor, so an optimizer that looks at whole tensors would treat them as one"
         )

@@ -66,6 +66,8 @@ def initialize(
     given = ParameterGroups(model, model_parameters)
     ep_size = _ep_size(model, section)
     ep = _expert_group(ep_size, section)
+    if (topology := section.engine.topology) is not None and topology.ranks != ep_size:
+        raise ConfigError(f"{SECTION}.topology: {topology.name} is of {topology.ranks} ranks, expected {ep_size}")
     report = None
     if section.convert and _convertible(model):
         report = prophet.convert(model, group=ep, timeout_s=section.wait_s, verify=section.verify)

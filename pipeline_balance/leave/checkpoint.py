@@ -1,18 +1,20 @@
 """A pipeline's training state through a checkpoint, written by one set of ranks and read by any other.
 
-It holds tensors in torch's distributed format and, in JSON beside them, what they are. Read only checkpoints that you
-wrote yourself: torch keeps its index of them as a pickle.
+It holds tensors in torch's distributed format and, in JSON beside them, what they are. Nothing that stands in them is
+run: `prophet.state.tensor_index` reads torch's index, which is a pickle.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
@@ -20,12 +22,14 @@ from pipeline_balance.pipeline.trainer import PipelineTrainer
 from pipeline_balance.pipeline.training_state import MAX_DESCRIPTION_BYTES, by_layer, collect, share
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
-from prophet.files import read_json
+from prophet.files import read_json, shown
 from prophet.ranks.collective import Operation
 from prophet.state.space import Space, TensorSpec
+from prophet.state.tensor_index import TensorReader
 from prophet.state.transition import torch_dtype
 
 DESCRIPTION = "pipeline.json"
+_MOST = 1 << 53  # of any whole number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,21 +77,48 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """The description of a checkpoint, without its tensors. Raises `SpecError`, naming the file, if it is none."""
     path = folder / DESCRIPTION
     said = read_json(path, most_bytes=MAX_DESCRIPTION_BYTES, expected="a finished checkpoint", error=SpecError)
+    if not isinstance(said, dict):
+        raise SpecError(f"{path}: expected an object written by save_checkpoint, got {shown(said)}")
+
+    def field(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
+        if not fits(said.get(name)):
+            raise SpecError(f"{path}: {name}: expected {expected}, got {shown(said.get(name))}")
+        return said[name]
+
+    step = field("step", _is_whole, "a whole number")
+    boundaries, ranks = (field(n, _are_whole, "a list of whole numbers") for n in ("boundaries", "ranks"))
     try:
-        return Checkpoint(
-            step=int(said["step"]),
-            stage_map=StageMap(tuple(said["boundaries"]), tuple(said["ranks"])),
-            space=Space(
-                tuple(
-                    TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=layer)
-                    for name, shape, dtype, kind, layer in said["tensors"]
-                )
-            ),
-            scalars=dict(said["scalars"]),
-            frozen=frozenset(said["frozen"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
-        raise SpecError(f"{path}: expected a description written by save_checkpoint ({error!r})") from error
+        stage_map = StageMap(tuple(boundaries), tuple(ranks))
+    except SpecError as error:
+        raise SpecError(f"{path}: boundaries, ranks: {error!s:.300}") from error
+    tensors = field("tensors", lambda t: isinstance(t, list) and all(map(_is_tensor, t)), "lists of [name, shape, ...]")
+    scalars = field("scalars", lambda s: isinstance(s, dict) and all(map(_is_scalar, s.values())), "numbers by name")
+    frozen = field("frozen", lambda f: isinstance(f, list) and all(isinstance(n, str) for n in f), "a list of names")
+    try:
+        space = Space(tuple(TensorSpec(name=n, shape=tuple(s), dtype=d, kind=k, layer=i) for n, s, d, k, i in tensors))
+    except SpecError as error:
+        raise SpecError(f"{path}: tensors: {error!s:.300}") from error
+    return Checkpoint(step=step, stage_map=stage_map, space=space, scalars=scalars, frozen=frozenset(frozen))
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MOST
+
+
+def _are_whole(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_whole, value))
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 1 << 63)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it is [name, shape, dtype, kind, layer]."""
+    if not isinstance(value, list) or len(value) != 5:
+        return False
+    name, shape, dtype, kind, layer = value
+    return all(isinstance(t, str) for t in (name, dtype, kind)) and _are_whole(shape) and _is_whole(layer)
 
 
 def load_checkpoint(pipeline: PipelineTrainer, folder: Path) -> Checkpoint:
@@ -111,11 +142,15 @@ def load_checkpoint(pipeline: PipelineTrainer, folder: Path) -> Checkpoint:
         piece: torch.empty(piece.box.shape, dtype=torch_dtype(saved.space[piece.name]), device=pipeline.config.device)
         for piece in pieces
     }
-    load_tensors(
-        {piece.name: tensor for piece, tensor in state.items()},
-        checkpoint_id=folder,
-        process_group=pipeline.groups.group,
-    )
+    try:
+        load_tensors(
+            {piece.name: tensor for piece, tensor in state.items()},
+            storage_reader=TensorReader(folder),
+            process_group=pipeline.groups.group,
+        )
+    except CheckpointException as error:  # of any rank; all ranks get it
+        rank, (why, _) = next(iter(error.failures.items()))
+        raise SpecError(f"{folder}: rank {rank} cannot read its tensors: {why}") from error
     pipeline.adopt(layers, state, saved.scalars, set(saved.frozen))
     return saved
 

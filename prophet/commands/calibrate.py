@@ -183,7 +183,7 @@ def _name(job: Job) -> str:
 
 def _about(job: Job, ranks: int, device: str) -> dict[str, Any]:
     """What an answer says besides its figures."""
-    return {"ranks": ranks, "device": device, "file": None, **job.expert, "repeats": job.repeats}
+    return {"ranks": ranks, "device": device, "file": None, "folders_made": [], **job.expert, "repeats": job.repeats}
 
 
 def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
@@ -204,6 +204,8 @@ def _job(arguments: argparse.Namespace) -> tuple[Job, int | None]:
         raise UsageError(
             f"--expert: expected dimensions of an expert from 1 to {_MOST}, got {expert['dim']} x {expert['hidden']}"
         )
+    if arguments.out and arguments.out.is_dir():
+        raise UsageError(f"--out: expected a file, {arguments.out} is a folder")
     job = Job(
         out=arguments.out.absolute() if arguments.out else None,
         lines=lines,
@@ -324,8 +326,9 @@ def _fitted(found: Any, job: Job, answer: dict[str, Any], *, write: bool) -> dic
         return figures
 
     if job.out and write:
+        folders = [str(folder) for folder in reversed(job.out.parents) if not folder.exists()]
         write_topology(job.out, topology, fits={f.operation: figures_of(f) for f in found.fits})
-        answer["file"] = str(job.out)
+        answer |= {"file": str(job.out), "folders_made": folders}
     answer["topology"] = {
         "intra": {"bytes_per_s": topology.intra.bytes_per_s, "latency_s": topology.intra.latency_s},
         "inter": {"bytes_per_s": topology.inter.bytes_per_s, "latency_s": topology.inter.latency_s},
@@ -413,6 +416,8 @@ def _print(answer: dict[str, Any]) -> None:
         )
     if answer["file"]:
         console.print(f"Written: {answer['file']}", highlight=False, soft_wrap=True)
+    if answer["folders_made"]:
+        console.print(f"Folders made for it: {', '.join(answer['folders_made'])}", highlight=False, soft_wrap=True)
 
 
 def _spread(answer: dict[str, Any]) -> float:

@@ -93,11 +93,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_page(file: Path, planners: list[str]) -> None:
-    """Refuse before anything is replayed what `--html` cannot be."""
+    """Refuse before anything is replayed what `--html` cannot be, or cannot be drawn here."""
+    from prophet.report import check_can_draw
+
     if len(planners) < 2:
         raise UsageError("--html: expected at least one planner besides static")
     if file.is_dir():
         raise UsageError(f"--html: expected a file, {file} is a folder")
+    check_can_draw()
 
 
 def _together(answers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -167,6 +170,8 @@ def _replay(
 
     try:
         pairs = choose_iterations(trace, _MOST_ITERATIONS)
+        if not any(trace.counts[now].any() for _, now in pairs):
+            raise SpecError("counts: expected tokens in the iterations that are judged, all of their counts are 0")
         context, top_k, label = _context(file, trace, slots, where)
     except SpecError as error:
         raise UsageError(f"{file}: {error}") from None

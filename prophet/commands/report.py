@@ -24,12 +24,21 @@ def add(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page."""
+    from prophet.errors import MonitorError
     from prophet.monitor.read import read_steps, run_file
     from prophet.monitor.summary import make_report
-    from prophet.report import write_report
+    from prophet.report import check_can_draw, write_report
 
     file = run_file(arguments.run_folder)
+    check_can_draw()
+    steps = read_steps(file)
     out = arguments.out or file.parent / "report.html"
-    write_report(out, make_report(read_steps(file), name=file.parent.name or str(file)))
+    try:
+        page = make_report(steps, name=file.parent.name or str(file))
+    except MonitorError as error:
+        raise MonitorError(f"{file}: {error}") from None
+    write_report(out, page)
     print(f"Written: {out}")
+    if steps.left_out.count:
+        print(f"{file}: {steps.left_out}")
     return 0

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.live import Live
 
     from prophet.errors import MonitorError
-    from prophet.monitor.read import Tail, run_file
+    from prophet.monitor.read import Tail, no_steps, run_file
     from prophet.monitor.view import frame
 
     tail = Tail(run_file(arguments.run_folder))
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     if arguments.once:
         if not tail.rows:
-            raise MonitorError(f"{tail.file}: no step has been written yet")
+            raise MonitorError(no_steps(tail.file, tail.left_out))
         console.print(shown())
         return 0
     try:
@@ -49,8 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"{tail.file}: waiting for the first step", console=console, screen=console.is_terminal, auto_refresh=False
         ) as live:
             while True:
-                if tail.rows:
-                    live.update(shown(), refresh=True)
+                if tail.rows or tail.left_out.count:
+                    live.update(shown() if tail.rows else no_steps(tail.file, tail.left_out), refresh=True)
                 time.sleep(_EVERY_S)
                 tail.poll()
     except KeyboardInterrupt:

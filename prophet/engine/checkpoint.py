@@ -6,7 +6,7 @@ Tensors are in torch's distributed checkpoint format (`torch.distributed.checkpo
 one of the ranks that have it, and every rank reads only what it needs. `training.json` beside them says what they are.
 A save that is interrupted leaves the checkpoint that was in the folder before (`prophet.engine.checkpoint_folder`).
 
-Read only checkpoints of your own: torch keeps its index of the tensors as a pickle.
+Nothing that stands in a checkpoint is run: `prophet.state.tensor_index` reads torch's index, which is a pickle.
 
 Shape legend: m experts per rank.
 """
@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
-from prophet.engine.checkpoint_folder import DESCRIPTION, TENSOR_INDEX, Folder, is_tensors
+from prophet.engine.checkpoint_folder import DESCRIPTION, Folder, is_tensors
 from prophet.engine.checkpoint_json import as_given, plain
 from prophet.engine.shared_errors import device_of, failure_of, short, together
 from prophet.errors import CheckpointError
@@ -37,6 +37,7 @@ from prophet.experts.bank import ExpertBank
 from prophet.layer.moe import MoE
 from prophet.ranks.process_group import process_rank, processes
 from prophet.spec import odd_ones_out
+from prophet.state.tensor_index import TensorReader
 
 MAX_DESCRIPTION_BYTES = 1 << 28
 FORMAT = 2
@@ -145,7 +146,7 @@ class _Writer(FileSystemWriter):
 def _commit(target: Folder, number: int, text: str) -> None:
     """Write torch's index a second time, with names as they are from outside of the tensors' folder; then switch."""
     tensors = target.tensors(number)
-    index = FileSystemReader(tensors).read_metadata()
+    index = TensorReader(tensors).read_metadata()
     places = [
         WriteResult(key, at.length, dataclasses.replace(at, relative_path=f"{tensors.name}/{at.relative_path}"))
         for key, at in index.storage_data.items()
@@ -166,7 +167,7 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     plan = _Reading()
     error = failure_of(lambda: plan.prepare(folder, model, optimizer))
     together("reading of a checkpoint", folder, device, error)
-    _named(lambda: load_tensors(plan.entries, checkpoint_id=plan.tensors, no_dist=processes() == 1), folder)
+    _named(lambda: load_tensors(plan.entries, storage_reader=plan.reader, no_dist=processes() == 1), folder)
     if optimizer is not None:
         for group, new in zip(optimizer.param_groups, plan.settings, strict=True):
             _apply_settings(group, new)
@@ -194,7 +195,8 @@ class _Reading:
         described = _Training(model, optimizer)
         self.entries.update(described.model_entries())
         self.tensors, self.extra = folder / said["tensors"], said["extra"]
-        metadata = _read_index(self.tensors)
+        self.reader = TensorReader(self.tensors)
+        metadata = self.reader.read_metadata()
         _check_files(self.tensors, metadata.storage_data)
         index = metadata.state_dict_metadata
         _check_model(folder, index, self.entries, described)
@@ -403,14 +405,6 @@ def _current_tensors(folder: Path) -> str | None:
         return None
     found: str = _read_description(folder)["tensors"]
     return found
-
-
-def _read_index(tensors: Path) -> Any:
-    """Torch's index, which is a pickle."""
-    try:
-        return FileSystemReader(tensors).read_metadata()
-    except Exception as error:  # a pickle that was cut short can raise anything
-        raise CheckpointError(f"{tensors / TENSOR_INDEX}: cannot be read ({short(error)})") from error
 
 
 def _check_files(folder: Path, parts: Mapping[Any, Any]) -> None:

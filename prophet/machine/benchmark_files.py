@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from prophet.errors import BenchmarkFileError
-from prophet.files import read_json
+from prophet.files import is_number, read_json, shown
 from prophet.machine.calibrate import Calibration, calibration_of, shape_of
 from prophet.machine.fit import Point
 from prophet.machine.measure import Measured
@@ -99,6 +99,28 @@ def calibrate_from(
         if isinstance(about, Mapping):
             repeats = max(repeats, about["repeats"] if isinstance(about.get("repeats"), int) else 0)
             device = str(about.get("device", device))
+    try:
+        calibration, own = _calibrated(
+            rows, kind, ranks, ranks_per_node, free_bytes=free_bytes, held_out=held_out, name=name
+        )
+    except BenchmarkFileError as error:
+        if any(str(file) in str(error) for file in files):
+            raise
+        raise BenchmarkFileError(f"{', '.join(map(str, files))}: {error}") from None
+    return Found(calibration, own, device, repeats)
+
+
+def _calibrated(
+    rows: Sequence[_Row],
+    kind: ExpertKind,
+    ranks: int | None,
+    ranks_per_node: int | None,
+    *,
+    free_bytes: int,
+    held_out: bool,
+    name: str,
+) -> tuple[Calibration, ExpertKind]:
+    """The fit to the rows of all files, and its expert."""
     chosen, own = _of_kind(rows, kind)
     size = _ranks(chosen, ranks)
     per_node = ranks_per_node or size
@@ -112,8 +134,7 @@ def calibrate_from(
         measured[known_as] = _measured(known_as, of_it, size, held_out)
     for needed in ("expert_forward", "expert_backward"):
         if needed not in measured:
-            names = ", ".join(str(f) for f in files)
-            raise BenchmarkFileError(f"no rows of {needed}: expected a file of benchmarks.expert_compute among {names}")
+            raise BenchmarkFileError(f"no rows of {needed}: expected a file of benchmarks.expert_compute among them")
     forward, backward = measured["expert_forward"], measured["expert_backward"]
     if _sizes(forward) != _sizes(backward):
         raise BenchmarkFileError(
@@ -122,8 +143,8 @@ def calibrate_from(
     if size > 1 and not any(o.startswith("a2a") for o in measured):
         raise BenchmarkFileError(f"no rows of an even all-to-all of {size} ranks: expected a file of benchmarks.a2a")
     shape = shape_of(own.dim or 1, own.hidden or 1, own.activation or "gelu", _dtype(own.dtype or "float32"))
-    calibration = calibration_of(measured, shape, size, ranks_per_node=per_node, free_bytes=free_bytes, name=name)
-    return Found(calibration, own, device, repeats)
+    found = calibration_of(measured, shape, size, ranks_per_node=per_node, free_bytes=free_bytes, name=name)
+    return found, own
 
 
 def _sizes(measured: Measured) -> list[tuple[float, float]]:
@@ -188,7 +209,7 @@ def _read(file: Path) -> tuple[list[_Row], Mapping[str, Any]]:
     table = read_json(file, most_bytes=MAX_FILE_BYTES, expected="a benchmark's rows", error=BenchmarkFileError)
     if not isinstance(table, dict) or table.get("benchmark") not in BENCHMARKS:
         got = table.get("benchmark") if isinstance(table, dict) else type(table).__name__
-        raise BenchmarkFileError(f"{file}: benchmark: expected one of {', '.join(BENCHMARKS)}, got {got!r}")
+        raise BenchmarkFileError(f"{file}: benchmark: expected one of {', '.join(BENCHMARKS)}, got {shown(got)}")
     rows = table.get("rows")
     if not isinstance(rows, list) or len(rows) > MAX_ROWS or not all(isinstance(r, dict) for r in rows):
         raise BenchmarkFileError(f"{file}: rows: expected a list of at most {MAX_ROWS} objects")
@@ -218,7 +239,7 @@ def _expert(row: Mapping[str, Any], where: str) -> _Row:
     size, count = _integer(row, "tokens", where, 1, _LIMIT), _integer(row, "experts", where, 1, MAX_RANKS)
     by_rank = row.get("seconds_by_rank")
     if not isinstance(by_rank, list) or len(by_rank) != ranks:
-        raise BenchmarkFileError(f"{where}.seconds_by_rank: expected a list of {ranks} numbers, got {by_rank!r:.60}")
+        raise BenchmarkFileError(f"{where}.seconds_by_rank: expected a list of {ranks} numbers, got {shown(by_rank)}")
     kind = ExpertKind(
         dim=_integer(row, "dim", where, 1, 1 << 16),
         hidden=_integer(row, "hidden", where, 1, 1 << 16),
@@ -262,21 +283,20 @@ def _seconds(row: Mapping[str, Any], where: str) -> tuple[float, float]:
 
 def _number(row: Mapping[str, Any], key: str, where: str, low: float, high: float) -> float:
     value = row.get(key)
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not low <= float(value or 0) <= high:
-        raise BenchmarkFileError(f"{where}.{key}: expected a number from {low:g} to {high:g}, got {value!r:.60}")
-    return float(value or 0)
+    if not is_number(value) or not low <= value <= high:  # type: ignore[operator]
+        raise BenchmarkFileError(f"{where}.{key}: expected a number from {low:g} to {high:g}, got {shown(value)}")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _integer(row: Mapping[str, Any], key: str, where: str, low: int, high: int) -> int:
     value = row.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise BenchmarkFileError(f"{where}.{key}: expected an integer from {low} to {high}, got {value!r:.60}")
+        raise BenchmarkFileError(f"{where}.{key}: expected an integer from {low} to {high}, got {shown(value)}")
     return value
 
 
 def _choice(row: Mapping[str, Any], key: str, where: str, among: Sequence[str]) -> str:
     value = row.get(key)
     if not isinstance(value, str) or value not in among:
-        raise BenchmarkFileError(f"{where}.{key}: expected one of {', '.join(among)}, got {value!r:.60}")
+        raise BenchmarkFileError(f"{where}.{key}: expected one of {', '.join(among)}, got {shown(value)}")
     return value

@@ -8,14 +8,13 @@ Shape legend: R ranks.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from prophet.errors import SpecError, TopologyError
-from prophet.files import read_toml
+from prophet.files import is_number, read_toml, shown
 from prophet.spec import Link, Topology
 
 T = TypeVar("T")
@@ -60,7 +59,7 @@ def _fits(table: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 def _topology(table: Mapping[str, Any]) -> Topology:
     _known(table, "", _FIELDS)
     if table.get("format") != FORMAT:
-        raise TopologyError(f"format: expected {FORMAT}, got {table.get('format')!r}")
+        raise TopologyError(f"format: expected {FORMAT}, got {shown(table.get('format'))}")
     ranks = _integer(table, "ranks", 1, MAX_RANKS)
     rank = table.get("rank", {})
     if not isinstance(rank, dict):
@@ -68,7 +67,7 @@ def _topology(table: Mapping[str, Any]) -> Topology:
     _known(rank, "rank.", {"flops_per_s", "free_bytes"})
     name = table.get("name", "unnamed")
     if not isinstance(name, str):
-        raise TopologyError(f"name: expected a string, got {name!r}")
+        raise TopologyError(f"name: expected a string, got {shown(name)}")
     return Topology(
         ranks=ranks,
         ranks_per_node=_integer(table, "ranks_per_node", 1, MAX_RANKS),
@@ -88,27 +87,27 @@ def _topology(table: Mapping[str, Any]) -> Topology:
 def _known(table: Mapping[str, Any], prefix: str, names: set[str]) -> None:
     unknown = sorted(set(table) - names)
     if unknown:
-        raise TopologyError(f"{prefix}{unknown[0]}: unknown field; expected {', '.join(sorted(names))}")
+        raise TopologyError(f"{prefix}{unknown[0][:64]}: unknown field; expected {', '.join(sorted(names))}")
 
 
 def _number(table: Mapping[str, Any], key: str, where: str) -> float:
     value = table.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise TopologyError(f"{where}: expected a finite number, got {value!r}")
-    return float(value)
+    if not is_number(value):
+        raise TopologyError(f"{where}: expected a finite number, got {shown(value)}")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _integer(table: Mapping[str, Any], key: str, low: int, high: int) -> int:
     value = table.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise TopologyError(f"{key}: expected an integer from {low} to {high}, got {value!r}")
+        raise TopologyError(f"{key}: expected an integer from {low} to {high}, got {shown(value)}")
     return value
 
 
 def _link(table: Mapping[str, Any], key: str) -> Link:
     value = table.get(key)
     if not isinstance(value, dict):
-        raise TopologyError(f"{key}: expected a table with bytes_per_s and latency_s, got {value!r}")
+        raise TopologyError(f"{key}: expected a table with bytes_per_s and latency_s, got {shown(value)}")
     _known(value, f"{key}.", {"bytes_per_s", "latency_s"})
     return Link(
         bytes_per_s=_number(value, "bytes_per_s", f"{key}.bytes_per_s"),

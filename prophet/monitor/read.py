@@ -1,24 +1,26 @@
 """Reads what a monitor wrote: the whole run for a report, its end for a view that stays open.
 
-A file may hold several starts of a run; the last one counts. A line that is cut off, as by a crash, is left out.
+A file may hold several starts of a run; the last one counts. A line that is no step is left out, counted and reported.
+So is a line that a crash has cut off, once another one follows.
 
 Shape legend: L layers, R ranks, E experts, T steps.
 """
 
 from __future__ import annotations
 
-import json
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from prophet.errors import MonitorError
-from prophet.monitor.sinks import FILE, FORMAT, Row
+from prophet.monitor.lines import MAX_LINE_BYTES, is_start, parsed, start_of, step_of
+from prophet.monitor.sinks import FILE, Row
 
 _TAIL_BYTES = 8 << 20  # what is read of a long file's end
 _MOST_STEPS = 4096  # kept for a report: of a longer run every second one, every fourth, ...
-_LISTS = ("max_mean", "max_mean_static", "copies", "dropped", "rows", "hottest")
+_MOST_KEPT_BYTES = 16 << 20  # of the lines that are kept; in memory their numbers take up to nine times as much
 
 
 def run_file(run: str | Path) -> Path:
@@ -32,6 +34,28 @@ def run_file(run: str | Path) -> Path:
     return file
 
 
+@dataclass(slots=True)
+class LeftOut:
+    """How many lines of a start were left out, and why the first of them was."""
+
+    count: int = 0
+    why: str = ""
+
+    def add(self, error: MonitorError) -> None:
+        self.why = self.why if self.count else str(error)
+        self.count += 1
+
+    def __str__(self) -> str:
+        if self.count == 1:
+            return f"1 line is no step of this run and was left out ({self.why})"
+        return f"{self.count} lines are no steps of this run and were left out (the first: {self.why})"
+
+
+def no_steps(file: Path, left_out: LeftOut) -> str:
+    """What is said where a run has no step."""
+    return f"{file}: no step has been written yet" + (f": {left_out}" if left_out.count else "")
+
+
 @dataclass(frozen=True, slots=True)
 class Steps:
     """The last start of a run: its header and its steps in order. starts: how often it was started."""
@@ -39,61 +63,66 @@ class Steps:
     header: Row
     rows: list[Row]
     starts: int = 1
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
-
-
-def _is_step(row: Any, layers: int) -> bool:
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        return False
-    if not isinstance(row.get("exposed_s"), (int, float)) or not isinstance(row.get("seconds"), dict):
-        return False
-    return all(isinstance(row.get(name), list) and len(row[name]) == layers for name in _LISTS)
-
-
-def _is_start(row: Any) -> bool:
-    start = row.get("start") if isinstance(row, dict) else None
-    return isinstance(start, dict) and all(isinstance(start.get(n), int) for n in ("layers", "ranks"))
+    left_out: LeftOut = field(default_factory=LeftOut)
 
 
 def _check_first(file: Path, line: bytes) -> Row:
-    first = _parsed(line)
-    if not _is_start(first):
-        raise MonitorError(f"{file}: not the steps of a run: expected a first line with its start")
-    if first.get("format") != FORMAT:
-        raise MonitorError(f"{file}: format {first.get('format')!r}, expected {FORMAT}")
-    header: Row = first["start"]
-    return header
+    try:
+        first = parsed(line)
+    except MonitorError as error:
+        raise MonitorError(f"{file}: line 1: expected a first line with the run's start: {error}") from None
+    if not is_start(first):
+        raise MonitorError(f"{file}: line 1: not the steps of a run: expected a first line with its start")
+    try:
+        return start_of(first)
+    except MonitorError as error:
+        raise MonitorError(f"{file}: line 1: expected a first line with the run's start: {error}") from None
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """Every line; of one that is too long, as much as shows that."""
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        rest = line
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = stream.readline(MAX_LINE_BYTES + 1)
+        yield line if rest is line else line + b"\n"
 
 
 def read_steps(run: str | Path) -> Steps:
-    """Every step of the last start, thinned where there are more than 4096; `MonitorError` where there is none."""
+    """Every step of the last start, thinned where there are more than 4096 or more than 16 MiB.
+
+    `MonitorError` where there is none.
+    """
     file = run_file(run)
     rows: list[Row] = []
-    stride, seen, starts = 1, 0, 0
+    stride, seen, starts, kept_bytes = 1, 0, 0, 0
+    left_out = LeftOut()
     header: Row | None = None
-    with file.open("rb") as lines:
-        for line in lines:
+    with file.open("rb") as stream:
+        for line in _lines(stream):
             if header is None:
                 header, starts = _check_first(file, line), 1
                 continue
-            row = _parsed(line)
-            if _is_start(row):
-                header, starts, rows, stride, seen = row["start"], starts + 1, [], 1, 0
-            elif _is_step(row, header["layers"]):
-                if seen % stride == 0:
-                    rows.append(row)
-                seen += 1
-                if len(rows) > _MOST_STEPS:
-                    rows, stride = rows[::2], 2 * stride
+            try:
+                row = parsed(line)
+                if is_start(row):
+                    header, starts, left_out = start_of(row), starts + 1, LeftOut()
+                    rows, stride, seen, kept_bytes = [], 1, 0, 0
+                    continue
+                row = step_of(row, header)
+            except MonitorError as error:
+                if line.endswith(b"\n") and line.strip():  # else it is being written, or empty
+                    left_out.add(error)
+                continue
+            if seen % stride == 0:
+                rows.append(row)
+                kept_bytes += len(line)
+            seen += 1
+            while len(rows) > _MOST_STEPS or (kept_bytes > _MOST_KEPT_BYTES and len(rows) > 1):
+                rows, stride, kept_bytes = rows[::2], 2 * stride, kept_bytes // 2
     if header is None or not rows:
-        raise MonitorError(f"{file}: no step has been written yet")
-    return Steps(header, rows, starts)
+        raise MonitorError(no_steps(file, left_out))
+    return Steps(header, rows, starts, left_out)
 
 
 @dataclass(slots=True)
@@ -105,7 +134,8 @@ class Tail:
     header: Row = field(default_factory=dict)
     rows: deque[Row] = field(default_factory=deque)
     starts: int = 0
-    skipped_lines: int = 0
+    left_out: LeftOut = field(default_factory=LeftOut)
+    _sizes: deque[int] = field(default_factory=deque)
     _offset: int = 0
     _rest: bytes = b""
 
@@ -113,36 +143,48 @@ class Tail:
         """Read what has been added; True where that was something. `MonitorError` where it is no run's file."""
         size = self.file.stat().st_size
         if size < self._offset:  # the run was begun anew
-            self.rows.clear()
+            self._begin()
             self._offset, self._rest, self.starts = 0, b"", 0
         if size == self._offset:
             return False
         with self.file.open("rb") as stream:
             if self._offset == 0:
-                first = stream.readline()
-                if not first.endswith(b"\n"):
+                first = stream.readline(MAX_LINE_BYTES + 1)
+                if not first.endswith(b"\n") and len(first) <= MAX_LINE_BYTES:
                     return False
                 self.header, self.starts = _check_first(self.file, first), 1
                 self._offset = len(first)
                 if size - self._offset > _TAIL_BYTES:
                     stream.seek(size - _TAIL_BYTES)
-                    self._offset = size - _TAIL_BYTES + len(stream.readline())
+                    self._offset = size - _TAIL_BYTES + len(stream.readline(_TAIL_BYTES))
             stream.seek(self._offset)
             data = stream.read(_TAIL_BYTES)
         self._offset += len(data)
         *lines, self._rest = (self._rest + data).split(b"\n")
+        self._rest = self._rest[: MAX_LINE_BYTES + 1]  # more only shows again that it is too long
         for line in lines:
             self._take(line)
         return True
 
+    def _begin(self) -> None:
+        self.rows.clear()
+        self._sizes.clear()
+        self.left_out = LeftOut()
+
     def _take(self, line: bytes) -> None:
-        row = _parsed(line)
-        if _is_start(row):
-            self.header, self.starts = row["start"], self.starts + 1
-            self.rows.clear()
-        elif _is_step(row, self.header["layers"]):
-            self.rows.append(row)
-            while len(self.rows) > self.keep:
-                self.rows.popleft()
-        elif line:
-            self.skipped_lines += 1
+        if not line.strip():
+            return
+        try:
+            row = parsed(line)
+            if is_start(row):
+                self.header, self.starts = start_of(row), self.starts + 1
+                self._begin()
+                return
+            self.rows.append(step_of(row, self.header))
+        except MonitorError as error:
+            self.left_out.add(error)
+            return
+        self._sizes.append(len(line))
+        while len(self.rows) > self.keep or (sum(self._sizes) > _MOST_KEPT_BYTES and len(self.rows) > 1):
+            self.rows.popleft()
+            self._sizes.popleft()

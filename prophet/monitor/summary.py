@@ -11,7 +11,7 @@ import numpy as np
 
 from prophet.errors import MonitorError
 from prophet.monitor.read import Steps
-from prophet.monitor.sinks import Row
+from prophet.monitor.sinks import FILE, Row
 from prophet.report import Report, Run, Table
 
 
@@ -89,6 +89,7 @@ def make_report(steps: Steps, *, name: str) -> Report:
         tables=(layers_table(steps),),
         remarks=(
             *words,
+            *([f"{FILE}: {steps.left_out}."] if steps.left_out.count else []),
             "“Without replicas” was not run: it is what every rank would have computed of the same routing, which is "
             "exact in rows.",
             "The measured gain takes the seconds per row that the first rank has measured, for both, and counts all "

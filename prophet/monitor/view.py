@@ -72,7 +72,7 @@ def frame(tail: Tail, *, now_s: float, height: int = 40, width: int = 100) -> Re
             Text(str(dropped), style="red" if dropped else ""),
             _experts(last, layer, 4 if wide else 2),
         )
-    return Group(_head(tail, rows, now_s), table, *_foot(last, rows, len(layers)))
+    return Group(_head(tail, rows, now_s), table, *_foot(tail, last, rows, len(layers)))
 
 
 def _head(tail: Tail, rows: Sequence[Row], now_s: float) -> Text:
@@ -93,7 +93,7 @@ def _head(tail: Tail, rows: Sequence[Row], now_s: float) -> Text:
     return text
 
 
-def _foot(last: Row, rows: Sequence[Row], shown: int) -> list[RenderableType]:
+def _foot(tail: Tail, last: Row, rows: Sequence[Row], shown: int) -> list[RenderableType]:
     gain, step_s = last.get("gain_measured"), last.get("step_s")
     share = f" ({100 * last['exposed_s'] / step_s:.1f} % of the step)" if step_s else ""
     lines = [
@@ -108,4 +108,6 @@ def _foot(last: Row, rows: Sequence[Row], shown: int) -> list[RenderableType]:
         lines.append(f"the worst {shown} of {len(last['max_mean'])} layers")
     if last.get("skipped"):
         lines.append(f"{last['skipped']} steps were not written: they came faster than the disk took them")
+    if tail.left_out.count:
+        lines.append(str(tail.left_out))
     return [Text(line, style="dim") for line in lines]

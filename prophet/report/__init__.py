@@ -2,7 +2,7 @@
 
 from prophet.errors import ReportError
 from prophet.report.comparison import Comparison, render_comparison, write_comparison
-from prophet.report.page import Table
+from prophet.report.page import Table, check_can_draw
 from prophet.report.run import (
     Report,
     Run,
@@ -20,6 +20,7 @@ __all__ = [
     "ReportError",
     "Run",
     "Table",
+    "check_can_draw",
     "expert_shares_by_step",
     "max_mean",
     "relative_difference",

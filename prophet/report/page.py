@@ -43,14 +43,22 @@ _COLOURS = {
 INK, FAINT, BEFORE, AFTER, THIRD, FOURTH = _COLOURS
 
 
+def check_can_draw() -> None:
+    """Raise `ReportError` where matplotlib is missing: to be called before the work that a page is made of."""
+    try:
+        import matplotlib.backends.backend_svg
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise ReportError("the page needs matplotlib: pip install 'moe-prophet[report]'") from None
+
+
 def draw_figure(draw: Callable[[Any], None], *, height_in: float = 2.5, label: str) -> str:
     """Run `draw(figure)` on a phone-sized figure and return it as themed inline SVG."""
-    try:
-        import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ReportError("the report needs matplotlib: pip install 'moe-prophet[report]'") from None
+    check_can_draw()
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
     style: dict[Any, Any] = {
         "svg.fonttype": "none",
         "svg.hashsalt": "prophet",

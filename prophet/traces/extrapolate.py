@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from prophet.errors import SpecError
-from prophet.files import read_json
+from prophet.files import is_number, read_json, shown
 from prophet.planner import get_planner
 from prophet.planner.settle import pays
 from prophet.scheduler.forms import FormChooser
@@ -27,7 +27,8 @@ from prophet.scheduler.simulate import SimulatedStep, predicted_durations, simul
 from prophet.scheduler.windows import predicted_window_us
 from prophet.spec import IntArray, Placement, PlanContext, Split, Topology, check_experts_per_rank
 
-MAX_FILE_BYTES = 1 << 26
+MAX_FILE_BYTES = 1 << 24
+_SHOWN = 4  # errors in a message
 BALANCED = "forced-balance"  # not a planner: the routing itself is perfectly even
 
 
@@ -40,7 +41,8 @@ class ErrorBar:
 
     def __post_init__(self) -> None:
         if not self.errors or not all(-1.0 < e < float("inf") for e in self.errors):
-            raise SpecError(f"{self.source}: expected relative errors above -1, got {list(self.errors)}")
+            shown = [round(e, 3) for e in self.errors[:_SHOWN]]
+            raise SpecError(f"{self.source}: simulated_error: expected finite numbers above -1, got {shown}")
 
     @property
     def mean(self) -> float:
@@ -64,13 +66,19 @@ def read_error_bar(path: str | os.PathLike[str]) -> ErrorBar:
     file = Path(path)
     rows_of = "rows of the cluster benchmark"
     table = read_json(file, most_bytes=MAX_FILE_BYTES, expected=rows_of, error=SpecError)
-    try:
-        known = [r for r in table["rows"] if r["simulated_error"] is not None]
-        found = [(float(r["simulated_error"]), int(r["hosts"])) for r in known]
-    except (ValueError, KeyError, TypeError) as error:
-        raise SpecError(f"{file}: expected rows with simulated_error and hosts ({error!r})") from None
-    hosts = sorted({h for _, h in found})
-    return ErrorBar(errors=tuple(e for e, _ in found), source=f"{len(found)} policies on {hosts} hosts ({file})")
+    rows = table.get("rows") if isinstance(table, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(r, dict) for r in rows):
+        raise SpecError(f"{file}: rows: expected a list of objects with simulated_error and hosts")
+    errors, hosts = [], set()
+    for i, row in enumerate(rows):
+        if row.get("simulated_error", "") is None:
+            continue
+        for name in ("simulated_error", "hosts"):
+            if not is_number(row.get(name)):
+                raise SpecError(f"{file}: rows[{i}].{name}: expected a number, got {shown(row.get(name))}")
+        errors.append(float(row["simulated_error"]))
+        hosts.add(int(row["hosts"]))
+    return ErrorBar(errors=tuple(errors), source=f"{len(errors)} policies on {sorted(hosts)} hosts ({file})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

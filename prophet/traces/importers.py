@@ -23,7 +23,9 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import math
 import os
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,12 +35,16 @@ from typing import IO, Any
 import numpy as np
 
 from prophet.errors import TraceError
+from prophet.files import shown
 from prophet.spec import IntArray
 from prophet.traces.npz import MAX_COUNT, MAX_TRACE_BYTES, RoutingTrace, read_trace
 
-MAX_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 16 << 20
 MAX_INDEX = 1 << 20  # of a layer, a rank or an expert
 _MAX_FILES = 1 << 14
+_ROW_BYTES = 512  # of a record in memory, besides its counts
+_FREE_BYTES = 1 << 28  # any log may make as large a table; of a larger one, one cell in _MOST_EMPTY is in the log
+_MOST_EMPTY = 64
 
 _STEP, _LAYER, _RANK = ("step", "iteration"), ("layer", "layer_number", "layer_idx"), ("rank", "ep_rank")
 _CHOSEN, _COUNTS = ("top_indices", "topk_indices"), ("tokens_per_expert",)
@@ -50,12 +56,13 @@ _LayerKey = tuple[int, int, int]
 
 @dataclass(slots=True)
 class _Row:
-    """One forward pass of one router: tokens by expert, as (expert, count) pairs or a dense array from expert 0."""
+    """One forward pass of one router: tokens by expert, as the experts that have any and their counts."""
 
     step: int
     microbatch: int
     layer: _LayerKey
     rank: int
+    experts: IntArray
     counts: IntArray
 
 
@@ -76,7 +83,8 @@ def read_any(path: str | os.PathLike[str], *, experts: int | None = None) -> Rou
 def read_csv(path: str | os.PathLike[str], *, experts: int | None = None) -> RoutingTrace:
     """Read `step,layer,rank,expert,count`; see the head of this file."""
     file = Path(path)
-    cells: dict[tuple[int, int, int, int], int] = {}
+    columns = [array("q") for _ in _COLUMNS]  # a log has many rows
+    most = [MAX_COUNT if name in ("step", "count") else MAX_INDEX for name in _COLUMNS]
     with _lines(file) as lines:
         reader = csv.reader(lines)
         try:
@@ -91,28 +99,19 @@ def read_csv(path: str | os.PathLike[str], *, experts: int | None = None) -> Rou
                 where = f"{file}: line {reader.line_num}"
                 if len(fields) != len(header):
                     raise TraceError(f"{where}: expected {len(header)} fields, got {len(fields)}")
-                values = [
-                    _whole(fields[place], MAX_COUNT if name in ("step", "count") else MAX_INDEX, f"{where}: {name}")
-                    for name, place in zip(_COLUMNS, places, strict=True)
-                ]
-                key = (values[0], values[1], values[2], values[3])
-                cells[key] = cells.get(key, 0) + values[4]
+                for column, place, limit, name in zip(columns, places, most, _COLUMNS, strict=True):
+                    column.append(_whole(fields[place], limit, f"{where}: {name}"))
         except csv.Error as error:
             raise TraceError(f"{file}: line {reader.line_num}: expected comma-separated values: {error}") from None
-    rows = []
-    for (step, layer, rank, expert), count in cells.items():
-        counts = np.zeros(0, dtype=np.int64)
-        rows.append((_Row(step, 0, (0, 0, layer), rank, counts), expert, count))
-    return _csv_trace(file, rows, experts)
-
-
-def _csv_trace(file: Path, rows: list[tuple[_Row, int, int]], experts: int | None) -> RoutingTrace:
-    keys = [row for row, _, _ in rows]
-    highest = max((expert for _, expert, _ in rows), default=-1)
-    counts, places, iteration = _table(file, keys, highest, experts)
-    for row, expert, count in rows:
-        counts[(*places(row), expert)] += count
-    return _checked(file, counts, iteration, {"source": f"{file.name} (CSV)"})
+    if not columns[0]:
+        raise TraceError(f"{file}: expected at least one record, the log is empty")
+    steps, layers, ranks, expert, count = (np.frombuffer(column, dtype=np.int64) for column in columns)
+    numbers, places_of = zip(*(np.unique(c, return_inverse=True) for c in (steps, layers, ranks)), strict=True)
+    sizes = [len(n) for n in numbers]
+    shape = (*sizes, _experts(file, int(expert.max()), sizes[2], experts))
+    counts = _zeros(file, shape, len(count))
+    np.add.at(counts, (*places_of, expert), count)
+    return _checked(file, counts, numbers[0], {"source": f"{file.name} (CSV)"})
 
 
 def read_megatron(path: str | os.PathLike[str], *, experts: int | None = None) -> RoutingTrace:
@@ -135,14 +134,13 @@ def read_megatron(path: str | os.PathLike[str], *, experts: int | None = None) -
                 key = (row.step, row.layer, row.rank)
                 row.microbatch = seen[key] = seen.get(key, -1) + 1
                 top_k = max(top_k, chosen)
-                budget -= row.counts.nbytes
+                budget -= _ROW_BYTES + row.experts.nbytes + row.counts.nbytes
                 if budget < 0:
-                    raise TraceError(f"{place}: expected counts of at most {MAX_TRACE_BYTES} bytes")
+                    raise TraceError(f"{place}: expected records of at most {MAX_TRACE_BYTES} bytes")
                 rows.append(row)
-    highest = max((row.counts.size - 1 for row in rows), default=-1)
-    counts, places, iteration = _table(place, rows, highest, experts)
+    counts, places, iteration = _table(place, rows, experts)
     for row in rows:
-        counts[(*places(row), slice(0, row.counts.size))] += row.counts
+        counts[(*places(row), row.experts)] += row.counts
     meta: dict[str, Any] = {"source": f"{place.name} (Megatron-LM router trace)"}
     return _checked(place, counts, iteration, meta | ({"top_k": top_k} if top_k else {}))
 
@@ -167,30 +165,46 @@ def _record(line: str, where: str) -> tuple[_Row, int]:
         raise TraceError(f"{where}: block: expected a string, got {type(block).__name__}")
     depth = _whole(record.get("mtp_idx", 0), MAX_INDEX, f"{where}: mtp_idx")
     layer = (0 if block == "decoder" else 1, depth, number(_LAYER, MAX_INDEX))
-    counts, chosen = _counts(record, where)
-    return _Row(number(_STEP, MAX_COUNT), 0, layer, number(_RANK, MAX_INDEX), counts), chosen
+    experts, counts, chosen = _counts(record, where)
+    return _Row(number(_STEP, MAX_COUNT), 0, layer, number(_RANK, MAX_INDEX), experts, counts), chosen
 
 
-def _counts(record: dict[str, Any], where: str) -> tuple[IntArray, int]:
-    """Tokens by expert, from expert 0 to the highest in the record, and the experts per token if it lists them."""
+def _counts(record: dict[str, Any], where: str) -> tuple[IntArray, IntArray, int]:
+    """The experts that have tokens, how many they have, and the experts per token if the record lists them."""
     for name in (*_CHOSEN, *_COUNTS):
         if name not in record:
             continue
-        expected = "a list of lists of expert indices" if name in _CHOSEN else "a list of counts"
-        dimensions = 2 if name in _CHOSEN else 1
-        try:
-            array = np.array(record[name])
-        except (ValueError, OverflowError):
-            raise TraceError(f"{where}: {name}: expected {expected} of one length") from None
-        if array.size == 0:
-            return np.zeros(0, dtype=np.int64), 0
-        limit = MAX_INDEX if name in _CHOSEN else MAX_COUNT
-        if array.ndim != dimensions or array.dtype.kind != "i" or array.min() < 0 or array.max() > limit:
-            raise TraceError(f"{where}: {name}: expected {expected} from 0 to {limit}")
-        if name in _CHOSEN:
-            return np.bincount(array.reshape(-1)).astype(np.int64), int(array.shape[1])
-        return array.astype(np.int64), 0
+        chosen = name in _CHOSEN
+        limit = MAX_INDEX if chosen else MAX_COUNT
+        value = record[name]
+        found = _integers(value, 2 if chosen else 1)
+        if found is None or (found.size and not (found.min() >= 0 and found.max() <= limit)):
+            expected = "a list of lists of expert indices" if chosen else "a list of counts"
+            raise TraceError(f"{where}: {name}: expected {expected} from 0 to {limit}, all of one length")
+        if chosen:
+            experts, counts = np.unique(found, return_counts=True)
+            return experts, counts.astype(np.int64), int(found.shape[1]) if found.size else 0
+        if found.size > MAX_INDEX + 1:
+            raise TraceError(f"{where}: {name}: expected at most {MAX_INDEX + 1} counts, got {found.size}")
+        (experts,) = np.nonzero(found)
+        return experts, found[experts], 0
     raise TraceError(f"{where}: {_CHOSEN[0]}: expected it or {_COUNTS[0]}, the record has neither")
+
+
+def _integers(value: object, dimensions: int) -> IntArray | None:
+    """A list of integers, or of such lists of one length, as an array; None for anything else.
+
+    The items' types are looked at first: from strings numpy makes an array in which each takes as much as the longest.
+    """
+    if not isinstance(value, list) or (dimensions == 2 and not all(isinstance(row, list) for row in value)):
+        return None
+    rows = value if dimensions == 2 else [value]
+    if len({len(row) for row in rows}) > 1 or not all(set(map(type, row)) <= {int} for row in rows):
+        return None
+    try:
+        return np.array(value, dtype=np.int64)
+    except OverflowError:
+        return None
 
 
 def _whole(value: object, most: int, where: str) -> int:
@@ -198,7 +212,7 @@ def _whole(value: object, most: int, where: str) -> int:
     if isinstance(value, str) and value.strip().isascii() and value.strip().isdigit() and len(value) < 20:
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
-        raise TraceError(f"{where}: expected a number from 0 to {most}, got {str(value)[:40]!r}")
+        raise TraceError(f"{where}: expected a number from 0 to {most}, got {shown(value)}")
     return value
 
 
@@ -227,8 +241,27 @@ def _read(file: Path, stream: IO[str]) -> Iterator[str]:
         yield line
 
 
+def _experts(file: Path, highest: int, ranks: int, experts: int | None) -> int:
+    """The number of experts: what the caller says, or enough for the highest that was chosen."""
+    if experts is None:
+        experts = -(-(highest + 1) // ranks) * ranks
+    if highest >= experts:
+        raise TraceError(f"{file}: expected experts below {experts}, got expert {highest}")
+    return max(experts, 1)
+
+
+def _zeros(file: Path, shape: tuple[int, ...], cells: int) -> IntArray:
+    """Room for the counts, of which `cells` are in the log; far more of it than that is refused."""
+    size = 8 * math.prod(shape)
+    if size > MAX_TRACE_BYTES:
+        raise TraceError(f"{file}: expected counts of at most {MAX_TRACE_BYTES} bytes, its {list(shape)} take more")
+    if size > max(_FREE_BYTES, 8 * _MOST_EMPTY * cells):
+        raise TraceError(f"{file}: expected fewer empty cells: its {list(shape)} take {size} bytes for {cells} counts")
+    return np.zeros(shape, dtype=np.int64)
+
+
 def _table(
-    file: Path, rows: list[_Row], highest: int, experts: int | None
+    file: Path, rows: list[_Row], experts: int | None
 ) -> tuple[IntArray, Callable[[_Row], tuple[int, int, int]], IntArray]:
     """Zeros [T, L, R, E] for the rows, the place (t, l, r) of a row in them, and each step's iteration [T]."""
     if not rows:
@@ -236,24 +269,19 @@ def _table(
     steps = sorted({(row.step, row.microbatch) for row in rows})
     layers = sorted({row.layer for row in rows})
     ranks = sorted({row.rank for row in rows})
-    if experts is None:
-        experts = -(-(highest + 1) // len(ranks)) * len(ranks)
-    if highest >= experts:
-        raise TraceError(f"{file}: expected experts below {experts}, got expert {highest}")
-    shape = (len(steps), len(layers), len(ranks), max(experts, 1))
-    if 8 * shape[0] * shape[1] * shape[2] * shape[3] > MAX_TRACE_BYTES:
-        raise TraceError(f"{file}: expected counts of at most {MAX_TRACE_BYTES} bytes, its {list(shape)} take more")
+    highest = max((int(row.experts[-1]) for row in rows if row.experts.size), default=-1)
+    shape = (len(steps), len(layers), len(ranks), _experts(file, highest, len(ranks), experts))
+    counts = _zeros(file, shape, sum(row.experts.size for row in rows))
     at_step = {key: i for i, key in enumerate(steps)}
     at_layer = {key: i for i, key in enumerate(layers)}
     at_rank = {key: i for i, key in enumerate(ranks)}
     found: set[tuple[tuple[int, int], _LayerKey, int]] = {((r.step, r.microbatch), r.layer, r.rank) for r in rows}
-    if len(found) < shape[0] * shape[1] * shape[2] and any(row.counts.size for row in rows):
+    if len(found) < math.prod(shape[:3]):
         absent = next((s, a, r) for s in steps for a in layers for r in ranks if (s, a, r) not in found)
         raise TraceError(
             f"{file}: expected a record of every layer and rank in every step; there is none of step {absent[0][0]}, "
             f"layer {absent[1][2]}, rank {absent[2]} (microbatch {absent[0][1]})"
         )
-    counts = np.zeros(shape, dtype=np.int64)
     iteration = np.array([step for step, _ in steps], dtype=np.int64)
 
     def places(row: _Row) -> tuple[int, int, int]:

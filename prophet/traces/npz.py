@@ -42,6 +42,8 @@ MAX_TRACE_BYTES = 2 << 30  # decoded; a day of training of a large model fits
 MAX_META_BYTES = 1 << 20
 MAX_COUNT = (1 << 31) - 1  # per cell, so that sums over ranks and experts stay exact in int64
 _MAX_MEMBERS = 64
+_FREE_BYTES = 1 << 28  # any file may decode to as much; a larger array to _MOST_RATIO times its file
+_MOST_RATIO = 256
 _MAX_HEADER_BYTES = 4096
 _CHUNK_BYTES = 1 << 20
 
@@ -164,6 +166,11 @@ def _read_member(
         raise ValueError(f"expected stored or deflated data, got compression method {info.compress_type}")
     if info.file_size > max_bytes + _MAX_HEADER_BYTES:
         raise ValueError(f"expected at most {max_bytes} bytes, the archive declares {info.file_size}")
+    if info.file_size > max(_FREE_BYTES, _MOST_RATIO * info.compress_size):
+        raise ValueError(
+            f"expected at most {_MOST_RATIO} times the {info.compress_size} bytes it takes in the archive, the archive "
+            f"declares {info.file_size}"
+        )
     with archive.open(info) as stream:
         # The header goes through a buffer of its own: a header that declares gigabytes gets a short read
         # instead.
@@ -230,7 +237,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_TRACE_BYTES
     try:
         archive = zipfile.ZipFile(file)
     except (zipfile.BadZipFile, ValueError, NotImplementedError, OSError, EOFError) as error:
-        raise TraceError(f"{file}: expected an npz archive: {error}") from None
+        raise TraceError(f"{file}: expected an npz archive: {error!s:.300}") from None
     with archive:
         members = archive.infolist()
         names = [m.filename for m in members]
@@ -256,7 +263,7 @@ def read_trace(path: str | os.PathLike[str], *, max_bytes: int = MAX_TRACE_BYTES
                 TypeError,
             ) as error:
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise TraceError(f"{file}: {name}: {reason}") from None
+                raise TraceError(f"{file}: {name}: {reason:.300}") from None
 
         counts = member("counts", "iu", "integers [steps, layers, ranks, experts]", max_bytes)
         problem = _check_counts(counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -103,6 +104,23 @@ def test_plan_writes_a_page(skewed: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"Page: {page}" in capsys.readouterr().out
 
 
+def test_a_page_that_cannot_be_drawn_is_refused_before_the_work(
+    skewed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("began to work")
+
+    for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("prophet.traces.importers.read_any", work)
+    monkeypatch.setattr(importlib.import_module("prophet.monitor.read"), "read_steps", work)
+    (skewed.parent / "steps.jsonl").write_text("{}")
+    for command in (["plan", str(skewed), "--html", "page.html"], ["report", str(skewed.parent)]):
+        assert main(command) == FAILED
+        assert "the page needs matplotlib: pip install 'moe-prophet[report]'" in capsys.readouterr().err
+
+
 def test_no_slots_no_gain(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(skewed), "--slots", "0"]) == OK
     assert "No planner is predicted to gain anything here." in capsys.readouterr().out
@@ -141,6 +159,8 @@ def test_no_slots_no_gain(skewed: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["plan", "TRACE", "--machine", "cray"], "no machine 'cray'"),
         (["plan", "TRACE", "--machine", "h100-ib:elephant"], "no model 'elephant'"),
         (["plan", "SHORT"], "needs two"),
+        (["plan", "EMPTY"], "counts: expected tokens in the iterations that are judged, all of their counts are 0"),
+        (["calibrate", "--check", "--out", "FOLDER"], "--out: expected a file"),
         (["plan", "UNEVEN"], "9 experts cannot be divided among 4"),
         (["demo", "--text", "absent"], "--text: absent: expected a text file"),
         (["demo", "--ranks", "3"], "16 experts cannot be divided among 3"),
@@ -149,6 +169,9 @@ def test_no_slots_no_gain(skewed: Path, capsys: pytest.CaptureFixture[str]) -> N
 def test_bad_input_is_one_line(
     skewed: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    empty = np.zeros((3, 1, 4, 8), dtype=np.int64)
+    empty[0] = 1  # the first iteration is planned from, and not judged
+    write_trace(skewed.parent / "EMPTY", RoutingTrace(empty, np.arange(3)))
     for name, shape in (("SHORT", (1, 1, 2, 2)), ("UNEVEN", (2, 1, 4, 9))):
         steps = np.arange(shape[0], dtype=np.int32)
         write_trace(skewed.parent / name, RoutingTrace(np.ones(shape, int), steps))
@@ -159,7 +182,7 @@ def test_bad_input_is_one_line(
     (skewed.parent / "BROKEN").write_text(text)
     names = {
         "TRACE": str(skewed),
-        **{n: str(skewed.parent / n) for n in ("SHORT", "UNEVEN", "TWO", "FOUR", "BROKEN", "ODD")},
+        **{n: str(skewed.parent / n) for n in ("SHORT", "UNEVEN", "TWO", "FOUR", "BROKEN", "ODD", "EMPTY")},
         "FOLDER": str(skewed.parent),
     }
     arguments = [":".join(names.get(word, word) for word in a.split(":")) for a in arguments]
@@ -249,6 +272,21 @@ def test_the_other_prophet_is_recognised() -> None:
     assert over is not None
     assert over[1]
     assert "pip uninstall prophet" in over[0]
+
+
+def test_the_version_names_the_other_prophet(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [types.SimpleNamespace(metadata={"Name": name}) for name in ("moe-prophet", "Prophet")]
+    monkeypatch.setattr("prophet.cli.metadata.distributions", lambda: names)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    shown = capsys.readouterr()
+    assert shown.out == f"moe-prophet {prophet.__version__}\n"
+    assert "the distribution `prophet` (forecasting) is installed too" in shown.err
+    monkeypatch.delattr(prophet, "attach")
+    assert main(["--version"]) == NAME_CONFLICT
+    assert "the forecasting library" in capsys.readouterr().err
 
 
 def test_the_other_prophet_on_disk(tmp_path: Path) -> None:

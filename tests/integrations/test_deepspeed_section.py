@@ -41,8 +41,18 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
         ({"prophet": {"planner": "best"}}, r"prophet\.planner: expected one of"),
         (
             {"prophet": {"topology": "none.toml"}},
-            r"prophet\.topology: expected a topology file \(TOML\), there is no none",
+            r"prophet\.topology: none\.toml: expected a topology file \(TOML\): No such file",
         ),
+        (
+            {"prophet": {"topology": "pyproject.toml"}},
+            r"prophet\.topology: pyproject\.toml: build-system: unknown field",
+        ),
+        ({"prophet": {"topology": "\0"}}, r"prophet\.topology: "),
+        ({"prophet": {"topology": "a" * 5000}}, r"prophet\.topology: a+: expected a topology file"),
+        ({"prophet": {"slots_per_rank": -1}}, r"prophet\.slots_per_rank must not be negative"),
+        ({"prophet": {"replica_memory_bytes": -1}}, r"prophet\.replica_memory_bytes must not be negative"),
+        ({"prophet": {"timeout_s": 0}}, r"prophet\.timeout_s must be positive"),
+        ({"prophet": {"check_split_every": 0}}, r"prophet\.check_split_every must be at least 1"),
         ({"prophet": {"replan": 10}}, r"prophet\.replan: expected an object, got 10"),
         (
             {"prophet": {"replan": {"intervall": 10}}},
@@ -56,7 +66,6 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
         ({"prophet": {"replan": {"drift": "some"}}}, r"prophet\.replan\.drift must be a number .*, got 'some'"),
         ({"prophet": {"replan": {"predict": "oracle"}}}, r"prophet\.replan\.predict must be one of .*, got 'oracle'"),
         ({"prophet": {"refetch": "always"}}, r"prophet\.refetch: expected true or false, got 'always'"),
-        ({"prophet": {"slots_per_rank": -1}}, r"prophet\.slots_per_rank must not be negative"),
         ({"prophet": {"accumulation_steps": 2}}, r"prophet\.accumulation_steps: unknown key"),
         ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: 3 is not supported.*no whole expert"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
@@ -68,11 +77,31 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
         ({"amp": {"enabled": True}}, "amp: not supported"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: only true"),
         ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel\.autotp_size"),
+        ({"tensor_parallel": {"autotp_size": "two"}}, r"tensor_parallel\.autotp_size"),
+        ({"sequence_parallel_size": "two"}, "sequence_parallel_size: not supported"),
+        ({"prophet": {}, "Prophet": {"ep_size": 2}}, "Prophet: unknown section; did you mean 'prophet'"),
     ],
 )
 def test_refused_by_name(config: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         read_config(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"{", "ds.json: expected JSON"),
+        (b"[" * 100_000, "ds.json: expected JSON"),
+        (b"\xff\xfe", "ds.json: expected JSON"),
+        (b"[]", "ds.json: expected a JSON object, got list"),
+    ],
+)
+def test_a_file_that_holds_no_config_is_named(tmp_path: Path, text: bytes, said: str) -> None:
+    (tmp_path / "ds.json").write_bytes(text)
+    with pytest.raises(ConfigError, match=said):
+        read_config(tmp_path / "ds.json")
+    with pytest.raises(ConfigError, match=r"absent\.json: expected a DeepSpeed config"):
+        read_config(tmp_path / "absent.json")
 
 
 def test_groups_whose_balancing_biases_would_differ_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +192,11 @@ def test_ranks_that_are_asked_for(tmp_path: Path) -> None:
 
 def test_the_command_writes_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [text for f in files(tmp_path) for text in ("--from", str(f))]
-    out = tmp_path / "t.toml"
+    out = tmp_path / "new" / "folder" / "t.toml"
+    made = [str(tmp_path / "new"), str(tmp_path / "new" / "folder")]
     assert main(["calibrate", *given, "--out", str(out), "--check", "--json"]) == OK
     answer = json.loads(capsys.readouterr().out)
+    assert (answer["file"], answer["folders_made"]) == (str(out), made)
     assert answer["from"] == given[1::2]
     assert (answer["dim"], answer["hidden"], answer["repeats"]) == (8, 16, 7)
     assert all(row["mean_error"] is not None for row in answer["operations"])
@@ -201,6 +204,10 @@ def test_the_command_writes_what_was_read(tmp_path: Path, capsys: pytest.Capture
     assert read_fits(out)["expert_forward"]["dim"] == 8
     assert main(["calibrate", *given, "--check"]) == OK
     assert "Read, not measured" in capsys.readouterr().out
+    shutil.rmtree(tmp_path / "new")
+    for folders in (f"Folders made for it: {', '.join(made)}\n", ""):
+        assert main(["calibrate", *given, "--out", str(out)]) == OK
+        assert capsys.readouterr().out.endswith(f"Written: {out}\n{folders}")
     assert main(["calibrate", *given]) == BAD_INPUT
     assert "expected --out FILE" in capsys.readouterr().err
     assert main(["calibrate", *given, "--check", "--machine", str(out)]) == BAD_INPUT

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import io
 import json
+import re
 import time
 import types
 from pathlib import Path
@@ -245,9 +247,72 @@ def test_a_cut_line_and_a_second_start(tmp_path: Path) -> None:
     assert not tail.poll()
 
 
+def test_lines_that_are_left_out_are_counted_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 4)
+    file = tmp_path / "steps.jsonl"
+    header, *steps = file.read_text().splitlines()
+    wrong = [
+        "garbage",
+        "[" * 100_000,
+        json.dumps({**json.loads(steps[0]), "max_mean": ["a", "b"]}),
+        steps[0].replace("[1.0,1.0]", "[NaN,1.0]"),
+        json.dumps({**json.loads(steps[0]), "experts": [[1, 2, 3, 4]]}),
+        json.dumps({**json.loads(steps[0]), "copies": [10**400, 1]}),
+        '{"start": 3}',
+    ]
+    assert len({*wrong, *steps}) == 11
+    file.write_text("\n".join([header, *steps[:2], *wrong, *steps[2:], ""]))
+    found = read_steps(tmp_path)
+    assert [r["step"] for r in found.rows] == [0, 1, 2, 3]
+    assert found.left_out.count == 7
+    tail = Tail(file)
+    assert tail.poll()
+    assert (len(tail.rows), tail.left_out.count) == (4, 7)
+    said = "7 lines are no steps of this run and were left out (the first: expected a line of JSON)"
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["watch", str(tmp_path), "--once"]) == OK
+    assert said in capsys.readouterr().out
+    assert main(["report", str(tmp_path)]) == OK
+    assert f"steps.jsonl: {said}" in capsys.readouterr().out
+    assert said in (tmp_path / "report.html").read_text(encoding="utf-8")
+    file.write_text("\n".join([header, wrong[2], ""]))
+    for command in (["watch", str(tmp_path), "--once"], ["report", str(tmp_path)]):
+        assert main(command) == BAD_INPUT
+        said = "1 line is no step of this run and was left out (max_mean: expected 2 numbers, one per layer, got ['a'"
+        assert said in capsys.readouterr().err
+
+
+def test_a_run_of_long_lines_is_read_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 40)
+    file = tmp_path / "steps.jsonl"
+    read, lines = (importlib.import_module(f"prophet.monitor.{name}") for name in ("read", "lines"))
+    monkeypatch.setattr(read, "_MOST_KEPT_BYTES", file.stat().st_size // 3)
+    assert [r["step"] for r in read_steps(tmp_path).rows] == list(range(0, 40, 4))
+    tail = Tail(file)
+    assert tail.poll()
+    assert 8 < len(tail.rows) < 16
+    assert tail.rows[-1]["step"] == 39
+    for module in (read, lines):
+        monkeypatch.setattr(module, "MAX_LINE_BYTES", 1000)
+    with file.open("a") as f:
+        f.write("x" * 5000 + "\n")
+    assert read_steps(tmp_path).left_out.why == "expected at most 1000 bytes"
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(None, "no run here"), ("{}\n", "expected a first line"), ("", "no step"), ('{"start": 3}\n', "first line")],
+    [(None, "no run here"), ("{}\n", "expected a first line"), ("", "no step"), ('{"start": 3}\n', "first line")]
+    + [
+        (json.dumps({"format": 1, "start": {"layers": 1, "ranks": 1, "experts": [4], **wrong}}) + "\n", said)
+        for wrong, said in (
+            ({"layers": 0}, r"line 1: .*start\.layers: expected a number from 1"),
+            ({"ranks": "two"}, r"start\.ranks: expected a number from 1 to 65536, got 'two'"),
+            ({"experts": [4, 4]}, r"start\.experts: expected 1 numbers"),
+            ({"notes": [1]}, r"start\.notes: expected an object of strings"),
+        )
+    ],
 )
 def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, said: str) -> None:
     if content is not None:
@@ -256,7 +321,7 @@ def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str], cont
         read_steps(tmp_path)
     for command in (["watch", str(tmp_path), "--once"], ["report", str(tmp_path)]):
         assert main(command) == BAD_INPUT
-        assert said in capsys.readouterr().err
+        assert re.search(said, capsys.readouterr().err)
 
 
 def test_arguments_are_checked(tmp_path: Path) -> None:

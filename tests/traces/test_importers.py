@@ -199,5 +199,20 @@ def test_a_log_cannot_ask_for_more_memory_than_a_trace_may_have(
     with pytest.raises(TraceError, match="expected counts of at most 1048576 bytes"):
         read_any(file)
     (tmp_path / "t.jsonl").write_text(json.dumps(record(0, 0, 0, [[1_000_000]])) + "\n")
-    with pytest.raises(TraceError, match=r"expected counts of at most 1048576 bytes$"):  # before it is put together
+    with pytest.raises(TraceError, match="expected counts of at most 1048576 bytes"):
         read_any(tmp_path / "t.jsonl")
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(record(t, 0, 0, [[1]])) + "\n" for t in range(4)))
+    monkeypatch.setattr(importers, "MAX_TRACE_BYTES", 1 << 11)
+    with pytest.raises(TraceError, match=r"expected records of at most 2048 bytes$"):  # before it is put together
+        read_any(tmp_path / "t.jsonl")
+
+
+def test_a_log_that_is_nearly_empty_cannot_ask_for_much_memory(tmp_path: Path) -> None:
+    file = tmp_path / "t.csv"
+    file.write_text("step,layer,rank,expert,count\n" + "".join(f"{i},{i},{i},{i},1\n" for i in range(100)))
+    with pytest.raises(TraceError, match=r"fewer empty cells: its \[100, 100, 100, 100\] take 800000000 bytes for 100"):
+        read_any(file)
+    long = json.dumps(record(0, 0, 0, [[0]])).replace("[[0]]", json.dumps(["a" * 10_000] + ["b"] * 100_000))
+    (tmp_path / "t.jsonl").write_text(long)
+    with pytest.raises(TraceError, match="line 1: top_indices: expected a list of lists of expert indices"):
+        read_any(tmp_path / "t.jsonl")  # of strings numpy would make 4 GB

@@ -1,0 +1,189 @@
+"""What a user gets: builds sdist and wheel, installs the wheel alone in an empty environment, and uses it there.
+
+    python tests/wheel.py [--keep FOLDER]
+
+The environment has the wheel and its dependencies, in the versions of constraints.txt, and no extras. Programs run in
+an empty folder, so that nothing of this checkout is on their path. The planner is `pro-prophet`, which needs no
+compiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("prophet", "pipeline_balance", "integrations")
+_LIMIT_S = 600
+
+TRACE = """
+import numpy as np
+from prophet.traces import RoutingTrace, write_trace
+
+counts = np.full((3, 2, 4, 8), 10)
+counts[..., 0] = 4000
+write_trace("trace.npz", RoutingTrace(counts, np.arange(3, dtype=np.int32), {"top_k": 1}))
+"""
+
+STEP = """
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import prophet
+
+assert Path(prophet.__file__).is_relative_to(sys.prefix), prophet.__file__
+
+
+def main(rank, ranks):
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{Path('meet').absolute()}", rank=rank, world_size=ranks)
+    torch.manual_seed(0)
+    layer = prophet.MoE(dim=16, hidden=32, num_experts=4, top_k=2)
+    with torch.no_grad():
+        layer.gate.weight[0] = 1.0  # a hot expert
+    model = nn.Sequential(nn.Linear(8, 16), layer, nn.Linear(16, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    engine = prophet.attach(model, optimizer, config=prophet.EngineConfig(planner="pro-prophet"))
+    reports = []
+    engine.on_step.append(reports.append)
+    for _ in range(2):
+        model(torch.rand(4, 64, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(reports) == 2, reports
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    engine.close()
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    ranks = int(sys.argv[1])
+    if ranks == 1:
+        main(0, 1)
+    else:
+        torch.multiprocessing.spawn(main, (ranks,), nprocs=ranks)
+    print(f"{ranks} ranks: two balanced steps")
+"""
+
+
+def run(*command: str | Path, cwd: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run a command that sees neither this checkout nor the user's packages; fail with what it has said."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    environment |= {"PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+    )
+    if done.returncode != expect:
+        raise SystemExit(f"{shlex.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    return done
+
+
+def expected_files() -> set[str]:
+    """The modules that have to be in the wheel."""
+    found = {"prophet/py.typed"}
+    for package in PACKAGES:
+        base = ROOT / package if package == "integrations" else ROOT
+        found |= {p.relative_to(base).as_posix() for p in (ROOT / package).rglob("*.py")}
+    return found
+
+
+def build(folder: Path) -> Path:
+    """The wheel, built from the sdist, which is built from a copy of the sources: what lies around takes no part."""
+    sources = folder / "sources"
+    sources.mkdir()
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, sources)
+    run(sys.executable, "-m", "build", "--outdir", folder, sources, cwd=folder)
+    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    missing = {"LICENSE", "README.md", "pyproject.toml"} - names
+    assert not missing, f"the sdist lacks {sorted(missing)}"
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert held == expected_files(), f"only in one of wheel and sources: {sorted(held ^ expected_files())}"
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """A new environment with the wheel alone; its programs' folder."""
+    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    pip = (folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "-q")
+    flags = shlex.split(os.environ.get("PIP_FLAGS", ""))
+    run(*pip, *flags, "-c", ROOT / "constraints.txt", wheel, cwd=folder.parent)
+    return folder / "bin"
+
+
+def use(programs: Path, folder: Path) -> None:
+    """The version, a plan, balanced steps, and the word about the other `prophet`."""
+    python, command = programs / "python", programs / "prophet"
+    version = run(command, "--version", cwd=folder)
+    assert version.stdout.startswith("moe-prophet "), version.stdout
+    assert not version.stderr, version.stderr
+    (folder / "make_trace.py").write_text(TRACE)
+    run(python, "make_trace.py", cwd=folder)
+    shown = run(command, "plan", "trace.npz", "--planner", "pro-prophet", cwd=folder).stdout
+    assert "'pro-prophet' is predicted to make the MoE layers" in shown, shown
+    refused = run(command, "plan", "trace.npz", "--html", "page.html", cwd=folder, expect=1).stderr
+    assert "pip install 'moe-prophet[report]'" in refused, refused
+    (folder / "step.py").write_text(STEP)
+    for ranks in (1, 2):
+        print(run(python, "step.py", str(ranks), cwd=folder).stdout, end="")
+    run(python, "-c", "import pipeline_balance.dynamics, prophet_deepspeed", cwd=folder)
+    clash(programs, folder)
+
+
+def clash(programs: Path, folder: Path) -> None:
+    """The forecasting library, installed beside ours and then over it; last, since the environment is broken then."""
+    where = run(programs / "python", "-c", "import prophet; print(prophet.__path__[0])", cwd=folder).stdout.strip()
+    package = Path(where)
+    other = package.parent / "prophet-1.1.7.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: prophet\nVersion: 1.1.7\n")
+    beside = run(programs / "prophet", "--version", cwd=folder)
+    assert "the distribution `prophet` (forecasting) is installed too" in beside.stderr, beside.stderr
+    (package / "__init__.py").write_text("class Prophet: ...\n__version__ = '1.1.7'\n")
+    over = run(programs / "prophet", "--version", cwd=folder, expect=3)
+    assert "the forecasting library of the same import name was installed over it" in over.stderr, over.stderr
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="put sdist and wheel here")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="prophet-wheel-") as scratch:
+        work = Path(scratch)
+        for name in ("dist", "empty"):
+            (work / name).mkdir()
+        wheel = build(work / "dist")
+        print(f"{wheel.name}: built in {time.monotonic() - began:.0f} s")
+        programs = install(wheel, work / "alone")
+        print(f"installed after {time.monotonic() - began:.0f} s")
+        use(programs, work / "empty")
+        if arguments.keep:
+            arguments.keep.mkdir(parents=True, exist_ok=True)
+            for file in (f for f in (work / "dist").iterdir() if f.is_file()):
+                (arguments.keep / file.name).write_bytes(file.read_bytes())
+    print(f"The wheel works alone, {time.monotonic() - began:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()
