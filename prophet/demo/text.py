@@ -34,7 +34,6 @@ class Corpus:
     train: Bytes
     held_out: Bytes
     source: str
-    files: int
 
 
 def load_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Corpus:
@@ -48,35 +47,25 @@ def load_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 
         raise TextError(f"max_bytes must be positive, got {max_bytes}")
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        corpus = _from_files(root, _python_sources(root), max_bytes, f"Python {_version()} standard library")
-    else:
-        root = Path(path)
-        if root.is_dir():
-            corpus = _from_files(root, _files_below(root), max_bytes, str(root))
-        elif root.is_file():
-            with root.open("rb") as f:
-                data = f.read(max_bytes)
-            if not _is_text(data):
-                raise TextError(f"{root}: expected text, this file holds zero bytes")
-            cut = len(data) - len(data) // _HELD_OUT_ONE_IN
-            corpus = Corpus(_array([data[:cut]]), _array([data[cut:]]), str(root), 1)
-        else:
-            raise TextError(f"{root}: expected a text file or a folder of them, there is neither")
-    return corpus
-
-
-def _version() -> str:
-    return str(sysconfig.get_python_version())
+        source = f"Python {sysconfig.get_python_version()} standard library"
+        return _from_files(root, _python_sources(root), max_bytes, source)
+    root = Path(path)
+    if root.is_dir():
+        return _from_files(root, _files_below(root), max_bytes, str(root))
+    if not root.is_file():
+        raise TextError(f"{root}: expected a text file or a folder of them, there is neither")
+    with root.open("rb") as f:
+        data = f.read(max_bytes)
+    if b"\0" in data:
+        raise TextError(f"{root}: expected text, this file holds zero bytes")
+    cut = len(data) - len(data) // _HELD_OUT_ONE_IN
+    return Corpus(_array([data[:cut]]), _array([data[cut:]]), str(root))
 
 
 def _array(pieces: Iterable[bytes]) -> Bytes:
     array = np.frombuffer(b"".join(pieces), dtype=np.uint8)
     array.setflags(write=False)
     return array
-
-
-def _is_text(data: bytes) -> bool:
-    return b"\0" not in data
 
 
 def _files_below(root: Path) -> list[Path]:
@@ -96,8 +85,8 @@ def _python_sources(root: Path) -> list[Path]:
     return found
 
 
-def _stable_hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")
+def _stable_hash(name: str) -> bytes:
+    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
 
 
 def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> Corpus:
@@ -114,14 +103,14 @@ def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> C
                 data = f.read(max_bytes - total)
         except OSError:
             continue  # unreadable for this user: one file less
-        if not data or not _is_text(data):
+        if not data or b"\0" in data:
             continue
         (held_out if used % _HELD_OUT_ONE_IN == _HELD_OUT_ONE_IN - 1 else train).append(data)
         total += len(data)
         used += 1
     if used < _HELD_OUT_ONE_IN:
         raise TextError(f"{root}: expected at least {_HELD_OUT_ONE_IN} text files in this folder, found {used}")
-    return Corpus(_array(train), _array(held_out), source, used)
+    return Corpus(_array(train), _array(held_out), source)
 
 
 def rank_batch(data: Bytes, *, seed: int, step: int, sequences: int, length: int, rank: int, ranks: int) -> IntArray:
@@ -136,9 +125,7 @@ def rank_batch(data: Bytes, *, seed: int, step: int, sequences: int, length: int
     _check_length(data, length)
     rng = np.random.default_rng((seed, step))
     starts = rng.integers(0, data.size - length, size=sequences)
-    share = sequences // ranks
-    mine = starts[rank * share : (rank + 1) * share]
-    return _rows(data, mine, length)
+    return _rows(data, np.split(starts, ranks)[rank], length)
 
 
 def held_out_rows(data: Bytes, *, sequences: int, length: int) -> IntArray:

@@ -11,6 +11,7 @@ them the checkpoint. What an interrupted save has left there the next one remove
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -87,10 +88,7 @@ class Folder:
 
 def is_tensors(name: object) -> bool:
     """Whether `name` is one that a folder of tensors can have."""
-    if not isinstance(name, str) or not name.startswith("tensors-"):
-        return False
-    number = name.removeprefix("tensors-")
-    return len(number) == 12 and set(number) <= set("0123456789abcdef")
+    return isinstance(name, str) and re.fullmatch("tensors-[0-9a-f]{12}", name) is not None
 
 
 def _write(path: Path, data: bytes) -> None:

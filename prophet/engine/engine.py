@@ -51,13 +51,7 @@ class Engine:
     every report. compared: whether ranks compare placements. split_digest: of the last split that had a choice.
     """
 
-    def __init__(
-        self,
-        layers: list[MoE],
-        collective: Collective,
-        config: EngineConfig,
-        experiment: Experiment,
-    ) -> None:
+    def __init__(self, layers: list[MoE], collective: Collective, config: EngineConfig, experiment: Experiment) -> None:
         self.layers = layers
         self.collective = ObservedCollective(collective)
         self.config, self.experiment = config, experiment
@@ -95,7 +89,6 @@ class Engine:
         self._can_confirm = len(layers) > 1 and early <= {0}
         self._confirmed = False
         self._watched_step = -1
-        self._on_host = self.device.type == "cpu"
         self._closed = False
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
@@ -120,7 +113,7 @@ class Engine:
         )
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.finish_step()))
 
     @property
     def device(self) -> torch.device:
@@ -184,9 +177,6 @@ class Engine:
                 stacklevel=2,
             )
 
-    def _after_optimizer(self, *_: Any) -> None:
-        self.finish_step()
-
     def finish_step(self) -> None:
         """End the step: replicas vanish and the report is written. Called by the optimizer's hook."""
         step = self.runtime.step
@@ -196,7 +186,7 @@ class Engine:
         if self.runtime.recording is not None:
             self.runtime.recording.end()
         update_biases(self.layers, [layer.counts.choices for layer in self.balanced])
-        if self._on_host:
+        if self.device.type == "cpu":
             seconds = self.runtime.windows.take()
             for layer in self.balanced:
                 layer.windows.measured(seconds)

@@ -18,19 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from prophet.layer.moe import MoE, moe_layers
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
-from prophet.ranks.process_group import world_groups
+from prophet.ranks.collective import Collective, Operation
 from prophet.spec import IntArray, odd_ones_out
-
-
-def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
-    """The (EP, expert-data-parallel) collectives of this process; collective over all processes.
-
-    Consecutive processes form an EP group: process r is rank r mod P of group r // P, and shares its experts with the
-    processes of the same rank in the other groups. Raises ValueError where the processes do not divide into groups of
-    `ep_size`.
-    """
-    return world_groups(ep_size, timeout_s=timeout_s)
 
 
 def expert_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
