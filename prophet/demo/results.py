@@ -78,8 +78,7 @@ def predict(counts: np.ndarray[Any, Any], top_k: int) -> list[Prediction]:
 
 def measured_table(results: dict[str, RunResult], summary: dict[str, Any]) -> Table:
     """Both runs in numbers."""
-    off, on = results["off"], results["on"]
-    a, b = summary["off"], summary["on"]
+    off, on, a, b = results["off"], results["on"], summary["off"], summary["on"]
 
     def row(label: str, key: str, form: str) -> tuple[str, str, str]:
         return label, format(a[key], form), format(b[key], form)
@@ -175,7 +174,7 @@ def make_report(
     cores: int | None,
 ) -> Report:
     """The page of the demo."""
-    a, b = summary["off"], summary["on"]
+    off, on, a, b = results["off"], results["on"], summary["off"], summary["on"]
     ranks, model = summary["ranks"], config.model
     tables = [measured_table(results, summary)]
     if predictions:
@@ -188,10 +187,10 @@ def make_report(
             f"{a['max_mean_median']:.2f} times the mean, with it {b['max_mean_median']:.2f} times, and the loss "
             "stays the same."
         ),
-        before=_as_run(results["off"], "balancing off"),
-        after=_as_run(results["on"], "balancing on"),
-        counts=results["on"].counts,
-        spans=results["on"].spans,
+        before=Run(name="balancing off", loss=off.loss, step_s=off.step_s, rank_load=off.rank_load),
+        after=Run(name="balancing on", loss=on.loss, step_s=on.step_s, rank_load=on.rank_load),
+        counts=on.counts,
+        spans=on.spans,
         figures=(
             (
                 f"{a['max_mean_median']:.2f} → {b['max_mean_median']:.2f}",
@@ -209,7 +208,3 @@ def make_report(
         tables=tables,
         remarks=remarks(results, cores),
     )
-
-
-def _as_run(run: RunResult, name: str) -> Run:
-    return Run(name=name, loss=run.loss, step_s=run.step_s, rank_load=run.rank_load)

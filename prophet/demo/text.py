@@ -48,10 +48,12 @@ def load_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         source = f"Python {sysconfig.get_python_version()} standard library"
-        return _from_files(root, _python_sources(root), max_bytes, source)
+        sources = [p for p in _files_below(root, _SKIPPED_FOLDERS, (".", "config-")) if p.suffix == ".py"]
+        return _from_files(root, sources, max_bytes, source)
     root = Path(path)
     if root.is_dir():
-        return _from_files(root, _files_below(root), max_bytes, str(root))
+        files = [p for p in _files_below(root, {"__pycache__"}, (".",)) if p.is_file() and not p.is_symlink()]
+        return _from_files(root, files, max_bytes, str(root))
     if not root.is_file():
         raise TextError(f"{root}: expected a text file or a folder of them, there is neither")
     with root.open("rb") as f:
@@ -68,20 +70,12 @@ def _array(pieces: Iterable[bytes]) -> Bytes:
     return array
 
 
-def _files_below(root: Path) -> list[Path]:
-    """All visible regular files, links not followed."""
-    found = []
-    for folder, folders, names in os.walk(root, followlinks=False):
-        folders[:] = [d for d in folders if not d.startswith(".") and d != "__pycache__"]
-        found += [Path(folder, n) for n in names if not n.startswith(".")]
-    return [p for p in found if p.is_file() and not p.is_symlink()]
-
-
-def _python_sources(root: Path) -> list[Path]:
+def _files_below(root: Path, skipped: set[str], skipped_starts: tuple[str, ...]) -> list[Path]:
+    """All visible files, but in folders of these names and starts of names; links to folders are not followed."""
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [d for d in folders if d not in _SKIPPED_FOLDERS and not d.startswith((".", "config-"))]
-        found += [Path(folder, n) for n in names if n.endswith(".py")]
+        folders[:] = [d for d in folders if d not in skipped and not d.startswith(skipped_starts)]
+        found += [Path(folder, n) for n in names if not n.startswith(".")]
     return found
 
 

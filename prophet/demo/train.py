@@ -183,12 +183,7 @@ def train(
 
 
 def _step(
-    config: TrainConfig,
-    corpus: Corpus,
-    model: MoEGPT,
-    optimizer: torch.optim.Optimizer,
-    engine: Engine,
-    step: int,
+    config: TrainConfig, corpus: Corpus, model: MoEGPT, optimizer: torch.optim.Optimizer, engine: Engine, step: int
 ) -> float:
     """One optimizer step; returns the loss averaged over the ranks."""
     ranks = engine.collective

@@ -285,7 +285,7 @@ class _Training:
                 for local in range(bank.experts):
                     entries[f"{key}.{bank.first_expert + local}.{field}"] = value[local]
                 continue
-            if value.shape != p.shape and _is_cut(p):
+            if value.shape != p.shape and hasattr(p, "full_tensor"):  # a DTensor
                 raise ValueError(
                     f"the optimizer's {field} of {name} has shape {list(value.shape)}; of a parameter that is cut over "
                     f"ranks, {list(p.shape)}, only state of that shape can be saved"
@@ -296,11 +296,6 @@ class _Training:
 
 
 # --- settings and states ---
-
-
-def _is_cut(p: Tensor) -> bool:
-    """Whether it is a DTensor, as `fully_shard` makes them."""
-    return hasattr(p, "full_tensor")
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -376,7 +371,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     needed = "a description, as no checkpoint was finished here"
     text = read_bytes(path, most_bytes=MAX_DESCRIPTION_BYTES, expected=needed, error=CheckpointError)
     try:
-        said = json.loads(text, object_hook=as_given)
+        said: dict[str, Any] = json.loads(text, object_hook=as_given)
         fits = said["format"] == FORMAT and isinstance(said["states"], dict) and isinstance(said["extra"], dict)
         fits = fits and all({"settings", "parameters"} <= set(g) for g in said["groups"])
         fits = fits and is_tensors(said["tensors"])
@@ -387,16 +382,14 @@ def _read_description(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: expected a description that prophet.checkpoint wrote ({error!r})") from error
     if not fits:
         raise CheckpointError(f"{path}: expected a description of format {FORMAT} that prophet.checkpoint wrote")
-    found: dict[str, Any] = said
-    return found
+    return said
 
 
 def _current_tensors(folder: Path) -> str | None:
     """Which tensors belong to the checkpoint that is in `folder` now; None where there is none."""
     if not (folder / DESCRIPTION).exists():
         return None
-    found: str = _read_description(folder)["tensors"]
-    return found
+    return str(_read_description(folder)["tensors"])
 
 
 def _read_index(tensors: Path) -> Any:

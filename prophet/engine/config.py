@@ -57,10 +57,8 @@ class EngineConfig:
                 f"EngineConfig.planner must be a name or a prophet.planner.Planner, got {type(self.planner).__name__} "
                 f"without {', '.join(lacking)}: derive your own from that class"
             )
-        for name, value in (
-            ("slots_per_rank", self.slots_per_rank),
-            ("replica_memory_bytes", self.replica_memory_bytes),
-        ):
+        for name in ("slots_per_rank", "replica_memory_bytes"):
+            value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"EngineConfig.{name} must not be negative, got {value}")
         if not isinstance(self.refetch, bool):

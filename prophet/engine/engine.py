@@ -28,7 +28,7 @@ from prophet.engine.config import EngineConfig, Experiment, check_budget, contex
 from prophet.engine.parallel import DriftWatch, clip_grad_norm_, update_biases
 from prophet.engine.replan import EVERY_STEP
 from prophet.engine.report import StepReport
-from prophet.engine.resume import EngineState
+from prophet.engine.resume import engine_state, engine_state_from
 from prophet.experts.bank import ReplicaPool
 from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.moe import MoE
@@ -320,7 +320,7 @@ class Engine:
         """
         self._between_steps("state_dict()")
         plans = [layer.plans.latest() for layer in self.balanced]
-        return EngineState(self.step, plans, [x.history for x in self.balanced]).to_dict(self.collective.size)
+        return engine_state(self.step, plans, [layer.history for layer in self.balanced])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; collective in effect: call it with the same state on all ranks.
@@ -329,14 +329,15 @@ class Engine:
         within a step.
         """
         self._between_steps("load_state_dict()")
-        found = EngineState.from_dict(state, [x.homes for x in self.balanced], [x.history for x in self.balanced])
-        for layer, plan in zip(self.balanced, found.plans, strict=True):
+        homes, present = [x.homes for x in self.balanced], [x.history for x in self.balanced]
+        step, plans, histories = engine_state_from(state, homes, present)
+        for layer, plan in zip(self.balanced, plans, strict=True):
             if plan is not None:
                 layer.check(plan.placement)
         self._drop_plans()
-        for layer, plan, history in zip(self.balanced, found.plans, found.histories, strict=True):
+        for layer, plan, history in zip(self.balanced, plans, histories, strict=True):
             layer.resume(plan, history)
-        self.step = found.step
+        self.step = step
 
     def _between_steps(self, what: str) -> None:
         if self.runtime.running:

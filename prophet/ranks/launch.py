@@ -48,19 +48,15 @@ def run_ranks(
     """Run `body(rank, *args)` on `ranks` processes of one gloo group, and return when all have ended well.
 
     `body` must be importable. folder: a private folder that outlives the call, where the ranks meet and leave messages.
-    limit_s: on everything; timeout_s: on every wait within the group. what: the run's name in messages.
-    traces: a folder for tracebacks of ranks that fail, if they are wanted.
+    limit_s: on everything; timeout_s: on every wait within the group. what: the run's name in messages. traces: a
+    folder for tracebacks of ranks that fail, if they are wanted.
 
     Raises `RankFailed` when a rank fails, dies or the time is up; no process survives.
     """
     context = multiprocessing.get_context("spawn")
+    told = (ranks, body, tuple(args), folder, timeout_s, traces)
     processes = [
-        context.Process(
-            target=_rank_main,
-            args=(rank, ranks, body, tuple(args), folder, timeout_s, traces),
-            name=f"rank {rank}",
-            daemon=True,
-        )
+        context.Process(target=_rank_main, args=(rank, *told), name=f"rank {rank}", daemon=True)
         for rank in range(ranks)
     ]
     try:

@@ -52,11 +52,6 @@ _TAGS = 1 << 20  # tags of single messages come again after so many all-to-alls
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _over_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether gloo moves the group's tensors on the host."""
-    return "cpu:gloo" in str(dist.get_backend_config(group))
-
-
 def _place() -> int:
     """A number that processes on one host share: they have its name and its network in common."""
     network = ""
@@ -105,7 +100,8 @@ class ProcessGroupCollective(Collective):
         if receive_first is None:
             level = dist.get_debug_level()  # type: ignore[attr-defined]
             counted = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # compares ranks' numbers of messages
-            self._receive_first = not counted and _over_gloo(self._groups["tokens"]) and self._on_several_hosts()
+            over_gloo = "cpu:gloo" in str(dist.get_backend_config(self._groups["tokens"]))
+            self._receive_first = not counted and over_gloo and self._on_several_hosts()
         self._posters: dict[Channel, Waiter] = {}
         self._waiters: dict[Channel, Waiter] = {}
         if self._receive_first:
