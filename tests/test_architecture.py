@@ -44,7 +44,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.planner": _VALUES,
     "prophet.scheduler": _VALUES | {"prophet.ranks", "prophet.experts"},
     "prophet.layer": _LAYER,
-    "prophet.engine": _LAYER - {"prophet.kernels"} | {"prophet.layer", "prophet.planner", "prophet.state"},
+    "prophet.engine": _LAYER - {"prophet.kernels"}
+    | {"prophet.files", "prophet.layer", "prophet.planner", "prophet.state"},
     "prophet.machine": _VALUES | {"prophet.files", "prophet.ranks", "prophet.experts", "prophet.kernels"},
     "prophet.traces": _VALUES | {"prophet.files", "prophet.planner", "prophet.scheduler"},
     "prophet.state": {"prophet.errors", "prophet.ranks"},

@@ -82,7 +82,7 @@ class Implementation:
             self.engine.finish_step()
             began = time.perf_counter()
             for layer in self.engine.balanced:
-                layer.plans.wait()
+                layer.plans.latest()
             waited = time.perf_counter() - began
             report = self.engine.last_step
             self.seconds = {**(report.seconds if report else {}), "plan_wait": waited}

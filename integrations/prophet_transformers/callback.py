@@ -14,8 +14,9 @@ from transformers import Trainer, TrainerCallback
 
 import prophet
 from prophet.convert import ConversionReport, converted
-from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_, expert_groups
+from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_
 from prophet.ranks.collective import Collective
+from prophet.ranks.process_group import expert_groups
 from prophet_transformers.checkpoints import Checkpoints, wrap
 
 

@@ -1,25 +1,20 @@
-"""Starts the demo's ranks as processes of this machine, watches them, and brings their results home.
-
-Every wait ends: ranks give up on each other after the training's time limit, and the launcher ends all of them when
-one dies or when the whole run takes too long.
-"""
+"""Starts the demo's ranks as processes of this machine, watches them, and brings their results home."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from prophet.demo.progress import ProgressBar
+from prophet.demo.progress import progress_bar
 from prophet.demo.text import load_corpus
-from prophet.demo.train import Listener, MetricsFile, RunResult, TraceFile, TrainConfig, train
+from prophet.demo.train import Listener, RunResult, TrainConfig, train
 from prophet.errors import SpecError
 from prophet.planner import warm
 from prophet.ranks.launch import run_ranks
-from prophet.scheduler.timeline import Span
 from prophet.spec import check_experts_per_rank
 from prophet.traces.npz import TraceWriter
 
@@ -31,7 +26,7 @@ class LaunchConfig:
     """Where and how the demo runs.
 
     out: folder for what it writes. text: a file or folder to train on instead of the standard library's sources.
-    limit_s: on the whole demo. threads: of torch on each rank.
+    limit_s: on the whole demo.
     """
 
     out: Path
@@ -39,12 +34,10 @@ class LaunchConfig:
     ranks: int = 4
     text: Path | None = None
     limit_s: float = 1200.0
-    threads: int = 1
-    runs: Sequence[tuple[str, str]] = RUNS
 
 
 def launch(config: LaunchConfig) -> dict[str, RunResult]:
-    """Train every run of `config.runs`, one after the other, and return its results by name.
+    """Train every one of `RUNS`, one after the other, and return its results by name.
 
     Writes `metrics.jsonl` and `routing.npz` (the routing of the last run) into `config.out`. Raises `RankFailed` when
     a rank dies or the time is up; no process survives. Raises `SpecError` when the experts or the sequences cannot be
@@ -69,59 +62,50 @@ def launch(config: LaunchConfig) -> dict[str, RunResult]:
             folder=folder,
             limit_s=config.limit_s,
             timeout_s=config.train.timeout_s,
-            threads=config.threads,
             what="the demo",
             traces=config.out,
         )
-        return {
-            name: replace(RunResult.load(folder / f"{name}.npz"), spans=_read_spans(folder, name, config.ranks))
-            for name, _ in config.runs
-        }
+        return {name: _of_all_ranks(folder, name, config.ranks) for name, _ in RUNS}
 
 
-def _spans_file(folder: Path, name: str, rank: int) -> Path:
-    return folder / f"{name}-{rank}.json"
-
-
-def _read_spans(folder: Path, name: str, ranks: int) -> tuple[Span, ...]:
-    """The spans of all ranks, whose clocks are one: they are processes of one machine."""
-    return tuple(
-        Span(*values)
-        for rank in range(ranks)
-        for values in json.loads(_spans_file(folder, name, rank).read_text(encoding="utf-8"))
-    )
+def _of_all_ranks(folder: Path, name: str, ranks: int) -> RunResult:
+    """Rank 0's result with the spans of all, whose clocks are one: they are processes of one machine."""
+    found = [RunResult.load(folder / f"{name}-{rank}.npz") for rank in range(ranks)]
+    return replace(found[0], spans=tuple(span for result in found for span in result.spans))
 
 
 def _rank_body(rank: int, config: LaunchConfig, folder: Path) -> None:
     """What every rank's process does."""
     corpus = load_corpus(config.text)
     warm()
-    for name, planner in config.runs:
+    for name, planner in RUNS:
         with contextlib.ExitStack() as stack:
-            listeners: list[Listener] = []
-            if rank == 0:
-                last = name == config.runs[-1][0]
-                metrics = stack.enter_context((config.out / "metrics.jsonl").open("a", encoding="utf-8"))
-                listeners = [MetricsFile(metrics), stack.enter_context(ProgressBar(name, config.train.steps))]
-                if last:
-                    model = config.train.model
-                    writer = TraceWriter(
-                        config.out / "routing.npz",
-                        layers=model.blocks,
-                        ranks=config.ranks,
-                        experts=model.experts,
-                        meta={
-                            "model": f"MoE-GPT demo, {model.blocks} blocks, dim {model.dim}, hidden {model.hidden}",
-                            "dim": model.dim,
-                            "hidden": model.hidden,
-                            "top_k": model.top_k,
-                            "tokens": config.train.sequences * model.length // config.ranks,
-                            "source": f"prophet demo on the {corpus.source}",
-                        },
-                    )
-                    listeners.append(TraceFile(stack.enter_context(writer)))
+            listeners = list(_listeners(config, name, corpus.source, stack)) if rank == 0 else []
             result = train(config.train, corpus, name=name, planner=planner, listeners=listeners)
-        spans = [[s.start_s, s.end_s, s.rank, s.stream, s.name] for s in result.spans]
-        _spans_file(folder, name, rank).write_text(json.dumps(spans), encoding="utf-8")
-        if rank == 0:
-            result.save(folder / f"{name}.npz")
+        result.save(folder / f"{name}-{rank}.npz")
+
+
+def _listeners(config: LaunchConfig, name: str, source: str, stack: contextlib.ExitStack) -> Iterator[Listener]:
+    """Those of rank 0: the log, the progress bar, and for the last run the routing trace."""
+    metrics = stack.enter_context((config.out / "metrics.jsonl").open("a", buffering=1, encoding="utf-8"))
+    yield lambda step: print(json.dumps(step.as_json()), file=metrics)
+    yield stack.enter_context(progress_bar(name, config.train.steps))
+    if name != RUNS[-1][0]:
+        return
+    model = config.train.model
+    writer = TraceWriter(
+        config.out / "routing.npz",
+        layers=model.blocks,
+        ranks=config.ranks,
+        experts=model.experts,
+        meta={
+            "model": f"MoE-GPT demo, {model.blocks} blocks, dim {model.dim}, hidden {model.hidden}",
+            "dim": model.dim,
+            "hidden": model.hidden,
+            "top_k": model.top_k,
+            "tokens": config.train.sequences * model.length // config.ranks,
+            "source": f"prophet demo on the {source}",
+        },
+    )
+    trace = stack.enter_context(writer)
+    yield lambda step: trace.append(step.report.counts, iteration=step.step)

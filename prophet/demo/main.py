@@ -36,10 +36,8 @@ def run_demo(config: LaunchConfig, console: Console) -> dict[str, Any]:
     cores = os.cpu_count()
     (config.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     write_trace(config.out / "step.json", {run.name: run.spans for run in results.values()})
-    write_report(
-        config.out / "report.html",
-        make_report(train, results, summary, predictions, source=source, cores=cores),
-    )
+    report = make_report(train, results, summary, predictions, source=source, cores=cores)
+    write_report(config.out / "report.html", report)
     console.print()
     print_table(console, measured_table(results, summary))
     for remark in remarks(results, cores):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from prophet.demo.text import VOCABULARY
 from prophet.layer.moe import MoE
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +27,9 @@ class ModelConfig:
     experts: int = 16
     top_k: int = 2
     length: int = 128
-    vocabulary: int = VOCABULARY
 
     def __post_init__(self) -> None:
-        for name in ("dim", "heads", "blocks", "hidden", "experts", "top_k", "length", "vocabulary"):
+        for name in ("dim", "heads", "blocks", "hidden", "experts", "top_k", "length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"ModelConfig.{name} must be at least 1, got {getattr(self, name)}")
         if self.dim % self.heads:
@@ -57,12 +55,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then experts, each behind a norm and around a residual connection."""
 
-    def __init__(self, config: ModelConfig, group: Any, timeout_s: float) -> None:
+    def __init__(self, config: ModelConfig, group: Any) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.dim)
         self.attention = Attention(config.dim, config.heads)
         self.moe_norm = nn.LayerNorm(config.dim)
-        self.moe = MoE(config.dim, config.hidden, config.experts, config.top_k, group=group, timeout_s=timeout_s)
+        self.moe = MoE(config.dim, config.hidden, config.experts, config.top_k, group=group)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -73,24 +71,19 @@ class MoEGPT(nn.Module):
     """The demo's language model.
 
     Built after `torch.manual_seed(seed)` it has equal values on every rank, and each expert has the values
-    that it has at any other number of ranks. `group` and `timeout_s` are what `prophet.MoE` takes.
+    that it has at any other number of ranks. `group` is what `prophet.MoE` takes.
     """
 
-    def __init__(self, config: ModelConfig, *, group: Any = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, config: ModelConfig, *, group: Any = None) -> None:
         super().__init__()
         self.config = config
-        self.token = nn.Embedding(config.vocabulary, config.dim)
+        self.token = nn.Embedding(VOCABULARY, config.dim)
         self.position = nn.Embedding(config.length, config.dim)
-        self.blocks = nn.ModuleList(Block(config, group, timeout_s) for _ in range(config.blocks))
+        self.blocks = nn.ModuleList(Block(config, group) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(config.dim)
-        self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
+        self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
         for embedding in (self.token, self.position):
             nn.init.normal_(embedding.weight, std=0.02)
-
-    @property
-    def ranks(self) -> int:
-        """Expert-parallel ranks that share the experts."""
-        return self.blocks[0].moe.collective.size  # type: ignore[union-attr,return-value]
 
     def forward(self, ids: Tensor) -> Tensor:
         """Logits [B, T, V] for token ids [B, T]; T up to the configured length."""

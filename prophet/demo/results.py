@@ -31,16 +31,6 @@ class Prediction:
     balanced_layer_s: float
     rest_s: float
 
-    @property
-    def layer_speed_up(self) -> float:
-        """How many times faster the MoE layer is."""
-        return self.static_layer_s / self.balanced_layer_s
-
-    @property
-    def block_speed_up(self) -> float:
-        """How many times faster the whole block is."""
-        return (self.static_layer_s + self.rest_s) / (self.balanced_layer_s + self.rest_s)
-
 
 def summarise(results: dict[str, RunResult]) -> dict[str, Any]:
     """What `summary.json` holds; `results` are the runs "off" and "on"."""
@@ -67,7 +57,7 @@ def _summary_of(run: RunResult) -> dict[str, float]:
     }
 
 
-def predict(counts: np.ndarray[Any, Any], top_k: int, presets: Sequence[str] = PREDICTED_ON) -> list[Prediction]:
+def predict(counts: np.ndarray[Any, Any], top_k: int) -> list[Prediction]:
     """What the performance model says of this routing on real machines, at their sizes and `PREDICTED_TOKENS`."""
     trace = RoutingTrace(counts, np.arange(len(counts), dtype=np.int32))
     if trace.steps < 2 or not counts.any():
@@ -76,27 +66,19 @@ def predict(counts: np.ndarray[Any, Any], top_k: int, presets: Sequence[str] = P
     scaled = RoutingTrace(trace.counts * factor, trace.iteration)
     pairs = choose_iterations(scaled, 20)
     predictions = []
-    for name in presets:
-        context = get_preset(name).context(
-            trace.ranks, trace.experts, routed_per_rank=routed_per_rank(scaled), top_k=top_k
-        )
+    for name in PREDICTED_ON:
+        routed = routed_per_rank(scaled)
+        context = get_preset(name).context(trace.ranks, trace.experts, routed_per_rank=routed, top_k=top_k)
         static, balanced = (replay(scaled, get_planner(p), context, pairs).layer_s for p in ("static", "prophet"))
-        windows = context.windows
-        predictions.append(
-            Prediction(
-                preset=name,
-                static_layer_s=static,
-                balanced_layer_s=balanced,
-                rest_s=windows.fnec_s + windows.bnec_s,
-            )
-        )
+        rest_s = context.windows.fnec_s + context.windows.bnec_s
+        found = Prediction(preset=name, static_layer_s=static, balanced_layer_s=balanced, rest_s=rest_s)
+        predictions.append(found)
     return predictions
 
 
 def measured_table(results: dict[str, RunResult], summary: dict[str, Any]) -> Table:
     """Both runs in numbers."""
-    off, on = results["off"], results["on"]
-    a, b = summary["off"], summary["on"]
+    off, on, a, b = results["off"], results["on"], summary["off"], summary["on"]
 
     def row(label: str, key: str, form: str) -> tuple[str, str, str]:
         return label, format(a[key], form), format(b[key], form)
@@ -149,8 +131,8 @@ def predicted_table(predictions: Sequence[Prediction]) -> Table:
                 p.preset.replace(":", " : "),
                 f"{1e3 * p.static_layer_s:.2f} ms",
                 f"{1e3 * p.balanced_layer_s:.2f} ms",
-                f"{p.layer_speed_up:.2f} ×",
-                f"{p.block_speed_up:.2f} ×",
+                f"{p.static_layer_s / p.balanced_layer_s:.2f} ×",
+                f"{(p.static_layer_s + p.rest_s) / (p.balanced_layer_s + p.rest_s):.2f} ×",
             )
             for p in predictions
         ),
@@ -192,7 +174,7 @@ def make_report(
     cores: int | None,
 ) -> Report:
     """The page of the demo."""
-    a, b = summary["off"], summary["on"]
+    off, on, a, b = results["off"], results["on"], summary["off"], summary["on"]
     ranks, model = summary["ranks"], config.model
     tables = [measured_table(results, summary)]
     if predictions:
@@ -205,10 +187,10 @@ def make_report(
             f"{a['max_mean_median']:.2f} times the mean, with it {b['max_mean_median']:.2f} times, and the loss "
             "stays the same."
         ),
-        before=_as_run(results["off"], "balancing off"),
-        after=_as_run(results["on"], "balancing on"),
-        counts=results["on"].counts,
-        spans=results["on"].spans,
+        before=Run(name="balancing off", loss=off.loss, step_s=off.step_s, rank_load=off.rank_load),
+        after=Run(name="balancing on", loss=on.loss, step_s=on.step_s, rank_load=on.rank_load),
+        counts=on.counts,
+        spans=on.spans,
         figures=(
             (
                 f"{a['max_mean_median']:.2f} → {b['max_mean_median']:.2f}",
@@ -226,7 +208,3 @@ def make_report(
         tables=tables,
         remarks=remarks(results, cores),
     )
-
-
-def _as_run(run: RunResult, name: str) -> Run:
-    return Run(name=name, loss=run.loss, step_s=run.step_s, rank_load=run.rank_load)

@@ -34,7 +34,6 @@ class Corpus:
     train: Bytes
     held_out: Bytes
     source: str
-    files: int
 
 
 def load_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Corpus:
@@ -48,25 +47,21 @@ def load_corpus(path: str | os.PathLike[str] | None = None, *, max_bytes: int = 
         raise TextError(f"max_bytes must be positive, got {max_bytes}")
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
-        corpus = _from_files(root, _python_sources(root), max_bytes, f"Python {_version()} standard library")
-    else:
-        root = Path(path)
-        if root.is_dir():
-            corpus = _from_files(root, _files_below(root), max_bytes, str(root))
-        elif root.is_file():
-            with root.open("rb") as f:
-                data = f.read(max_bytes)
-            if not _is_text(data):
-                raise TextError(f"{root}: expected text, this file holds zero bytes")
-            cut = len(data) - len(data) // _HELD_OUT_ONE_IN
-            corpus = Corpus(_array([data[:cut]]), _array([data[cut:]]), str(root), 1)
-        else:
-            raise TextError(f"{root}: expected a text file or a folder of them, there is neither")
-    return corpus
-
-
-def _version() -> str:
-    return str(sysconfig.get_python_version())
+        source = f"Python {sysconfig.get_python_version()} standard library"
+        sources = [p for p in _files_below(root, _SKIPPED_FOLDERS, (".", "config-")) if p.suffix == ".py"]
+        return _from_files(root, sources, max_bytes, source)
+    root = Path(path)
+    if root.is_dir():
+        files = [p for p in _files_below(root, {"__pycache__"}, (".",)) if p.is_file() and not p.is_symlink()]
+        return _from_files(root, files, max_bytes, str(root))
+    if not root.is_file():
+        raise TextError(f"{root}: expected a text file or a folder of them, there is neither")
+    with root.open("rb") as f:
+        data = f.read(max_bytes)
+    if b"\0" in data:
+        raise TextError(f"{root}: expected text, this file holds zero bytes")
+    cut = len(data) - len(data) // _HELD_OUT_ONE_IN
+    return Corpus(_array([data[:cut]]), _array([data[cut:]]), str(root))
 
 
 def _array(pieces: Iterable[bytes]) -> Bytes:
@@ -75,29 +70,17 @@ def _array(pieces: Iterable[bytes]) -> Bytes:
     return array
 
 
-def _is_text(data: bytes) -> bool:
-    return b"\0" not in data
-
-
-def _files_below(root: Path) -> list[Path]:
-    """All visible regular files, links not followed."""
-    found = []
-    for folder, folders, names in os.walk(root, followlinks=False):
-        folders[:] = [d for d in folders if not d.startswith(".") and d != "__pycache__"]
-        found += [Path(folder, n) for n in names if not n.startswith(".")]
-    return [p for p in found if p.is_file() and not p.is_symlink()]
-
-
-def _python_sources(root: Path) -> list[Path]:
+def _files_below(root: Path, skipped: set[str], skipped_starts: tuple[str, ...]) -> list[Path]:
+    """All visible files, but in folders of these names and starts of names; links to folders are not followed."""
     found = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [d for d in folders if d not in _SKIPPED_FOLDERS and not d.startswith((".", "config-"))]
-        found += [Path(folder, n) for n in names if n.endswith(".py")]
+        folders[:] = [d for d in folders if d not in skipped and not d.startswith(skipped_starts)]
+        found += [Path(folder, n) for n in names if not n.startswith(".")]
     return found
 
 
-def _stable_hash(name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")
+def _stable_hash(name: str) -> bytes:
+    return hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest()
 
 
 def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> Corpus:
@@ -114,14 +97,14 @@ def _from_files(root: Path, files: list[Path], max_bytes: int, source: str) -> C
                 data = f.read(max_bytes - total)
         except OSError:
             continue  # unreadable for this user: one file less
-        if not data or not _is_text(data):
+        if not data or b"\0" in data:
             continue
         (held_out if used % _HELD_OUT_ONE_IN == _HELD_OUT_ONE_IN - 1 else train).append(data)
         total += len(data)
         used += 1
     if used < _HELD_OUT_ONE_IN:
         raise TextError(f"{root}: expected at least {_HELD_OUT_ONE_IN} text files in this folder, found {used}")
-    return Corpus(_array(train), _array(held_out), source, used)
+    return Corpus(_array(train), _array(held_out), source)
 
 
 def rank_batch(data: Bytes, *, seed: int, step: int, sequences: int, length: int, rank: int, ranks: int) -> IntArray:
@@ -136,9 +119,7 @@ def rank_batch(data: Bytes, *, seed: int, step: int, sequences: int, length: int
     _check_length(data, length)
     rng = np.random.default_rng((seed, step))
     starts = rng.integers(0, data.size - length, size=sequences)
-    share = sequences // ranks
-    mine = starts[rank * share : (rank + 1) * share]
-    return _rows(data, mine, length)
+    return _rows(data, np.split(starts, ranks)[rank], length)
 
 
 def held_out_rows(data: Bytes, *, sequences: int, length: int) -> IntArray:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, held_out_rows, rank_batch
@@ -25,9 +25,10 @@ from prophet.engine.report import StepReport
 from prophet.machine.presets import CLUSTERS
 from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.process_group import collective_for
+from prophet.scheduler.recording import Recording
 from prophet.scheduler.timeline import Span
 from prophet.spec import FloatArray, IntArray
-from prophet.traces.npz import TraceWriter
 
 ACTIVITIES = ("gate", "counts", "a2a", "expert", "exposed_trans", "exposed_agg", "plan", "split")
 
@@ -80,8 +81,9 @@ class RunResult:
     spans: tuple[Span, ...] = ()
 
     def save(self, path: Path) -> None:
-        """Write all but the spans to an npz archive without pickle."""
+        """Write it to an npz archive without pickle."""
         words = {k: getattr(self, k) for k in ("name", "tokens_per_step", "seconds", "held_out_loss")}
+        words["spans"] = [astuple(span) for span in self.spans]
         arrays = {k: getattr(self, k) for k in ("loss", "step_s", "rank_load", "copies", "counts")}
         np.savez(path, words=np.asarray(json.dumps(words)), **arrays)
 
@@ -89,7 +91,9 @@ class RunResult:
     def load(cls, path: Path) -> RunResult:
         """Read what `save` wrote."""
         with np.load(path, allow_pickle=False) as z:
-            return cls(**json.loads(str(z["words"])), **{k: z[k] for k in z.files if k != "words"})
+            words = json.loads(str(z["words"]))
+            words["spans"] = tuple(Span(*values) for values in words["spans"])
+            return cls(**words, **{k: z[k] for k in z.files if k != "words"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +109,8 @@ class StepResult:
 
     def as_json(self) -> dict[str, Any]:
         """The step as one line of the run's file."""
-        return {
-            "run": self.run,
-            "step": self.step,
-            "loss": self.loss,
-            "step_s": self.step_s,
+        own = {name: getattr(self, name) for name in ("run", "step", "loss", "step_s")}
+        return own | {
             "tokens_per_s": self.tokens / self.step_s,
             "max_mean": self.report.max_mean,
             "max_mean_static": self.report.max_mean_static,
@@ -120,32 +121,6 @@ class StepResult:
 
 
 Listener = Callable[[StepResult], None]
-
-
-class MetricsFile:
-    """Appends one JSON line per step."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def __call__(self, result: StepResult) -> None:
-        self._stream.write(json.dumps(result.as_json()) + "\n")
-        self._stream.flush()
-
-
-class TraceFile:
-    """Appends every step's counts to a routing trace."""
-
-    def __init__(self, writer: TraceWriter) -> None:
-        self._writer = writer
-
-    def __call__(self, result: StepResult) -> None:
-        self._writer.append(result.report.counts, iteration=result.step)
-
-
-def dense_gradients(model: nn.Module) -> list[Tensor]:
-    """Gradients of everything but the experts: what data-parallel ranks average."""
-    return [p.grad for p in model.parameters() if p.grad is not None and not getattr(p, "prophet_expert", False)]
 
 
 def train(
@@ -162,43 +137,30 @@ def train(
     Everything that differs between runs is `planner`: the data and the initial parameters follow from the seed.
     """
     torch.manual_seed(config.seed)
-    model = MoEGPT(config.model, group=group, timeout_s=config.timeout_s)
+    tokens = config.sequences * config.model.length
+    ranks = collective_for(group, timeout_s=config.timeout_s)
+    model = MoEGPT(config.model, group=ranks)
     # Adam divides each gradient by its own size: with the usual eps of 1e-8, parameters that get next to no gradient
     # turn the rounding of a re-ordered sum into full steps, and two equal runs drift apart for no good reason.
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0
     )
-    engine = attach(
-        model,
-        optimizer,
-        config=EngineConfig(
-            planner=planner,
-            slots_per_rank=config.slots_per_rank,
-            topology=CLUSTERS["gloo-loopback"].topology(model.ranks),
-        ),
-    )
+    topology = CLUSTERS["gloo-loopback"].topology(ranks.size)
+    balancing = EngineConfig(planner=planner, slots_per_rank=config.slots_per_rank, topology=topology)
+    engine = attach(model, optimizer, config=balancing)
     try:
         steps: list[StepResult] = []
-        spans: tuple[Span, ...] = ()
+        recording: Recording | None = None
         listeners = list(listeners)
         for step in range(config.steps):
             began = time.perf_counter()
-            if step == config.steps - 1:
-                with engine.recording() as recording:
-                    loss = _step(config, corpus, model, optimizer, engine, step)
-                spans = tuple(recording.spans())
-            else:
+            with ExitStack() as stack:
+                recording = stack.enter_context(engine.recording()) if step == config.steps - 1 else None
                 loss = _step(config, corpus, model, optimizer, engine, step)
             if engine.last_step is None:
                 raise RuntimeError("the engine reported no step: the optimizer's hooks did not run")
-            result = StepResult(
-                name,
-                step,
-                loss,
-                time.perf_counter() - began,
-                config.sequences * config.model.length,
-                engine.last_step,
-            )
+            step_s = time.perf_counter() - began
+            result = StepResult(name, step, loss, step_s, tokens, engine.last_step)
             for listener in listeners:
                 listener(result)
             steps.append(result)
@@ -208,7 +170,7 @@ def train(
         engine.close()
     return RunResult(
         name=name,
-        tokens_per_step=config.sequences * config.model.length,
+        tokens_per_step=tokens,
         loss=np.array([r.loss for r in steps]),
         step_s=np.array([r.step_s for r in steps]),
         rank_load=np.stack([r.report.rank_load for r in steps]),
@@ -216,17 +178,12 @@ def train(
         counts=np.stack([r.report.counts for r in steps]),
         seconds=seconds,
         held_out_loss=held_out,
-        spans=spans,
+        spans=() if recording is None else tuple(recording.spans()),
     )
 
 
 def _step(
-    config: TrainConfig,
-    corpus: Corpus,
-    model: MoEGPT,
-    optimizer: torch.optim.Optimizer,
-    engine: Engine,
-    step: int,
+    config: TrainConfig, corpus: Corpus, model: MoEGPT, optimizer: torch.optim.Optimizer, engine: Engine, step: int
 ) -> float:
     """One optimizer step; returns the loss averaged over the ranks."""
     ranks = engine.collective
@@ -243,7 +200,8 @@ def _step(
     loss = model.loss(torch.from_numpy(rows))
     loss.backward()
     shown = loss.detach().clone()
-    ranks.all_reduce_mean_([*dense_gradients(model), shown], op=Operation("mean of gradients"))
+    shared = [p.grad for p in model.parameters() if p.grad is not None and not getattr(p, "prophet_expert", False)]
+    ranks.all_reduce_mean_([*shared, shown], op=Operation("mean of gradients"))
     optimizer.step()
     return float(shown)
 
@@ -251,8 +209,6 @@ def _step(
 @torch.no_grad()
 def _held_out_loss(config: TrainConfig, corpus: Corpus, model: MoEGPT, ranks: Collective) -> float:
     """Loss on text of files that training never sees, mean over the ranks' equal shares."""
-    if config.held_out_sequences % ranks.size:
-        raise ValueError(f"{config.held_out_sequences} held-out sequences cannot be divided among {ranks.size} ranks")
     rows = held_out_rows(corpus.held_out, sequences=config.held_out_sequences, length=config.model.length)
     mine = torch.from_numpy(rows[ranks.rank :: ranks.size])
     model.eval()

@@ -207,9 +207,16 @@ class BalancedLayer:
             self.stopwatch.add("plan", planned_s)
 
     def check(self, placement: Placement) -> None:
-        """Raise `SpecError` where a planner has not kept to the layer's context."""
-        who = f"planner {self._engine.planner.name!r}, MoE layer {self.index}"
-        check_placement(placement, self.context, who)
+        """Raise `SpecError` where a planner has not kept to the layer's context: an own planner may be wrong."""
+        who, context = f"planner {self._engine.planner.name!r}, MoE layer {self.index}", self.context
+        shape = (placement.experts, placement.ranks)
+        if shape != (context.experts, context.ranks):
+            raise SpecError(f"{who}: placed {shape} experts and ranks, expected {(context.experts, context.ranks)}")
+        if not np.array_equal(placement.home, context.home):
+            raise SpecError(f"{who}: the placement moves homes; expected those of the context")
+        copies, limits = placement.copies_per_rank().tolist(), context.slot_limits().tolist()
+        if any(c > limit for c, limit in zip(copies, limits, strict=True)):
+            raise SpecError(f"{who}: {copies} replicas by rank; slots_per_rank and memory allow {limits}")
 
     def resume(self, plan: KeptPlan | None, history: History) -> None:
         """Go on from what was saved: `plan` comes into force with the next step."""
@@ -237,18 +244,3 @@ class BalancedLayer:
         self.last_rank_load = counts.rank_load // self._engine.config.accumulation_steps
         self.history.observe(counts.load)
         return counts
-
-
-def check_placement(placement: Placement, context: PlanContext, who: str) -> None:
-    """Raise `SpecError` where a planner has not kept to its context: an own planner may be wrong.
-
-    who: the planner and the layer, for the message.
-    """
-    shape = (placement.experts, placement.ranks)
-    if shape != (context.experts, context.ranks):
-        raise SpecError(f"{who}: placed {shape} experts and ranks, expected {(context.experts, context.ranks)}")
-    if not np.array_equal(placement.home, context.home):
-        raise SpecError(f"{who}: the placement moves homes; expected those of the context")
-    copies, limits = placement.copies_per_rank(), context.slot_limits()
-    if (copies > limits).any():
-        raise SpecError(f"{who}: {copies.tolist()} replicas by rank; slots_per_rank and memory allow {limits.tolist()}")

@@ -14,13 +14,13 @@ Shape legend: m experts per rank.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,9 +34,10 @@ from prophet.engine.checkpoint_json import as_given, plain
 from prophet.engine.shared_errors import device_of, failure_of, short, together
 from prophet.errors import CheckpointError
 from prophet.experts.bank import ExpertBank
+from prophet.files import read_bytes
 from prophet.layer.moe import MoE
 from prophet.ranks.process_group import process_rank, processes
-from prophet.spec import odd_ones_out
+from prophet.spec import digest, odd_ones_out
 from prophet.state.tensor_index import TensorReader
 
 MAX_DESCRIPTION_BYTES = 1 << 28
@@ -73,8 +74,8 @@ def save(
         text, entries = _describe(model, optimizer, extra)
     except (ValueError, RuntimeError) as caught:
         error = caught
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    said = together("comparison of optimizers", folder, device, error, (digest, secrets.randbits(48)))
+    numbers = (digest(np.frombuffer(text.encode(), np.uint8)), secrets.randbits(48))
+    said = together("comparison of optimizers", folder, device, error, numbers)
     differ = odd_ones_out(said[:, 0])
     if differ:
         raise RuntimeError(
@@ -286,7 +287,7 @@ class _Training:
                 for local in range(bank.experts):
                     entries[f"{key}.{bank.first_expert + local}.{field}"] = value[local]
                 continue
-            if value.shape != p.shape and _is_cut(p):
+            if value.shape != p.shape and hasattr(p, "full_tensor"):  # a DTensor
                 raise ValueError(
                     f"the optimizer's {field} of {name} has shape {list(value.shape)}; of a parameter that is cut over "
                     f"ranks, {list(p.shape)}, only state of that shape can be saved"
@@ -297,11 +298,6 @@ class _Training:
 
 
 # --- settings and states ---
-
-
-def _is_cut(p: Tensor) -> bool:
-    """Whether it is a DTensor, as `fully_shard` makes them."""
-    return hasattr(p, "full_tensor")
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -374,37 +370,28 @@ def _saved_settings(
 
 def _read_description(folder: Path) -> dict[str, Any]:
     path = folder / DESCRIPTION
+    needed = "a description, as no checkpoint was finished here"
+    text = read_bytes(path, most_bytes=MAX_DESCRIPTION_BYTES, expected=needed, error=CheckpointError)
     try:
-        with path.open("rb") as f:
-            text = f.read(MAX_DESCRIPTION_BYTES + 1)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}): no checkpoint was finished here") from error
-    if len(text) > MAX_DESCRIPTION_BYTES:
-        raise CheckpointError(f"{path}: expected at most {MAX_DESCRIPTION_BYTES} bytes")
-    try:
-        said = json.loads(text, object_hook=as_given)
+        said: dict[str, Any] = json.loads(text, object_hook=as_given)
         fits = said["format"] == FORMAT and isinstance(said["states"], dict) and isinstance(said["extra"], dict)
         fits = fits and all({"settings", "parameters"} <= set(g) for g in said["groups"])
         fits = fits and is_tensors(said["tensors"])
         for field in (f for fields in said["states"].values() for f in fields.values()):
             fits = fits and ("value" in field or {"shape", "dtype"} <= set(field))
             fits = fits and isinstance(getattr(torch, field.get("dtype", "float32"), None), torch.dtype)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: expected a description written by prophet.engine.checkpoint ({error!r})"
-        ) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected a description that prophet.checkpoint wrote ({error!r})") from error
     if not fits:
-        raise CheckpointError(f"{path}: expected a description of format {FORMAT} written by prophet.engine.checkpoint")
-    found: dict[str, Any] = said
-    return found
+        raise CheckpointError(f"{path}: expected a description of format {FORMAT} that prophet.checkpoint wrote")
+    return said
 
 
 def _current_tensors(folder: Path) -> str | None:
     """Which tensors belong to the checkpoint that is in `folder` now; None where there is none."""
     if not (folder / DESCRIPTION).exists():
         return None
-    found: str = _read_description(folder)["tensors"]
-    return found
+    return str(_read_description(folder)["tensors"])
 
 
 def _check_files(folder: Path, parts: Mapping[Any, Any]) -> None:
@@ -418,9 +405,8 @@ def _check_files(folder: Path, parts: Mapping[Any, Any]) -> None:
         except OSError as error:
             raise CheckpointError(f"{folder / name}: cannot be read ({error.strerror})") from error
         if found < size:
-            raise CheckpointError(
-                f"{folder / name}: expected at least {size} bytes, got {found}: the copy is incomplete"
-            )
+            where = folder / name
+            raise CheckpointError(f"{where}: expected at least {size} bytes, got {found}: the copy is incomplete")
 
 
 def _check_model(folder: Path, index: Mapping[str, Any], entries: Mapping[str, Tensor], described: _Training) -> None:

@@ -11,6 +11,7 @@ them the checkpoint. What an interrupted save has left there the next one remove
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -55,7 +56,10 @@ class Folder:
     def commit(self, number: int, description: bytes) -> None:
         """Make the new tensors the checkpoint, and remove those that were."""
         part = self.path / _DESCRIPTION_PART
-        _write(part, description)
+        with part.open("wb") as f:
+            f.write(description)
+            f.flush()
+            os.fsync(f.fileno())
         os.replace(part, self.path / DESCRIPTION)
         self._show_to_torch(self.tensors(number))
         _sync(self.path)
@@ -87,17 +91,7 @@ class Folder:
 
 def is_tensors(name: object) -> bool:
     """Whether `name` is one that a folder of tensors can have."""
-    if not isinstance(name, str) or not name.startswith("tensors-"):
-        return False
-    number = name.removeprefix("tensors-")
-    return len(number) == 12 and set(number) <= set("0123456789abcdef")
-
-
-def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as f:
-        f.write(data)
-        f.flush()
-        os.fsync(f.fileno())
+    return isinstance(name, str) and re.fullmatch("tensors-[0-9a-f]{12}", name) is not None
 
 
 def _sync(folder: Path) -> None:

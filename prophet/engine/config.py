@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,7 +18,7 @@ from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective, Operation
 from prophet.scheduler.forms import Transfers
 from prophet.scheduler.schedules import NAMES
-from prophet.spec import PlanContext, Topology, Windows, odd_ones_out
+from prophet.spec import PlanContext, Topology, Windows, digest, odd_ones_out
 
 _PLANNER = ("name", "replicates", "withdraws", "warm", "place", "split")
 
@@ -57,10 +57,10 @@ class EngineConfig:
                 f"EngineConfig.planner must be a name or a prophet.planner.Planner, got {type(self.planner).__name__} "
                 f"without {', '.join(lacking)}: derive your own from that class"
             )
-        if self.slots_per_rank < 0:
-            raise ValueError(f"EngineConfig.slots_per_rank must not be negative, got {self.slots_per_rank}")
-        if self.replica_memory_bytes is not None and self.replica_memory_bytes < 0:
-            raise ValueError(f"EngineConfig.replica_memory_bytes must not be negative, got {self.replica_memory_bytes}")
+        for name in ("slots_per_rank", "replica_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"EngineConfig.{name} must not be negative, got {value}")
         if not isinstance(self.refetch, bool):
             raise ValueError(f"EngineConfig.refetch must be True or False, got {self.refetch!r}")
         if self.accumulation_steps < 1:
@@ -158,8 +158,8 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment, collective: Collective) -> None:
     """Raise `ConfigMismatch` unless all ranks have the same configuration and layers; collective."""
     parts = [signature(config, experiment), *(layer.signature() for layer in layers)]
-    digests = [int.from_bytes(hashlib.blake2b(p.encode(), digest_size=7).digest(), "little") for p in parts]
-    head = torch.tensor([len(parts), digests[0], hash_of(digests[1:])], dtype=torch.int64)
+    digests = [digest(np.frombuffer(part.encode(), np.uint8)) for part in parts]
+    head = torch.tensor([len(parts), digests[0], digest(np.array(digests[1:]))], dtype=torch.int64)
     device = layers[0].experts.w_in.device
     table = collective.all_gather(head.to(device), op=Operation("comparison of configurations")).cpu()
     for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
@@ -169,8 +169,3 @@ def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment,
             raise ConfigMismatch(
                 f"the {what} of rank(s) {differ} differ from the other ranks'; rank {collective.rank} has: {mine}"
             )
-
-
-def hash_of(digests: list[int]) -> int:
-    """One 56-bit integer from several."""
-    return int.from_bytes(hashlib.blake2b(repr(digests).encode(), digest_size=7).digest(), "little")

@@ -28,7 +28,7 @@ from prophet.engine.config import EngineConfig, Experiment, check_budget, contex
 from prophet.engine.parallel import DriftWatch, clip_grad_norm_, update_biases
 from prophet.engine.replan import EVERY_STEP
 from prophet.engine.report import StepReport
-from prophet.engine.resume import EngineState
+from prophet.engine.resume import engine_state, engine_state_from
 from prophet.experts.bank import ReplicaPool
 from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.moe import MoE
@@ -51,13 +51,7 @@ class Engine:
     every report. compared: whether ranks compare placements. split_digest: of the last split that had a choice.
     """
 
-    def __init__(
-        self,
-        layers: list[MoE],
-        collective: Collective,
-        config: EngineConfig,
-        experiment: Experiment,
-    ) -> None:
+    def __init__(self, layers: list[MoE], collective: Collective, config: EngineConfig, experiment: Experiment) -> None:
         self.layers = layers
         self.collective = ObservedCollective(collective)
         self.config, self.experiment = config, experiment
@@ -95,7 +89,6 @@ class Engine:
         self._can_confirm = len(layers) > 1 and early <= {0}
         self._confirmed = False
         self._watched_step = -1
-        self._on_host = self.device.type == "cpu"
         self._closed = False
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
@@ -120,7 +113,7 @@ class Engine:
         )
         if optimizer is not None:
             self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
-            self._hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
+            self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.finish_step()))
 
     @property
     def device(self) -> torch.device:
@@ -184,9 +177,6 @@ class Engine:
                 stacklevel=2,
             )
 
-    def _after_optimizer(self, *_: Any) -> None:
-        self.finish_step()
-
     def finish_step(self) -> None:
         """End the step: replicas vanish and the report is written. Called by the optimizer's hook."""
         step = self.runtime.step
@@ -196,7 +186,7 @@ class Engine:
         if self.runtime.recording is not None:
             self.runtime.recording.end()
         update_biases(self.layers, [layer.counts.choices for layer in self.balanced])
-        if self._on_host:
+        if self.device.type == "cpu":
             seconds = self.runtime.windows.take()
             for layer in self.balanced:
                 layer.windows.measured(seconds)
@@ -330,7 +320,7 @@ class Engine:
         """
         self._between_steps("state_dict()")
         plans = [layer.plans.latest() for layer in self.balanced]
-        return EngineState(self.step, plans, [x.history for x in self.balanced]).to_dict(self.collective.size)
+        return engine_state(self.step, plans, [layer.history for layer in self.balanced])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`; collective in effect: call it with the same state on all ranks.
@@ -339,14 +329,15 @@ class Engine:
         within a step.
         """
         self._between_steps("load_state_dict()")
-        found = EngineState.from_dict(state, [x.homes for x in self.balanced], [x.history for x in self.balanced])
-        for layer, plan in zip(self.balanced, found.plans, strict=True):
+        homes, present = [x.homes for x in self.balanced], [x.history for x in self.balanced]
+        step, plans, histories = engine_state_from(state, homes, present)
+        for layer, plan in zip(self.balanced, plans, strict=True):
             if plan is not None:
                 layer.check(plan.placement)
         self._drop_plans()
-        for layer, plan, history in zip(self.balanced, found.plans, found.histories, strict=True):
+        for layer, plan, history in zip(self.balanced, plans, histories, strict=True):
             layer.resume(plan, history)
-        self.step = found.step
+        self.step = step
 
     def _between_steps(self, what: str) -> None:
         if self.runtime.running:

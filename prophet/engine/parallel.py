@@ -18,19 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from prophet.layer.moe import MoE, moe_layers
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
-from prophet.ranks.process_group import world_groups
+from prophet.ranks.collective import Collective, Operation
 from prophet.spec import IntArray, odd_ones_out
-
-
-def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
-    """The (EP, expert-data-parallel) collectives of this process; collective over all processes.
-
-    Consecutive processes form an EP group: process r is rank r mod P of group r // P, and shares its experts with the
-    processes of the same rank in the other groups. Raises ValueError where the processes do not divide into groups of
-    `ep_size`.
-    """
-    return world_groups(ep_size, timeout_s=timeout_s)
 
 
 def expert_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -157,14 +146,11 @@ class ExpertReplicas:
     replicas: the expert-data-parallel collective, see `expert_groups`. The average is complete when `backward()`
     returns, replicas' gradients brought home first where an engine is attached, so clipping sees what it should. With
     several backward passes per step (gradient accumulation) it runs with each of them, which is correct because the
-    mean of a mean changes nothing; `enabled = False` leaves out all but the last.
+    mean of a mean changes nothing; `enabled = False` leaves out all but the last. At the start the experts' parameters
+    are overwritten by those of replica 0. Balancing biases of gates follow the choices of all replicas.
 
     A layer that did not run in a pass contributes zeros, unless it ran on none of the processes. A process on which no
     expert ran while another's did is an error after the collective's time limit.
-
-    Balancing biases of gates follow the choices of all replicas, so they stay equal, too.
-
-    It also makes equal at the start: the experts' parameters are overwritten by those of replica 0.
 
     Where an engine was told of more backward passes per step than ran, it completes gradients in `optimizer.step()`,
     after this average: call `engine.runtime.finish_gradients()` and `average()` before the step then.
@@ -192,9 +178,7 @@ class ExpertReplicas:
         with torch.no_grad():
             for p in self._params:
                 p.copy_(replicas.all_gather(p, op=Operation("experts of replica 0"), channel="weights")[0])
-        for p in self._params:
-            if p.requires_grad:
-                self._hooks.append(p.register_post_accumulate_grad_hook(self._ran))
+        self._hooks = [p.register_post_accumulate_grad_hook(self._ran) for p in self._params if p.requires_grad]
 
     def _ran(self, _: Tensor) -> None:
         """An expert's gradient is there: average when this backward pass ends. Queued after the engine's own end."""

@@ -46,11 +46,6 @@ class PlanAhead:
         """The plan for the next step, waited for where it is under way."""
         return self.kept if self._coming is None else self._result(self._coming)[0]
 
-    def wait(self) -> None:
-        """Return when nothing is under way."""
-        if self._coming is not None:
-            self._result(self._coming)
-
     def upcoming(self, in_force: int) -> int:
         """Digest of the next placement, where that is known by now. in_force: that of the present one."""
         if self._coming is None:

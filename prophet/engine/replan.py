@@ -49,11 +49,6 @@ class ReplanConfig:
             if value is not None and not (number and 0 < value <= 1):
                 raise SpecError(f"ReplanConfig.{name} must be a number above 0 and at most 1, or None, got {value!r}")
 
-    @property
-    def every_step(self) -> bool:
-        """Whether every step is planned for anew, whatever its routing."""
-        return self.interval == 1 and self.gain_loss is None
-
 
 EVERY_STEP = ReplanConfig(interval=1, gain_loss=None, drift=None)
 
@@ -90,7 +85,7 @@ def next_plan(
     kept: the plan of the step that runs; None before the first. seen: that step's load so far, [R, E]. forecast: the
     load expected of the coming step, [R, E].
     """
-    if config.every_step:
+    if config.interval == 1 and config.gain_loss is None:  # every step is planned for, whatever its routing
         return KeptPlan(placement=planner.place(forecast, context), load=forecast)
     if kept is None:
         return _planned(None, "first", forecast, planner, context)
@@ -106,9 +101,8 @@ def next_plan(
         return now
     if config.gain_loss is None:
         return _planned(now, "interval", forecast, planner, context)
-    if kept.gain > 0 and predicted_gain(kept.placement, forecast, planner, context) >= kept.gain * (
-        1.0 - config.gain_loss
-    ):
+    enough = kept.gain * (1.0 - config.gain_loss)
+    if kept.gain > 0 and predicted_gain(kept.placement, forecast, planner, context) >= enough:
         return replace(now, age=0)
     return _planned(now, "gain", forecast, planner, context)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -31,44 +31,41 @@ _NUMBERS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """step: the next one. plans, by layer: what is planned for it, or None. histories, by layer."""
+def engine_state(step: int, plans: Sequence[KeptPlan | None], histories: Sequence[History]) -> dict[str, Any]:
+    """As numbers and tensors by name. step: the next one. plans, by layer: what is planned for it, or None."""
+    return {
+        "step": step,
+        "ranks": histories[0].ranks,
+        "plans": [None if plan is None else plan_state(plan) for plan in plans],
+        "histories": [{k: torch.from_numpy(v) for k, v in h.arrays().items()} for h in histories],
+    }
 
-    step: int
-    plans: list[KeptPlan | None]
-    histories: list[History]
 
-    def to_dict(self, ranks: int) -> dict[str, Any]:
-        """As numbers and tensors by name."""
-        plans = [None if plan is None else plan_state(plan) for plan in self.plans]
-        histories = [{k: torch.from_numpy(v) for k, v in h.arrays().items()} for h in self.histories]
-        return {"step": self.step, "ranks": ranks, "plans": plans, "histories": histories}
+def engine_state_from(
+    state: Mapping[str, Any], homes: Sequence[Placement], like: Sequence[History]
+) -> tuple[int, list[KeptPlan | None], list[History]]:
+    """The inverse. homes: placements without replicas, by layer; like: histories of the same kind, not changed.
 
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any], homes: Sequence[Placement], like: Sequence[History]) -> EngineState:
-        """The inverse. homes: placements without replicas, by layer; like: histories of the same kind, not changed.
-
-        Raises `SpecError` for the state of another number of ranks or of other layers, and for what is none.
-        """
-        if set(state) != {"step", "ranks", "plans", "histories"}:
-            raise SpecError(f"expected the state of an engine, got {', '.join(sorted(map(str, state))) or 'nothing'}")
-        if not isinstance(state["step"], int) or state["step"] < 0:
-            raise SpecError(f"step: expected an integer from 0 on, got {state['step']!r}")
-        if state["ranks"] != homes[0].ranks:
-            raise SpecError(f"the state is of {state['ranks']!r} ranks; expected {homes[0].ranks}")
-        if len({len(state["plans"]), len(state["histories"]), len(homes)}) > 1:
-            raise SpecError(f"the state is of {len(state['plans'])} MoE layers, expected {len(homes)}")
-        plans: list[KeptPlan | None] = []
-        histories = []
-        for i, (plan, saved) in enumerate(zip(state["plans"], state["histories"], strict=True)):
-            plans.append(None if plan is None else plan_from(plan, homes[i], f"plan of MoE layer {i}"))
-            where, mine = f"history of MoE layer {i}", like[i].arrays()
-            if not isinstance(saved, Mapping):
-                raise SpecError(f"{where}: expected tensors by name, got {type(saved).__name__}")
-            histories.append(copy.deepcopy(like[i]))
-            histories[i].restore({k: array(saved.get(k), f"{where}, {k}", v.shape, v.dtype) for k, v in mine.items()})
-        return cls(int(state["step"]), plans, histories)
+    Raises `SpecError` for the state of another number of ranks or of other layers, and for what is none.
+    """
+    if set(state) != {"step", "ranks", "plans", "histories"}:
+        raise SpecError(f"expected the state of an engine, got {', '.join(sorted(map(str, state))) or 'nothing'}")
+    if not isinstance(state["step"], int) or state["step"] < 0:
+        raise SpecError(f"step: expected an integer from 0 on, got {state['step']!r}")
+    if state["ranks"] != homes[0].ranks:
+        raise SpecError(f"the state is of {state['ranks']!r} ranks; expected {homes[0].ranks}")
+    if len({len(state["plans"]), len(state["histories"]), len(homes)}) > 1:
+        raise SpecError(f"the state is of {len(state['plans'])} MoE layers, expected {len(homes)}")
+    plans: list[KeptPlan | None] = []
+    histories = []
+    for i, (plan, saved) in enumerate(zip(state["plans"], state["histories"], strict=True)):
+        plans.append(None if plan is None else plan_from(plan, homes[i], f"plan of MoE layer {i}"))
+        where, mine = f"history of MoE layer {i}", like[i].arrays()
+        if not isinstance(saved, Mapping):
+            raise SpecError(f"{where}: expected tensors by name, got {type(saved).__name__}")
+        histories.append(copy.deepcopy(like[i]))
+        histories[i].restore({k: array(saved.get(k), f"{where}, {k}", v.shape, v.dtype) for k, v in mine.items()})
+    return int(state["step"]), plans, histories
 
 
 def plan_state(plan: KeptPlan) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Shape legend: N tokens, K top-k, A choices sent by this rank, B rows received by
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,52 +14,34 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from prophet.kernels.split_apply import regroup
-from prophet.ranks.collective import Collective, Operation
-from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Placement, Split
+
+Move = Callable[[Tensor, list[int], list[int], str], Tensor]  # rows, how many to and from each rank, name
 
 
 class _AllToAll(torch.autograd.Function):
     """Rows to their ranks forward, their gradients back the same way."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        send_rows: list[int],
-        recv_rows: list[int],
-        collective: Collective,
-        name: str,
-        layer: int | None,
-        stopwatch: Stopwatch,
-    ) -> Tensor:
-        ctx.route = (send_rows, recv_rows, collective, name, layer, stopwatch)
-        with stopwatch("a2a"):
-            out = collective.all_to_all(x, send_rows, recv_rows, op=Operation(name, layer)).wait()
+    def forward(ctx: Any, x: Tensor, send_rows: list[int], recv_rows: list[int], name: str, move: Move) -> Tensor:
+        ctx.route = (send_rows, recv_rows, name, move)
+        out = move(x, send_rows, recv_rows, name)
         return out.view_as(out) if out is x else out
 
     @staticmethod
     @once_differentiable  # a second derivative would need a collective of its own; better none than a wrong one
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        send_rows, recv_rows, collective, name, layer, stopwatch = ctx.route
-        op = Operation(f"{name} backward", layer)
-        with stopwatch("a2a"):
-            back = collective.all_to_all(grads[0].contiguous(), recv_rows, send_rows, op=op).wait()
-        return back, None, None, None, None, None, None
+        send_rows, recv_rows, name, move = ctx.route
+        back = move(grads[0].contiguous(), recv_rows, send_rows, f"{name} backward")
+        return back, None, None, None, None
 
 
-def all_to_all(
-    x: Tensor,
-    send_rows: list[int],
-    recv_rows: list[int],
-    *,
-    collective: Collective,
-    name: str,
-    layer: int | None,
-    stopwatch: Stopwatch,
-) -> Tensor:
-    """Send `send_rows[d]` consecutive rows of `x` [A, D] to each rank; returns [sum of recv_rows, D]."""
-    out: Tensor = _AllToAll.apply(x, send_rows, recv_rows, collective, name, layer, stopwatch)  # type: ignore[no-untyped-call]
+def all_to_all(x: Tensor, send_rows: list[int], recv_rows: list[int], name: str, move: Move) -> Tensor:
+    """Send `send_rows[d]` consecutive rows of `x` [A, D] to each rank; returns [sum of recv_rows, D].
+
+    name: of the exchange, for messages. move: does it, forward and backward.
+    """
+    out: Tensor = _AllToAll.apply(x, send_rows, recv_rows, name, move)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -126,10 +108,5 @@ class Route:
         """The same route with its index tensors on `device`."""
         if device.type == "cpu":
             return self
-        return Route(
-            self.send_ED.to(device, non_blocking=True),
-            self.send_rows,
-            self.recv_rows,
-            self.sizes,
-            None if self.to_groups is None else self.to_groups.to(device, non_blocking=True),
-        )
+        to_groups = None if self.to_groups is None else self.to_groups.to(device, non_blocking=True)
+        return replace(self, send_ED=self.send_ED.to(device, non_blocking=True), to_groups=to_groups)

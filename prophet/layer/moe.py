@@ -23,7 +23,7 @@ from prophet.kernels.split_apply import inverse, send_order
 from prophet.layer.counts import Counts, exchange_counts
 from prophet.layer.dispatch import Route, all_to_all, on_backward
 from prophet.layer.port import Pass, PlainPort, Port
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import collective_for
 from prophet.spec import ACTIVATIONS, Activation, IntArray, Split, check_experts_per_rank
 
@@ -117,9 +117,7 @@ class MoE(nn.Module):
     def _assemble(self, router: Router, experts: ExpertBank, top_k: int, collective: Collective, impl: Impl) -> None:
         """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
         self.collective = collective
-        self.replicas: Collective | None = (
-            None  # those with the same experts; see prophet.engine.parallel.ExpertReplicas
-        )
+        self.replicas: Collective | None = None  # the ranks with the same experts; `ExpertReplicas` sets it
         self.dim, self.hidden = experts.dim, experts.hidden
         self.num_experts, self.top_k = experts.total_experts, top_k
         self.impl: Impl = impl
@@ -179,7 +177,7 @@ class MoE(nn.Module):
 
         order, position = send_order(routing.ids, routing.kept, route.send_ED, sum(route.send_rows), impl=self.impl)
         rows = permute(tokens.to(dtype), order, position, impl=self.impl)
-        rows = self._exchange(rows, route.send_rows, route.recv_rows, "dispatch")
+        rows = all_to_all(rows, route.send_rows, route.recv_rows, "dispatch", self._move)
         groups = None
         if route.to_groups is not None:
             groups = route.to_groups, inverse(route.to_groups, route.to_groups.numel()).unsqueeze(1)
@@ -187,7 +185,7 @@ class MoE(nn.Module):
         out = self._run_experts(rows, route.sizes)
         if groups is not None:
             out = unpermute(out, *groups, impl=self.impl)
-        rows = self._exchange(out, route.recv_rows, route.send_rows, "combine")
+        rows = all_to_all(out, route.recv_rows, route.send_rows, "combine", self._move)
         y = unpermute(rows, order, position, routing.weights, impl=self.impl)
         port.window("FNEC")
         return y.view(*x.shape[:-1], self.dim)
@@ -273,11 +271,9 @@ class MoE(nn.Module):
         if self._book is not None and not again:
             self._book.entries += [(self._port.index, name, loss) for name, loss in losses.items()]
 
-    def _exchange(self, rows: Tensor, send: list[int], recv: list[int], name: str) -> Tensor:
-        port = self._port
-        return all_to_all(
-            rows, send, recv, collective=self.collective, name=name, layer=port.index, stopwatch=port.stopwatch
-        )
+    def _move(self, rows: Tensor, send: list[int], recv: list[int], name: str) -> Tensor:
+        with self._port.stopwatch("a2a"):
+            return self.collective.all_to_all(rows, send, recv, op=Operation(name, self._port.index)).wait()
 
 
 def moe_layers(model: nn.Module) -> list[MoE]:

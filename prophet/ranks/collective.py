@@ -5,8 +5,9 @@ Shape legend: R ranks.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 Channel = Literal["tokens", "weights"]
+Rows = Sequence[int]  # one count per rank
+Messages = Sequence[tuple[int, Tensor]]  # each with the rank it goes to, or comes from
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -32,8 +35,7 @@ class Operation:
 class Pending(ABC):
     """A collective under way.
 
-    arrived_s: when the result had arrived, on the clock of `time.perf_counter`; None where that is not known (see
-    `watch`).
+    arrived_s: when the result had arrived, by `time.perf_counter`; None where that is not known (see `watch`).
     """
 
     arrived_s: float | None = None
@@ -48,6 +50,38 @@ class Pending(ABC):
     @abstractmethod
     def ended(self) -> bool:
         """Whether `wait` would return, or raise, at once. Ranks may see different answers at the same place."""
+
+
+class Coming(Pending):
+    """A collective under way, known by what its backend can say.
+
+    finish: waits for the result and returns it. has_ended: whether that would return, or raise, at once. notify: has
+    what it is given called when the result arrives. Once that was waited for, all are dropped: they keep inputs alive.
+    """
+
+    def __init__(
+        self,
+        finish: Callable[[], Tensor],
+        has_ended: Callable[[], bool],
+        notify: Callable[[Callable[[], None]], None] = lambda call: None,
+    ) -> None:
+        self._finish, self._has_ended, self._notify = finish, has_ended, notify
+        self._result: Tensor | None = None
+
+    def watch(self) -> None:
+        def arrived() -> None:
+            self.arrived_s = time.perf_counter()
+
+        self._notify(arrived)
+
+    def ended(self) -> bool:
+        return self._result is not None or self._has_ended()
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            self._result = self._finish()
+            del self._finish, self._has_ended, self._notify
+        return self._result
 
 
 class Done(Pending):
@@ -75,13 +109,7 @@ class Collective(ABC):
 
     @abstractmethod
     def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
+        self, x: Tensor, send_rows: Rows, recv_rows: Rows, *, op: Operation, channel: Channel = "tokens"
     ) -> Pending:
         """Send `send_rows[d]` consecutive rows of `x` to each rank d; the result has `recv_rows[s]` rows from each s.
 
@@ -93,14 +121,7 @@ class Collective(ABC):
         """Gather equal-shaped `x` from all ranks, [R, *x.shape]; blocks."""
 
     @abstractmethod
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
+    def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         """Point-to-point: send contiguous tensors to peers while filling tensors from peers, in place.
 
         Between two ranks messages match in the order in which they are listed. Only the ranks involved take part.
@@ -138,7 +159,7 @@ class Collective(ABC):
         return self  # a copied model communicates over the same ranks
 
 
-def check_rows(x: Tensor, send_rows: Sequence[int], recv_rows: Sequence[int], size: int) -> None:
+def check_rows(x: Tensor, send_rows: Rows, recv_rows: Rows, size: int) -> None:
     """Raise ValueError unless there is one row count per rank, and `x` has the rows that are sent."""
     if len(send_rows) != size or len(recv_rows) != size:
         raise ValueError(f"expected one row count per rank ({size}), got {len(send_rows)} and {len(recv_rows)}")

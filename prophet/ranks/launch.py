@@ -42,26 +42,21 @@ def run_ranks(
     folder: Path,
     limit_s: float,
     timeout_s: float,
-    threads: int = 1,
     what: str = "the run",
     traces: Path | None = None,
 ) -> None:
     """Run `body(rank, *args)` on `ranks` processes of one gloo group, and return when all have ended well.
 
     `body` must be importable. folder: a private folder that outlives the call, where the ranks meet and leave messages.
-    limit_s: on everything; timeout_s: on every wait within the group. threads: of torch on each rank. what: the run's
-    name in messages. traces: a folder for tracebacks of ranks that fail, if they are wanted.
+    limit_s: on everything; timeout_s: on every wait within the group. what: the run's name in messages. traces: a
+    folder for tracebacks of ranks that fail, if they are wanted.
 
     Raises `RankFailed` when a rank fails, dies or the time is up; no process survives.
     """
     context = multiprocessing.get_context("spawn")
+    told = (ranks, body, tuple(args), folder, timeout_s, traces)
     processes = [
-        context.Process(
-            target=_rank_main,
-            args=(rank, ranks, body, tuple(args), folder, timeout_s, threads, traces),
-            name=f"rank {rank}",
-            daemon=True,
-        )
+        context.Process(target=_rank_main, args=(rank, *told), name=f"rank {rank}", daemon=True)
         for rank in range(ranks)
     ]
     try:
@@ -191,12 +186,11 @@ def _rank_main(
     args: tuple[Any, ...],
     folder: Path,
     timeout_s: float,
-    threads: int,
     traces: Path | None,
 ) -> None:
     """Body of one rank's process; leaves a message where it fails."""
     try:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
         # A file in a private folder is the meeting point: no port has to be free.
         dist.init_process_group(
             "gloo",

@@ -17,7 +17,6 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,7 +26,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from prophet.errors import CollectiveError, CollectiveTimeout, PeerLost
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Channel, Collective, Done, Operation, Pending, check_rows
+from prophet.ranks.collective import (
+    DEFAULT_TIMEOUT_S,
+    Channel,
+    Collective,
+    Coming,
+    Done,
+    Messages,
+    Operation,
+    Pending,
+    Rows,
+    check_rows,
+)
 from prophet.ranks.threads import ThreadWorld
 from prophet.ranks.waiting import Waiter
 
@@ -42,11 +52,6 @@ _TAGS = 1 << 20  # tags of single messages come again after so many all-to-alls
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def _over_gloo(group: dist.ProcessGroup | None) -> bool:
-    """Whether gloo moves the group's tensors on the host."""
-    return "cpu:gloo" in str(dist.get_backend_config(group))
-
-
 def _place() -> int:
     """A number that processes on one host share: they have its name and its network in common."""
     network = ""
@@ -54,60 +59,6 @@ def _place() -> int:
         network = str(os.stat("/proc/self/ns/net").st_ino)
     name = f"{socket.gethostname()} {network}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little")
-
-
-class _WorkPending(Pending):
-    def __init__(
-        self, owner: ProcessGroupCollective, works: list[Any], result: Tensor, keep: Any, op: Operation
-    ) -> None:
-        self._owner = owner
-        self._works = works
-        self._result = result
-        self._keep = keep  # inputs stay alive until the transfer is over
-        self._op = op
-
-    def watch(self) -> None:
-        left = len(self._works)
-
-        def over(_: Any) -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                self.arrived_s = time.perf_counter()
-
-        for work in self._works:
-            work.get_future().then(over)
-
-    def ended(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> Tensor:
-        for work in self._works:
-            self._owner.guard(work.wait, self._op)
-        self._works = []
-        self._keep = None
-        return self._result
-
-
-class _FuturePending(Pending):
-    def __init__(self, owner: ProcessGroupCollective, future: Future[None], result: Tensor, op: Operation) -> None:
-        self._owner = owner
-        self._future = future
-        self._result = result
-        self._op = op
-
-    def watch(self) -> None:
-        def over(_: Any) -> None:
-            self.arrived_s = time.perf_counter()
-
-        self._future.add_done_callback(over)
-
-    def ended(self) -> bool:
-        return self._future.done()
-
-    def wait(self) -> Tensor:
-        self._owner.guard(self._future.result, self._op)
-        return self._result
 
 
 class ProcessGroupCollective(Collective):
@@ -149,7 +100,8 @@ class ProcessGroupCollective(Collective):
         if receive_first is None:
             level = dist.get_debug_level()  # type: ignore[attr-defined]
             counted = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # compares ranks' numbers of messages
-            self._receive_first = not counted and _over_gloo(self._groups["tokens"]) and self._on_several_hosts()
+            over_gloo = "cpu:gloo" in str(dist.get_backend_config(self._groups["tokens"]))
+            self._receive_first = not counted and over_gloo and self._on_several_hosts()
         self._posters: dict[Channel, Waiter] = {}
         self._waiters: dict[Channel, Waiter] = {}
         if self._receive_first:
@@ -181,13 +133,7 @@ class ProcessGroupCollective(Collective):
             raise self._broken from error
 
     def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
+        self, x: Tensor, send_rows: Rows, recv_rows: Rows, *, op: Operation, channel: Channel = "tokens"
     ) -> Pending:
         check_rows(x, send_rows, recv_rows, self.size)
         if self.size == 1:
@@ -202,16 +148,23 @@ class ProcessGroupCollective(Collective):
             ),
             op,
         )
-        return _WorkPending(self, [work], out, source, op)
+        return self._coming([work], out, source, op)
+
+    def _coming(self, works: Sequence[Any], result: Tensor, keep: Any, op: Operation) -> Pending:
+        """torch's own `works` under way. keep: inputs, which stay alive until the transfer is over."""
+
+        def finish(keep: Any = keep) -> Tensor:
+            for work in works:
+                self.guard(work.wait, op)
+            return result
+
+        def notify(call: Callable[[], None]) -> None:
+            torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: call())
+
+        return Coming(finish, lambda: all(work.is_completed() for work in works), notify)
 
     def _post(
-        self,
-        source: Tensor,
-        out: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        channel: Channel,
-        op: Operation,
+        self, source: Tensor, out: Tensor, send_rows: Rows, recv_rows: Rows, channel: Channel, op: Operation
     ) -> Pending:
         """An all-to-all of single messages, receives before sends; another peer comes first on every rank.
 
@@ -234,11 +187,15 @@ class ProcessGroupCollective(Collective):
 
         posted = self._posters[channel].submit(post)
 
-        def finish() -> None:
+        def finish() -> Tensor:
             for work in (*coming, *posted.result()):
                 work.wait()
+            return out
 
-        return _FuturePending(self, self._waiters[channel].submit(finish), out, op)
+        done = self._waiters[channel].submit(finish)
+        return Coming(
+            lambda: self.guard(done.result, op), done.done, lambda call: done.add_done_callback(lambda _: call())
+        )
 
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         if self.size == 1:
@@ -252,14 +209,7 @@ class ProcessGroupCollective(Collective):
         self.guard(gather, op)
         return out
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
+    def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         group = self._groups[channel]
         peers = dist.get_process_group_ranks(group)
         ops = [dist.P2POp(dist.irecv, t, peers[p], group=group) for p, t in recvs]
@@ -267,7 +217,7 @@ class ProcessGroupCollective(Collective):
         if not ops:
             return Done(torch.empty(0))
         works = self.guard(lambda: dist.batch_isend_irecv(ops), op)
-        return _WorkPending(self, works, torch.empty(0), (list(sends), list(recvs)), op)
+        return self._coming(works, torch.empty(0), (list(sends), list(recvs)), op)
 
     def roll_call(self, op: Operation) -> None:
         roll_call(op, dist.get_process_group_ranks(self._groups["tokens"]), patience_s=self.timeout_s)
@@ -348,10 +298,12 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def world_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
-    """Cut all processes into groups of `ep_size` consecutive ones: (this process's group, those of equal rank in all).
+def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Collective, Collective]:
+    """The (EP, expert-data-parallel) collectives of this process; collective over all processes.
 
-    Collective over all processes; see `prophet.engine.parallel.expert_groups`.
+    Consecutive processes form an EP group: process r is rank r mod P of group r // P, and shares its experts with the
+    processes of the same rank in the other groups. Raises ValueError where the processes do not divide into groups of
+    `ep_size`.
     """
     world = processes()
     if ep_size < 1 or world % ep_size:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from prophet.errors import CollectiveError, CollectiveTimeout, PeerLost
-from prophet.ranks.collective import Channel, Collective, Done, Operation, Pending, check_rows
+from prophet.ranks.collective import Channel, Collective, Coming, Done, Messages, Operation, Pending, Rows, check_rows
 
 T = TypeVar("T")
+Key = tuple[Channel, int, int, int]  # channel, number of the operation on it, source, destination
 
 
 class ThreadWorld:
-    """R ranks in one process: real blocking semantics and real time limits, without processes or sockets.
+    """R ranks in one process.
 
     `run(fn)` calls `fn(collective)` on R threads and returns their results by rank. If one raises, the others are
     woken and the first error is raised.
@@ -31,7 +32,7 @@ class ThreadWorld:
             raise ValueError(f"a world needs at least one rank, got {size}")
         self.size = size
         self.timeout_s = timeout_s
-        self._mail: dict[tuple[Channel, int, int, int], tuple[Operation, Tensor]] = {}
+        self._mail: dict[Key, tuple[Operation, Tensor]] = {}
         self._arrived = threading.Condition()
         self._failure: BaseException | None = None
 
@@ -64,18 +65,18 @@ class ThreadWorld:
             self._failure = self._failure or error
             self._arrived.notify_all()
 
-    def put(self, key: tuple[Channel, int, int, int], op: Operation, x: Tensor) -> None:
-        """Leave a copy of `x` for (channel, number, source, destination)."""
+    def put(self, key: Key, op: Operation, x: Tensor) -> None:
+        """Leave a copy of `x`."""
         with self._arrived:
             self._mail[key] = (op, x.detach().clone())
             self._arrived.notify_all()
 
-    def has(self, keys: Sequence[tuple[Channel, int, int, int]]) -> bool:
+    def has(self, keys: Sequence[Key]) -> bool:
         """Whether all this was put, or will never be."""
         with self._arrived:
             return self._failure is not None or all(key in self._mail for key in keys)
 
-    def take(self, key: tuple[Channel, int, int, int], op: Operation, timeout_s: float) -> Tensor:
+    def take(self, key: Key, op: Operation, timeout_s: float) -> Tensor:
         """Wait for what was put under `key`; CollectiveError where its sender is in another operation, or gone."""
         _, _, source, rank = key
         deadline = time.monotonic() + timeout_s
@@ -93,21 +94,6 @@ class ThreadWorld:
         return x
 
 
-class _ThreadPending(Pending):
-    def __init__(self, collect: Callable[[], Tensor], ended: Callable[[], bool]) -> None:
-        self._collect = collect
-        self._ended = ended
-        self._result: Tensor | None = None
-
-    def ended(self) -> bool:
-        return self._result is not None or self._ended()
-
-    def wait(self) -> Tensor:
-        if self._result is None:
-            self._result = self._collect()
-        return self._result
-
-
 class ThreadCollective(Collective):
     """One rank of a `ThreadWorld`."""
 
@@ -121,56 +107,41 @@ class ThreadCollective(Collective):
         self.timeout_s = timeout_s
         return self
 
-    def _take(self, key: tuple[Channel, int, int, int], op: Operation) -> Tensor:
+    def _take(self, key: Key, op: Operation) -> Tensor:
         return self._world.take(key, op, self.timeout_s)
 
-    def _next(self, channel: Channel) -> int:
+    def _send(self, pieces: Sequence[Tensor], op: Operation, channel: Channel) -> list[Key]:
+        """Put one piece for every rank; where those for this rank will be."""
         self._issued[channel] += 1
-        return self._issued[channel]
+        for d, piece in enumerate(pieces):
+            self._world.put((channel, self._issued[channel], self.rank, d), op, piece)
+        return [(channel, self._issued[channel], s, self.rank) for s in range(self.size)]
 
     def all_to_all(
-        self,
-        x: Tensor,
-        send_rows: Sequence[int],
-        recv_rows: Sequence[int],
-        *,
-        op: Operation,
-        channel: Channel = "tokens",
+        self, x: Tensor, send_rows: Rows, recv_rows: Rows, *, op: Operation, channel: Channel = "tokens"
     ) -> Pending:
         check_rows(x, send_rows, recv_rows, self.size)
         if self.size == 1:
             return Done(x)
-        number = self._next(channel)
-        for d, piece in enumerate(x.split(list(send_rows))):
-            self._world.put((channel, number, self.rank, d), op, piece)
+        keys = self._send(x.split(list(send_rows)), op, channel)
 
         def collect() -> Tensor:
-            pieces = [self._take((channel, number, s, self.rank), op) for s in range(self.size)]
+            pieces = [self._take(key, op) for key in keys]
             for s, piece in enumerate(pieces):
                 if piece.shape[0] != recv_rows[s]:
                     reason = f"rank {s} sent {piece.shape[0]} rows, expected {recv_rows[s]}"
                     raise CollectiveError(self.rank, op, reason)
             return torch.cat(pieces)
 
-        keys = [(channel, number, s, self.rank) for s in range(self.size)]
-        return _ThreadPending(collect, lambda: self._world.has(keys))
+        return Coming(collect, lambda: self._world.has(keys))
 
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         if self.size == 1:
             return x.unsqueeze(0)
-        number = self._next(channel)
-        for d in range(self.size):
-            self._world.put((channel, number, self.rank, d), op, x)
-        return torch.stack([self._take((channel, number, s, self.rank), op) for s in range(self.size)])
+        keys = self._send([x] * self.size, op, channel)
+        return torch.stack([self._take(key, op) for key in keys])
 
-    def exchange(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        *,
-        op: Operation,
-        channel: Channel = "weights",
-    ) -> Pending:
+    def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         # Numbers below zero keep point-to-point messages apart from the collectives'.
         def number(source: int, target: int) -> int:
             key = (channel, source, target)
@@ -186,4 +157,4 @@ class ThreadCollective(Collective):
                 out.copy_(self._take(key, op))
             return torch.empty(0)
 
-        return _ThreadPending(collect, lambda: self._world.has(expected))
+        return Coming(collect, lambda: self._world.has(expected))

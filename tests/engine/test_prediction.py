@@ -41,7 +41,7 @@ def test_placements_are_planned_for_the_predicted_load(mode: str) -> None:
             optimizer.step()
             assert engine.last_step is not None
             reference.observe(engine.last_step.counts[0])
-            engine.balanced[0].plans.wait()
+            engine.balanced[0].plans.latest()
             np.testing.assert_array_equal(planner.asked[-1], reference.predict(mode))  # type: ignore[arg-type]
         engine.close()
 

@@ -125,7 +125,7 @@ def test_the_comparison_of_placements_rides_on_the_counts() -> None:
     real = first.upcoming
 
     def once_planned(in_force: int) -> int:
-        first.wait()
+        first.latest()
         return real(in_force)
 
     for s, known in ((1, True), (2, False), (3, True)):

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import prophet
 from prophet.engine import checkpoint
 from prophet.engine.config import Experiment
-from prophet.engine.parallel import ExpertReplicas, expert_groups, expert_parameters
 from prophet.experts.bank import ExpertBank
+from prophet.parallel import ExpertReplicas, expert_groups, expert_parameters
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import processes
 from prophet.ranks.threads import ThreadWorld

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prophet
 from prophet.engine.config import Experiment
-from prophet.engine.parallel import ExpertReplicas, expert_groups
+from prophet.parallel import ExpertReplicas, expert_groups
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.launch import on_processes
 from tests.helpers.support import RandomPlanner, next_id_loss, seeded

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import prophet
-from prophet.engine.parallel import ExpertReplicas, expert_groups, expert_parameters
+from prophet.parallel import ExpertReplicas, expert_groups, expert_parameters
 from tests.helpers.launch import on_processes
 from tests.helpers.support import RandomPlanner, dense_parameters, expert_gradients, next_id_loss
 from tests.helpers.training import SCALE, Case, Step, compare, expected

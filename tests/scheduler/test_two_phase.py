@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from prophet.planner.cost import transfer_cost
-from prophet.ranks.collective import Done, Operation
-from prophet.ranks.threads import _ThreadPending
+from prophet.ranks.collective import Coming, Done, Operation
 from prophet.scheduler.forms import FormChooser, Seconds
 from prophet.scheduler.pieces import GRAIN, HALVES
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
@@ -86,7 +85,7 @@ def test_ranks_may_see_the_first_phase_end_at_different_times(monkeypatch: pytes
         seen.add(rank)
         return rank % 2 == 0
 
-    monkeypatch.setattr(_ThreadPending, "ended", ended)
+    monkeypatch.setattr(Coming, "ended", ended)
     case = replace(CASE, transfers="two-phase", schedule=schedule, refetch=True)
     compare(expected(case), on_threads(4, lambda group: train(case, group, FixedPlanner(PAIRS))))
     assert seen == {0, 1, 2, 3}
