@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from prophet.engine.config import EngineConfig
 from prophet.engine.replan import ReplanConfig
+from prophet.files import read_json
 from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
@@ -122,10 +122,7 @@ def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
     that does not work here.
     """
     if isinstance(config, str | Path):
-        try:
-            found = json.loads(Path(config).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{config}: expected JSON, {error}") from None
+        found = read_json(config, most_bytes=1 << 24, expected="a DeepSpeed config", error=ConfigError)
         if not isinstance(found, dict):
             raise ConfigError(f"{config}: expected a JSON object, got {type(found).__name__}")
     elif isinstance(config, Mapping):

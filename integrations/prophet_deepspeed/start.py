@@ -19,7 +19,7 @@ from prophet.layer.moe import moe_layers
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import collective_for, processes
 from prophet_deepspeed.checkpoint import Checkpoints
-from prophet_deepspeed.gradients import bind
+from prophet_deepspeed.gradients import Binding
 from prophet_deepspeed.groups import Group, ParameterGroups
 from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection, read_config
 
@@ -92,7 +92,7 @@ def initialize(
             warnings.filterwarnings("ignore", message="the MoE layers hold all experts on every rank")
         balancer = prophet.attach(model, config=section.engine)
     if wrapped is not None:
-        bind(engine, balancer)
+        Binding(engine, balancer)
     engine.prophet, engine.prophet_report = balancer, report
     checkpoints = Checkpoints(engine, balancer)
     engine.save_checkpoint, engine.load_checkpoint = checkpoints.save, checkpoints.load

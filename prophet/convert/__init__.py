@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from prophet.convert import deepspeed, huggingface, tutel
+from prophet.convert import huggingface
 from prophet.convert.base import Adapter, ExpertsSpec, FfnNames, child
 from prophet.convert.checks import agree, check_model, check_no_optimizer, check_not_shared, describe_block, fingerprint
+from prophet.convert.deepspeed import DeepSpeedMoE
 from prophet.convert.report import ConversionReport, Replaced
 from prophet.convert.routed import Origin, RoutedExperts, converted
 from prophet.convert.saving import write_as_before, write_original_layout
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back
+from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import Trial
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
 from prophet.errors import ConversionError
@@ -52,7 +54,7 @@ __all__ = [
 
 def standard_adapters() -> tuple[Adapter, ...]:
     """The adapters that `convert` knows: Hugging Face's families, DeepSpeed, Tutel."""
-    return (*huggingface.adapters(), *deepspeed.adapters(), *tutel.adapters())
+    return (*huggingface.adapters(), DeepSpeedMoE(), TutelMoE())
 
 
 def convert(

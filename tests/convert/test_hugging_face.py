@@ -307,4 +307,4 @@ def test_the_report() -> None:
 
     console = Console(width=200, record=True, file=None, quiet=True)
     console.print(report)
-    assert report.table().row_count == 2
+    assert report.__rich__().row_count == 2
