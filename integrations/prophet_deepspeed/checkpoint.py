@@ -175,7 +175,8 @@ class Checkpoints:
             goes_on = (dense["processes"], dense["ranks"]) == (processes(), self._engine.collective.size)
             goes_on = goes_on and not load_module_only
             if goes_on:
-                balancing, generators = (layout.read(path) for path in self._own_files(folder))
+                files = self._own_files(folder)
+                balancing, generators = layout.read(files[0]), layout.read(files[1], others=["device"])
         ds.module.load_state_dict(module, strict=load_module_strict)
         if hasattr(ds.optimizer, "refresh_fp32_params"):
             ds.optimizer.refresh_fp32_params()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import prophet
-from prophet.convert import standard_adapters
+from prophet.convert import find, standard_adapters
 from prophet.layer.moe import moe_layers
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import collective_for, processes
@@ -67,7 +67,7 @@ def initialize(
     ep_size = _ep_size(model, section)
     ep = _expert_group(ep_size, section)
     report = None
-    if section.convert and _convertible(model):
+    if section.convert and find(model, standard_adapters()):
         report = prophet.convert(model, group=ep, timeout_s=section.wait_s, verify=section.verify)
         _announce(model, ep_size)
     layers = _layers(model, ep)
@@ -148,11 +148,6 @@ def _config_of(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:
         args = copy.copy(args)
         args.deepspeed_config = None
     return args, found[0]
-
-
-def _convertible(model: nn.Module) -> bool:
-    adapters = standard_adapters()
-    return any(a.matches(m) for m in model.modules() for a in adapters)
 
 
 def _ep_size(model: nn.Module, section: ProphetSection) -> int:

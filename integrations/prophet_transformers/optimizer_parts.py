@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert import converted
+from prophet.engine.checkpoint import NOT_SETTINGS, some
 from prophet.errors import CheckpointError
 
 SHARED = "optimizer.pt"  # Trainer's name
 EXPERTS = "optimizer_experts_{rank}_of_{ranks}.pt"
 FORMAT = 1
-# how an optimizer computes is the reading run's choice
-_NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-_SHOWN = 4  # names in a message
 
 
 class OptimizerParts:
@@ -50,18 +48,14 @@ class OptimizerParts:
         """Settings, and the state of the parameters that all ranks share."""
         groups = [
             {
-                "settings": {k: v for k, v in group.items() if k not in _NOT_SETTINGS},
+                "settings": {k: v for k, v in group.items() if k not in NOT_SETTINGS},
                 "parameters": [self._name_of(p) for p in group["params"]],
             }
             for group in self._optimizer.param_groups
         ]
-        return {
-            "format": FORMAT,
-            "optimizer": type(self._optimizer).__name__,
-            "ranks": self.ranks,
-            "groups": groups,
-            "states": {name: state for name, state in self._states() if name not in self._held},
-        }
+        states = {name: state for name, state in self._states() if name not in self._held}
+        kind = type(self._optimizer).__name__
+        return {"format": FORMAT, "optimizer": kind, "ranks": self.ranks, "groups": groups, "states": states}
 
     def experts(self) -> dict[str, Any]:
         """The state of this rank's experts."""
@@ -125,51 +119,37 @@ class _ExpertFiles:
 
     def state(self, name: str, first: int, count: int) -> dict[str, Any]:
         """The state of the parameter `name` for experts first..first + count."""
-        pieces: dict[int, tuple[int, Mapping[str, Any]]] = {}  # by first expert: up to which, and their state
-        missing = set(range(first, first + count))
+        stop = first + count
+        missing = set(range(first, stop))
+        pieces: list[tuple[range, Mapping[str, Any]]] = []
         for rank in self._order:
             if not missing:
                 break
             part = self._part(rank)
             start, size = part["held"].get(name, (0, 0))
-            if missing.isdisjoint(range(start, start + size)):
+            held = range(start, start + size)
+            if missing.isdisjoint(held):
                 continue
-            missing -= set(range(start, start + size))
-            state = part["states"].get(name, {})
-            if (start, size) == (first, count):
-                return {field: _copied(value) for field, value in state.items()}
-            pieces[start] = (start + size, state)
+            missing.difference_update(held)
+            pieces.append((held, part["states"].get(name, {})))
         if missing:
             raise CheckpointError(f"{self._folder}: no file of {self._ranks} has expert {min(missing)} of {name}")
-        return self._joined(name, first, first + count, [(a, *pieces[a]) for a in sorted(pieces)])
-
-    def _joined(
-        self, name: str, first: int, stop: int, pieces: list[tuple[int, int, Mapping[str, Any]]]
-    ) -> dict[str, Any]:
-        fields = pieces[0][2].keys()
+        pieces.sort(key=lambda piece: piece[0].start)
+        whole = pieces[0][0] == range(first, stop)
         joined: dict[str, Any] = {}
-        for field in fields:
-            values = [state.get(field) for _, _, state in pieces]
-            cut = [
-                v[max(first - start, 0) : stop - start]
-                for v, (start, end, _) in zip(values, pieces, strict=True)
-                if isinstance(v, Tensor) and v.dim() > 0 and v.shape[0] == end - start
-            ]
-            if len(cut) == len(pieces):
-                joined[field] = torch.cat(cut)
-            elif all(_equal(v, values[0]) for v in values):
-                joined[field] = _copied(values[0])
+        for field in sorted({field for _, state in pieces for field in state}):
+            values: list[tuple[Any, range]] = [(state.get(field), held) for held, state in pieces]
+            one: Any = values[0][0]
+            if whole or all(_equal(v, one) for v, _ in values):
+                joined[field] = one.clone() if isinstance(one, Tensor) else one  # a mapped file may be written to later
+            elif all(isinstance(v, Tensor) and v.shape[:1] == (len(held),) for v, held in values):
+                joined[field] = torch.cat([v[max(first - held.start, 0) : stop - held.start] for v, held in values])
             else:
-                self._refuse(name, field)
-        if any(state.keys() != fields for _, _, state in pieces):
-            self._refuse(name, "state")
+                raise CheckpointError(
+                    f"{self._folder}: the optimizer's {field} of {name} cannot be divided among another number of "
+                    f"ranks: resume with expert-parallel groups of {self._ranks}"
+                )
         return joined
-
-    def _refuse(self, name: str, field: str) -> None:
-        raise CheckpointError(
-            f"{self._folder}: the optimizer's {field} of {name} cannot be divided among another number of ranks: "
-            f"resume with expert-parallel groups of {self._ranks}"
-        )
 
     def _part(self, rank: int) -> Mapping[str, Any]:
         if rank not in self._open:
@@ -190,22 +170,16 @@ def _group(
     path: Path, group: Mapping[str, Any], names: list[str], numbers: list[int], saved: Mapping[str, Any]
 ) -> dict[str, Any]:
     """One of the optimizer's groups with the settings that its parameters were saved with."""
-    missing = sorted(set(names) - saved.keys())
+    missing = set(names) - saved.keys()
     if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise CheckpointError(f"{path} lacks {', '.join(missing[:_SHOWN])}{more}: expected all trained parameters")
+        raise CheckpointError(f"{path} lacks {some(missing)}: expected all trained parameters")
     settings = [saved[name] for name in names]
     if any(s is not settings[0] for s in settings):
         other = next(n for n, s in zip(names, settings, strict=True) if s is not settings[0])
         raise CheckpointError(f"{path}: {names[0]} and {other} were saved in different groups of the optimizer")
-    kept = {key: group[key] for key in _NOT_SETTINGS if key in group}
+    kept = {key: group[key] for key in NOT_SETTINGS if key in group}
     # a group without parameters, as Trainer makes one where all are adapters, keeps its settings
     return {**(settings[0] if settings else group), **kept, "params": numbers}
-
-
-def _copied(value: Any) -> Any:
-    # a tensor of a mapped file would follow what is written there later
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -45,6 +45,7 @@ __all__ = [
     "RoutedExperts",
     "convert",
     "converted",
+    "find",
     "load_original_state_dict",
     "original_state_dict",
     "revert",

@@ -1,7 +1,7 @@
 """What the conversion knows about a Mixture-of-Experts block that somebody else wrote, and how it is told.
 
-An `Adapter` reads one kind of block. The block itself stays, with its router, shared experts, jitter and losses. Only the
-module that holds the experts is replaced, and methods of the block that loop over them.
+An `Adapter` reads one kind of block. The block itself stays, with its router, shared experts, jitter and losses. Only
+the module that holds the experts is replaced, and methods of the block that loop over them.
 
 Shape legend: N tokens, K top-k, E experts, D model dim, H hidden dim.
 """

@@ -41,7 +41,7 @@ from prophet.spec import odd_ones_out
 MAX_DESCRIPTION_BYTES = 1 << 28
 FORMAT = 2
 # how an optimizer computes is the reading one's own choice
-_NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _SHOWN = 4  # names in a message
 
 
@@ -305,7 +305,7 @@ def _is_cut(p: Tensor) -> bool:
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for key, value in group.items():
-        if key not in _NOT_SETTINGS:
+        if key not in NOT_SETTINGS:
             single = isinstance(value, Tensor) and value.numel() == 1
             found[key] = plain(value.item() if single else value, f"the optimizer's setting {key}")
     return found
@@ -355,7 +355,7 @@ def _saved_settings(
         names = [described.name_of(p) for p in group["params"]]
         missing = [n for n in names if n not in by_name]
         if missing:
-            raise CheckpointError(f"{folder}: the optimizer that was saved did not hold {_some(missing)}")
+            raise CheckpointError(f"{folder}: the optimizer that was saved did not hold {some(missing)}")
         settings = [by_name[n] for n in names]
         differ = [n for n, s in zip(names, settings, strict=True) if s != settings[0]]
         if differ:
@@ -435,7 +435,7 @@ def _check_model(folder: Path, index: Mapping[str, Any], entries: Mapping[str, T
     saved = {n for n in index if n.startswith("model.")}
     for what, differ in (("lacks", names - saved), ("holds, and the model does not:", saved - names)):
         if differ:
-            raise CheckpointError(f"{folder}: the checkpoint {what} {_some(n.removeprefix('model.') for n in differ)}")
+            raise CheckpointError(f"{folder}: the checkpoint {what} {some(n.removeprefix('model.') for n in differ)}")
     _check_sizes(folder, index, entries)
 
 
@@ -447,7 +447,8 @@ def _check_sizes(folder: Path, index: Mapping[str, Any], entries: Mapping[str, T
             raise CheckpointError(f"{folder}: {name} should have shape {list(value.shape)}, the checkpoint has {got}")
 
 
-def _some(names: Any) -> str:
+def some(names: Any) -> str:
+    """The first names, and how many more there are."""
     listed = sorted(names)
     return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 
