@@ -95,10 +95,7 @@ class Checkpoints:
         return True
 
     def save_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the model's parameters alone, named as before the conversion; collective over all processes.
 

@@ -36,11 +36,7 @@ def measure_layers(layers: Sequence[Any], inputs: Tensor, **options: Any) -> lis
 
 
 def decide_stages(
-    costs: Sequence[LayerCost],
-    num_stages: int,
-    *,
-    microbatches: int,
-    limits: Sequence[RankLimits] | None = None,
+    costs: Sequence[LayerCost], num_stages: int, *, microbatches: int, limits: Sequence[RankLimits] | None = None
 ) -> StageMap:
     """The exact best partition for the median over all processes of measured costs; collective, equal on all.
 

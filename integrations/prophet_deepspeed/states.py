@@ -40,8 +40,10 @@ class States:
             for i, p in enumerate(params):
                 if flats is not None:
                     flat = flats[at]
+                elif singles is not None:
+                    flat = singles[at][i]
                 else:
-                    flat = p if singles is None else singles[at][i]
+                    flat = p
                 self._where[id(p)] = (at, flat, offset if flat.dim() == 1 and flat.numel() != p.numel() else 0)
                 offset += p.numel()
 

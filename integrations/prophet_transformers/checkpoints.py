@@ -27,12 +27,12 @@ import transformers
 from safetensors import SafetensorError
 
 from prophet.convert import converted
+from prophet.convert.saving import load_pretrained, save_pretrained
 from prophet.engine.shared_errors import on_all_ranks
 from prophet.errors import CheckpointError
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import collective_for, process_rank
 from prophet_transformers.optimizer_parts import SHARED, OptimizerParts
-from prophet_transformers.saving import load_pretrained, save_pretrained
 
 STATE = "trainer_state.json"
 FILES = "prophet_files.json"

@@ -66,9 +66,8 @@ def balance(
     """Balance the `tutel.moe.moe_layer`s of `model` from now on; collective over the processes of their group.
 
     optimizer: makes the optimizer from the converted model's parameters, such as `lambda params:
-    torch.optim.AdamW(params, lr=1e-3)`; one that was built before would hold parameters that are replaced. It may be
-    Tutel's `TutelDistributedOptimizer`. config: how to balance. timeout_s: limit on every wait. verify: compare layers
-    that hold all experts before and after on a few tokens.
+    torch.optim.AdamW(params, lr=1e-3)`, or Tutel's `TutelDistributedOptimizer`. config: how to balance. timeout_s:
+    limit on every wait. verify: compare layers that hold all experts before and after on a few tokens.
 
     The training loop stays: `l_aux` is set on the layer and on its output, the new parameters carry the marks of the
     old ones, an expert's gradient is complete when `backward()` returns and is the sum over the ranks of the layer's
@@ -85,19 +84,17 @@ def balance(
         )
     report = prophet.convert(model, group=group, timeout_s=timeout_s, verify=verify)
     layers = [layer for *_, layer in converted(model)]
-    balanced = None
     try:
         for layer in layers:
             _keep_conventions(layer)
         made = optimizer(model.parameters())
         engine = prophet.attach(model, _driven(made, model), config=config)
-        balanced = Balanced(model, made, engine, report)
-    finally:
-        if balanced is None:
-            prophet.revert(model)
+    except BaseException:
+        prophet.revert(model)
+        raise
     for layer in layers:
         keep_original_layout(layer)
-    return balanced
+    return Balanced(model, made, engine, report)
 
 
 def _group(model: nn.Module) -> dist.ProcessGroup | None:
