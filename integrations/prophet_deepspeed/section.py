@@ -17,7 +17,6 @@ from prophet.engine.replan import ReplanConfig
 from prophet.files import read_json
 from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 
 SECTION = "prophet"
 # optimizers that treat every element on its own: experts stacked in one tensor are updated as apart
@@ -72,11 +71,6 @@ class ProphetSection:
         if not mine.get("enabled", True):
             options["planner"] = "static"
         return cls(**mine, engine=_engine_config(options))
-
-    @property
-    def wait_s(self) -> float:
-        """The limit on every wait."""
-        return DEFAULT_TIMEOUT_S if self.engine.timeout_s is None else self.engine.timeout_s
 
 
 def _check_kind(key: Field[Any], value: Any) -> None:

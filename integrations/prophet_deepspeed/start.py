@@ -16,7 +16,7 @@ from torch import nn
 import prophet
 from prophet.convert import find, standard_adapters
 from prophet.layer.moe import moe_layers
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import collective_for, processes
 from prophet_deepspeed.checkpoint import Checkpoints
 from prophet_deepspeed.gradients import Binding
@@ -65,10 +65,10 @@ def initialize(
 
     given = ParameterGroups(model, model_parameters)
     ep_size = _ep_size(model, section)
-    ep = _expert_group(ep_size, section)
+    ep = _expert_group(ep_size, section.engine.timeout_s or DEFAULT_TIMEOUT_S)
     report = None
     if section.convert and find(model, standard_adapters()):
-        report = prophet.convert(model, group=ep, timeout_s=section.wait_s, verify=section.verify)
+        report = prophet.convert(model, group=ep, verify=section.verify)
         _announce(model, ep_size)
     layers = _layers(model, ep)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -100,7 +100,7 @@ def initialize(
     return engine, wrapped, data, scheduler
 
 
-def _expert_group(ep_size: int, section: ProphetSection) -> Collective:
+def _expert_group(ep_size: int, timeout_s: float) -> Collective:
     """The ranks that share the experts, in DeepSpeed's own groups, which are made where they are missing."""
     if processes() % ep_size:
         raise ConfigError(f"{SECTION}.ep_size: {processes()} processes cannot be divided into groups of {ep_size}")
@@ -108,7 +108,7 @@ def _expert_group(ep_size: int, section: ProphetSection) -> Collective:
     name = f"ep_size_{ep_size}"
     if name not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(ep_size)
-    return collective_for(groups._get_expert_parallel_group(name), timeout_s=section.wait_s)
+    return collective_for(groups._get_expert_parallel_group(name), timeout_s=timeout_s)
 
 
 def _layers(model: nn.Module, ep: Collective) -> list[prophet.MoE]:

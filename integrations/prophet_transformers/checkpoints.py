@@ -117,15 +117,24 @@ class Checkpoints:
         self._in_checkpoint = False
         self._saved: list[Path] = []  # models, since the last checkpoint began
         self._reading = False
-        wrap(trainer, "train", self._train)
-        wrap(trainer, "_load_from_checkpoint", self._load_model)
-        wrap(trainer, "_load_optimizer_and_scheduler", self._load_optimizer)
-        wrap(trainer, "_load_best_model", self._load_best)
-        wrap(trainer, "_issue_warnings_after_load", self._warn)
-        wrap(trainer, "_save_checkpoint", self._save_checkpoint)
-        wrap(trainer, "_save", self._save)
-        wrap(trainer, "_save_optimizer_and_scheduler", self._save_optimizer)
-        wrap(trainer, "_save_rng_state", self._save_rng)
+        for name, around in (
+            ("train", self._train),
+            ("_load_from_checkpoint", self._load_model),
+            ("_load_optimizer_and_scheduler", self._load_optimizer),
+            ("_load_best_model", self._load_best),
+            ("_issue_warnings_after_load", self._warn),
+            ("_save_checkpoint", self._save_checkpoint),
+            ("_save", self._save),
+            ("_save_optimizer_and_scheduler", self._save_optimizer),
+            ("_save_rng_state", self._save_rng),
+        ):
+            wrap(trainer, name, functools.partial(self._while_converted, around))
+
+    def _while_converted(self, around: Callable[..., Any], inner: Any, *args: Any, **kwargs: Any) -> Any:
+        """A model that was reverted is saved and loaded as any other."""
+        if next(converted(self._trainer.model), None) is None:
+            return inner(*args, **kwargs)
+        return around(inner, *args, **kwargs)
 
     def check_resumed(self, step: int) -> None:
         """Raise RuntimeError unless training that starts at `step` has its model and optimizer from one folder."""
@@ -164,11 +173,7 @@ class Checkpoints:
         return found[-1]
 
     def _load_model(self, inner: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        if not _is_converted(self._trainer.model):
-            inner(resume_from_checkpoint, *args, **kwargs)
-            return
         folder = Path(resume_from_checkpoint)
-
         with self._together(f"reading of the model from {folder}"):
             wrong = flaw(folder)
             if wrong is not None:
@@ -186,7 +191,7 @@ class Checkpoints:
     def _read_model(self, folder: Path, inner: Callable[[], Any]) -> None:
         """Trainer's own reading, which knows adapters, then the experts' and what else the file calls differently."""
         model = self._trainer.model
-        if hasattr(model, "peft_config") or not _is_converted(model):  # adapters: the experts are the base model's
+        if hasattr(model, "peft_config"):  # adapters: the experts are the base model's
             inner()
             return
         self._reading = True
@@ -209,7 +214,7 @@ class Checkpoints:
             inner(*args, **kwargs)
 
     def _load_optimizer(self, inner: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        if checkpoint is None or not _is_converted(self._trainer.model):
+        if checkpoint is None:
             inner(checkpoint, *args, **kwargs)
             return
         folder = Path(checkpoint)
@@ -252,9 +257,6 @@ class Checkpoints:
 
     def _save(self, inner: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         model = self._trainer.model
-        if not _is_converted(model):
-            inner(output_dir, *args, **kwargs)
-            return
         folder = Path(self._trainer.args.output_dir if output_dir is None else output_dir)
         if self._in_checkpoint and process_rank() == 0:
             _make_room(folder)
@@ -266,9 +268,6 @@ class Checkpoints:
         self._saved.append(folder)
 
     def _save_optimizer(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
-        if not _is_converted(self._trainer.model):
-            inner(output_dir, *args, **kwargs)
-            return
         folder = Path(output_dir)
         with self._together(f"writing of the optimizer's state to {folder}"):
             with self._by_name(folder) as optimizer:
@@ -300,10 +299,6 @@ class Checkpoints:
 
     def _together(self, what: str) -> AbstractContextManager[None]:
         return on_all_ranks(what, self._trainer.model, timeout_s=float(self._trainer.args.ddp_timeout))
-
-
-def _is_converted(model: Any) -> bool:
-    return next(converted(model), None) is not None
 
 
 class _OptimizerByName:

@@ -10,6 +10,7 @@ from torch import nn
 
 from prophet.convert.routed import converted
 from prophet.convert.state import load_original_state_dict, original_state_dict
+from prophet.engine.checkpoint import some
 from prophet.errors import CheckpointError, PartialStateError
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import collective_for, process_rank, processes, roll_call
@@ -52,10 +53,9 @@ def load_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     """
     dtype = next(model.parameters()).dtype
     whole, said = type(model).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
-    missing = sorted(said["missing_keys"])
+    missing = some(said["missing_keys"])
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CheckpointError(f"{folder} lacks {missing[0]}{more}: expected all parameters of {type(model).__name__}")
+        raise CheckpointError(f"{folder} lacks {missing}: expected all parameters of {type(model).__name__}")
     load_original_state_dict(model, whole.state_dict())
 
 

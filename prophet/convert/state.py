@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.routed import RoutedExperts, converted
+from prophet.engine.checkpoint import some
 from prophet.errors import ConversionError
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import cut_like, roll_call
@@ -62,10 +63,9 @@ def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, s
     layers = {name: layer for name, _, _, layer in converted(model)}
     for name, layer in layers.items():
         part = {k.removeprefix(f"{name}."): t for k, t in state.items() if k.startswith(f"{name}.")}
-        wanted = {n for n, _ in layer.origin.skeleton.named_parameters()}
-        missing = sorted(wanted - set(part))
+        missing = some({n for n, _ in layer.origin.skeleton.named_parameters()} - part.keys())
         if missing:
-            raise ConversionError(f"{name}: {', '.join(missing[:3])} and {len(missing) - 1} more are missing")
+            raise ConversionError(f"{name}: {missing} are missing")
         layer.take(part)
     inside = tuple(f"{name}." for name in layers)
     rest: dict[str, Any] = {k: t for k, t in state.items() if not k.startswith(inside)}
