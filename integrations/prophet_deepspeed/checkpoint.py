@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import original_state_dict
+from prophet.engine.parallel import expert_parameters
 from prophet.engine.shared_errors import on_all_ranks
 from prophet.errors import CheckpointError, SpecError
 from prophet.ranks.process_group import process_rank, processes
@@ -123,8 +124,8 @@ class Checkpoints:
 
     def _expert_keys(self) -> set[str]:
         """Names of this rank's experts, in a state dict and in a checkpoint."""
-        names = [n for n, p in self._ds.module.named_parameters() if _is_expert(p)]
-        return {layout.expert_key(n, e) for n in names for e in self._held(n)}
+        named = expert_parameters(self._ds.module)
+        return {layout.expert_key(name, e) for name, _ in named for e in self._held(name)}
 
     def _own_files(self, folder: Path) -> tuple[Path, Path]:
         """Those that hold the balancing of this rank's group, and this process's random generators."""

@@ -17,6 +17,7 @@ from torch import nn
 import prophet
 from prophet.convert import ConversionReport, RoutedExperts, converted, find, standard_adapters
 from prophet.convert.tutel import NAMES, TutelMoE
+from prophet.engine.parallel import expert_parameters
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 from prophet.ranks.process_group import processes
 from prophet_tutel.layout import keep_original_layout
@@ -139,8 +140,7 @@ def _driven(made: Any, model: nn.Module) -> torch.optim.Optimizer:
     if not isinstance(inner, torch.optim.Optimizer):
         raise TutelError(f"optimizer: expected the function to make a torch.optim.Optimizer, got {type(made).__name__}")
     held = {id(p) for group in inner.param_groups for p in group["params"]}
-    experts = [(n, p) for n, p in model.named_parameters() if getattr(p, "prophet_expert", False)]
-    lost = [n for n, p in experts if p.requires_grad and id(p) not in held]
+    lost = [n for n, p in expert_parameters(model) if p.requires_grad and id(p) not in held]
     if lost:
         raise TutelError(
             f"optimizer: it lacks experts of the converted model ({lost[0]}); give it all parameters it gets"

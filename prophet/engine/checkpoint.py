@@ -100,7 +100,7 @@ def _describe(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
     """The description, the same on all processes but for what differs by mistake, and this process's entries."""
-    described = _Training(model, optimizer)
+    described = Training(model, optimizer)
     entries: dict[str, Any] = dict(described.model_entries())
     groups = []
     if optimizer is not None:
@@ -191,7 +191,7 @@ class _Reading:
     def prepare(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Check that the checkpoint fits, and make the optimizer state to read into."""
         said = _read_description(folder)
-        described = _Training(model, optimizer)
+        described = Training(model, optimizer)
         self.entries.update(described.model_entries())
         self.tensors, self.extra = folder / said["tensors"], said["extra"]
         metadata = _read_index(self.tensors)
@@ -212,7 +212,7 @@ class _Reading:
                 self.states[id(p)] = state
 
 
-class _Training:
+class Training:
     """A model and an optimizer by name: what is an entry of a checkpoint, and under which name."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -342,14 +342,21 @@ def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any],
 
 
 def _saved_settings(
-    folder: Path, said: Mapping[str, Any], optimizer: torch.optim.Optimizer, described: _Training
+    folder: Path, said: Mapping[str, Any], optimizer: torch.optim.Optimizer, described: Training
 ) -> list[dict[str, Any]]:
     """The settings to give to each of the optimizer's groups."""
     wanted = type(optimizer).__name__
     if said["optimizer"] != wanted:
         what = f"the state of {said['optimizer']}" if said["optimizer"] else "no optimizer state"
         raise CheckpointError(f"{folder}: expected the state of {wanted}, the checkpoint has {what}")
-    by_name = {name: g["settings"] for g in said["groups"] for name in g["parameters"]}
+    return settings_by_group(folder, said["groups"], optimizer, described)
+
+
+def settings_by_group(
+    folder: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, described: Training
+) -> list[dict[str, Any]]:
+    """The settings that the parameters of each of the optimizer's groups were saved with; `{}` without parameters."""
+    by_name = {name: g["settings"] for g in groups for name in g["parameters"]}
     found = []
     for at, group in enumerate(optimizer.param_groups):
         names = [described.name_of(p) for p in group["params"]]
@@ -429,7 +436,7 @@ def _check_files(folder: Path, parts: Mapping[Any, Any]) -> None:
             )
 
 
-def _check_model(folder: Path, index: Mapping[str, Any], entries: Mapping[str, Tensor], described: _Training) -> None:
+def _check_model(folder: Path, index: Mapping[str, Any], entries: Mapping[str, Tensor], described: Training) -> None:
     """Raise `CheckpointError` unless the checkpoint holds this model; the same on all ranks."""
     names = described.all_model_names()
     saved = {n for n in index if n.startswith("model.")}
