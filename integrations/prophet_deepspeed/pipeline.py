@@ -84,8 +84,12 @@ def stage_weights(stage_map: StageMap) -> list[int]:
     All layers count one but the first of each stage, which fills it up to the longest stage. Sums from the first layer
     rise strictly, so only one set of cuts divides them evenly.
     """
-    sizes = [len(stage_map.layers_of(s)) for s in range(stage_map.stages)]
-    return [weight for size in sizes for weight in (max(sizes) - size + 1, *[1] * (size - 1))]
+    longest = max(len(stage_map.layers_of(s)) for s in range(stage_map.stages))
+    weights = [1] * stage_map.layers
+    for s in range(stage_map.stages):
+        members = stage_map.layers_of(s)
+        weights[members.start] = longest - len(members) + 1
+    return weights
 
 
 def _with_stages(base: Any, stage_map: StageMap) -> Any:
