@@ -5,7 +5,7 @@
 >>> engine, *_ = prophet_deepspeed.initialize(model=model, config=config)  # doctest: +SKIP
 """
 
-from prophet_deepspeed.layout import CheckpointError
+from prophet.errors import CheckpointError
 from prophet_deepspeed.pipeline import decide_stages, measure_layers, pipeline_module
 from prophet_deepspeed.section import ConfigError, ProphetSection
 from prophet_deepspeed.start import initialize

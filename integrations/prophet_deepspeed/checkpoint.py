@@ -13,16 +13,16 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import prophet
 from prophet.convert import original_state_dict
-from prophet.errors import SpecError
-from prophet.ranks.collective import Operation
-from prophet.ranks.process_group import collective_for, process_rank, processes
+from prophet.engine.parallel import expert_parameters
+from prophet.engine.shared_errors import on_all_ranks
+from prophet.errors import CheckpointError, SpecError
+from prophet.ranks.process_group import process_rank, processes
 from prophet_deepspeed import layout
-from prophet_deepspeed.layout import CheckpointError, Values
+from prophet_deepspeed.layout import Values
 from prophet_deepspeed.states import States
 
 
@@ -59,7 +59,7 @@ class Checkpoints:
                 continue
             found = {k: v.cpu() for k, v in states.read(p).items()}  # with ZeRO on all ranks
             if _is_expert(p) and expert_writer:
-                experts["values"] |= layout.unstack(name, self._first(name), found)
+                experts["values"] |= layout.unstack(name, self._held(name).start, found)
                 experts["settings"][name] = states.settings(p)
             elif not _is_expert(p) and dense_writer:
                 dense["values"][name] = found
@@ -73,9 +73,10 @@ class Checkpoints:
         self._meet("start of save_checkpoint")
         if expert_writer:
             layout.write(experts, folder / layout.EXPERTS.format(ep.rank, ep.size))
+        balancing, generators = self._own_files(folder)
         if ep.rank == 0:
-            layout.write(self._engine.state_dict(), folder / self._balancing())
-        layout.write(self._random_state(), folder / self._random())
+            layout.write(self._engine.state_dict(), balancing)
+        layout.write(layout.random_state() | {"device": _accelerator().get_rng_state()}, generators)
         if dense_writer:
             dense |= {
                 "format": layout.FORMAT,
@@ -95,10 +96,7 @@ class Checkpoints:
         return True
 
     def save_model(
-        self,
-        save_dir: str | Path,
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the model's parameters alone, named as before the conversion; collective over all processes.
 
@@ -119,38 +117,25 @@ class Checkpoints:
             raise CheckpointError("a checkpoint belongs between two steps, and one is under way: call engine.step()")
         return None if self._ds.optimizer is None else States(self._ds)
 
-    def _first(self, name: str) -> int:
-        bank: Any = self._ds.module.get_submodule(name.rpartition(".")[0])
-        return int(bank.first_expert)
-
-    def _held(self, name: str, p: nn.Parameter) -> range:
+    def _held(self, name: str) -> range:
         """The experts of a stacked parameter."""
-        first = self._first(name)
-        return range(first, first + len(p))
+        bank: Any = self._ds.module.get_submodule(name.rpartition(".")[0])
+        return range(bank.first_expert, bank.first_expert + bank.experts)
 
     def _expert_keys(self) -> set[str]:
         """Names of this rank's experts, in a state dict and in a checkpoint."""
-        named = [(n, p) for n, p in self._ds.module.named_parameters() if _is_expert(p)]
-        return {layout.expert_key(n, e) for n, p in named for e in self._held(n, p)}
+        named = expert_parameters(self._ds.module)
+        return {layout.expert_key(name, e) for name, _ in named for e in self._held(name)}
 
-    def _balancing(self) -> str:
-        size = self._engine.collective.size
-        return layout.BALANCING.format(process_rank() // size, processes() // size)
+    def _own_files(self, folder: Path) -> tuple[Path, Path]:
+        """Those that hold the balancing of this rank's group, and this process's random generators."""
+        rank, ranks, size = process_rank(), processes(), self._engine.collective.size
+        return folder / layout.BALANCING.format(rank // size, ranks // size), folder / layout.RANDOM.format(rank, ranks)
 
-    @staticmethod
-    def _random() -> str:
-        return layout.RANDOM.format(process_rank(), processes())
-
-    @staticmethod
-    def _random_state() -> dict[str, Any]:
-        return layout.random_state() | {"device": _accelerator().get_rng_state()}
-
-    def _meet(self, what: str, failed: bool = False) -> list[int]:
-        """Wait for all processes; those on which something failed."""
-        like = next(self._ds.module.parameters())
-        flag = torch.full((1,), float(failed), device=like.device)
-        found = collective_for(None).all_gather(flag, op=Operation(what))
-        return [int(r) for r in found.flatten().nonzero().flatten()]
+    def _meet(self, what: str) -> None:
+        """Wait for all processes."""
+        with on_all_ranks(what, self._ds.module):
+            pass
 
     # --- load ---
 
@@ -181,22 +166,15 @@ class Checkpoints:
             tag = latest.read_text(encoding="utf-8").strip()
         folder = Path(load_dir) / str(tag)
         states = self._states()
-        error: CheckpointError | None = None
-        try:
+        with on_all_ranks(f"reading of {folder}", ds.module, said="could not read it"):
             dense = layout.read_dense(folder)
-            found = self._read(folder, dense, states if load_optimizer_states and not load_module_only else None)
-            same = (dense["processes"], dense["ranks"]) == (processes(), self._engine.collective.size)
-            goes_on = None
-            if same and not load_module_only:
-                goes_on = layout.read(folder / self._random(), "device"), layout.read(folder / self._balancing())
-        except CheckpointError as caught:
-            error = caught
-        failed = self._meet("reading of a checkpoint", error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            raise CheckpointError(f"{folder}: rank(s) {failed} could not read it")
-        module, values, settings = found
+            wanted = states if load_optimizer_states and not load_module_only else None
+            module, values, settings = self._read(folder, dense, wanted)
+            goes_on = (dense["processes"], dense["ranks"]) == (processes(), self._engine.collective.size)
+            goes_on = goes_on and not load_module_only
+            if goes_on:
+                files = self._own_files(folder)
+                balancing, generators = layout.read(files[0]), layout.read(files[1], others=["device"])
         ds.module.load_state_dict(module, strict=load_module_strict)
         if hasattr(ds.optimizer, "refresh_fp32_params"):
             ds.optimizer.refresh_fp32_params()
@@ -210,8 +188,8 @@ class Checkpoints:
         for name, value in dense["counters"].items():
             setattr(ds, name, value)
         ds.micro_steps = layout.micro_steps(dense["counters"], ds.gradient_accumulation_steps())
-        if goes_on is not None:
-            self._go_on(folder, *goes_on)
+        if goes_on:
+            self._go_on(folder, balancing, generators)
         return str(folder), dense["client_state"]
 
     def _read(
@@ -224,7 +202,7 @@ class Checkpoints:
             if states is None or not states.holds(p):
                 continue
             if _is_expert(p):
-                one, own = layout.stack(name, self._held(name, p), saved, folder), expert_settings.get(name)
+                one, own = layout.stack(name, self._held(name), saved, folder), expert_settings.get(name)
             else:
                 one, own = dense["values"].get(name), dense["settings"].get(name)
             values[id(p)] = layout.check_values(name, one, p.shape, folder)
@@ -233,16 +211,15 @@ class Checkpoints:
             settings[id(p)] = own
         return {**dense["module"], **experts}, values, settings
 
-    def _go_on(self, folder: Path, random: dict[str, Any], balancing: dict[str, Any]) -> None:
+    def _go_on(self, folder: Path, balancing: dict[str, Any], generators: dict[str, Any]) -> None:
         """As many ranks as wrote the checkpoint: random numbers and placements continue."""
-        layout.set_random_state(random, folder / self._random())
-        _accelerator().set_rng_state(random["device"])
+        paths = self._own_files(folder)
+        layout.set_random_state(generators, paths[1])
+        _accelerator().set_rng_state(generators["device"])
         try:
             self._engine.load_state_dict(balancing)
         except SpecError as error:  # configured differently now, as with fewer slots: plans are made anew
-            warnings.warn(
-                f"{folder / self._balancing()}: {error}; the first step starts without replicas", stacklevel=3
-            )
+            warnings.warn(f"{paths[0]}: {error}; the first step starts without replicas", stacklevel=3)
 
 
 def _is_expert(p: nn.Parameter) -> bool:

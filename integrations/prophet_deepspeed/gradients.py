@@ -22,18 +22,16 @@ from torch import Tensor, nn
 import prophet
 
 
-def bind(ds: Any, engine: prophet.Engine) -> None:
-    """Make the DeepSpeed engine `ds` drive `engine`: gradients complete before they are averaged, steps ended."""
-    for layer in engine.layers:
-        layer.experts.grad_scale = 1.0
-    _Binding(ds, engine)
+class Binding:
+    """Makes the DeepSpeed engine `ds` drive `engine`: gradients complete before they are averaged, steps ended.
 
-
-class _Binding:
-    """Takes the place of some of a DeepSpeed engine's methods; lives as long as that engine."""
+    Takes the place of some of the methods of `ds`, and lives as long.
+    """
 
     def __init__(self, ds: Any, engine: prophet.Engine) -> None:
         self._ds, self._engine = ds, engine
+        for layer in engine.layers:
+            layer.experts.grad_scale = 1.0
         self._experts = {id(p) for layer in engine.layers for p in layer.experts.parameters()}
         self._zero = ds.optimizer if hasattr(ds.optimizer, "process_gradients") else None
         self._prologue, ds._backward_prologue = ds._backward_prologue, self._before_backward

@@ -22,16 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prophet.errors import CheckpointError
+
 FORMAT = 2
 DENSE, LATEST = "dense.pt", "latest"
 EXPERTS, BALANCING, RANDOM = "experts_{}_of_{}.pt", "balancing_{}_of_{}.pt", "random_{}_of_{}.pt"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 Values = dict[str, Tensor]
-
-
-class CheckpointError(ValueError):
-    """A folder does not hold what was expected; the message names the file."""
 
 
 # --- files ---
@@ -44,8 +42,11 @@ def write(content: Mapping[str, Any], path: Path) -> None:
     os.replace(partial, path)
 
 
-def read(path: Path, *keys: str) -> dict[str, Any]:
-    """A file's dictionary, its tensors on the CPU; raises `CheckpointError` where it is not one with these `keys`."""
+def read(path: Path, dictionaries: Iterable[str] = (), others: Iterable[str] = ()) -> dict[str, Any]:
+    """A file's dictionary, its tensors on the CPU; raises `CheckpointError` where it is not one.
+
+    dictionaries, others: keys that it must have, with dictionaries, and with whatever value.
+    """
     if not path.exists():
         found = sorted(p.name for p in path.parent.glob("*")) if path.parent.exists() else []
         raise CheckpointError(f"{path} is missing; expected a checkpoint of prophet_deepspeed, found {found[:6]}")
@@ -55,25 +56,26 @@ def read(path: Path, *keys: str) -> dict[str, Any]:
         raise CheckpointError(f"{path}: {re.split(r'[.!]', str(error))[0] or type(error).__name__}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a dictionary, got {type(content).__name__}")
-    missing = [k for k in keys if k not in content]
-    if missing:
-        raise CheckpointError(f"{path}: {missing[0]} is missing")
+    for key in (*dictionaries, *others):
+        if key not in content:
+            raise CheckpointError(f"{path}: {key} is missing")
+    for key in dictionaries:
+        if not isinstance(content[key], dict):
+            raise CheckpointError(f"{path}: {key}: expected a dictionary, got {type(content[key]).__name__}")
     return content
 
 
 def read_dense(folder: Path) -> dict[str, Any]:
     """`dense.pt` of a checkpoint, its fields checked."""
     path = folder / DENSE
-    found = read(path)
-    if found.get("format") != FORMAT:
-        raise CheckpointError(f"{path}: expected format {FORMAT}, got {found.get('format')!r}")
-    found = read(path, "ranks", "processes", "module", "values", "settings", "counters", "scaler", "scheduler")
+    version = read(path).get("format")
+    if version != FORMAT:
+        raise CheckpointError(f"{path}: expected format {FORMAT}, got {version!r}")
+    dictionaries = ("module", "values", "settings", "counters", "scaler")
+    found = read(path, dictionaries, ("ranks", "processes", "scheduler"))
     for key in ("ranks", "processes"):
         if not isinstance(found[key], int) or not 1 <= found[key] <= 1 << 20:
             raise CheckpointError(f"{path}: {key}: expected a number of processes, got {found[key]!r}")
-    for key in ("module", "values", "settings", "counters", "scaler"):
-        if not isinstance(found[key], dict):
-            raise CheckpointError(f"{path}: {key}: expected a dictionary, got {type(found[key]).__name__}")
     counters = found["counters"]
     if set(counters) != set(COUNTERS) or not all(isinstance(v, int) and v >= 0 for v in counters.values()):
         raise CheckpointError(f"{path}: counters: expected {', '.join(COUNTERS)}, got {counters!r}")
@@ -96,10 +98,8 @@ def expert_key(parameter: str, expert: int) -> str:
 
 def unstack(parameter: str, first: int, stacked: Mapping[str, Tensor]) -> dict[str, Values]:
     """Values of a stacked parameter [m, ...] (its value, its moments) expert by expert; the first is expert `first`."""
-    m = len(next(iter(stacked.values())))
-    return {
-        expert_key(parameter, first + local): {k: v[local].clone() for k, v in stacked.items()} for local in range(m)
-    }
+    experts = range(len(next(iter(stacked.values()))))
+    return {expert_key(parameter, first + i): {k: v[i].clone() for k, v in stacked.items()} for i in experts}
 
 
 def stack(parameter: str, experts: Iterable[int], values: Mapping[str, Values], folder: Path) -> Values:
@@ -125,11 +125,7 @@ def read_experts(
     settings: dict[str, Any] = {}
     module: dict[str, Tensor] = {}
     for rank in range(ranks):
-        path = folder / EXPERTS.format(rank, ranks)
-        part = read(path, "values", "settings", "module")
-        for key in ("values", "settings", "module"):
-            if not isinstance(part[key], dict):
-                raise CheckpointError(f"{path}: {key}: expected a dictionary, got {type(part[key]).__name__}")
+        part = read(folder / EXPERTS.format(rank, ranks), ("values", "settings", "module"))
         values |= {k: v for k, v in part["values"].items() if k in names}
         module |= {k: v for k, v in part["module"].items() if k in names}
         settings = settings or part["settings"]

@@ -25,38 +25,18 @@ from prophet.ranks.process_group import collective_for
 from prophet.spec import digest
 
 
-def measure_layers(
-    layers: Sequence[Any],
-    inputs: Tensor,
-    *,
-    target: Tensor | None = None,
-    loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
-    repeats: int = 5,
-    device: torch.device | None = None,
-) -> list[LayerCost]:
+def measure_layers(layers: Sequence[Any], inputs: Tensor, **options: Any) -> list[LayerCost]:
     """Costs of a PipelineModule's layers (modules, `LayerSpec`, `TiedLayerSpec`, functions) for one microbatch.
 
-    One layer is built and run at a time, on this process alone; see `pipeline_balance.control.measure_alone`. A tied
-    layer counts wherever it stands: every stage that uses it holds a copy.
+    One layer is built and run at a time, on this process alone. options: `target`, `loss_fn`, `make_optimizer`,
+    `repeats` and `device` of `pipeline_balance.control.measure_alone`. A tied layer counts wherever it stands: every
+    stage that uses it holds a copy.
     """
-    return measure_alone(
-        [_builder(layer) for layer in layers],
-        inputs,
-        target=target,
-        loss_fn=loss_fn,
-        make_optimizer=make_optimizer,
-        repeats=repeats,
-        device=device,
-    )
+    return measure_alone([_builder(layer) for layer in layers], inputs, **options)
 
 
 def decide_stages(
-    costs: Sequence[LayerCost],
-    num_stages: int,
-    *,
-    microbatches: int,
-    limits: Sequence[RankLimits] | None = None,
+    costs: Sequence[LayerCost], num_stages: int, *, microbatches: int, limits: Sequence[RankLimits] | None = None
 ) -> StageMap:
     """The exact best partition for the median over all processes of measured costs; collective, equal on all.
 

@@ -18,7 +18,6 @@ from prophet.errors import TopologyError
 from prophet.files import read_json, shown
 from prophet.machine.topology import read_topology
 from prophet.planner import PLANNER_NAMES
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 
 SECTION = "prophet"
 MAX_FILE_BYTES = 1 << 22  # of a config
@@ -75,11 +74,6 @@ class ProphetSection:
         if not mine.get("enabled", True):
             options["planner"] = "static"
         return cls(**mine, engine=_engine_config(options))
-
-    @property
-    def wait_s(self) -> float:
-        """The limit on every wait."""
-        return DEFAULT_TIMEOUT_S if self.engine.timeout_s is None else self.engine.timeout_s
 
 
 def _check_kind(key: Field[Any], value: Any) -> None:

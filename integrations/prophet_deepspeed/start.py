@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 import prophet
-from prophet.convert import standard_adapters
+from prophet.convert import find, standard_adapters
 from prophet.layer.moe import moe_layers
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import collective_for, processes
 from prophet_deepspeed.checkpoint import Checkpoints
-from prophet_deepspeed.gradients import bind
+from prophet_deepspeed.gradients import Binding
 from prophet_deepspeed.groups import Group, ParameterGroups
 from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection, read_config
 
@@ -65,12 +65,12 @@ def initialize(
 
     given = ParameterGroups(model, model_parameters)
     ep_size = _ep_size(model, section)
-    ep = _expert_group(ep_size, section)
+    ep = _expert_group(ep_size, section.engine.timeout_s or DEFAULT_TIMEOUT_S)
     if (topology := section.engine.topology) is not None and topology.ranks != ep_size:
         raise ConfigError(f"{SECTION}.topology: {topology.name} is of {topology.ranks} ranks, expected {ep_size}")
     report = None
-    if section.convert and _convertible(model):
-        report = prophet.convert(model, group=ep, timeout_s=section.wait_s, verify=section.verify)
+    if section.convert and find(model, standard_adapters()):
+        report = prophet.convert(model, group=ep, verify=section.verify)
         _announce(model, ep_size)
     layers = _layers(model, ep)
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -94,7 +94,7 @@ def initialize(
             warnings.filterwarnings("ignore", message="the MoE layers hold all experts on every rank")
         balancer = prophet.attach(model, config=section.engine)
     if wrapped is not None:
-        bind(engine, balancer)
+        Binding(engine, balancer)
     engine.prophet, engine.prophet_report = balancer, report
     checkpoints = Checkpoints(engine, balancer)
     engine.save_checkpoint, engine.load_checkpoint = checkpoints.save, checkpoints.load
@@ -102,7 +102,7 @@ def initialize(
     return engine, wrapped, data, scheduler
 
 
-def _expert_group(ep_size: int, section: ProphetSection) -> Collective:
+def _expert_group(ep_size: int, timeout_s: float) -> Collective:
     """The ranks that share the experts, in DeepSpeed's own groups, which are made where they are missing."""
     if processes() % ep_size:
         raise ConfigError(f"{SECTION}.ep_size: {processes()} processes cannot be divided into groups of {ep_size}")
@@ -110,7 +110,7 @@ def _expert_group(ep_size: int, section: ProphetSection) -> Collective:
     name = f"ep_size_{ep_size}"
     if name not in groups._get_expert_parallel_group_dict():
         groups._create_expert_and_data_parallel(ep_size)
-    return collective_for(groups._get_expert_parallel_group(name), timeout_s=section.wait_s)
+    return collective_for(groups._get_expert_parallel_group(name), timeout_s=timeout_s)
 
 
 def _layers(model: nn.Module, ep: Collective) -> list[prophet.MoE]:
@@ -150,11 +150,6 @@ def _config_of(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:
         args = copy.copy(args)
         args.deepspeed_config = None
     return args, found[0]
-
-
-def _convertible(model: nn.Module) -> bool:
-    adapters = standard_adapters()
-    return any(a.matches(m) for m in model.modules() for a in adapters)
 
 
 def _ep_size(model: nn.Module, section: ProphetSection) -> int:

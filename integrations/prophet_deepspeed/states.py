@@ -24,40 +24,28 @@ class States:
         self._optimizer, self._base = ds.optimizer, ds.basic_optimizer
         # this process's part of every group's 32-bit values, where they are dealt out: by ZeRO, or with bf16 and
         # gradients added up in fp32
-        self._parts: list[Tensor] | None = None
-        for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
-            self._parts = getattr(self._optimizer, name, self._parts)
-        self._zero = self._parts is not None
+        parts = _first_of(ds.optimizer, "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+        self._zero = parts is not None
+        flats = parts if self._zero else _first_of(ds.optimizer, "fp32_groups_flat")
+        singles = _first_of(ds.optimizer, "fp32_groups")
+        groups = _first_of(ds.optimizer, "bit16_groups", "bf16_groups", "fp16_groups")
         self._tools: Any = importlib.import_module("deepspeed.utils")
         # parameter -> its group, the tensor that the base optimizer updates for it, and its place in there
         self._where: dict[int, tuple[int, Tensor, int]] = {}
         self._groups: list[list[nn.Parameter]] = []
         for at, group in enumerate(self._base.param_groups):
-            params = self._params(at, group)
+            params = list(group["params"] if groups is None else groups[at])
             self._groups.append(params)
             offset = 0
             for i, p in enumerate(params):
-                flat = self._updated(at, i, p)
+                if flats is not None:
+                    flat = flats[at]
+                elif singles is not None:
+                    flat = singles[at][i]
+                else:
+                    flat = p
                 self._where[id(p)] = (at, flat, offset if flat.dim() == 1 and flat.numel() != p.numel() else 0)
                 offset += p.numel()
-
-    def _params(self, at: int, group: Mapping[str, Any]) -> list[nn.Parameter]:
-        for name in ("bit16_groups", "bf16_groups", "fp16_groups"):
-            if hasattr(self._optimizer, name):
-                return list(getattr(self._optimizer, name)[at])
-        return list(group["params"])
-
-    def _updated(self, at: int, i: int, p: nn.Parameter) -> Tensor:
-        found: Tensor
-        if self._parts is not None:
-            found = self._parts[at]
-        elif hasattr(self._optimizer, "fp32_groups_flat"):
-            found = self._optimizer.fp32_groups_flat[at]
-        elif hasattr(self._optimizer, "fp32_groups"):
-            found = self._optimizer.fp32_groups[at][i]
-        else:
-            found = p
-        return found
 
     def holds(self, param: nn.Parameter) -> bool:
         """Whether the optimizer trains this parameter."""
@@ -136,13 +124,15 @@ class States:
                 setattr(self._scaler(), k, v)
 
     def _scaler(self) -> Any:
-        for name in ("loss_scaler", "loss_scale_config"):
-            if hasattr(self._optimizer, name):
-                return getattr(self._optimizer, name)
-        return self._optimizer
+        return _first_of(self._optimizer, "loss_scaler", "loss_scale_config") or self._optimizer
 
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def _first_of(owner: Any, *names: str) -> Any:
+    """The first of these attributes that `owner` has, or None."""
+    return next((getattr(owner, name) for name in names if hasattr(owner, name)), None)
 
 
 def _of_shape(state: Mapping[str, Any], flat: Tensor) -> list[str]:

@@ -5,7 +5,7 @@
 >>> save_pretrained(model, "out")  # on every rank; the original layout  # doctest: +SKIP
 """
 
+from prophet.convert.saving import load_pretrained, save_pretrained
 from prophet_transformers.callback import ProphetCallback
-from prophet_transformers.saving import load_pretrained, save_pretrained
 
 __all__ = ["ProphetCallback", "load_pretrained", "save_pretrained"]

@@ -18,7 +18,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ import transformers
 from safetensors import SafetensorError
 
 from prophet.convert import converted
+from prophet.convert.saving import load_pretrained, save_pretrained
+from prophet.engine.shared_errors import on_all_ranks
 from prophet.errors import CheckpointError
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import collective_for, process_rank
 from prophet_transformers.optimizer_parts import SHARED, OptimizerParts
-from prophet_transformers.saving import load_pretrained, save_pretrained
 
 STATE = "trainer_state.json"
 FILES = "prophet_files.json"
@@ -115,16 +116,25 @@ class Checkpoints:
         self.optimizer_from: Path | None = None
         self._in_checkpoint = False
         self._saved: list[Path] = []  # models, since the last checkpoint began
-        wrap(trainer, "train", self._train)
-        wrap(trainer, "_load_from_checkpoint", self._load_model)
-        wrap(trainer, "_load_optimizer_and_scheduler", self._load_optimizer)
-        wrap(trainer, "_load_best_model", self._load_best)
-        wrap(trainer, "_issue_warnings_after_load", self._warn)
-        wrap(trainer, "_save_checkpoint", self._save_checkpoint)
-        wrap(trainer, "_save", self._save)
-        wrap(trainer, "_save_optimizer_and_scheduler", self._save_optimizer)
-        wrap(trainer, "_save_rng_state", self._save_rng)
         self._reading = False
+        for name, around in (
+            ("train", self._train),
+            ("_load_from_checkpoint", self._load_model),
+            ("_load_optimizer_and_scheduler", self._load_optimizer),
+            ("_load_best_model", self._load_best),
+            ("_issue_warnings_after_load", self._warn),
+            ("_save_checkpoint", self._save_checkpoint),
+            ("_save", self._save),
+            ("_save_optimizer_and_scheduler", self._save_optimizer),
+            ("_save_rng_state", self._save_rng),
+        ):
+            wrap(trainer, name, functools.partial(self._while_converted, around))
+
+    def _while_converted(self, around: Callable[..., Any], inner: Any, *args: Any, **kwargs: Any) -> Any:
+        """A model that was reverted is saved and loaded as any other."""
+        if next(converted(self._trainer.model), None) is None:
+            return inner(*args, **kwargs)
+        return around(inner, *args, **kwargs)
 
     def check_resumed(self, step: int) -> None:
         """Raise RuntimeError unless training that starts at `step` has its model and optimizer from one folder."""
@@ -148,7 +158,10 @@ class Checkpoints:
         """The newest whole checkpoint of the output folder; the same on all ranks."""
         folder = Path(self._trainer.args.output_dir)
         found = whole_checkpoints(folder)
-        steps = self._gathered(int(found[-1].name.split("-")[-1]) if found else -1, "choice of a checkpoint")
+        newest = int(found[-1].name.split("-")[-1]) if found else -1
+        everyone = collective_for(None, timeout_s=float(self._trainer.args.ddp_timeout))
+        mine = torch.tensor([newest], device=next(self._trainer.model.parameters()).device)
+        steps = everyone.all_gather(mine, op=Operation("choice of a checkpoint")).flatten().tolist()
         if min(steps) < 0:
             there = sorted(p.name for p in folder.glob("checkpoint-*"))
             raise CheckpointError(f"{folder}: expected a whole checkpoint-<step>, got {there}")
@@ -160,32 +173,25 @@ class Checkpoints:
         return found[-1]
 
     def _load_model(self, inner: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        if not _is_converted(self._trainer.model):
-            inner(resume_from_checkpoint, *args, **kwargs)
-            return
         folder = Path(resume_from_checkpoint)
-
-        def read() -> None:
+        with self._together(f"reading of the model from {folder}"):
             wrong = flaw(folder)
             if wrong is not None:
                 beside = [p.name for p in whole_checkpoints(folder.parent)]
                 raise CheckpointError(f"{wrong}; whole checkpoints beside {folder.name}: {beside}")
             self._read_model(folder, lambda: inner(resume_from_checkpoint, *args, **kwargs))
-
-        self._together(read, f"reading of the model from {folder}")
         self.model_from = folder
 
     def _load_best(self, inner: Any, *args: Any, **kwargs: Any) -> None:
         folder = Path(self._trainer.state.best_model_checkpoint)
         self._before_best()
-        self._together(
-            lambda: self._read_model(folder, lambda: inner(*args, **kwargs)), f"reading of the best model from {folder}"
-        )
+        with self._together(f"reading of the best model from {folder}"):
+            self._read_model(folder, lambda: inner(*args, **kwargs))
 
     def _read_model(self, folder: Path, inner: Callable[[], Any]) -> None:
         """Trainer's own reading, which knows adapters, then the experts' and what else the file calls differently."""
         model = self._trainer.model
-        if hasattr(model, "peft_config") or not _is_converted(model):  # adapters: the experts are the base model's
+        if hasattr(model, "peft_config"):  # adapters: the experts are the base model's
             inner()
             return
         self._reading = True
@@ -208,12 +214,11 @@ class Checkpoints:
             inner(*args, **kwargs)
 
     def _load_optimizer(self, inner: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        if checkpoint is None or not _is_converted(self._trainer.model):
+        if checkpoint is None:
             inner(checkpoint, *args, **kwargs)
             return
         folder = Path(checkpoint)
-
-        def read() -> None:
+        with self._together(f"reading of the optimizer's state from {folder}"):
             with self._by_name(folder) as optimizer:
                 try:
                     inner(checkpoint, *args, **kwargs)
@@ -231,8 +236,6 @@ class Checkpoints:
                     f"with save_only_model=True has none): to train on from the model alone, load it by "
                     f"from_pretrained({str(folder)!r}) and do not resume"
                 )
-
-        self._together(read, f"reading of the optimizer's state from {folder}")
         self.optimizer_from = folder
 
     # --- saving ---
@@ -254,9 +257,6 @@ class Checkpoints:
 
     def _save(self, inner: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         model = self._trainer.model
-        if not _is_converted(model):
-            inner(output_dir, *args, **kwargs)
-            return
         folder = Path(self._trainer.args.output_dir if output_dir is None else output_dir)
         if self._in_checkpoint and process_rank() == 0:
             _make_room(folder)
@@ -268,12 +268,8 @@ class Checkpoints:
         self._saved.append(folder)
 
     def _save_optimizer(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
-        if not _is_converted(self._trainer.model):
-            inner(output_dir, *args, **kwargs)
-            return
         folder = Path(output_dir)
-
-        def write() -> None:
+        with self._together(f"writing of the optimizer's state to {folder}"):
             with self._by_name(folder) as optimizer:
                 inner(output_dir, *args, **kwargs)
             parts = optimizer.parts
@@ -281,11 +277,10 @@ class Checkpoints:
                 folder.mkdir(parents=True, exist_ok=True)
                 torch.save(parts.experts(), folder / parts.experts_file())
 
-        self._together(write, f"writing of the optimizer's state to {folder}")
-
     def _save_rng(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
         """Every rank writes a file, and rank 0 may go on to delete older checkpoints: not before all have."""
-        self._together(lambda: inner(output_dir, *args, **kwargs), f"writing of random states to {output_dir}")
+        with self._together(f"writing of random states to {output_dir}"):
+            inner(output_dir, *args, **kwargs)
         if process_rank() == 0:
             _list_files(Path(output_dir))
 
@@ -302,28 +297,8 @@ class Checkpoints:
         finally:
             trainer.optimizer = optimizer
 
-    def _together(self, act: Callable[[], None], what: str) -> None:
-        """Do it on all ranks, and return when all have; where one fails all raise."""
-        failed: Exception | None = None
-        try:
-            act()
-        except Exception as error:
-            failed = error
-        ranks = [rank for rank, said in enumerate(self._gathered(int(failed is not None), what)) if said]
-        if failed is not None:
-            raise failed
-        if ranks:
-            raise CheckpointError(f"{what}: rank(s) {ranks} failed, their errors say why")
-
-    def _gathered(self, number: int, what: str) -> list[int]:
-        everyone = collective_for(None, timeout_s=float(self._trainer.args.ddp_timeout))
-        mine = torch.tensor([number], device=next(self._trainer.model.parameters()).device)
-        found: list[int] = everyone.all_gather(mine, op=Operation(what)).flatten().tolist()
-        return found
-
-
-def _is_converted(model: Any) -> bool:
-    return next(converted(model), None) is not None
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        return on_all_ranks(what, self._trainer.model, timeout_s=float(self._trainer.args.ddp_timeout))
 
 
 class _OptimizerByName:

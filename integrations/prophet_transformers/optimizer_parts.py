@@ -10,7 +10,7 @@ Shape legend: m experts per rank.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert import converted
+from prophet.engine.checkpoint import NOT_SETTINGS, Training, settings_by_group
 from prophet.errors import CheckpointError
 
 SHARED = "optimizer.pt"  # Trainer's name
 EXPERTS = "optimizer_experts_{rank}_of_{ranks}.pt"
 FORMAT = 1
-# how an optimizer computes is the reading run's choice
-_NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-_SHOWN = 4  # names in a message
 
 
 class OptimizerParts:
@@ -33,39 +31,27 @@ class OptimizerParts:
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self._optimizer: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        layers = [(name, layer) for name, _, _, layer in converted(model)]
-        group = layers[0][1].collective
+        self._training = Training(model, self._optimizer)
+        group = next(layer.collective for *_, layer in converted(model))
         self.rank, self.ranks = group.rank, group.size
         # by parameter: the global number of the first of this rank's experts, and how many
-        self._held = {
-            f"{name}.experts.{part}": (layer.experts.first_expert, layer.experts.experts)
-            for name, layer in layers
-            for part, _ in layer.experts.stacked()
-        }
+        self._held = {name: (bank.first_expert, bank.experts) for name, bank in self._training.banks.items()}
 
     # --- writing ---
 
     def shared(self) -> dict[str, Any]:
         """Settings, and the state of the parameters that all ranks share."""
-        groups = [
-            {
-                "settings": {k: v for k, v in group.items() if k not in _NOT_SETTINGS},
-                "parameters": [self._name_of(p) for p in group["params"]],
-            }
-            for group in self._optimizer.param_groups
-        ]
-        return {
-            "format": FORMAT,
-            "optimizer": type(self._optimizer).__name__,
-            "ranks": self.ranks,
-            "groups": groups,
-            "states": {name: state for name, state in self._states() if name not in self._held},
-        }
+        groups = []
+        for group in self._optimizer.param_groups:
+            settings = {k: v for k, v in group.items() if k not in NOT_SETTINGS}
+            groups.append({"settings": settings, "parameters": self._names(group)})
+        states = {name: state for name, _, state in self._training.trained() if state and name not in self._held}
+        kind = type(self._optimizer).__name__
+        return {"format": FORMAT, "optimizer": kind, "ranks": self.ranks, "groups": groups, "states": states}
 
     def experts(self) -> dict[str, Any]:
         """The state of this rank's experts."""
-        states = {name: state for name, state in self._states() if name in self._held}
+        states = {name: state for name, _, state in self._training.trained() if state and name in self._held}
         return {"format": FORMAT, "held": dict(self._held), "states": states}
 
     def experts_file(self) -> str:
@@ -89,30 +75,23 @@ class OptimizerParts:
         wanted = type(self._optimizer).__name__
         if shared["optimizer"] != wanted:
             raise CheckpointError(f"{path}: expected the state of {wanted}, got that of {shared['optimizer']}")
-        settings = {name: g["settings"] for g in shared["groups"] for name in g["parameters"]}
+        settings = settings_by_group(folder, shared["groups"], self._optimizer, self._training)
         files = _ExpertFiles(folder, shared["ranks"], self.rank if shared["ranks"] == self.ranks else None)
         groups: list[dict[str, Any]] = []
         states: dict[int, Any] = {}
-        for group in self._optimizer.param_groups:
-            names = [self._name_of(p) for p in group["params"]]
+        for group, new in zip(self._optimizer.param_groups, settings, strict=True):
+            names = self._names(group)
             numbers = range(len(states), len(states) + len(names))
-            groups.append(_group(path, group, names, list(numbers), settings))
+            kept = {key: group[key] for key in NOT_SETTINGS if key in group}
+            # a group without parameters, as Trainer makes one where all are adapters, keeps its settings
+            groups.append({**(new or group), **kept, "params": list(numbers)})
             for number, name in zip(numbers, names, strict=True):
                 held = self._held.get(name)
                 states[number] = shared["states"].get(name) if held is None else files.state(name, *held)
         return {"param_groups": groups, "state": {n: s for n, s in states.items() if s}}
 
-    # --- parts ---
-
-    def _name_of(self, p: Tensor) -> str:
-        name = self._names.get(id(p))
-        if name is None:
-            raise ValueError(f"the optimizer holds a parameter of shape {list(p.shape)} that is not the model's")
-        return name
-
-    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for p, state in self._optimizer.state.items():
-            yield self._name_of(p), dict(state)
+    def _names(self, group: Mapping[str, Any]) -> list[str]:
+        return [self._training.name_of(p) for p in group["params"]]
 
 
 class _ExpertFiles:
@@ -125,51 +104,37 @@ class _ExpertFiles:
 
     def state(self, name: str, first: int, count: int) -> dict[str, Any]:
         """The state of the parameter `name` for experts first..first + count."""
-        pieces: dict[int, tuple[int, Mapping[str, Any]]] = {}  # by first expert: up to which, and their state
-        missing = set(range(first, first + count))
+        stop = first + count
+        missing = set(range(first, stop))
+        pieces: list[tuple[range, Mapping[str, Any]]] = []
         for rank in self._order:
             if not missing:
                 break
             part = self._part(rank)
             start, size = part["held"].get(name, (0, 0))
-            if missing.isdisjoint(range(start, start + size)):
+            held = range(start, start + size)
+            if missing.isdisjoint(held):
                 continue
-            missing -= set(range(start, start + size))
-            state = part["states"].get(name, {})
-            if (start, size) == (first, count):
-                return {field: _copied(value) for field, value in state.items()}
-            pieces[start] = (start + size, state)
+            missing.difference_update(held)
+            pieces.append((held, part["states"].get(name, {})))
         if missing:
             raise CheckpointError(f"{self._folder}: no file of {self._ranks} has expert {min(missing)} of {name}")
-        return self._joined(name, first, first + count, [(a, *pieces[a]) for a in sorted(pieces)])
-
-    def _joined(
-        self, name: str, first: int, stop: int, pieces: list[tuple[int, int, Mapping[str, Any]]]
-    ) -> dict[str, Any]:
-        fields = pieces[0][2].keys()
+        pieces.sort(key=lambda piece: piece[0].start)
+        whole = pieces[0][0] == range(first, stop)
         joined: dict[str, Any] = {}
-        for field in fields:
-            values = [state.get(field) for _, _, state in pieces]
-            cut = [
-                v[max(first - start, 0) : stop - start]
-                for v, (start, end, _) in zip(values, pieces, strict=True)
-                if isinstance(v, Tensor) and v.dim() > 0 and v.shape[0] == end - start
-            ]
-            if len(cut) == len(pieces):
-                joined[field] = torch.cat(cut)
-            elif all(_equal(v, values[0]) for v in values):
-                joined[field] = _copied(values[0])
+        for field in sorted({field for _, state in pieces for field in state}):
+            values: list[tuple[Any, range]] = [(state.get(field), held) for held, state in pieces]
+            one: Any = values[0][0]
+            if whole or all(_equal(v, one) for v, _ in values):
+                joined[field] = one.clone() if isinstance(one, Tensor) else one  # a mapped file may be written to later
+            elif all(isinstance(v, Tensor) and v.shape[:1] == (len(held),) for v, held in values):
+                joined[field] = torch.cat([v[max(first - held.start, 0) : stop - held.start] for v, held in values])
             else:
-                self._refuse(name, field)
-        if any(state.keys() != fields for _, _, state in pieces):
-            self._refuse(name, "state")
+                raise CheckpointError(
+                    f"{self._folder}: the optimizer's {field} of {name} cannot be divided among another number of "
+                    f"ranks: resume with expert-parallel groups of {self._ranks}"
+                )
         return joined
-
-    def _refuse(self, name: str, field: str) -> None:
-        raise CheckpointError(
-            f"{self._folder}: the optimizer's {field} of {name} cannot be divided among another number of ranks: "
-            f"resume with expert-parallel groups of {self._ranks}"
-        )
 
     def _part(self, rank: int) -> Mapping[str, Any]:
         if rank not in self._open:
@@ -184,28 +149,6 @@ class _ExpertFiles:
                 raise CheckpointError(f"{path}: expected the state that ProphetCallback writes")
             self._open[rank] = part
         return self._open[rank]
-
-
-def _group(
-    path: Path, group: Mapping[str, Any], names: list[str], numbers: list[int], saved: Mapping[str, Any]
-) -> dict[str, Any]:
-    """One of the optimizer's groups with the settings that its parameters were saved with."""
-    missing = sorted(set(names) - saved.keys())
-    if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
-        raise CheckpointError(f"{path} lacks {', '.join(missing[:_SHOWN])}{more}: expected all trained parameters")
-    settings = [saved[name] for name in names]
-    if any(s is not settings[0] for s in settings):
-        other = next(n for n, s in zip(names, settings, strict=True) if s is not settings[0])
-        raise CheckpointError(f"{path}: {names[0]} and {other} were saved in different groups of the optimizer")
-    kept = {key: group[key] for key in _NOT_SETTINGS if key in group}
-    # a group without parameters, as Trainer makes one where all are adapters, keeps its settings
-    return {**(settings[0] if settings else group), **kept, "params": numbers}
-
-
-def _copied(value: Any) -> Any:
-    # a tensor of a mapped file would follow what is written there later
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -5,7 +5,6 @@
 >>> optimizer = balanced.optimizer  # doctest: +SKIP
 """
 
-from prophet_tutel.layout import OriginalLayout
 from prophet_tutel.start import Balanced, TutelError, balance
 
-__all__ = ["Balanced", "OriginalLayout", "TutelError", "balance"]
+__all__ = ["Balanced", "TutelError", "balance"]

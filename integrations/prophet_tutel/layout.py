@@ -8,60 +8,37 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from prophet.convert import RoutedExperts
 
 
-class OriginalLayout:
-    """Translates what `state_dict` of a converted layer gives and what `load_state_dict` is given, until `close`.
+def keep_original_layout(layer: RoutedExperts) -> None:
+    """Translate what `state_dict` of a converted layer gives and what `load_state_dict` is given.
 
     What it gives are copies, not the parameters themselves. Checkpoints of prophet's own layout load as before.
     """
-
-    def __init__(self, layer: RoutedExperts) -> None:
-        module: Any = layer  # whose hooks torch has not annotated
-        self._hooks: list[Any] = [
-            module.register_state_dict_post_hook(_save),
-            module.register_load_state_dict_pre_hook(_load),
-        ]
-
-    def close(self) -> None:
-        """Give the layer's own layout from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+    module: Any = layer  # whose hooks torch has not annotated
+    module.register_state_dict_post_hook(_save)
+    module.register_load_state_dict_pre_hook(_load)
 
 
-def _save(layer: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+def _save(layer: RoutedExperts, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     """Replace the layer's entries by the original ones. Not collective: a rank keeps the experts that it had."""
-    if not isinstance(layer, RoutedExperts):
-        raise TypeError(f"expected converted experts, got {type(layer).__name__}")
     for key in [k for k in state_dict if k.startswith(prefix)]:
         del state_dict[key]
     for name, value in layer.packed(layer.local_experts()).items():
         state_dict[prefix + name] = value
 
 
-def _load(
-    layer: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    _metadata: Any,
-    _strict: bool,
-    missing_keys: list[str],
-    _unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
+def _load(layer: RoutedExperts, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Replace original entries by the layer's; what is not there or does not fit leaves the experts as they are."""
-    if not isinstance(layer, RoutedExperts):
-        raise TypeError(f"expected converted experts, got {type(layer).__name__}")
+    _metadata, _strict, missing_keys, _unexpected_keys, error_msgs = rest
     shapes = {name: tuple(p.shape) for name, p in layer.origin.skeleton.named_parameters()}
     given = {name: state_dict.pop(prefix + name) for name in shapes if prefix + name in state_dict}
     bank = layer.experts
     inner = f"{prefix}experts."
-    own = any(key.startswith(inner) for key in state_dict)
-    if own and not given:
+    if not given and any(key.startswith(inner) for key in state_dict):
         return
     usable = True
     for name, shape in shapes.items():

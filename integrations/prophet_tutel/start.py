@@ -6,8 +6,8 @@ carry a mark of their choice (`skip_allreduce`, say) when they average the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 import prophet
-from prophet.convert import ConversionReport, RoutedExperts, converted, standard_adapters
+from prophet.convert import ConversionReport, RoutedExperts, converted, find, standard_adapters
 from prophet.convert.tutel import NAMES, TutelMoE
+from prophet.engine.parallel import expert_parameters
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 from prophet.ranks.process_group import processes
-from prophet_tutel.layout import OriginalLayout
+from prophet_tutel.layout import keep_original_layout
 
 _OURS = ("w_in", "w_out", "b_in", "b_out")  # what becomes of NAMES, in its order
 
@@ -41,7 +42,6 @@ class Balanced:
     optimizer: Any
     engine: prophet.Engine
     report: ConversionReport
-    _layouts: list[OriginalLayout] = field(default_factory=list)
 
     def close(self) -> None:
         """Stop balancing. The model stays converted, plain expert parallelism; again is harmless."""
@@ -53,9 +53,6 @@ class Balanced:
         The parameters are new objects with the old marks: build the optimizer again.
         """
         self.close()
-        for layout in self._layouts:
-            layout.close()
-        self._layouts.clear()
         prophet.revert(self.model)
 
 
@@ -70,9 +67,8 @@ def balance(
     """Balance the `tutel.moe.moe_layer`s of `model` from now on; collective over the processes of their group.
 
     optimizer: makes the optimizer from the converted model's parameters, such as `lambda params:
-    torch.optim.AdamW(params, lr=1e-3)`; one that was built before would hold parameters that are replaced. It may be
-    Tutel's `TutelDistributedOptimizer`. config: how to balance. timeout_s: limit on every wait. verify: compare layers
-    that hold all experts before and after on a few tokens.
+    torch.optim.AdamW(params, lr=1e-3)`, or Tutel's `TutelDistributedOptimizer`. config: how to balance. timeout_s:
+    limit on every wait. verify: compare layers that hold all experts before and after on a few tokens.
 
     The training loop stays: `l_aux` is set on the layer and on its output, the new parameters carry the marks of the
     old ones, an expert's gradient is complete when `backward()` returns and is the sum over the ranks of the layer's
@@ -89,45 +85,40 @@ def balance(
         )
     report = prophet.convert(model, group=group, timeout_s=timeout_s, verify=verify)
     layers = [layer for *_, layer in converted(model)]
-    balanced = None
     try:
         for layer in layers:
             _keep_conventions(layer)
         made = optimizer(model.parameters())
         engine = prophet.attach(model, _driven(made, model), config=config)
-        balanced = Balanced(model, made, engine, report)
-    finally:
-        if balanced is None:
-            prophet.revert(model)
-    balanced._layouts += [OriginalLayout(layer) for layer in layers]
-    return balanced
+    except BaseException:
+        prophet.revert(model)
+        raise
+    for layer in layers:
+        keep_original_layout(layer)
+    return Balanced(model, made, engine, report)
 
 
 def _group(model: nn.Module) -> dist.ProcessGroup | None:
     """The group that all Tutel layers of `model` share."""
-    known = standard_adapters()
     layers: list[tuple[str, Any]] = []
-    for name, module in model.named_modules():
-        adapter = next((a for a in known if a.matches(module)), None)
-        if isinstance(adapter, TutelMoE):
-            layers.append((name, module))
-        elif adapter is not None:
+    for name, module, adapter in find(model, standard_adapters()):
+        layers.append((name, module))
+        if not isinstance(adapter, TutelMoE):
             raise TutelError(
                 f"{name}: a block of {adapter.family} beside Tutel's; expected Tutel's layers only, whose gradients "
                 f"are sums over ranks: use prophet.convert and prophet.attach for this model"
             )
     if not layers:
         raise TutelError("the model has no tutel.moe.moe_layer that is not converted yet")
-    first = layers[0][1].group
     if dist.is_initialized():
-        ranks = [(name, dist.get_process_group_ranks(layer.group)) for name, layer in layers]
-        for name, found in ranks:
-            if found != ranks[0][1]:
+        (first, wanted), *others = [(name, dist.get_process_group_ranks(layer.group)) for name, layer in layers]
+        for name, found in others:
+            if found != wanted:
                 raise TutelError(
-                    f"{name}: its group is of the processes {found}, that of {ranks[0][0]} of {ranks[0][1]}; expected "
-                    f"one group for all layers"
+                    f"{name}: its group is of the processes {found}, that of {first} of {wanted}; expected one group "
+                    f"for all layers"
                 )
-    return first  # type: ignore[no-any-return]
+    return layers[0][1].group  # type: ignore[no-any-return]
 
 
 def _keep_conventions(layer: RoutedExperts) -> None:
@@ -149,13 +140,9 @@ def _driven(made: Any, model: nn.Module) -> torch.optim.Optimizer:
     if not isinstance(inner, torch.optim.Optimizer):
         raise TutelError(f"optimizer: expected the function to make a torch.optim.Optimizer, got {type(made).__name__}")
     held = {id(p) for group in inner.param_groups for p in group["params"]}
-    lost = [n for n, p in _experts(model) if p.requires_grad and id(p) not in held]
+    lost = [n for n, p in expert_parameters(model) if p.requires_grad and id(p) not in held]
     if lost:
         raise TutelError(
             f"optimizer: it lacks experts of the converted model ({lost[0]}); give it all parameters it gets"
         )
     return inner
-
-
-def _experts(model: nn.Module) -> Sequence[tuple[str, nn.Parameter]]:
-    return [(n, p) for n, p in model.named_parameters() if getattr(p, "prophet_expert", False)]

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from prophet.convert import deepspeed, huggingface, tutel
+from prophet.convert import huggingface
 from prophet.convert.base import Adapter, ExpertsSpec, FfnNames, child
 from prophet.convert.checks import agree, check_model, check_no_optimizer, check_not_shared, describe_block, fingerprint
+from prophet.convert.deepspeed import DeepSpeedMoE
 from prophet.convert.report import ConversionReport, Replaced
 from prophet.convert.routed import Origin, RoutedExperts, converted
 from prophet.convert.saving import write_as_before, write_original_layout
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back
+from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import Trial
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
 from prophet.errors import ConversionError
@@ -43,6 +44,7 @@ __all__ = [
     "RoutedExperts",
     "convert",
     "converted",
+    "find",
     "load_original_state_dict",
     "original_state_dict",
     "revert",
@@ -52,7 +54,7 @@ __all__ = [
 
 def standard_adapters() -> tuple[Adapter, ...]:
     """The adapters that `convert` knows: Hugging Face's families, DeepSpeed, Tutel."""
-    return (*huggingface.adapters(), *deepspeed.adapters(), *tutel.adapters())
+    return (*huggingface.adapters(), DeepSpeedMoE(), TutelMoE())
 
 
 def convert(
@@ -77,28 +79,28 @@ def convert(
     original layout; what would write one rank's experts raises `PartialStateError`.
     """
     collective = collective_for(group, timeout_s=timeout_s)
-    found: list[tuple[str, nn.Module, Adapter, ExpertsSpec]] = []
+    found: list[tuple[str, nn.Module, Adapter, ExpertsSpec, nn.Module]] = []
     error: Exception | None = None
     try:
         check_model(model)
         for name, block, adapter in find(model, (*adapters, *standard_adapters())):
-            found.append((name, block, adapter, describe_block(name, adapter, block, collective.size)))
+            spec = describe_block(name, adapter, block, collective.size)
+            found.append((name, block, adapter, spec, child(block, adapter.experts_name)))
         if not found:
             raise ConversionError(_nothing_found(model))
-        holders = [(name, child(block, adapter.experts_name)) for name, block, adapter, _ in found]
+        holders = [(name, experts) for name, *_, experts in found]
         check_not_shared(model, holders)
         check_no_optimizer(p for _, experts in holders for p in experts.parameters())
-        prints = fingerprint([(n, s, child(b, a.experts_name)) for n, b, a, s in found])
+        prints = fingerprint([(name, spec, experts) for name, _, _, spec, experts in found])
     except ConversionError as caught:
         error, prints = caught, (0, 0)
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     agree(collective, device, error, prints)
 
     replaced: list[Replaced] = []
-    for name, block, adapter, spec in found:
-        trial = Trial(adapter, block, collective) if verify and spec.held == spec.num_experts else None
-        experts = child(block, adapter.experts_name)
-        layer, methods = _replace(block, adapter, spec, collective, impl)
+    for name, block, adapter, spec, experts in found:
+        trial = Trial(adapter, spec, block, collective) if verify and spec.held == spec.num_experts else None
+        layer, methods = _replace(block, experts, adapter, spec, collective, impl)
         where = f"{name}.{adapter.experts_name}" if name else adapter.experts_name
         problem = trial.problem() if trial else None
         if trial is not None and trial.anywhere(problem):
@@ -168,10 +170,9 @@ def find(model: nn.Module, adapters: Sequence[Adapter]) -> list[tuple[str, nn.Mo
 
 
 def _replace(
-    block: nn.Module, adapter: Adapter, spec: ExpertsSpec, collective: Collective, impl: Impl
+    block: nn.Module, experts: nn.Module, adapter: Adapter, spec: ExpertsSpec, collective: Collective, impl: Impl
 ) -> tuple[RoutedExperts, tuple[str, ...]]:
     """Put this rank's experts into a layer, and the layer into the block; the old experts are left untouched."""
-    experts = child(block, adapter.experts_name)
     params = dict(experts.named_parameters())
     state = {name: p.detach() for name, p in params.items()}
     m = spec.num_experts // collective.size
@@ -185,14 +186,13 @@ def _replace(
         ep_size=collective.size,
     )
     bank.requires_grad_(any(p.requires_grad for p in params.values()))
-    methods: Mapping[str, Any] = adapter.methods(block)
+    methods = adapter.methods(block)
     origin = Origin(adapter, spec, experts, {n: dict(vars(p)) for n, p in params.items() if vars(p)})
     layer = RoutedExperts(bank, origin, collective, impl)
     layer.train(block.training)
     setattr(block, adapter.experts_name, layer)
     if methods:
-        kind = type(block)
-        origin.block_class = kind
+        kind = origin.block_class = type(block)
         # a subclass, so that whoever asks for the block's class still finds it
         block.__class__ = type(f"Prophet{kind.__name__}", (kind,), {"__module__": kind.__module__, **methods})
     return layer, tuple(methods)

@@ -1,9 +1,7 @@
 """What the conversion knows about a Mixture-of-Experts block that somebody else wrote, and how it is told.
 
-An `Adapter` reads one kind of block. It says which blocks it knows, describes their experts, and translates an expert's
-parameters to the library's layout and back. The block itself stays: its router, shared experts, jitter and losses go on
-as they are, only the module that holds the experts is replaced (and methods of the block where those have the experts'
-loop written into them).
+An `Adapter` reads one kind of block. The block itself stays, with its router, shared experts, jitter and losses. Only
+the module that holds the experts is replaced, and methods of the block that loop over them.
 
 Shape legend: N tokens, K top-k, E experts, D model dim, H hidden dim.
 """
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.spec import GATED, Activation
+from prophet.spec import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +53,13 @@ class FfnNames:
 
     def pack(self, weights: ExpertWeights, prefix: str) -> dict[str, Tensor]:
         """The inverse of `unpack`."""
-        found = dict(zip((prefix + n for n in self.w_in), weights.w_in.chunk(len(self.w_in)), strict=True))
-        found[prefix + self.w_out] = weights.w_out
+        parts = [*weights.w_in.chunk(len(self.w_in))]
         if self.b_in is not None and weights.b_in is not None:
-            found |= dict(zip((prefix + n for n in self.b_in), weights.b_in.chunk(len(self.b_in)), strict=True))
+            parts += weights.b_in.chunk(len(self.b_in))
+        parts.append(weights.w_out)
         if self.b_out is not None and weights.b_out is not None:
-            found[prefix + self.b_out] = weights.b_out
-        return found
+            parts.append(weights.b_out)
+        return {prefix + name: part for name, part in zip(self.all(), parts, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +81,6 @@ class ExpertsSpec:
     form: str
     router: str
     names: FfnNames | None = None
-
-    @property
-    def units(self) -> int:
-        """Rows of w_in: H, or 2H where the activation is gated."""
-        return 2 * self.hidden if self.activation in GATED else self.hidden
 
     def signature(self) -> str:
         """What must be equal on all ranks, as text."""

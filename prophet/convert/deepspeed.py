@@ -47,9 +47,8 @@ class DeepSpeedMoE(Adapter):
         return modules_spec(experts, num_experts=total, top_k=integer(gate, "k"), router=type(gate).__name__)
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        if spec.names is None:
-            raise ValueError("DeepSpeed's experts are modules")
-        return spec.names.unpack(state, f"{PREFIX}{expert}.")
+        names: Any = spec.names
+        return names.unpack(state, f"{PREFIX}{expert}.")  # type: ignore[no-any-return]
 
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
         return pack_modules(spec, experts, PREFIX)
@@ -66,11 +65,5 @@ def _forward(block: Any, x: Tensor, used_token: Tensor | None = None, **_: Any) 
     tokens = x.reshape(-1, x.shape[-1])
     block.l_aux, _, _, ids, _, weights, block.exp_counts = block.gate(tokens, used_token, True)
     ids = ids.t()  # [K, N] with -1 where a token found no room
-    kept = ids >= 0
-    y: Tensor = block.experts(tokens, ids.clamp(min=0), weights.t().contiguous(), kept)
+    y: Tensor = block.experts(tokens, ids.clamp(min=0), weights.t().contiguous(), ids >= 0)
     return y.reshape(x.shape)
-
-
-def adapters() -> tuple[Adapter, ...]:
-    """The adapter for DeepSpeed."""
-    return (DeepSpeedMoE(),)

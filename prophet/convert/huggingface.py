@@ -24,24 +24,58 @@ from prophet.convert.probe import identify, is_silu
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_SLOPE
+from prophet.spec import Activation
+
+# --- what replaces the loops of the old form ---
+
+
+def _softmax_then_top_k(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward of Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE blocks: [B, S, D] to the same, and logits [N, E]."""
+    jitter = getattr(block, "jitter_noise", 0.0)
+    if block.training and jitter > 0:
+        # in place, as these blocks do: a caller that kept the input sees the noise there, too
+        hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - jitter, 1.0 + jitter)
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    logits = block.gate(tokens)
+    weights, ids = F.softmax(logits, dim=1, dtype=torch.float).topk(block.top_k, dim=-1)
+    if getattr(block, "norm_topk_prob", True):  # Mixtral has no such field and always does
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    y = block.experts(tokens, ids, weights.to(tokens.dtype))
+    if hasattr(block, "shared_expert"):
+        y = y + torch.sigmoid(block.shared_expert_gate(tokens)) * block.shared_expert(tokens)
+    return y.view(hidden_states.shape), logits
+
+
+def _experts_of_deepseek(block: Any, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """The method `moe` of DeepSeek blocks: tokens [N, D] to the same."""
+    return block.experts(hidden_states, ids, weights)  # type: ignore[no-any-return]
+
+
+def _gpt_oss_dense_weights(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+    """The forward of a GPT-OSS block whose router gives weights for all experts, [N, E], zero for those not chosen."""
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    scores, ids = block.router(tokens)
+    return block.experts(tokens, ids, scores.gather(1, ids)).view(hidden_states.shape), scores
+
+
+# --- the families ---
 
 
 @dataclass(frozen=True)
 class SwigluBlock(Adapter):
     """Blocks of SwiGLU experts without biases: all the families but GPT-OSS.
 
-    classes: names of the block's class. package: where they are defined. loops: what replaces the methods of the old
-    form, those with experts in a list.
+    classes: names of the block's class. package: of transformers.models, where they are defined. loop: what replaces
+    the method of this name in the old form, with experts in a list.
     """
 
     family: str
     classes: tuple[str, ...]
     package: str
-    loops: tuple[tuple[str, Callable[..., Any]], ...]
-    experts_name: str = "experts"
+    loop: tuple[str, Callable[..., Any]] = ("forward", _softmax_then_top_k)
 
     def matches(self, block: nn.Module) -> bool:
-        return class_named(block, self.classes, self.package)
+        return class_named(block, self.classes, f"transformers.models.{self.package}")
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts, router = child(block, "experts"), child(block, "gate")
@@ -53,17 +87,7 @@ class SwigluBlock(Adapter):
         act_fn = getattr(experts, "act_fn", None)
         if not is_silu(act_fn):
             raise ConversionError(f"hidden_act: expected silu in gated experts, got {type(act_fn).__name__}")
-        return ExpertsSpec(
-            num_experts=e,
-            held=e,
-            top_k=top_k,
-            dim=dim,
-            hidden=hidden,
-            activation="swiglu",
-            bias=False,
-            form="stacked",
-            router=type(router).__name__,
-        )
+        return _stacked_spec(router, e, top_k, dim, hidden, "swiglu")
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         if spec.names is not None:
@@ -79,12 +103,27 @@ class SwigluBlock(Adapter):
         }
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
-        return dict(self.loops) if isinstance(child(block, "experts"), nn.ModuleList) else {}
+        return dict([self.loop]) if isinstance(child(block, "experts"), nn.ModuleList) else {}
 
 
-def modules_spec(
-    experts: nn.ModuleList, *, num_experts: int, top_k: int, router: str, family_prefix: str = ""
+def _stacked_spec(
+    router: nn.Module, e: int, top_k: int, dim: int, hidden: int, activation: Activation, *, bias: bool = False
 ) -> ExpertsSpec:
+    """The description of E experts that one parameter stacks."""
+    return ExpertsSpec(
+        num_experts=e,
+        held=e,
+        top_k=top_k,
+        dim=dim,
+        hidden=hidden,
+        activation=activation,
+        bias=bias,
+        form="stacked",
+        router=type(router).__name__,
+    )
+
+
+def modules_spec(experts: nn.ModuleList, *, num_experts: int, top_k: int, router: str) -> ExpertsSpec:
     """The description of experts that are modules in a list; all of them must be alike."""
     if not len(experts):
         raise ConversionError("the list of experts is empty")
@@ -114,45 +153,8 @@ def modules_spec(
 
 def pack_modules(spec: ExpertsSpec, experts: Sequence[ExpertWeights], prefix: str) -> dict[str, Tensor]:
     """The parameters of a list of expert modules."""
-    if spec.names is None:
-        raise ValueError("only experts of the form 'modules' have names of their own")
-    found: dict[str, Tensor] = {}
-    for e, weights in enumerate(experts):
-        found |= spec.names.pack(weights, f"{prefix}{e}.")
-    return found
-
-
-# --- what replaces the loops of the old form ---
-
-
-def _softmax_then_top_k(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward of Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE blocks: [B, S, D] to the same, and logits [N, E]."""
-    jitter = getattr(block, "jitter_noise", 0.0)
-    if block.training and jitter > 0:
-        # in place, as these blocks do: a caller that kept the input sees the noise there, too
-        hidden_states *= torch.empty_like(hidden_states).uniform_(1.0 - jitter, 1.0 + jitter)
-    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    logits = block.gate(tokens)
-    weights, ids = F.softmax(logits, dim=1, dtype=torch.float).topk(block.top_k, dim=-1)
-    if getattr(block, "norm_topk_prob", True):  # Mixtral has no such field and always does
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    y = block.experts(tokens, ids, weights.to(tokens.dtype))
-    if hasattr(block, "shared_expert"):
-        y = y + torch.sigmoid(block.shared_expert_gate(tokens)) * block.shared_expert(tokens)
-    return y.view(hidden_states.shape), logits
-
-
-def _experts_of_deepseek(block: Any, hidden_states: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """The method `moe` of DeepSeek blocks: tokens [N, D] to the same."""
-    y: Tensor = block.experts(hidden_states, ids, weights)
-    return y
-
-
-def _gpt_oss_dense_weights(block: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-    """The forward of a GPT-OSS block whose router gives weights for all experts, [N, E], zero for those not chosen."""
-    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-    scores, ids = block.router(tokens)
-    return block.experts(tokens, ids, scores.gather(1, ids)).view(hidden_states.shape), scores
+    names: Any = spec.names
+    return {n: t for e, weights in enumerate(experts) for n, t in names.pack(weights, f"{prefix}{e}.").items()}
 
 
 class GptOssBlock(Adapter):
@@ -165,32 +167,14 @@ class GptOssBlock(Adapter):
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts, router = child(block, "experts"), child(block, "router")
-        for field, attribute, served in (
-            ("swiglu_alpha", "alpha", CLAMP_SLOPE),
-            ("swiglu_limit", "limit", CLAMP_LIMIT),
-        ):
+        for attribute, served in (("alpha", CLAMP_SLOPE), ("limit", CLAMP_LIMIT)):
             value = getattr(experts, attribute, None)
             if value != served:
-                raise ConversionError(f"{field}: the clamped SwiGLU has {served}, got {value!r}")
+                raise ConversionError(f"swiglu_{attribute}: the clamped SwiGLU has {served}, got {value!r}")
         e, dim, hidden = (integer(experts, name) for name in ("num_experts", "hidden_size", "intermediate_size"))
-        wanted = {
-            "gate_up_proj": (e, dim, 2 * hidden),
-            "gate_up_proj_bias": (e, 2 * hidden),
-            "down_proj": (e, hidden, dim),
-            "down_proj_bias": (e, dim),
-        }
-        check_shapes(experts, wanted)
-        return ExpertsSpec(
-            num_experts=e,
-            held=e,
-            top_k=integer(router, "top_k"),
-            dim=dim,
-            hidden=hidden,
-            activation="swiglu_clamped",
-            bias=True,
-            form="stacked",
-            router=type(router).__name__,
-        )
+        matrices = {"gate_up_proj": (e, dim, 2 * hidden), "down_proj": (e, hidden, dim)}
+        check_shapes(experts, {**matrices, "gate_up_proj_bias": (e, 2 * hidden), "down_proj_bias": (e, dim)})
+        return _stacked_spec(router, e, integer(router, "top_k"), dim, hidden, "swiglu_clamped", bias=True)
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         rows, bias = state["gate_up_proj"][expert].t(), state["gate_up_proj_bias"][expert]
@@ -202,9 +186,7 @@ class GptOssBlock(Adapter):
         )
 
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        def interleaved(x: Tensor | None) -> Tensor:
-            if x is None:
-                raise ValueError("GPT-OSS experts have biases")
+        def interleaved(x: Any) -> Tensor:
             return torch.stack(x.chunk(2), dim=1).flatten(0, 1)
 
         return {
@@ -224,15 +206,12 @@ class GptOssBlock(Adapter):
 
 def adapters() -> tuple[Adapter, ...]:
     """One adapter per family."""
-    whole: tuple[tuple[str, Callable[..., Any]], ...] = (("forward", _softmax_then_top_k),)
-    experts_only: tuple[tuple[str, Callable[..., Any]], ...] = (("moe", _experts_of_deepseek),)
-    models = "transformers.models."
     return (
-        SwigluBlock("Mixtral", ("MixtralSparseMoeBlock",), models + "mixtral", whole),
-        SwigluBlock("Qwen2-MoE", ("Qwen2MoeSparseMoeBlock",), models + "qwen2_moe", whole),
-        SwigluBlock("Qwen3-MoE", ("Qwen3MoeSparseMoeBlock",), models + "qwen3_moe", whole),
-        SwigluBlock("OLMoE", ("OlmoeSparseMoeBlock",), models + "olmoe", whole),
-        SwigluBlock("DeepSeek-V2", ("DeepseekV2Moe", "DeepseekV2MoE"), models + "deepseek_v2", experts_only),
-        SwigluBlock("DeepSeek-V3", ("DeepseekV3MoE",), models + "deepseek_v3", experts_only),
+        SwigluBlock("Mixtral", ("MixtralSparseMoeBlock",), "mixtral"),
+        SwigluBlock("Qwen2-MoE", ("Qwen2MoeSparseMoeBlock",), "qwen2_moe"),
+        SwigluBlock("Qwen3-MoE", ("Qwen3MoeSparseMoeBlock",), "qwen3_moe"),
+        SwigluBlock("OLMoE", ("OlmoeSparseMoeBlock",), "olmoe"),
+        SwigluBlock("DeepSeek-V2", ("DeepseekV2Moe", "DeepseekV2MoE"), "deepseek_v2", ("moe", _experts_of_deepseek)),
+        SwigluBlock("DeepSeek-V3", ("DeepseekV3MoE",), "deepseek_v3", ("moe", _experts_of_deepseek)),
         GptOssBlock(),
     )

@@ -37,15 +37,11 @@ class PartOfExperts(Tensor):
         part.message = message
         return part
 
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, *_: Any) -> NoReturn:
         raise PartialStateError(self.message)
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self._refuse()
-
-    def untyped_storage(self) -> NoReturn:
-        """What safetensors, accelerate and transformers ask for before they write."""
-        self._refuse()
+    __reduce_ex__ = _refuse
+    untyped_storage = _refuse  # what safetensors, accelerate and transformers ask for before they write
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return type(self).of(self.detach().clone(), self.message)

@@ -7,6 +7,7 @@ network is one: another activation, a norm, a dropout in training mode or a diff
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -79,22 +80,19 @@ def _candidates(linears: dict[str, nn.Linear], dim: int) -> Iterator[tuple[FfnNa
 
 def is_silu(act_fn: object) -> bool:
     """Whether a function of tensors is silu, so that a gated module with it is SwiGLU."""
-    if not callable(act_fn):
-        return False
-    function: Callable[[Tensor], Tensor] = act_fn
-    x = torch.linspace(-8, 8, 65, dtype=torch.float64)
-    with torch.no_grad():
-        return torch.allclose(function(x), F.silu(x), rtol=0, atol=1e-12)
+    return callable(act_fn) and _alike(act_fn, F.silu)
 
 
 def plain_activation(function: Callable[[Tensor], Tensor]) -> Activation:
     """The name of an element-wise activation. Raises `ConversionError` for one that the layer does not have."""
+    plain = [name for name in ACTIVATIONS if name not in GATED]
+    for name in plain:
+        if _alike(function, functools.partial(activate, activation=name)):
+            return name
+    raise ConversionError(f"activation_fn: expected one of {', '.join(plain)}, got another function")
+
+
+@torch.no_grad()
+def _alike(function: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> bool:
     x = torch.linspace(-8, 8, 65, dtype=torch.float64)
-    with torch.no_grad():
-        y = function(x.clone())
-        for name in ACTIVATIONS:
-            if name not in GATED and torch.allclose(y, activate(x, name), rtol=0, atol=1e-12):
-                return name
-    raise ConversionError(
-        f"activation_fn: expected one of {', '.join(a for a in ACTIVATIONS if a not in GATED)}, got another function"
-    )
+    return torch.allclose(function(x.clone()), other(x), rtol=0, atol=1e-12)

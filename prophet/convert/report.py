@@ -65,8 +65,7 @@ class ConversionReport:
             for r in self.replaced
         ]
 
-    def table(self) -> Table:
-        """A table for a terminal."""
+    def __rich__(self) -> Table:
         from rich.table import Table
 
         table = Table(title=self._title())
@@ -75,9 +74,6 @@ class ConversionReport:
         for row in self.rows():
             table.add_row(*row)
         return table
-
-    def __rich__(self) -> Table:
-        return self.table()
 
     def __str__(self) -> str:
         return "\n".join([self._title(), *(" · ".join(row) for row in self.rows())])

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from prophet.convert.routed import converted
-from prophet.convert.state import original_state_dict
+from prophet.convert.state import load_original_state_dict, original_state_dict
+from prophet.engine.checkpoint import some
 from prophet.errors import CheckpointError, PartialStateError
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import collective_for, process_rank, processes, roll_call
@@ -43,6 +44,19 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
         raise error
     if flag.item():
         raise CheckpointError(f"{folder}: rank 0 could not write the model; its error says why")
+
+
+def load_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
+    """Load what `save_pretrained`, or the original class, wrote; every rank reads all and keeps its own experts.
+
+    options: for the class's `from_pretrained`. Raises `CheckpointError` where parameters of the model are missing.
+    """
+    dtype = next(model.parameters()).dtype
+    whole, said = type(model).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    missing = some(said["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{folder} lacks {missing}: expected all parameters of {type(model).__name__}")
+    load_original_state_dict(model, whole.state_dict())
 
 
 def write_original_layout(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.routed import RoutedExperts, converted
+from prophet.engine.checkpoint import some
 from prophet.errors import ConversionError
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import cut_like, roll_call
@@ -46,13 +47,11 @@ def original_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Ten
 def _everybody_is_here(layers: Iterable[RoutedExperts], state: Mapping[str, Any]) -> None:
     """Raise soon, and on this rank alone, where others do not take part."""
     op = Operation("original_state_dict")
+    groups = [layer.collective for layer in layers if layer.spread]
     if any(hasattr(value, "full_tensor") for value in state.values()):
         roll_call(op)
-        return
-    for layer in layers:
-        if layer.spread:
-            layer.collective.roll_call(op)
-            return
+    elif groups:
+        groups[0].roll_call(op)
 
 
 def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
@@ -62,22 +61,16 @@ def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, s
     Raises `ConversionError` where an expert's parameters are missing; other names as `load_state_dict` does.
     """
     layers = {name: layer for name, _, _, layer in converted(model)}
-    rest: dict[str, Any] = {}
-    parts: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
-    for key, value in state.items():
-        name = next((n for n in layers if key.startswith(n + ".")), None)
-        if name is None:
-            rest[key] = value
-        else:
-            parts[name][key[len(name) + 1 :]] = value
     for name, layer in layers.items():
-        wanted = {n for n, _ in layer.origin.skeleton.named_parameters()}
-        missing = sorted(wanted - set(parts[name]))
+        part = {k.removeprefix(f"{name}."): t for k, t in state.items() if k.startswith(f"{name}.")}
+        missing = some({n for n, _ in layer.origin.skeleton.named_parameters()} - part.keys())
         if missing:
-            raise ConversionError(f"{name}: {', '.join(missing[:3])} and {len(missing) - 1} more are missing")
-        layer.take(parts[name])
+            raise ConversionError(f"{name}: {missing} are missing")
+        layer.take(part)
+    inside = tuple(f"{name}." for name in layers)
+    rest: dict[str, Any] = {k: t for k, t in state.items() if not k.startswith(inside)}
     for key, own in model.state_dict().items():
-        if any(key.startswith(n + ".") for n in layers):
+        if key.startswith(inside):
             rest[key] = own
         elif key in rest:
             rest[key] = cut_like(rest[key], own)

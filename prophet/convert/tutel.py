@@ -64,14 +64,9 @@ class TutelMoE(Adapter):
         return ExpertWeights(state[NAMES[0]][expert], state[NAMES[1]][expert].t(), *biases)
 
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        found = {
-            NAMES[0]: torch.stack([w.w_in for w in experts]),
-            NAMES[1]: torch.stack([w.w_out.t() for w in experts]),
-        }
-        if spec.bias:
-            found[NAMES[2]] = torch.stack([w.b_in for w in experts if w.b_in is not None])
-            found[NAMES[3]] = torch.stack([w.b_out for w in experts if w.b_out is not None])
-        return found
+        columns: list[tuple[Any, ...]] = [(w.w_in, w.w_out.t(), w.b_in, w.b_out) for w in experts]
+        names = NAMES if spec.bias else NAMES[:2]
+        return {name: torch.stack(column) for name, column in zip(names, zip(*columns, strict=True), strict=False)}
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
         return {"forward": _forward, "_load_from_state_dict": _load_from_state_dict}
@@ -80,8 +75,7 @@ class TutelMoE(Adapter):
 def _load_from_state_dict(block: Any, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:
     """As of any module, and the number of experts is compared as Tutel does.
 
-    Tutel's own method also adds zeros for parameters of experts that it does not find, by the names that they have now;
-    those are no keys of a state dict.
+    Tutel's own method also adds zeros for experts' parameters that it does not find, by names that no state dict has.
     """
     key = f"{prefix}_num_global_experts"
     found = state_dict.setdefault(key, block._num_global_experts)  # older checkpoints have none
@@ -147,8 +141,3 @@ def _forward(
     block.l_aux = y.l_aux = l_aux
     result: Tensor = y if block.result_func is None else block.result_func(y)
     return result
-
-
-def adapters() -> tuple[Adapter, ...]:
-    """The adapter for Tutel."""
-    return (TutelMoE(),)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.base import Adapter
+from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.ranks.collective import Collective, Operation
 
 TOKENS = 16
@@ -23,13 +23,12 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, tor
 class Trial:
     """Remembers what a block answers to random tokens; `problem()` asks again."""
 
-    def __init__(self, adapter: Adapter, block: nn.Module, collective: Collective) -> None:
+    def __init__(self, adapter: Adapter, spec: ExpertsSpec, block: nn.Module, collective: Collective) -> None:
         self._adapter, self._block, self._collective = adapter, block, collective
         like = next(block.parameters())
         experts = next(p for p in getattr(block, adapter.experts_name).parameters())
-        spec_dim = adapter.describe(block).dim
         generator = torch.Generator().manual_seed(collective.rank)
-        self._x = torch.randn(1, TOKENS, spec_dim, generator=generator).to(like.device, experts.dtype)
+        self._x = torch.randn(1, TOKENS, spec.dim, generator=generator).to(like.device, experts.dtype)
         self._before = self._answer()
 
     def _answer(self) -> list[Any]:

@@ -43,7 +43,7 @@ from prophet.state.tensor_index import TensorReader
 MAX_DESCRIPTION_BYTES = 1 << 28
 FORMAT = 2
 # how an optimizer computes is the reading one's own choice
-_NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _SHOWN = 4  # names in a message
 
 
@@ -102,7 +102,7 @@ def _describe(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
 ) -> tuple[str, dict[str, Any]]:
     """The description, the same on all processes but for what differs by mistake, and this process's entries."""
-    described = _Training(model, optimizer)
+    described = Training(model, optimizer)
     entries: dict[str, Any] = dict(described.model_entries())
     groups = []
     if optimizer is not None:
@@ -193,7 +193,7 @@ class _Reading:
     def prepare(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """Check that the checkpoint fits, and make the optimizer state to read into."""
         said = _read_description(folder)
-        described = _Training(model, optimizer)
+        described = Training(model, optimizer)
         self.entries.update(described.model_entries())
         self.tensors, self.extra = folder / said["tensors"], said["extra"]
         self.reader = TensorReader(self.tensors)
@@ -215,7 +215,7 @@ class _Reading:
                 self.states[id(p)] = state
 
 
-class _Training:
+class Training:
     """A model and an optimizer by name: what is an entry of a checkpoint, and under which name."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -303,7 +303,7 @@ class _Training:
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     found = {}
     for key, value in group.items():
-        if key not in _NOT_SETTINGS:
+        if key not in NOT_SETTINGS:
             single = isinstance(value, Tensor) and value.numel() == 1
             found[key] = plain(value.item() if single else value, f"the optimizer's setting {key}")
     return found
@@ -340,20 +340,27 @@ def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any],
 
 
 def _saved_settings(
-    folder: Path, said: Mapping[str, Any], optimizer: torch.optim.Optimizer, described: _Training
+    folder: Path, said: Mapping[str, Any], optimizer: torch.optim.Optimizer, described: Training
 ) -> list[dict[str, Any]]:
     """The settings to give to each of the optimizer's groups."""
     wanted = type(optimizer).__name__
     if said["optimizer"] != wanted:
         what = f"the state of {said['optimizer']}" if said["optimizer"] else "no optimizer state"
         raise CheckpointError(f"{folder}: expected the state of {wanted}, the checkpoint has {what}")
-    by_name = {name: g["settings"] for g in said["groups"] for name in g["parameters"]}
+    return settings_by_group(folder, said["groups"], optimizer, described)
+
+
+def settings_by_group(
+    folder: Path, groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer, described: Training
+) -> list[dict[str, Any]]:
+    """The settings that the parameters of each of the optimizer's groups were saved with; `{}` without parameters."""
+    by_name = {name: g["settings"] for g in groups for name in g["parameters"]}
     found = []
     for at, group in enumerate(optimizer.param_groups):
         names = [described.name_of(p) for p in group["params"]]
         missing = [n for n in names if n not in by_name]
         if missing:
-            raise CheckpointError(f"{folder}: the optimizer that was saved did not hold {_some(missing)}")
+            raise CheckpointError(f"{folder}: the optimizer that was saved did not hold {some(missing)}")
         settings = [by_name[n] for n in names]
         differ = [n for n, s in zip(names, settings, strict=True) if s != settings[0]]
         if differ:
@@ -409,13 +416,13 @@ def _check_files(folder: Path, parts: Mapping[Any, Any]) -> None:
             raise CheckpointError(f"{where}: expected at least {size} bytes, got {found}: the copy is incomplete")
 
 
-def _check_model(folder: Path, index: Mapping[str, Any], entries: Mapping[str, Tensor], described: _Training) -> None:
+def _check_model(folder: Path, index: Mapping[str, Any], entries: Mapping[str, Tensor], described: Training) -> None:
     """Raise `CheckpointError` unless the checkpoint holds this model; the same on all ranks."""
     names = described.all_model_names()
     saved = {n for n in index if n.startswith("model.")}
     for what, differ in (("lacks", names - saved), ("holds, and the model does not:", saved - names)):
         if differ:
-            raise CheckpointError(f"{folder}: the checkpoint {what} {_some(n.removeprefix('model.') for n in differ)}")
+            raise CheckpointError(f"{folder}: the checkpoint {what} {some(n.removeprefix('model.') for n in differ)}")
     _check_sizes(folder, index, entries)
 
 
@@ -427,7 +434,8 @@ def _check_sizes(folder: Path, index: Mapping[str, Any], entries: Mapping[str, T
             raise CheckpointError(f"{folder}: {name} should have shape {list(value.shape)}, the checkpoint has {got}")
 
 
-def _some(names: Any) -> str:
+def some(names: Any) -> str:
+    """The first names, and how many more there are."""
     listed = sorted(names)
     return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from prophet.errors import CheckpointError
-from prophet.ranks.collective import Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
 from prophet.ranks.process_group import collective_for, process_rank
 from prophet.spec import IntArray
 
@@ -30,6 +31,27 @@ def failure_of(call: Callable[[], None], *, run: bool = True) -> Exception | Non
     except (ValueError, RuntimeError, OSError) as error:
         return error
     return None
+
+
+@contextmanager
+def on_all_ranks(
+    what: str, model: nn.Module, *, said: str = "failed, their errors say why", timeout_s: float = DEFAULT_TIMEOUT_S
+) -> Iterator[None]:
+    """Go on when every process has done what stands under `with`.
+
+    Where one fails it raises its error, and the others `CheckpointError`: `what`, the ranks and `said`.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    flag = torch.tensor([int(error is not None)], device=device_of(model))
+    failed = collective_for(None, timeout_s=timeout_s).all_gather(flag, op=Operation(what)).flatten().nonzero()
+    if error is not None:
+        raise error
+    if len(failed):
+        raise CheckpointError(f"{what}: rank(s) {failed.flatten().tolist()} {said}")
 
 
 def short(error: BaseException) -> str:

@@ -133,7 +133,7 @@ def test_what_was_trained_is_saved_and_loaded_exactly(family: str, ranks: int, t
     assert any("experts" in n for n in changed), "nothing was trained"
 
     def back(group: Any) -> None:
-        from prophet_transformers.saving import load_pretrained
+        from prophet_transformers import load_pretrained
 
         prophet.revert(copies[group.rank])
         same_state(copies[group.rank], saved)
@@ -148,7 +148,7 @@ def test_what_was_trained_is_saved_and_loaded_exactly(family: str, ranks: int, t
 
 def _saving() -> None:
     """Imported before there are threads: two of them importing at once may see half of a module."""
-    import prophet_transformers.saving  # noqa: F401
+    import prophet_transformers  # noqa: F401
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -307,4 +307,4 @@ def test_the_report() -> None:
 
     console = Console(width=200, record=True, file=None, quiet=True)
     console.print(report)
-    assert report.table().row_count == 2
+    assert report.__rich__().row_count == 2

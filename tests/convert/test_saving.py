@@ -36,7 +36,7 @@ def same(model: nn.Module, state: dict[str, torch.Tensor]) -> bool:
 def test_save_pretrained_writes_the_original_layout(tmp_path: Path) -> None:
     models = pair()
     state = {n: t.clone() for n, t in models[0].state_dict().items()}
-    import prophet_transformers.saving  # noqa: F401 (two threads importing at once may see half of a module)
+    import prophet_transformers  # noqa: F401 (two threads importing at once may see half of a module)
 
     def body(group: Any) -> None:
         model = models[group.rank]

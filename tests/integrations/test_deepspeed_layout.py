@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prophet_deepspeed import layout
-from prophet_deepspeed.layout import CheckpointError
+
+from prophet.errors import CheckpointError
 
 NAMES = ("moe.0.w_in", "moe.0.b_out")
 
@@ -157,7 +158,7 @@ def test_a_half_written_file_is_never_in_the_place_of_a_whole_one(tmp_path: Path
     layout.write({"a": 1}, path)
     with pytest.raises((AttributeError, pickle.PicklingError, TypeError)):
         layout.write({"a": lambda: 0}, path)
-    assert layout.read(path, "a") == {"a": 1}
+    assert layout.read(path, others=["a"]) == {"a": 1}
 
 
 def test_microbatches_so_far_end_a_step() -> None:
