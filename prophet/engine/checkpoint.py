@@ -394,9 +394,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: expected a description ({type(error).__name__}: {error!s:.200})") from error
     wrong = misfit(said)
     if wrong is not None:
-        raise CheckpointError(
-            f"{path}: {wrong}: expected a description of format {FORMAT}, as prophet.checkpoint writes"
-        )
+        raise CheckpointError(f"{path}: expected a description of format {FORMAT}: {wrong} is not as `save` writes it")
     found: dict[str, Any] = said
     return found
 
