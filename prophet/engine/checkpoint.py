@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
-from prophet.engine.checkpoint_folder import DESCRIPTION, Folder, is_tensors
-from prophet.engine.checkpoint_json import as_given, plain
+from prophet.engine.checkpoint_folder import DESCRIPTION, Folder
+from prophet.engine.checkpoint_json import FORMAT, as_given, misfit, plain
 from prophet.engine.shared_errors import device_of, failure_of, short, together
 from prophet.errors import CheckpointError
 from prophet.experts.bank import ExpertBank
@@ -41,7 +41,6 @@ from prophet.spec import digest, odd_ones_out
 from prophet.state.tensor_index import TensorReader
 
 MAX_DESCRIPTION_BYTES = 1 << 28
-FORMAT = 2
 # how an optimizer computes is the reading one's own choice
 NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 _SHOWN = 4  # names in a message
@@ -208,8 +207,11 @@ class _Reading:
             self.trained.append(p)
             if name in said["states"]:
                 group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
-                state = _empty_state(p, said["states"][name], group, expert=name in described.banks)
-                _, found = described.state_entries(name, p, state)
+                try:
+                    state = _empty_state(p, said["states"][name], group, expert=name in described.banks)
+                    _, found = described.state_entries(name, p, state)
+                except (ValueError, RuntimeError, TypeError, MemoryError) as error:
+                    raise CheckpointError(f"{folder / DESCRIPTION}: states.{name}: {error!s:.200}") from error
                 _check_sizes(folder, index, found)
                 self.entries.update(found)
                 self.states[id(p)] = state
@@ -368,7 +370,12 @@ def settings_by_group(
                 f"{folder}: {names[0]} and {differ[0]} were saved with different settings, and are both in group {at} "
                 f"of the optimizer: build it with the groups it had"
             )
-        found.append(settings[0] if settings else {})
+        new = settings[0] if settings else {}
+        for key, value in new.items():
+            number = isinstance(group.get(key), Tensor) or type(group.get(key)) in (int, float)
+            if number and not (type(value) is float or (type(value) is int and abs(value) < 1 << 63)):
+                raise CheckpointError(f"{folder / DESCRIPTION}: groups: settings.{key!s:.100}: expected a number")
+        found.append(new)
     return found
 
 
@@ -381,16 +388,11 @@ def _read_description(folder: Path) -> dict[str, Any]:
     text = read_bytes(path, most_bytes=MAX_DESCRIPTION_BYTES, expected=needed, error=CheckpointError)
     try:
         said: dict[str, Any] = json.loads(text, object_hook=as_given)
-        fits = said["format"] == FORMAT and isinstance(said["states"], dict) and isinstance(said["extra"], dict)
-        fits = fits and all({"settings", "parameters"} <= set(g) for g in said["groups"])
-        fits = fits and is_tensors(said["tensors"])
-        for field in (f for fields in said["states"].values() for f in fields.values()):
-            fits = fits and ("value" in field or {"shape", "dtype"} <= set(field))
-            fits = fits and isinstance(getattr(torch, field.get("dtype", "float32"), None), torch.dtype)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: expected a description that prophet.checkpoint wrote ({error!r})") from error
-    if not fits:
-        raise CheckpointError(f"{path}: expected a description of format {FORMAT} that prophet.checkpoint wrote")
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
+        raise CheckpointError(f"{path}: expected a description ({type(error).__name__}: {error!s:.200})") from error
+    wrong = misfit(said)
+    if wrong is not None:
+        raise CheckpointError(f"{path}: expected a description of format {FORMAT}: {wrong} is not as `save` writes it")
     return said
 
 

@@ -9,6 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from prophet.engine.checkpoint_folder import is_tensors
+
+FORMAT = 2  # of a checkpoint's description
 _BY_NUMBER = "entries by number"
 _TENSOR = "tensor: dtype, shape, bytes in base 64"
 _DTYPES = {f"torch.{name}": name for name in ("bool", "int8", "uint8", "int32", "int64", "float32", "float64")}
@@ -48,3 +51,47 @@ def as_given(found: dict[str, Any]) -> Any:
         array = np.frombuffer(base64.b64decode(data, validate=True), dtype=_DTYPES[dtype])
         return torch.from_numpy(array.reshape(shape).copy())
     return found
+
+
+def misfit(said: Any) -> str | None:
+    """The field of a checkpoint's description that is not as `save` writes it; None where all are."""
+    if not isinstance(said, dict):
+        return "the whole"
+    fits = {
+        "format": said.get("format") == FORMAT,
+        "tensors": is_tensors(said.get("tensors")),
+        "optimizer": isinstance(said.get("optimizer", 0), str | None),
+        "extra": isinstance(said.get("extra"), dict),
+        "groups": isinstance(said.get("groups"), list) and all(map(_is_group, said["groups"])),
+        "states": isinstance(said.get("states"), dict),
+    }
+    for name, right in fits.items():
+        if not right:
+            return name
+    for name, fields in said["states"].items():
+        if not isinstance(fields, dict):
+            return f"states.{name!s:.100}"
+        for field, kept in fields.items():
+            if not _is_kept(kept):
+                return f"states.{name!s:.100}.{field!s:.100}: value, dtype, shape"
+    return None
+
+
+def _is_group(group: Any) -> bool:
+    """Whether it is a group of an optimizer: parameters by name, and their settings."""
+    if not isinstance(group, dict) or not isinstance(group.get("settings"), dict):
+        return False
+    names = group.get("parameters")
+    return isinstance(names, list) and all(isinstance(n, str) for n in names)
+
+
+def _is_kept(kept: Any) -> bool:
+    """Whether it describes one entry of an optimizer's state."""
+    if not isinstance(kept, dict) or "dtype" not in kept:
+        return isinstance(kept, dict) and "value" in kept
+    if not isinstance(kept["dtype"], str) or not isinstance(getattr(torch, kept["dtype"], None), torch.dtype):
+        return False
+    if "value" in kept:
+        return isinstance(kept["value"], bool | float) or (type(kept["value"]) is int and abs(kept["value"]) < 1 << 63)
+    shape = kept.get("shape")
+    return isinstance(shape, list) and all(type(n) is int and 0 <= n < 1 << 40 for n in shape)

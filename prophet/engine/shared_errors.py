@@ -62,7 +62,7 @@ def together(
     what: str, folder: Path, device: torch.device, error: Exception | None, numbers: Sequence[int] = ()
 ) -> IntArray:
     """Every process's `numbers`, by process. Raises `error`; where others have one, `CheckpointError` with its text."""
-    text = short(error).encode()[:_MESSAGE_BYTES] if error is not None else b""
+    text = short(error).encode(errors="replace")[:_MESSAGE_BYTES] if error is not None else b""
     row = [int(error is not None), *numbers, *text.ljust(_MESSAGE_BYTES)]
     mine = torch.tensor(row, dtype=torch.int64, device=device)
     table: IntArray = collective_for(None).all_gather(mine, op=Operation(what)).cpu().numpy()

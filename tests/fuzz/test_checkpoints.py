@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import pickle
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ import prophet
 from prophet.engine import checkpoint
 from prophet.errors import CheckpointError
 from prophet.state.tensor_index import TensorReader
-from tests.helpers.fuzzing import Format, Payload, feed
+from tests.helpers.fuzzing import VALUES, Format, Payload, feed, mutated, replaced
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 INDEXES, LOADS = 2000, 400
@@ -99,3 +101,34 @@ def test_a_payload_is_named_and_not_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\.metadata: .*an index has no os\.makedirs; it was not run"):
         TensorReader(tmp_path).read_metadata()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_damaged_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
+    """The description, as bytes and field by field, read into a model and its optimizer as `load` does it."""
+    folder = tmp_path / "copy"
+    shutil.copytree(saved, folder)
+    model = prophet.MoE(dim=4, hidden=6, num_experts=4, top_k=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    document = json.loads((saved / "training.json").read_text())
+    fields = [
+        *(((name,), VALUES) for name in ("format", "optimizer", "groups", "states", "extra")),
+        *((("groups", 0, name), VALUES) for name in ("parameters", "settings")),
+        *((("states", "experts.w_in", "exp_avg", name), VALUES) for name in ("dtype", "shape")),
+        (("states", "experts.w_in", "step", "value"), VALUES),
+    ]
+    rng = random.Random(1)
+    valid = ((saved / "training.json").read_bytes(),)
+    wrong: list[str] = []
+    for i in range(LOADS):
+        content = (
+            json.dumps(replaced(rng, document, fields)[0]).encode() if i % 2 else mutated(rng, valid, b"\x80\x04N.")
+        )
+        (folder / "training.json").write_bytes(content)
+        try:
+            checkpoint.load(folder, model, optimizer)
+        except CheckpointError as error:
+            if str(folder) not in str(error):
+                wrong.append(f"no file named: {error}")
+        except BaseException as error:
+            wrong.append(f"{type(error).__name__}: {error!s:.100} from {content[:80]!r}")
+    assert not wrong, f"{len(wrong)}: {wrong[:5]!a}"
