@@ -27,7 +27,7 @@ from prophet.planner import OPTIONS, PLANNER_NAMES, Planner, get_planner, warm
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import ProphetPlanner
 from prophet.planner.published import forced_balance
-from prophet.planner.settle import settled_cost
+from prophet.planner.withdraw import settled_cost
 from prophet.spec import FloatArray, IntArray, Placement, PlanContext
 from prophet.traces.npz import RoutingTrace, read_trace
 

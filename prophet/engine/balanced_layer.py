@@ -19,7 +19,7 @@ from prophet.experts.bank import Replica
 from prophet.layer.counts import Counts, Row, compare_splits
 from prophet.layer.moe import MoE
 from prophet.layer.port import LayerWindow, Pass, Port
-from prophet.planner.settle import pays
+from prophet.planner.withdraw import pays
 from prophet.scheduler.actions import Window
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.pieces import Form

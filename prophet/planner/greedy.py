@@ -117,7 +117,7 @@ class ProphetPlanner(Planner):
     are compared with it; elsewhere the fast plan is made. Most calls return what they were given. Without a placement
     in force the first is grown at once.
     `withdraws`: whether a step goes on without its replicas where the exact load turns out not to be worth the rest of
-    their transfers (see `planner.settle`).
+    their transfers (see `planner.withdraw`).
     """
 
     keep_margin: float = 0.002

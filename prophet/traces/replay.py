@@ -17,7 +17,7 @@ import numpy as np
 from prophet.errors import SpecError
 from prophet.planner.base import Planner
 from prophet.planner.cost import step_cost
-from prophet.planner.settle import settled_cost
+from prophet.planner.withdraw import settled_cost
 from prophet.spec import FloatArray, IntArray, Placement, PlanContext
 from prophet.traces.npz import RoutingTrace
 
