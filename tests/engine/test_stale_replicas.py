@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -12,7 +13,8 @@ from tests.helpers.support import RandomPlanner, TinyModel, on_threads
 RANKS = 2
 
 
-def test_replicas_follow_parameters_that_changed_in_place_on_one_rank_only() -> None:
+@pytest.mark.parametrize("when", ["replicas are here", "Trans is under way"])
+def test_replicas_follow_parameters_that_changed_in_place_on_one_rank_only(when: str) -> None:
     ids = torch.randint(0, 11, (RANKS, 6, 5), generator=torch.Generator().manual_seed(0))
 
     def body(c: ThreadCollective) -> tuple[float, int]:
@@ -24,7 +26,10 @@ def test_replicas_follow_parameters_that_changed_in_place_on_one_rank_only() -> 
             optimizer.zero_grad()
             F.cross_entropy(model(mine).flatten(0, 1), mine.flatten()).backward()
             optimizer.step()
-        model(mine)  # the step's replicas are out
+        if when == "replicas are here":
+            model(mine)
+        else:
+            engine.ensure_step()
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if c.rank == 0 or "experts" not in name:
