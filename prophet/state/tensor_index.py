@@ -7,6 +7,7 @@ classes that torch writes, and refuses every other name. The tensors themselves 
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from prophet.errors import CheckpointError
+from prophet.files import read_bytes
 
 TENSOR_INDEX = ".metadata"
 MAX_INDEX_BYTES = 1 << 28
@@ -106,18 +108,12 @@ class TensorReader(FileSystemReader):
 
 def _read_index(folder: Path) -> Metadata:
     """The index in `folder`, checked; `CheckpointError` otherwise."""
-    file = folder / TENSOR_INDEX
-    expected = f"{file}: expected torch's index of the tensors"
+    file, what = folder / TENSOR_INDEX, "torch's index of the tensors"
+    data = read_bytes(file, most_bytes=MAX_INDEX_BYTES, expected=what, error=CheckpointError)
+    expected = f"{file}: expected {what}"
     try:
-        if file.stat().st_size > MAX_INDEX_BYTES:
-            raise CheckpointError(f"{file}: expected at most {MAX_INDEX_BYTES} bytes")
-        with file.open("rb") as f:
-            found = _Unpickler(f).load()
+        found = _Unpickler(io.BytesIO(data)).load()
         problem = _problem(found)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{expected}: {error.strerror}") from error
     except Exception as error:  # a damaged pickle fails in any way that Python has
         raise CheckpointError(f"{expected}: {type(error).__name__}: {error!s:.200}") from error
     if problem:
