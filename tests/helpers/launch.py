@@ -151,13 +151,12 @@ class _Start(NamedTuple):
     def prepare(self, rank: int) -> None:
         torch.set_num_threads(1)
         if self.told is None:
-            dist.init_process_group(
-                "gloo",
-                init_method=f"file://{self.store}",
-                rank=rank,
-                world_size=self.size,
-                timeout=timedelta(seconds=self.timeout_s),
-            )
+            limit = timedelta(seconds=self.timeout_s)
+            store = dist.FileStore(self.store, self.size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=self.size, timeout=limit)
+            # gloo connects ranks one by one: a body that vanishes at once must not cut off one that still connects
+            store.set(f"connected/{rank}", "yes")
+            store.wait([f"connected/{r}" for r in range(self.size)], limit)
         else:
             os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.size)})
             os.environ.update(self.told)
