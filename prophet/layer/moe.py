@@ -124,6 +124,7 @@ class MoE(nn.Module):
         self.gate = router
         self.experts = experts
         self.stats: LayerStats | None = None
+        self._number: int | None = None  # among the group's layers that nobody balances, by their first runs
         self._port: Port = self.plain_port()
         self._book: LossBook | None = None
 
@@ -208,6 +209,11 @@ class MoE(nn.Module):
             extra = routing.first_choice_counts()
         elif routing.kept is not None and (config.aux_loss != "none" or config.bias_update_rate > 0):
             extra = routing.choice_counts()
+        place = port.index
+        if place is None:
+            if self._number is None:
+                self._number = self.collective.frames.next_layer()
+            place = self._number
         counts = exchange_counts(
             port.tell(),
             routing,
@@ -216,6 +222,7 @@ class MoE(nn.Module):
             first_choices=config.aux_loss == "gshard",
             collective=self.collective,
             layer=port.index,
+            place=place,
             stopwatch=port.stopwatch,
         )
         counts.check(self.collective.rank, self.label)
