@@ -10,6 +10,7 @@ from torch import nn
 from prophet.engine.balanced_layer import BalancedLayer
 from prophet.engine.config import EngineConfig, Experiment, check_equal, check_optimizer
 from prophet.engine.engine import Engine
+from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp
 from prophet.layer.moe import moe_layers
 from prophet.ranks.process_group import processes
@@ -67,4 +68,5 @@ def attach(
     collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
     engine = Engine(layers, collective, config, experiment)
     engine.follow(model, optimizer)
+    share_overflows(layers)
     return engine
