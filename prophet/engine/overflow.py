@@ -66,7 +66,7 @@ class Following:
         _followers.setdefault(optimizer, []).append(follower)
 
     def remove(self) -> None:
-        self._optimizer, optimizer = lambda: None, self._optimizer()
+        optimizer = self._optimizer()
         if optimizer is not None:
             _followers[optimizer].remove(self._follower)
 
