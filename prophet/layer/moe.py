@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from prophet.experts.bank import ExpertBank
+from prophet.experts.bank import Bank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.gate import Gate, GateConfig, Router, Routing
 from prophet.kernels.choice import Impl
-from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.split_apply import inverse, send_order
 from prophet.layer.counts import Counts, exchange_counts
@@ -102,7 +102,7 @@ class MoE(nn.Module):
         ranks = collective.size
         m = check_experts_per_rank(num_experts, ranks)
         router = Gate(dim, num_experts, top_k, gate, impl=impl)
-        experts = ExpertBank(
+        experts = FeedForwardBank(
             dim,
             hidden,
             m,
@@ -114,11 +114,11 @@ class MoE(nn.Module):
         )
         self._assemble(router, experts, top_k, collective, impl)
 
-    def _assemble(self, router: Router, experts: ExpertBank, top_k: int, collective: Collective, impl: Impl) -> None:
+    def _assemble(self, router: Router, experts: Bank, top_k: int, collective: Collective, impl: Impl) -> None:
         """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
         self.collective = collective
         self.replicas: Collective | None = None  # the ranks with the same experts; `ExpertReplicas` sets it
-        self.dim, self.hidden = experts.dim, experts.hidden
+        self.dim = experts.dim
         self.num_experts, self.top_k = experts.total_experts, top_k
         self.impl: Impl = impl
         self.gate = router
@@ -133,7 +133,7 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
             f"rank={self.collective.rank} of {self.collective.size}"
         )
 
@@ -144,11 +144,7 @@ class MoE(nn.Module):
 
     def signature(self) -> str:
         """What must be equal on all ranks for the layer to work, as text."""
-        e = self.experts
-        return (
-            f"dim={self.dim} hidden={self.hidden} num_experts={self.num_experts} top_k={self.top_k} "
-            f"activation={e.activation} bias={e.b_in is not None} dtype={e.w_in.dtype} gate={self.gate.config}"
-        )
+        return f"num_experts={self.num_experts} top_k={self.top_k} {self.experts.signature()} gate={self.gate.config}"
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x` [..., D]; returns the same shape. Collective over the group's ranks."""
@@ -199,7 +195,7 @@ class MoE(nn.Module):
         self.experts.check_parameters()
         if torch.is_autocast_enabled(x.device.type):
             return torch.get_autocast_dtype(x.device.type)
-        dtype = self.experts.w_in.dtype
+        dtype = self.experts.dtype
         if x.dtype != dtype:
             raise ValueError(f"{self.label} has {dtype} parameters, got {x.dtype} input")
         return dtype
@@ -238,16 +234,7 @@ class MoE(nn.Module):
         replicas = port.replicas()
         port.window("FEC")
         with watch("expert"):
-            out = grouped_ffn(
-                rows,
-                sizes,
-                self.experts.stacked_weights(),
-                self.experts.activation,
-                replicas=[r.weights for r in replicas],
-                replica_grads=[r.weight_grads() for r in replicas],
-                grad_scale=self.experts.grad_scale,
-                impl=self.impl,
-            )
+            out = self.experts.run(rows, sizes, replicas, impl=self.impl)
         return on_backward(out, begin_backward)
 
     def _account(self, routing: Routing, counts: Counts, split: Split, forward: Pass) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from prophet.experts.bank import ExpertBank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.machine.fit import Fit, Line, fit_line, rate_of
 from prophet.machine.measure import Measured, Probe, Ranges, measure_all, measure_overlap
 from prophet.ranks.collective import Collective
@@ -63,13 +63,13 @@ def calibrate(
         repeats=repeats,
         parts=(lambda fitted, between: (fitted, between)) if held_out else (lambda fitted, _: (fitted, [])),
     )
-    bank = ExpertBank(dim, hidden, 1, activation=activation).to(place, dtype)
+    bank = FeedForwardBank(dim, hidden, 1, activation=activation).to(place, dtype)
     chosen = ranges or Ranges()
     overlap_cost = measure_overlap(
         Probe(collective, place, repeats),
         bank,
         rows=chosen.tokens[1],
-        n_bytes=chosen.halves[1] * bank.expert_numel // 2 * bank.w_in.element_size(),  # short ones drown in noise
+        n_bytes=chosen.halves[1] * bank.expert_numel // 2 * bank.dtype.itemsize,  # short ones drown in noise
     )
     return calibration_of(
         measured,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prophet.errors import SpecError
-from prophet.experts.bank import ExpertBank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.machine.calibrate import Calibration, calibrate, check, model_lines
 from prophet.machine.fit import Fit, Line, Point, fit_line, rate_of
 from prophet.machine.measure import Probe, Ranges, measure_overlap
@@ -123,7 +123,7 @@ class _Told(Probe):
 def test_what_a_hidden_transfer_costs_is_what_it_adds_per_second(
     beside_s: float, spread_s: float, expected: float
 ) -> None:
-    bank = ExpertBank(8, 16, 1)
+    bank = FeedForwardBank(8, 16, 1)
 
     def told(c: ThreadCollective) -> float:
         return measure_overlap(_Told(c, [[2.0, 1.0], [5.0, beside_s]], spread_s), bank, rows=4, n_bytes=256)
