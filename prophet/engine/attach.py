@@ -42,9 +42,12 @@ def attach(
     if not layers:
         raise ValueError("the model has no prophet.MoE layer to balance")
     if any(isinstance(layer._port, BalancedLayer) for layer in layers):
-        raise ValueError("a layer of this model is already attached to an engine; close that one first")
+        raise ValueError(
+            "a layer of this model is already attached to an engine: call close() of that one first, which ends "
+            "balancing and leaves converted experts converted"
+        )
     for layer in layers:
-        layer.experts.check_parameters()
+        layer.check()
     leave_out_of_ddp(model)
     first = layers[0].collective
     for layer in layers:

@@ -355,6 +355,7 @@ class Engine:
     def close(self) -> None:
         """Detach: layers go back to plain expert parallelism, hooks and threads end; again is harmless.
 
+        A converted model stays converted, every expert at its home alone; `prophet.revert(model)` undoes that.
         Not collective, so it can follow an error: transfers under way are left to themselves. Gradients that replicas
         still hold are lost; `runtime.finish_gradients()` brings them home first.
         """

@@ -91,7 +91,7 @@ def _layers_of(optimizer: Any) -> list[MoE]:
 
 def _share(found: dict[torch.device, Tensor], layers: Sequence[MoE]) -> None:
     """Let `found`, by device and not zero where a gradient is infinite, say what any rank has found; collective."""
-    device = layers[0].experts.w_in.device
+    device = layers[0].experts.device
     mine = torch.zeros(2, device=device)  # whether an infinite gradient was found; whether there were any gradients
     for value in found.values():
         mine[0] += value.to(device, non_blocking=True)
