@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from prophet.engine.balanced_layer import BalancedLayer, StepCounts
 from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of
+from prophet.engine.overflow import Following
 from prophet.engine.parallel import DriftWatch, clip_grad_norm_, update_biases
 from prophet.engine.replan import EVERY_STEP
 from prophet.engine.report import StepReport
@@ -113,8 +114,9 @@ class Engine:
             model.register_forward_pre_hook(lambda m, _: self.ensure_step() if m is model and m.training else None)
         )
         if optimizer is not None:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.complete_gradients()))
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.finish_step()))
+            self._hooks.append(Following(optimizer, self))
 
     @property
     def device(self) -> torch.device:
@@ -169,7 +171,8 @@ class Engine:
         found = {window: us for layer in self.balanced for window, us in layer.windows.agreed_us().items()}
         return found if any(found.values()) else {}
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def complete_gradients(self) -> None:
+        """Bring home what is still away, with a warning. Called before the optimizer reads its gradients."""
         if self.runtime.finish_gradients():
             warnings.warn(
                 f"optimizer.step() came before {self.config.accumulation_steps} backward passes had run outside "
@@ -354,6 +357,7 @@ class Engine:
     def close(self) -> None:
         """Detach: layers go back to plain expert parallelism, hooks and threads end; again is harmless.
 
+        A converted model stays converted, every expert at its home alone; `prophet.revert(model)` undoes that.
         Not collective, so it can follow an error: transfers under way are left to themselves. Gradients that replicas
         still hold are lost; `runtime.finish_gradients()` brings them home first.
         """

@@ -147,6 +147,10 @@ class MoE(nn.Module):
         """What must be equal on all ranks for the layer to work, as text."""
         return f"num_experts={self.num_experts} top_k={self.top_k} {self.experts.signature()} gate={self.gate.config}"
 
+    def check(self) -> None:
+        """Raise ValueError unless the experts can be trained as they are."""
+        self.experts.check_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x` [..., D]; returns the same shape. Collective over the group's ranks."""
         return self._apply_experts(x, self.gate)
