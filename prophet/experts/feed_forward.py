@@ -121,7 +121,7 @@ class FeedForwardBank(Bank):
     def shape(self) -> LayerShape:
         """The sizes the performance model needs, at the parameters' precision."""
         size = self.w_in.element_size()
-        return LayerShape(
+        return LayerShape.feed_forward(
             dim=self.dim,
             hidden=self.hidden,
             activation=self.activation,
