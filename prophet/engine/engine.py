@@ -35,7 +35,8 @@ from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.moe import MoE
 from prophet.planner import get_planner
 from prophet.planner.base import Planner
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.process_group import at_work
 from prophet.scheduler.actions import Window
 from prophet.scheduler.budget import within_budget
 from prophet.scheduler.recording import ObservedCollective, Recording
@@ -60,7 +61,9 @@ class Engine:
         self.replan = config.replan or EVERY_STEP
         self.planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
         if collective.size > 1:
-            self.planner.warm()  # compiles now, so that no step does
+            with at_work("compiling the planner"):
+                self.planner.warm()  # compiles now, so that no step does
+            collective.meet(Operation("attaching of an engine"))  # a cold machine may need minutes for it
         self.compared = collective.size > 1 and self.planner.replicates
         contexts = [context_of(layer, collective.size, config) for layer in layers]
         contexts[0] = replace(contexts[0], windows=replace(config.windows, experts=False))
