@@ -49,7 +49,8 @@ class Engine:
     """Balances the MoE layers of one model on one rank; made by `attach`.
 
     layers: the model's; balanced: what is known of each. last_step: the report of the last step; on_step: called with
-    every report. compared: whether ranks compare placements. split_digest: of the last split that had a choice.
+    every report. updates: how often the optimizer has run, also where no step was under way. compared: whether ranks
+    compare placements. split_digest: of the last split that had a choice.
     """
 
     def __init__(self, layers: list[MoE], collective: Collective, config: EngineConfig, experiment: Experiment) -> None:
@@ -64,7 +65,7 @@ class Engine:
         contexts = [context_of(layer, collective.size, config) for layer in layers]
         contexts[0] = replace(contexts[0], windows=replace(config.windows, experts=False))
         check_budget(config, self.planner, contexts)
-        self.step = 0
+        self.step = self.updates = 0
         self.last_step: StepReport | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
         self.watch: DriftWatch | None = None
@@ -182,6 +183,7 @@ class Engine:
 
     def finish_step(self) -> None:
         """End the step: replicas vanish and the report is written. Called by the optimizer's hook."""
+        self.updates += 1  # a rank whose optimizer runs without a forward pass is out of step, too
         step = self.runtime.step
         if step is None:
             return

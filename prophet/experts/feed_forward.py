@@ -44,7 +44,8 @@ class FeedForwardBank(Bank):
         bias: bool = True,
     ) -> None:
         super().__init__(experts, first_expert=first_expert, total_experts=total_experts, ep_size=ep_size)
-        self.dim, self.hidden = dim, hidden
+        self.dim = self.dim_out = dim
+        self.hidden = hidden
         self.activation: Activation = activation
         rows = 2 * hidden if activation in GATED else hidden
         self.w_in = nn.Parameter(torch.empty(experts, rows, dim))
@@ -121,7 +122,7 @@ class FeedForwardBank(Bank):
     def shape(self) -> LayerShape:
         """The sizes the performance model needs, at the parameters' precision."""
         size = self.w_in.element_size()
-        return LayerShape(
+        return LayerShape.feed_forward(
             dim=self.dim,
             hidden=self.hidden,
             activation=self.activation,
@@ -137,6 +138,11 @@ class FeedForwardBank(Bank):
             f"dim={self.dim} hidden={self.hidden} activation={self.activation} bias={self.b_in is not None} "
             f"dtype={self.dtype} frozen={frozen}"
         )
+
+    def row_dtype(self, x: Tensor) -> torch.dtype:
+        """That of the products: the parameters', or autocast's."""
+        device = x.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.dtype
 
     def run(
         self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"

@@ -23,10 +23,9 @@ import torch
 
 from prophet.errors import SpecError
 from prophet.experts.bank import Bank
-from prophet.experts.feed_forward import FeedForwardBank
 from prophet.machine.fit import Point
 from prophet.ranks.collective import Collective, Operation
-from prophet.spec import FloatArray, LayerShape
+from prophet.spec import FloatArray
 
 _MOST_OVERLAP_COST = 0.95  # measured figures of all of a transfer's time and more are noise
 _OFTEN = 8  # samples of a short run for one of the longest, at most
@@ -326,22 +325,21 @@ def measure_overlap(probe: Probe, bank: Bank, *, rows: int, n_bytes: int) -> flo
 
 def measure_all(
     collective: Collective,
-    shape: LayerShape,
+    bank_of: Callable[[int], Bank],
     ranges: Ranges,
     *,
-    dtype: torch.dtype,
     device: torch.device,
     ranks_per_node: int,
     repeats: int,
     parts: Parts,
 ) -> dict[str, Measured]:
-    """All operations by name; collective. `parts` chooses among the fitted and the held-out sizes."""
+    """All operations by name; collective. `parts` chooses among the fitted and the held-out sizes.
+
+    bank_of: makes a bank of so many of the experts to be timed, on `device`.
+    """
     probe = Probe(collective, device, repeats)
     size, rank = collective.size, collective.rank
-    banks = {
-        g: FeedForwardBank(shape.dim, shape.hidden, g, activation=shape.activation, bias=shape.bias).to(device, dtype)
-        for g in sorted(set(ranges.groups))
-    }
+    banks = {g: bank_of(g) for g in sorted(set(ranges.groups))}
     first = banks[min(banks)]
     found: list[Measured] = []
     node = np.arange(size) // ranks_per_node
