@@ -185,7 +185,9 @@ class Engine:
             )
 
     def finish_step(self) -> None:
-        """End the step: replicas vanish and the report is written. Called by the optimizer's hook."""
+        """End the step: replicas vanish and the report is written. Called when the optimizer has run, or a `GradScaler`
+        has skipped it.
+        """
         self.updates += 1  # a rank whose optimizer runs without a forward pass is out of step, too
         step = self.runtime.step
         if step is None:
