@@ -12,7 +12,7 @@ from prophet.convert.state import load_original_state_dict, original_state_dict
 from prophet.engine.checkpoint import some
 from prophet.errors import CheckpointError, PartialStateError
 from prophet.ranks.collective import Operation
-from prophet.ranks.process_group import at_work, collective_for, process_rank, processes, roll_call
+from prophet.ranks.process_group import at_work, collective_for, meet, process_rank, processes, roll_call
 
 
 def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
@@ -40,9 +40,8 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     end = Operation("end of save_pretrained")
     failed = group.meet(end, failed=error is not None)
     if processes() > group.size:
-        failed += [
-            r for r, words in enumerate(meet(end, "failed" if failed else "", timeout_s=group.timeout_s)) if words
-        ]
+        words = meet(end, "failed" if failed else "", timeout_s=group.timeout_s)
+        failed = [rank for rank, word in enumerate(words) if word]
     if error is not None:
         raise error
     if failed:
