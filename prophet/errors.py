@@ -74,6 +74,10 @@ class PlanMismatch(RuntimeError):
     """The ranks do not agree on what they are about to do; the message names those that differ."""
 
 
+class OutOfStep(PlanMismatch):
+    """A rank has skipped or repeated a step, a layer or a pass; the message says which rank is where."""
+
+
 class ConfigMismatch(RuntimeError):
     """The ranks were configured differently; the message names those that differ."""
 

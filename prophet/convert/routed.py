@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.checks import check_adapters
 from prophet.convert.partial_state import mark_part
-from prophet.experts.bank import ExpertBank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.gate import Router, Routing
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
@@ -47,7 +47,9 @@ class RoutedExperts(MoE):
     written to a file of one rank; see `original_state_dict`.
     """
 
-    def __init__(self, bank: ExpertBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
+    experts: FeedForwardBank
+
+    def __init__(self, bank: FeedForwardBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
         nn.Module.__init__(self)
         self._assemble(Router(), bank, origin.spec.top_k, collective, impl)
         self.origin = origin
@@ -64,19 +66,21 @@ class RoutedExperts(MoE):
         """
 
         def given(_: Tensor) -> Routing:
-            self._check_adapters()
+            if self.training and not self._adapters_checked:
+                self.check()
+                self._adapters_checked = True
             return Routing.given(ids, weights, self.num_experts, kept)
 
         return self._apply_experts(x, given).to(x.dtype)
 
-    def _check_adapters(self) -> None:
-        """Before the first token is trained on: has PEFT been told to adapt experts, which it cannot find any more?"""
-        if self._adapters_checked or not self.training:
-            return
+    def check(self) -> None:
+        """Has PEFT been told to adapt experts, too, which it cannot find any more? Asked again before training."""
+        super().check()
         model = self.origin.model() if self.origin.model else None
         if model is not None:
-            check_adapters(model, [(name, layer.origin.skeleton) for name, _, _, layer in converted(model)])
-        self._adapters_checked = True
+            check_adapters(
+                model, [(name, self.origin.skeleton) for name, *_, layer in converted(model) if layer is self]
+            )
 
     @property
     def spread(self) -> bool:
@@ -85,19 +89,18 @@ class RoutedExperts(MoE):
 
     def local_experts(self) -> list[ExpertWeights]:
         """This rank's experts, as views."""
-        bank = self.experts
-        return [
-            ExpertWeights(*(None if p is None else p.detach()[i] for p in bank.stacked_weights()))  # type: ignore[arg-type]
-            for i in range(bank.experts)
-        ]
+        return [self.experts.expert_weights(i) for i in range(self.experts.experts)]
 
     def gathered(self) -> list[ExpertWeights]:
         """All E experts, on every rank; collective."""
-        parts: dict[str, Tensor] = {}
-        for name, p in self.experts.stacked():
+        parts: list[Tensor | None] = []
+        for name, p in self.experts.weights()._asdict().items():
             op = Operation(f"gathering of the experts' {name}")
-            parts[name] = self.collective.all_gather(p.detach(), op=op).flatten(0, 1)
-        return [ExpertWeights(**{n: p[e] for n, p in parts.items()}) for e in range(self.num_experts)]
+            parts.append(None if p is None else self.collective.all_gather(p.detach(), op=op).flatten(0, 1))
+        return [
+            ExpertWeights(*(None if p is None else p[e] for p in parts))  # type: ignore[arg-type]
+            for e in range(self.num_experts)
+        ]
 
     def packed(self, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
         """All of `experts` as the parameters of the module they come from, contiguous."""
@@ -115,9 +118,7 @@ class RoutedExperts(MoE):
         spec, bank = self.origin.spec, self.experts
         first = bank.first_expert if spec.held == self.num_experts else 0
         for local in range(bank.experts):
-            weights = self.origin.adapter.unpack(spec, state, first + local)
-            for name, p in bank.stacked():
-                p[local].copy_(getattr(weights, name))
+            bank.set_expert_weights(local, self.origin.adapter.unpack(spec, state, first + local))
 
 
 def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, RoutedExperts]]:

@@ -25,11 +25,12 @@ from torch import Tensor, nn
 
 from prophet.engine.balanced_layer import BalancedLayer, StepCounts
 from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of
+from prophet.engine.overflow import Following
 from prophet.engine.parallel import DriftWatch, clip_grad_norm_, update_biases
 from prophet.engine.replan import EVERY_STEP
 from prophet.engine.report import StepReport
 from prophet.engine.resume import engine_state, engine_state_from
-from prophet.experts.bank import ReplicaPool
+from prophet.experts.replica import ReplicaPool
 from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.moe import MoE
 from prophet.planner import get_planner
@@ -48,7 +49,8 @@ class Engine:
     """Balances the MoE layers of one model on one rank; made by `attach`.
 
     layers: the model's; balanced: what is known of each. last_step: the report of the last step; on_step: called with
-    every report. compared: whether ranks compare placements. split_digest: of the last split that had a choice.
+    every report. updates: how often the optimizer has run, also where no step was under way. compared: whether ranks
+    compare placements. split_digest: of the last split that had a choice.
     """
 
     def __init__(self, layers: list[MoE], collective: Collective, config: EngineConfig, experiment: Experiment) -> None:
@@ -63,7 +65,7 @@ class Engine:
         contexts = [context_of(layer, collective.size, config) for layer in layers]
         contexts[0] = replace(contexts[0], windows=replace(config.windows, experts=False))
         check_budget(config, self.planner, contexts)
-        self.step = 0
+        self.step = self.updates = 0
         self.last_step: StepReport | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
         self.watch: DriftWatch | None = None
@@ -112,13 +114,14 @@ class Engine:
             model.register_forward_pre_hook(lambda m, _: self.ensure_step() if m is model and m.training else None)
         )
         if optimizer is not None:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.complete_gradients()))
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.finish_step()))
+            self._hooks.append(Following(optimizer, self))
 
     @property
     def device(self) -> torch.device:
         """Where ranks exchange tensors."""
-        return self.layers[0].experts.w_in.device
+        return self.layers[0].experts.device
 
     # --- the step, driven by hooks ---
 
@@ -168,7 +171,8 @@ class Engine:
         found = {window: us for layer in self.balanced for window, us in layer.windows.agreed_us().items()}
         return found if any(found.values()) else {}
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def complete_gradients(self) -> None:
+        """Bring home what is still away, with a warning. Called before the optimizer reads its gradients."""
         if self.runtime.finish_gradients():
             warnings.warn(
                 f"optimizer.step() came before {self.config.accumulation_steps} backward passes had run outside "
@@ -179,6 +183,7 @@ class Engine:
 
     def finish_step(self) -> None:
         """End the step: replicas vanish and the report is written. Called by the optimizer's hook."""
+        self.updates += 1  # a rank whose optimizer runs without a forward pass is out of step, too
         step = self.runtime.step
         if step is None:
             return
@@ -352,6 +357,7 @@ class Engine:
     def close(self) -> None:
         """Detach: layers go back to plain expert parallelism, hooks and threads end; again is harmless.
 
+        A converted model stays converted, every expert at its home alone; `prophet.revert(model)` undoes that.
         Not collective, so it can follow an error: transfers under way are left to themselves. Gradients that replicas
         still hold are lost; `runtime.finish_gradients()` brings them home first.
         """

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from prophet.layer.moe import MoE, moe_layers
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.messages import share, tell
 from prophet.spec import IntArray, odd_ones_out
 
 
@@ -64,7 +65,7 @@ def clip_grad_norm_(
         # FSDP leaves every rank a part of a gradient
         whole = square.full_tensor() if hasattr(square, "full_tensor") else square
         squares[int(bool(getattr(p, "prophet_expert", False)))] += whole
-    of_experts = experts.all_gather(squares[1:], op=Operation("gradient norm")).sum()
+    of_experts = share(experts, squares[1:], op=Operation("gradient norm")).sum()
     norm = (squares[0] + of_experts).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if max_norm == float("inf") or (factor.device.type == "cpu" and float(factor) == 1.0):
@@ -91,7 +92,7 @@ def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
         return
     counts, replicas = torch.cat([c for _, c in biased]), biased[0][0].replicas
     if replicas is not None and replicas.size > 1:
-        counts = counts.to(biased[0][0].experts.w_in.device, non_blocking=True)
+        counts = counts.to(biased[0][0].experts.device, non_blocking=True)
         counts = replicas.all_gather(counts, op=Operation("choices of all replicas"), channel="weights").sum(0)
     for (layer, _), total in zip(biased, counts.split([c.numel() for _, c in biased]), strict=True):
         layer.gate.update_bias(total)
@@ -125,9 +126,10 @@ class DriftWatch:
         if self._warned or not self._watched or collective.size == 1:
             return
         sums = [p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64) for _, p in self._watched]
-        table = collective.all_gather(torch.stack(sums), op=Operation("comparison of shared parameters")).cpu()
-        for (name, _), column in zip(self._watched, table.unbind(1), strict=True):
-            differ = odd_ones_out(column.numpy())
+        op = Operation("comparison of shared parameters")
+        table = tell(collective, (), [torch.stack(sums)], op=op, device=sums[0].device)
+        for (name, _), column in zip(self._watched, table.T, strict=True):
+            differ = odd_ones_out(column)
             if differ:
                 self._warned = True
                 warnings.warn(
@@ -168,7 +170,7 @@ class ExpertReplicas:
         self._layers = layers
         for layer in layers:
             layer.replicas = replicas
-        self._params = [p for layer in layers for _, p in layer.experts.stacked()]
+        self._params = [p for layer in layers for p in layer.experts.parameters()]
         self._task = -1
         self._hooks: list[Any] = []
         for p in self._params:
