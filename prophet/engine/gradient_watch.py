@@ -2,9 +2,9 @@
 
 Ranks share all parameters but the experts', so a shared gradient has the same bits on all of them once it is averaged.
 `torch.nn.utils.clip_grad_norm_` takes the norm of one rank's experts. It multiplies every rank's gradients by another
-factor, and from then on the shared parameters drift apart. Adam's first step even hides that in the parameters, since it
-divides the factor out. So each optimizer's step leaves a digest of the gradients that it used, and the digests travel with
-the next step's counts.
+factor, and from then on the shared parameters drift apart. Adam's first step even hides that in the parameters, since
+it divides the factor out. So each optimizer step leaves a digest of the gradients that it used, and the digests travel
+with the next step's counts.
 
 Shape legend: R ranks, W gradients that are watched.
 """
@@ -68,9 +68,9 @@ class _Digests:
 class GradientWatch:
     """Compares over the ranks what one optimizer used of the gradients that ranks share.
 
-    Gradients that FSDP cuts, and those that DistributedDataParallel was told to leave alone, are not watched. Neighbours
-    are watched in pairs from all over the model, and a gradient that was zero makes room for another: of a LoRA pair one
-    is zero at first.
+    Gradients that FSDP cuts, and those that DistributedDataParallel was told to leave alone, are not watched.
+    Neighbours are watched in pairs from all over the model, and a gradient that was zero makes room for another: of a
+    LoRA pair one is zero at first.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -84,6 +84,7 @@ class GradientWatch:
         self._waiting = deque(_spread(shared))
         self._watched = [self._waiting.popleft() for _ in range(min(WATCHED, len(self._waiting)))]
         self._signs: dict[torch.device, Tensor] = {}
+        self._nothing = torch.zeros(DIGEST_NUMBERS, dtype=torch.int64)
         self._said: Tensor | None = None
         self._step = 0
         self._warned = False
@@ -119,17 +120,25 @@ class GradientWatch:
         bits = grad.view(_BITS[grad.element_size()]).sum(dtype=torch.int64)
         return torch.cat([bits.view(1), projections.view(torch.int64), parameter.view(1)])
 
-    def take(self) -> Tensor | None:
-        """The digest of the last step, [DIGEST_NUMBERS], once; None where there is none."""
+    def take(self, device: torch.device) -> Tensor:
+        """The digest of the last step, [DIGEST_NUMBERS] on `device`; zeros where it was taken already."""
         said, self._said = self._said, None
-        return said
+        return self._zeros(device) if said is None else said.to(device, non_blocking=True)
+
+    def _zeros(self, device: torch.device) -> Tensor:
+        """Zeros in place of a digest."""
+        if self._nothing.device != device:
+            self._nothing = self._nothing.to(device)
+        return self._nothing
 
     def compare(self, table: IntArray) -> None:
-        """Judge what all ranks said, [R, DIGEST_NUMBERS].
+        """Judge what all ranks said, [R, DIGEST_NUMBERS]; zeros say nothing.
 
         Raises `GradientMismatch` where ranks' gradients differ by one factor: each has clipped by another norm. Warns,
         once, where they differ otherwise, which is no mistake in local SGD.
         """
+        if not table.any():
+            return
         found = _Digests.read(table, len(self._watched))
         names = [n for n, _ in self._watched]
         apart = [odd_ones_out(column) for column in found.bits.T]
@@ -139,7 +148,8 @@ class GradientWatch:
         if drifted and not any(apart):
             self._warn(
                 f"{drifted[0][0]} of rank(s) {drifted[0][1]} differs from the other ranks', though ranks share all "
-                f"parameters but the experts' and step {self._step} has used the same gradients. Do all ranks start alike?"
+                f"parameters but the experts' and step {self._step} has used the same gradients. "
+                f"Do all ranks start alike?"
             )
         self._rotate(found.norm)
 
@@ -151,15 +161,15 @@ class GradientWatch:
         tolerance = _ROUNDINGS * max(torch.finfo(p.dtype).eps for _, p in self._watched)
         if all(found.clipped_apart(r, like, tolerance) for r in others):
             raise GradientMismatch(
-                f"step {self._step}: rank(s) {odd} used gradients of {name} and others that are those of rank {like} times "
-                f"a factor: every rank has clipped by another norm, that of its own experts, so the parameters that ranks "
-                f"share drift apart. Clip by engine.clip_grad_norm_(parameters, max_norm) in place of "
+                f"step {self._step}: rank(s) {odd} used gradients of {name} and others that are those of rank {like} "
+                f"times a factor: every rank has clipped by another norm, that of its own experts, so the parameters "
+                f"that ranks share drift apart. Clip by engine.clip_grad_norm_(parameters, max_norm) in place of "
                 f"torch.nn.utils.clip_grad_norm_, and start again from the last checkpoint before step {self._step}"
             )
         self._warn(
-            f"the gradient of {name} that step {self._step} used on rank(s) {odd} differs from the other ranks', though "
-            f"ranks share all parameters but the experts'. Are gradients averaged (DistributedDataParallel or FSDP), and "
-            f"do all ranks start alike?"
+            f"the gradient of {name} that step {self._step} used on rank(s) {odd} differs from the other ranks', "
+            f"though ranks share all parameters but the experts'. Are gradients averaged (DistributedDataParallel or "
+            f"FSDP), and do all ranks start alike?"
         )
 
     def _warn(self, message: str) -> None:

@@ -15,6 +15,7 @@ from prophet.engine.gradient_watch import DIGEST_NUMBERS, WATCHED, GradientWatch
 from prophet.errors import GradientMismatch
 
 RANKS = 3
+CPU = torch.device("cpu")
 Change = Callable[[int, nn.Module], None]
 
 
@@ -39,10 +40,9 @@ class Ranks:
                 p.grad = drawn.to(p.dtype) if p.requires_grad else None
             change(rank, model)
             watch.look(number)
-        said = [watch.take() for watch in self.watches]
-        assert all(watch.take() is None for watch in self.watches)
-        rows = [s for s in said if s is not None]
-        assert len(rows) == RANKS
+        rows = [watch.take(CPU) for watch in self.watches]
+        assert all(row.any() for row in rows)
+        assert not any(watch.take(CPU).any() for watch in self.watches), "it is said once"
         assert all(row.shape == (DIGEST_NUMBERS,) and row.dtype == torch.int64 for row in rows)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -131,7 +131,7 @@ def test_zero_gradients_make_room_for_others() -> None:
     ranks = Ranks(nn.Sequential(*(nn.Linear(3, 3) for _ in range(12))))
 
     def first_are_zero(rank: int, model: nn.Module) -> None:
-        at_first = {n for n, _ in ranks.watches[0]._watched} if not seen else seen
+        at_first = set(seen) or {n for n, _ in ranks.watches[0]._watched}
         seen.update(at_first)
         for n, p in model.named_parameters():
             assert p.grad is not None
@@ -189,4 +189,5 @@ def test_a_model_without_anything_to_watch() -> None:
     model = nn.Linear(2, 2)
     watch = GradientWatch(model, torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1))
     watch.look(0)
-    assert watch.take() is None
+    assert not watch.take(CPU).any()
+    watch.compare(np.zeros((RANKS, DIGEST_NUMBERS), dtype=np.int64))
