@@ -59,7 +59,7 @@ class CollectiveTimeout(CollectiveError):
 
 
 class PeerLost(CollectiveError):
-    """A peer ended or closed its connection in the middle of a collective."""
+    """A peer ended or closed its connection in the middle of a collective; the message names those that are gone."""
 
 
 class RankFailed(RuntimeError):

@@ -36,7 +36,8 @@ from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.moe import MoE
 from prophet.planner import get_planner
 from prophet.planner.base import Planner
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.process_group import at_work
 from prophet.scheduler.actions import Window
 from prophet.scheduler.budget import within_budget
 from prophet.scheduler.recording import ObservedCollective, Recording
@@ -61,7 +62,9 @@ class Engine:
         self.replan = config.replan or EVERY_STEP
         self.planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
         if collective.size > 1:
-            self.planner.warm()  # compiles now, so that no step does
+            with at_work("compiling the planner"):
+                self.planner.warm()  # compiles now, so that no step does
+            collective.meet(Operation("attaching of an engine"))  # a cold machine may need minutes for it
         self.compared = collective.size > 1 and self.planner.replicates
         contexts = [context_of(layer, collective.size, config) for layer in layers]
         contexts[0] = replace(contexts[0], windows=replace(config.windows, experts=False))
@@ -188,7 +191,9 @@ class Engine:
             self.watch.look(self.step)
 
     def finish_step(self) -> None:
-        """End the step: replicas vanish and the report is written. Called by the optimizer's hook."""
+        """End the step: replicas vanish and the report is written. Called when the optimizer has run, or a `GradScaler`
+        has skipped it.
+        """
         self.updates += 1  # a rank whose optimizer runs without a forward pass is out of step, too
         step = self.runtime.step
         if step is None:

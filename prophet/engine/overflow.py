@@ -24,15 +24,17 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from prophet.layer.moe import MoE
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Operation
+from prophet.ranks.messages import share
 
-_OPERATION = Operation("GradScaler's check for infinite gradients (unscale_ or step), which every rank has to call,")
+_OPERATION = Operation("GradScaler's check for infinite gradients")
 
 
 class Follower(Protocol):
-    """What has steps that end with an optimizer's; an engine."""
+    """What has steps that end with an optimizer's; an engine. updates: how often the optimizer has run."""
 
     layers: list[MoE]
+    updates: int
 
     def complete_gradients(self) -> None:
         """Bring home what is still away, before the optimizer's gradients are read."""
@@ -92,31 +94,21 @@ def _layers_of(optimizer: Any) -> list[MoE]:
 def _share(found: dict[torch.device, Tensor], layers: Sequence[MoE]) -> None:
     """Let `found`, by device and not zero where a gradient is infinite, say what any rank has found; collective."""
     device = layers[0].experts.device
-    mine = torch.zeros(2, device=device)  # whether an infinite gradient was found; whether there were any gradients
+    # whether an infinite gradient was found; whether there were any gradients
+    mine = torch.zeros(2, dtype=torch.float64, device=device)
     for value in found.values():
         mine[0] += value.to(device, non_blocking=True)
         mine[1] = 1.0
     groups = {id(x.collective): x.collective for x in layers}
     groups |= {id(x.replicas): x.replicas for x in layers if x.replicas is not None}
     for group in groups.values():
-        mine = _largest(mine, group)
+        mine = share(group, mine, op=_OPERATION).amax(0)
+    infinite = (mine[0] != 0).float()  # fused optimizers compare with one
     for value in found.values():
-        value.copy_(mine[0], non_blocking=True)
+        value.copy_(infinite, non_blocking=True)
     # torch refuses an optimizer without gradients; where another rank has some, this one takes the step as well
     if not found and mine[1]:
-        found[device] = mine[0].clone()
-
-
-def _largest(mine: Tensor, group: Collective) -> Tensor:
-    """The largest of all ranks' `mine`, by element; collective.
-
-    Single messages: they cannot be mistaken for those of a rank that is elsewhere, whose length may be another.
-    """
-    peers = [rank for rank in range(group.size) if rank != group.rank]
-    theirs = [torch.empty_like(mine) for _ in peers]
-    sends = [(peer, mine) for peer in peers]
-    group.exchange(sends, list(zip(peers, theirs, strict=True)), op=_OPERATION, channel="tokens").wait()
-    return torch.stack([mine, *theirs]).amax(0)
+        found[device] = infinite
 
 
 # --- torch's class ---
@@ -153,9 +145,11 @@ def _replace_methods() -> None:
 
     @functools.wraps(maybe_step)
     def _maybe_opt_step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        before = [(follower, follower.updates) for follower in _followers_of(optimizer)]
         result = maybe_step(scaler, optimizer, *args, **kwargs)
-        for follower in _followers_of(optimizer):
-            follower.finish_step()  # has happened already, unless the step was skipped
+        for follower, updates in before:
+            if follower.updates == updates:  # the optimizer has not run
+                follower.finish_step()
         return result
 
     setattr(GradScaler, "_unscale_grads_", _unscale_grads_)  # noqa: B010 (mypy: a method)

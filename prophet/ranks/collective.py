@@ -140,6 +140,13 @@ class Collective(ABC):
     def roll_call(self, op: Operation) -> None:  # noqa: B027 (threads of one process cannot miss each other for long)
         """Return once all ranks have called this, and raise soon where some do not; see `process_group.roll_call`."""
 
+    def meet(self, op: Operation) -> None:
+        """Return once all ranks have called this. The time limit stands still while one that is missing is at work.
+
+        See `process_group.at_work`. Raises `PeerLost` soon where one that is missing has ended.
+        """
+        self.all_gather(torch.zeros(1), op=op)
+
     def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
         """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""
         if self.size == 1 or not tensors:

@@ -51,8 +51,7 @@ class Head(NamedTuple):
 
     def __str__(self) -> str:
         text = np.array(self.name, dtype=np.int64).tobytes().rstrip(b"\0").decode(errors="replace")
-        kind = PASSES[self.kind] if 0 < self.kind < len(PASSES) else ""
-        forward = f"forward pass {self.forward}" + (f" ({kind})" if kind else "")
+        forward = _pass_text(self.forward, self.kind)
         if text == COUNTS:
             return f"MoE layer {self.place} of {forward}"
         where = text if self.place < 0 else f"{text} of layer {self.place}"
@@ -60,6 +59,10 @@ class Head(NamedTuple):
 
 
 COUNTS = "exchange of counts"
+
+
+def _pass_text(forward: int, kind: int) -> str:
+    return f"forward pass {forward}" + (f" ({PASSES[kind]})" if 0 < kind < len(PASSES) else "")
 
 
 @cache
@@ -79,6 +82,9 @@ class Frames:
         self.forward = self.kind = 0
         self._layers = 0
         self._padding: dict[tuple[int, torch.device], Tensor] = {}
+
+    def __str__(self) -> str:
+        return _pass_text(self.forward, self.kind)
 
     def next_layer(self) -> int:
         """A number for a layer that nobody has numbered: which of the communicator's layers it was to run first."""

@@ -81,6 +81,12 @@ class ObservedCollective(Collective):
     def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
         return self._blocking(lambda: self.inner.gather_messages(x, op=op), op, "tokens")
 
+    def roll_call(self, op: Operation) -> None:
+        self.inner.roll_call(op)
+
+    def meet(self, op: Operation) -> None:
+        self.inner.meet(op)
+
     def _blocking(self, call: Callable[[], Tensor], op: Operation, stream: str) -> Tensor:
         began = time.perf_counter()
         result = call()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import prophet
-from prophet.ranks.collective import Collective, Operation, Pending
+from prophet.ranks.collective import Collective, Operation
 from tests.helpers.expert_lists import DIM, MixtralSparseMoeBlock
 from tests.helpers.support import FixedPlanner, everywhere, on_threads, seeded
 from tests.helpers.training import Case, Run, Step, compare, expected
@@ -176,16 +175,16 @@ def test_without_an_engine(attached: str) -> None:
 
 
 def test_a_scaler_that_is_off_sends_nothing() -> None:
-    def body(group: Collective) -> Any:
+    def body(group: Collective) -> list[str]:
         run = Run(CASE, group, ALL, slots_per_rank=8)
         sent: list[str] = []
-        inner = group.exchange
+        inner = group.gather_messages
 
-        def exchange(*args: Any, op: Operation, **options: Any) -> Pending:
+        def gather_messages(x: Tensor, *, op: Operation) -> Tensor:
             sent.append(op.name)
-            return inner(*args, op=op, **options)
+            return inner(x, op=op)
 
-        group.exchange = exchange  # type: ignore[method-assign]
+        group.gather_messages = gather_messages  # type: ignore[method-assign]
         for amp in (torch.amp.GradScaler("cpu", enabled=False), scaler()):
             run.zero_grad()
             amp.scale(run.forward(0)).backward()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.launch import EXAMPLES, process_outcomes, run_gloo, torchrun
+from tests.helpers.launch import EXAMPLES, as_launched, process_outcomes, run_gloo, torchrun
 from tests.helpers.small_trainer import callback, key_warnings, logged, same_weights, small_trainer, trained
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
@@ -271,6 +271,28 @@ def test_example_losses_models_and_resuming(tmp_path: Path, ranks: int, ep: tupl
     if ep:  # one group of experts instead of two
         source = str(tmp_path / "balanced" / "checkpoint-2")
         assert run(tmp_path / "one", "--resume", source, ranks=ranks) == pytest.approx(balanced, rel=1e-5)
+
+
+def launched(out: Path, *options: str) -> list[float]:
+    """Losses of the example on two processes."""
+    as_launched(EXAMPLES / "transformers_trainer.py", "--out", str(out), *STEPS, *options, ranks=2, timeout_s=100.0)
+    found: list[float] = json.loads((out / "losses.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_example_resumes_from_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that was renamed, where another run's of that step lies; the newest; and on one process."""
+    whole = launched(tmp_path / "whole")
+    renamed = shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "kept")
+    other = launched(tmp_path / "other", "--learning-rate", "0.05")
+    assert other[2:] != pytest.approx(whole[2:], rel=1e-3)
+    assert launched(tmp_path / "other", "--resume", str(renamed)) == pytest.approx(whole, rel=1e-6)
+    shutil.copytree(renamed, tmp_path / "newest" / "checkpoint-2")
+    assert launched(tmp_path / "newest", "--resume") == pytest.approx(whole, rel=1e-6)
+    one = run_here(monkeypatch, tmp_path / "one", "--batch", "8", "--resume", str(renamed))
+    # part of the loss is that which balances experts, and differs with the sequences that a rank has
+    assert one == pytest.approx(whole, rel=3e-3)
 
 
 KILLED = """
