@@ -12,7 +12,7 @@ from prophet.convert.state import load_original_state_dict, original_state_dict
 from prophet.engine.checkpoint import some
 from prophet.errors import CheckpointError, PartialStateError
 from prophet.ranks.collective import Operation
-from prophet.ranks.process_group import at_work, collective_for, meet, process_rank, processes, roll_call
+from prophet.ranks.process_group import at_work, collective_for, process_rank, processes, roll_call
 
 
 def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
@@ -37,10 +37,15 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
                 type(model).save_pretrained(model, folder, state_dict=state, **options)
         except Exception as caught:
             error = caught
-    said = meet(Operation("end of save_pretrained"), "" if error is None else "failed", timeout_s=group.timeout_s)
+    end = Operation("end of save_pretrained")
+    failed = group.meet(end, failed=error is not None)
+    if processes() > group.size:
+        failed += [
+            r for r, words in enumerate(meet(end, "failed" if failed else "", timeout_s=group.timeout_s)) if words
+        ]
     if error is not None:
         raise error
-    if any(said):
+    if failed:
         raise CheckpointError(f"{folder}: rank 0 could not write the model; its error says why")
 
 
