@@ -205,6 +205,8 @@ class Presence:
                 self.end()
         outcome, *said = json.loads(result)
         if outcome != "met":
+            self._failed = True
+            self._say()
             raise Lost(said[0], ended=outcome == "ended")
         return [str(words) for words in said]
 
@@ -220,7 +222,8 @@ class Presence:
             if now >= min(look_at, deadline):
                 look_at = now + every_s
                 missing = {r: self.pulse(r) for r in ranks if not store.check([f"{key}: {r}"])}
-                ended = [r for r, pulse in missing.items() if pulse is not None and self.has_ended(pulse)]
+                ended = {r: pulse for r, pulse in missing.items() if pulse is not None and self.has_ended(pulse)}
+                causes = [r for r, pulse in ended.items() if not pulse.failed] or list(ended)
                 for r, pulse in missing.items():
                     if pulse is not None and pulse.work and heard.get(r) != pulse.count:
                         heard[r] = pulse.count
@@ -228,7 +231,7 @@ class Presence:
                 if ended or (now >= deadline and missing):
                     text = f"rank {self.rank} waited {limit_s:g} s for rank(s) {list(missing)}"
                     if ended:
-                        text = f"rank(s) {ended} are gone, while rank {self.rank} waited"
+                        text = f"rank(s) {causes} are gone, while rank {self.rank} waited"
                     text += "".join(f"; rank {r} {_doing(pulse)}" for r, pulse in missing.items() if pulse)
                     text += "" if ended else hint
                     return store.compare_set(result, "", json.dumps(["ended" if ended else "late", text]))

@@ -154,22 +154,23 @@ class ProcessGroupCollective(Collective):
         here = self._presence
         here.where = _At(True, op, self.frames)
         try:
-            return call()
+            result = call()
         except RuntimeError as error:
-            text = str(error)
-            first = text.splitlines()[0] if text else type(error).__name__
-            kind: type[CollectiveError] = CollectiveError
-            reason = first
-            if "timed out" in text.lower() or "timeout" in text.lower():
-                kind, reason = CollectiveTimeout, f"no answer within {self.timeout_s:g} s"
-            elif "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
-                kind, reason = PeerLost, "a connection was closed"
-            if kind is not CollectiveError:
-                reason = f"{reason}; {explained(here.account(self._ranks), self._ranks)} ({first})"
-            self._broken = kind(self.rank, op, reason)
+            self._broken = self._failure(str(error) or type(error).__name__, op)
             raise self._broken from error
-        finally:
-            here.where = _At(False, op, self.frames)
+        here.where = _At(False, op, self.frames)
+        return result
+
+    def _failure(self, text: str, op: Operation) -> CollectiveError:
+        """What the backend's error means."""
+        first = text.splitlines()[0]
+        late = "timed out" in text.lower() or "timeout" in text.lower()
+        if not late and not any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe")):
+            return CollectiveError(self.rank, op, first)
+        account = self._presence.account(self._ranks)
+        reason = f"no answer within {self.timeout_s:g} s" if late else "a connection was closed"
+        kind = CollectiveTimeout if late and not account.gone else PeerLost
+        return kind(self.rank, op, f"{reason}; {explained(account, self._ranks)} ({first})")
 
     def all_to_all(
         self, x: Tensor, send_rows: Rows, recv_rows: Rows, *, op: Operation, channel: Channel = "tokens"
@@ -314,6 +315,8 @@ def explained(account: Account, ranks: Sequence[int]) -> str:
         parts.append(f"rank(s) {named(account.gone)} are gone")
     if account.silent:
         parts.append(f"rank(s) {named(account.silent)} give no sign of life")
+    if account.gave_up and not parts:
+        parts.append(f"rank(s) {named(account.gave_up)} have given up")
     by_place: dict[str, list[int]] = {}
     for r, at in account.at.items():
         by_place.setdefault(at, []).append(r)
