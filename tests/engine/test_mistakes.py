@@ -52,6 +52,7 @@ ELSEWHERE = {
     "another configuration on one rank": "engine/test_agreement.py::test_another_engine_configuration",
     "a step that nobody ends": "engine/test_steps.py::test_a_step_that_nobody_ends",
     "one rank's state dict alone": "layer/test_state_dict.py::test_one_ranks_own_entries_are_not_enough_elsewhere",
+    "a GradScaler that one rank leaves out": "processes/test_grad_scaler.py::test_a_rank_that_leaves_the_scaler_out",
     "no MoE layer in the model": "engine/test_steps.py::test_a_model_without_moe_layers",
 }
 
