@@ -29,7 +29,8 @@ class Origin:
     """Where converted experts come from, and all that is needed to put them back.
 
     skeleton: the module that held them, its parameters on the meta device. attributes: what was set on its parameters.
-    block_class: the block's class, where methods of it were replaced. model: what was converted.
+    block_class: the block's class, where methods of it were replaced. around: how many modules up that block is from
+    the one that holds the experts. model: what was converted.
     """
 
     adapter: Adapter
@@ -37,6 +38,7 @@ class Origin:
     skeleton: nn.Module
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     block_class: type | None = None
+    around: int = 0
     model: weakref.ref[nn.Module] | None = None
 
 
@@ -118,6 +120,12 @@ class RoutedExperts(MoE):
             weights = self.origin.adapter.unpack(spec, state, first + local)
             for name, p in bank.stacked():
                 p[local].copy_(getattr(weights, name))
+
+
+def block_of(model: nn.Module, name: str, levels: int = 0) -> nn.Module:
+    """The module that holds the experts called `name`, or one so many levels above."""
+    path = name.split(".")[:-1]
+    return model.get_submodule(".".join(path[: len(path) - levels]))
 
 
 def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, RoutedExperts]]:

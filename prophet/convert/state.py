@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.routed import RoutedExperts, converted
+from prophet.convert.routed import RoutedExperts, block_of, converted
 from prophet.engine.checkpoint import some
 from prophet.errors import ConversionError
 from prophet.ranks.collective import Operation
@@ -77,18 +77,19 @@ def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, s
     model.load_state_dict(rest, strict=strict)
 
 
-def put_back(block: nn.Module, attribute: str, layer: RoutedExperts) -> None:
-    """Give `block` the experts' module it had, with the values that `layer` has now; collective."""
+def put_back(model: nn.Module, name: str, layer: RoutedExperts) -> None:
+    """Give the block around the experts `name` the module it had, with the values that `layer` has now; collective."""
     origin = layer.origin
     state = layer.originals()
     experts = origin.skeleton.to_empty(device=layer.experts.w_in.device)
     with torch.no_grad():
-        for name, p in experts.named_parameters():
-            p.copy_(state[name])
+        for part, p in experts.named_parameters():
+            p.copy_(state[part])
             p.requires_grad_(layer.experts.w_in.requires_grad)
-            for key, value in origin.attributes.get(name, {}).items():
+            for key, value in origin.attributes.get(part, {}).items():
                 setattr(p, key, value)
-    experts.to(layer.experts.w_in.dtype).train(block.training)
-    setattr(block, attribute, experts)
+    holder = block_of(model, name)
+    experts.to(layer.experts.w_in.dtype).train(holder.training)
+    setattr(holder, name.rpartition(".")[2], experts)
     if origin.block_class is not None:
-        block.__class__ = origin.block_class
+        block_of(model, name, origin.around).__class__ = origin.block_class
