@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -21,16 +20,16 @@ from prophet.convert.checks import agree, check_model, check_no_optimizer, check
 from prophet.convert.deepspeed import DeepSpeedMoE
 from prophet.convert.discover import LeftAlone
 from prophet.convert.find import Found, device_of, find, find_all
-from prophet.convert.listed import Listed, ListedExperts
+from prophet.convert.replace import replace
 from prophet.convert.report import ConversionReport, Replaced
-from prophet.convert.routed import Origin, RoutedExperts, converted
+from prophet.convert.routed import RoutedExperts, converted
 from prophet.convert.saving import write_as_before, write_original_layout
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back
+from prophet.convert.trial import check_by_trying
 from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import Trial
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
 from prophet.errors import ConversionError
-from prophet.experts.bank import ExpertBank
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.layer.moe import MoE
@@ -99,6 +98,7 @@ def convert(
         holders = [(f.name, f.experts(model)) for f in found]
         check_not_shared(model, holders)
         check_no_optimizer(p for _, held in holders for p in held.parameters())
+        check_by_trying(model, found)
         prints = fingerprint([(f.name, f.spec, f.experts(model)) for f in found])
     except ConversionError as caught:
         error, prints = caught, (0, 0)
@@ -110,7 +110,7 @@ def convert(
         trial = None
         if verify and f.spec.held == f.spec.num_experts:
             trial = Trial(partial(f.run, model), f.input_shape, block, next(held.parameters()), collective)
-        layer, methods = _replace(model, f, collective, impl)
+        layer, methods = replace(model, f, collective, impl)
         problem = trial.problem() if trial else None
         if trial is not None and trial.anywhere(problem):
             # back to what it was: this block from what is still there, those before it from their homes
@@ -164,39 +164,6 @@ def revert(model: nn.Module) -> None:
         put_back(model, name, layer)
     write_as_before(model)
     put_back_into_ddp(model, names)
-
-
-def _replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> tuple[RoutedExperts, tuple[str, ...]]:
-    """Put this rank's experts into a layer, and the layer into the block; the old experts are left untouched."""
-    experts, block, spec = f.experts(model), f.block(model), f.spec
-    params = dict(experts.named_parameters())
-    state = {name: p.detach() for name, p in params.items()}
-    m = spec.num_experts // collective.size
-    first = collective.rank * m
-    offset = first if spec.held == spec.num_experts else 0
-    bank = ExpertBank.from_weights(
-        [f.adapter.unpack(spec, state, offset + i) for i in range(m)],
-        spec.activation,
-        first_expert=first,
-        total_experts=spec.num_experts,
-        ep_size=collective.size,
-    )
-    bank.requires_grad_(any(p.requires_grad for p in params.values()))
-    attributes = {n: dict(vars(p)) for n, p in params.items() if vars(p)}
-    origin = Origin(f.adapter, spec, experts, attributes, around=f.around)
-    if isinstance(f.adapter, Listed):
-        methods: Mapping[str, Any] = {"forward": f.adapter.forward_of(type(block))}
-        layer: RoutedExperts = ListedExperts(bank, origin, collective, impl)
-    else:
-        methods = f.adapter.methods(block)
-        layer = RoutedExperts(bank, origin, collective, impl)
-    layer.train(block.training)
-    setattr(f.holder(model), f.where.rpartition(".")[2], layer)
-    if methods:
-        kind = origin.block_class = type(block)
-        # a subclass, so that whoever asks for the block's class still finds it
-        block.__class__ = type(f"Prophet{kind.__name__}", (kind,), {"__module__": kind.__module__, **methods})
-    return layer, tuple(methods)
 
 
 def _nothing_found(model: nn.Module, left: Sequence[LeftAlone]) -> str:

@@ -14,7 +14,6 @@ from prophet.convert.checks import describe_block
 from prophet.convert.discover import LeftAlone, discover
 from prophet.convert.listed import Listed
 from prophet.convert.routed import block_of
-from prophet.convert.trial import check_runs_twice
 from prophet.convert.verify import TOKENS
 from prophet.layer.moe import MoE
 
@@ -89,7 +88,6 @@ def find_all(
     for listing in listings:
         listed = Listed(listing)
         spec = describe_block(listing.name, listed, model.get_submodule(listed.holder), ranks)
-        check_runs_twice(model, listing)
         around = listed.path.count(".")
         found.append(Found(name=listing.name, where=listing.name, around=around, adapter=listed, spec=spec))
     return found, left
