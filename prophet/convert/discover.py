@@ -234,8 +234,9 @@ class _Experiment:
     def __init__(self, outer: nn.Module, path: str, modules: nn.ModuleList, dim: int, out: int) -> None:
         self._path, self._experts, self._dim, self._out = path, len(modules), dim, out
         self._tape = Tape(path, dim)
+        self._stand_ins = with_stand_ins(modules, self._tape)
         try:
-            twin = twin_of(outer, {modules: with_stand_ins(modules, self._tape)})
+            twin = twin_of(outer, {modules: self._stand_ins})
         except Exception as error:
             raise _Not(f"the module around it cannot be copied: {error}") from error
         self._own = next(p.dtype for p in modules.parameters())
@@ -325,20 +326,16 @@ class _Experiment:
             shape = (*rows.shape[:-1], self._out)
             return torch.randn(shape, generator=generator, dtype=rows.dtype, device=rows.device)
 
-        handles = []
+        twin = twin_of(self._twin, {self._stand_ins: self._stand_ins})  # a pass may leave something behind
         above = self._path.split(".")[:-1]
         for depth in range(len(above) + 1):
             path = ".".join(above[:depth])
-            part = self._twin.get_submodule(path)
-            handles.append(part.register_forward_pre_hook(_begins(running, path)))
-            handles.append(part.register_forward_hook(_ends(running, path)))
+            part = twin.get_submodule(path)
+            part.register_forward_pre_hook(_begins(running, path))
+            part.register_forward_hook(_ends(running, path))
         torch.manual_seed(0)
-        try:
-            with self._tape.playing(behave):
-                self._twin(x.clone())
-        finally:
-            for handle in handles:
-                handle.remove()
+        with self._tape.playing(behave):
+            twin(x.clone())
         return _innermost(calls)
 
 

@@ -42,7 +42,7 @@ class Listed(Adapter):
         experts: Any = block.get_submodule(self.experts_name)
         spec = modules_spec(experts, num_experts=len(experts), top_k=1, router="its own, runs twice")
         names: Any = spec.names
-        for expert in experts[1:]:
+        for expert in list(experts)[1:]:
             check_computes(expert, names, spec.activation)
         return spec
 
