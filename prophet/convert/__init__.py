@@ -114,6 +114,7 @@ def convert(
         problem = trial.problem() if trial else None
         if trial is not None and trial.anywhere(problem):
             # back to what it was: this block from what is still there, those before it from their homes
+            layer.undo()
             setattr(f.holder(model), f.where.rpartition(".")[2], held)
             if layer.origin.block_class is not None:
                 block.__class__ = layer.origin.block_class
@@ -121,7 +122,7 @@ def convert(
                 revert(model)
             raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
         before = sum(p.numel() for p in held.parameters())
-        held.to("meta")
+        layer.let_go_of_originals()
         bank = layer.experts
         replaced.append(
             Replaced(
@@ -131,7 +132,7 @@ def convert(
                 spec=f.spec,
                 experts=range(bank.first_expert, bank.first_expert + bank.experts),
                 methods=methods,
-                dtype=str(bank.w_in.dtype).removeprefix("torch."),
+                dtype=str(bank.dtype).removeprefix("torch."),
                 params=sum(p.numel() for p in bank.parameters()),
                 params_before=before,
             )
@@ -159,7 +160,7 @@ def revert(model: nn.Module) -> None:
             "an engine is attached to this model: call engine.close() first, which ends balancing and leaves the "
             "experts converted, then prophet.revert(model)"
         )
-    names = [f"{name}.experts.{part}" for name, _, _, layer in found for part, _ in layer.experts.stacked()]
+    names = [f"{name}.experts.{part}" for name, _, _, layer in found for part, _ in layer.experts.named_parameters()]
     for name, _, _, layer in found:
         put_back(model, name, layer)
     write_as_before(model)

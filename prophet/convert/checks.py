@@ -38,8 +38,11 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
     try:
         if {"modules_to_save", "original_module"} & set(name.split(".")):
             raise ConversionError(f"PEFT has made a second block to train (modules_to_save): {LORA_ADVICE}")
-        check_experts(child(block, adapter.experts_name))
+        experts = child(block, adapter.experts_name)
+        check_movable(experts)
         spec = adapter.describe(block)
+        if spec.bank == "feed-forward":
+            check_stackable(experts)
         if spec.form not in ("stacked", "modules"):
             raise ConversionError(f"form: expected 'stacked' or 'modules', got {spec.form!r}")
         if not 1 <= spec.top_k <= spec.num_experts:
@@ -55,7 +58,7 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
     return spec
 
 
-def check_experts(experts: nn.Module) -> None:
+def check_movable(experts: nn.Module) -> None:
     """Raise `ConversionError` for experts whose parameters cannot be moved without losing something."""
     adapters = [m for m in experts.modules() if type(m).__module__.split(".")[0] == "peft"]
     if adapters:
@@ -72,6 +75,11 @@ def check_experts(experts: nn.Module) -> None:
             raise ConversionError(f"{name} has a hook, as of an optimizer in backward, which would never be called")
         if p.grad is not None:
             raise ConversionError(f"{name} holds a gradient, which would be lost: optimizer.zero_grad() first")
+
+
+def check_stackable(experts: nn.Module) -> None:
+    """Raise `ConversionError` for experts that have more than parameters of one kind, which alone can be stacked."""
+    params = dict(experts.named_parameters(remove_duplicate=False))
     for what, found in (
         ("dtypes", {str(p.dtype) for p in params.values()}),
         ("devices", {str(p.device) for p in params.values()}),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.checks import check_adapters
 from prophet.convert.partial_state import mark_part
-from prophet.experts.bank import ExpertBank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.gate import Router, Routing
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
@@ -49,7 +49,9 @@ class RoutedExperts(MoE):
     written to a file of one rank; see `original_state_dict`.
     """
 
-    def __init__(self, bank: ExpertBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
+    experts: FeedForwardBank
+
+    def __init__(self, bank: FeedForwardBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
         nn.Module.__init__(self)
         self._assemble(Router(), bank, origin.spec.top_k, collective, impl)
         self.origin = origin
@@ -65,11 +67,16 @@ class RoutedExperts(MoE):
         where a choice was dropped for lack of capacity; None keeps all.
         """
 
+        return self.routed(x, ids, weights, kept).to(x.dtype)
+
+    def routed(self, x: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None = None) -> Tensor:
+        """As `forward`, in the dtype in which the answers come."""
+
         def given(_: Tensor) -> Routing:
             self._check_adapters()
             return Routing.given(ids, weights, self.num_experts, kept)
 
-        return self._apply_experts(x, given).to(x.dtype)
+        return self._apply_experts(x, given)
 
     def _check_adapters(self) -> None:
         """Before the first token is trained on: has PEFT been told to adapt experts, which it cannot find any more?"""
@@ -87,19 +94,18 @@ class RoutedExperts(MoE):
 
     def local_experts(self) -> list[ExpertWeights]:
         """This rank's experts, as views."""
-        bank = self.experts
-        return [
-            ExpertWeights(*(None if p is None else p.detach()[i] for p in bank.stacked_weights()))  # type: ignore[arg-type]
-            for i in range(bank.experts)
-        ]
+        return [self.experts.expert_weights(i) for i in range(self.experts.experts)]
 
     def gathered(self) -> list[ExpertWeights]:
         """All E experts, on every rank; collective."""
-        parts: dict[str, Tensor] = {}
-        for name, p in self.experts.stacked():
+        parts: list[Tensor | None] = []
+        for name, p in self.experts.weights()._asdict().items():
             op = Operation(f"gathering of the experts' {name}")
-            parts[name] = self.collective.all_gather(p.detach(), op=op).flatten(0, 1)
-        return [ExpertWeights(**{n: p[e] for n, p in parts.items()}) for e in range(self.num_experts)]
+            parts.append(None if p is None else self.collective.all_gather(p.detach(), op=op).flatten(0, 1))
+        return [
+            ExpertWeights(*(None if p is None else p[e] for p in parts))  # type: ignore[arg-type]
+            for e in range(self.num_experts)
+        ]
 
     def packed(self, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
         """All of `experts` as the parameters of the module they come from, contiguous."""
@@ -112,14 +118,31 @@ class RoutedExperts(MoE):
         return self.packed(self.gathered() if whole else self.local_experts())
 
     @torch.no_grad()
+    def module_of_originals(self) -> nn.Module:
+        """The module they come from, with the values that they have now; collective as `originals` is."""
+        origin, state = self.origin, self.originals()
+        experts = origin.skeleton.to_empty(device=self.experts.device)
+        for name, p in experts.named_parameters():
+            p.copy_(state[name])
+            p.requires_grad_(any(q.requires_grad for q in self.experts.parameters()))
+            for key, value in origin.attributes.get(name, {}).items():
+                setattr(p, key, value)
+        return experts.to(self.experts.dtype)
+
+    def let_go_of_originals(self) -> None:
+        """The module they come from gives up its values, which are in the bank."""
+        self.origin.skeleton.to("meta")
+
+    def undo(self) -> None:
+        """Nothing was let go of, and the originals are used again."""
+
+    @torch.no_grad()
     def take(self, state: dict[str, Tensor]) -> None:
         """Set this rank's experts from the parameters of the module they come from."""
         spec, bank = self.origin.spec, self.experts
         first = bank.first_expert if spec.held == self.num_experts else 0
         for local in range(bank.experts):
-            weights = self.origin.adapter.unpack(spec, state, first + local)
-            for name, p in bank.stacked():
-                p[local].copy_(getattr(weights, name))
+            bank.set_expert_weights(local, self.origin.adapter.unpack(spec, state, first + local))
 
 
 def block_of(model: nn.Module, name: str, levels: int = 0) -> nn.Module:

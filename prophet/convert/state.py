@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from prophet.convert.routed import RoutedExperts, block_of, converted
@@ -80,16 +79,8 @@ def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, s
 def put_back(model: nn.Module, name: str, layer: RoutedExperts) -> None:
     """Give the block around the experts `name` the module it had, with the values that `layer` has now; collective."""
     origin = layer.origin
-    state = layer.originals()
-    experts = origin.skeleton.to_empty(device=layer.experts.w_in.device)
-    with torch.no_grad():
-        for part, p in experts.named_parameters():
-            p.copy_(state[part])
-            p.requires_grad_(layer.experts.w_in.requires_grad)
-            for key, value in origin.attributes.get(part, {}).items():
-                setattr(p, key, value)
     holder = block_of(model, name)
-    experts.to(layer.experts.w_in.dtype).train(holder.training)
+    experts = layer.module_of_originals().train(holder.training)
     setattr(holder, name.rpartition(".")[2], experts)
     if origin.block_class is not None:
         block_of(model, name, origin.around).__class__ = origin.block_class

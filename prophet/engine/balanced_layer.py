@@ -15,7 +15,7 @@ from prophet.engine.history import History
 from prophet.engine.planning import PlanAhead
 from prophet.engine.replan import KeptPlan, next_plan
 from prophet.errors import SpecError
-from prophet.experts.bank import Replica
+from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row, compare_splits
 from prophet.layer.moe import MoE
 from prophet.layer.port import LayerWindow, Pass, Port
@@ -160,7 +160,7 @@ class BalancedLayer:
         placement = self.placement
         split = engine.planner.split(load, placement, self.context)
         keep = replicas.in_use or self._pays(load, split)
-        replicas.use(keep)
+        replicas.use(keep, np.flatnonzero(load.sum(axis=0)).tolist())
         if not keep:
             self.counts.withdrawn = True
             placement = self.homes

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from prophet.experts.bank import ExpertBank
+from prophet.experts.bank import Bank
+from prophet.experts.build import build_bank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.gate import Gate, GateConfig, Router, Routing
 from prophet.kernels.choice import Impl
-from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.split_apply import inverse, send_order
 from prophet.layer.counts import Counts, exchange_counts
@@ -68,10 +69,12 @@ class LossBook:
 class MoE(nn.Module):
     """Feed-forward layer of `num_experts` experts, of which every token visits `top_k`.
 
-    dim, hidden: sizes of one expert. activation: a name from `prophet.spec.ACTIVATIONS`. bias: whether experts have
-    biases. gate: how tokens are routed. group: the expert-parallel group; None means all processes, or a single rank
-    where `torch.distributed` is not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels
-    run ("auto": Triton on a GPU, library products elsewhere; "naive": their definitions).
+    dim: of a token. hidden, activation, bias: of feed-forward experts, their inner size, a name from
+    `prophet.spec.ACTIVATIONS`, and whether they have biases. expert: instead of these, a function that makes one
+    expert, a module from rows [n, dim] to rows [n, any]; expert e starts alike at any number of ranks. gate: how tokens
+    are routed. group: the expert-parallel group; None means all processes, or a single rank where `torch.distributed`
+    is not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels run ("auto": Triton on a
+    GPU, library products elsewhere; "naive": their definitions).
 
     Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
     other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
@@ -82,10 +85,11 @@ class MoE(nn.Module):
     def __init__(
         self,
         dim: int,
-        hidden: int,
-        num_experts: int,
+        hidden: int | None = None,
+        num_experts: int = 0,
         top_k: int = 2,
         *,
+        expert: Callable[[], nn.Module] | None = None,
         activation: Activation = "gelu",
         bias: bool = True,
         gate: GateConfig | None = None,
@@ -94,7 +98,11 @@ class MoE(nn.Module):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        if dim < 1 or hidden < 1:
+        if (hidden is None) == (expert is None):
+            raise ValueError("expected either hidden, the size of feed-forward experts, or expert, which makes one")
+        if expert is not None and (activation, bias) != ("gelu", True):
+            raise ValueError("activation and bias belong to feed-forward experts: leave them out beside expert")
+        if dim < 1 or (hidden is not None and hidden < 1):
             raise ValueError(f"dim and hidden must be positive, got {dim} and {hidden}")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
@@ -102,23 +110,29 @@ class MoE(nn.Module):
         ranks = collective.size
         m = check_experts_per_rank(num_experts, ranks)
         router = Gate(dim, num_experts, top_k, gate, impl=impl)
-        experts = ExpertBank(
-            dim,
-            hidden,
-            m,
-            first_expert=collective.rank * m,
-            total_experts=num_experts,
-            ep_size=ranks,
-            activation=activation,
-            bias=bias,
-        )
+        first = collective.rank * m
+        experts: Bank
+        if hidden is None:
+            assert expert is not None
+            experts = build_bank(expert, dim=dim, total_experts=num_experts, first_expert=first, held=m, ep_size=ranks)
+        else:
+            experts = FeedForwardBank(
+                dim,
+                hidden,
+                m,
+                first_expert=first,
+                total_experts=num_experts,
+                ep_size=ranks,
+                activation=activation,
+                bias=bias,
+            )
         self._assemble(router, experts, top_k, collective, impl)
 
-    def _assemble(self, router: Router, experts: ExpertBank, top_k: int, collective: Collective, impl: Impl) -> None:
+    def _assemble(self, router: Router, experts: Bank, top_k: int, collective: Collective, impl: Impl) -> None:
         """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
         self.collective = collective
         self.replicas: Collective | None = None  # the ranks with the same experts; `ExpertReplicas` sets it
-        self.dim, self.hidden = experts.dim, experts.hidden
+        self.dim = experts.dim
         self.num_experts, self.top_k = experts.total_experts, top_k
         self.impl: Impl = impl
         self.gate = router
@@ -133,7 +147,7 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
             f"rank={self.collective.rank} of {self.collective.size}"
         )
 
@@ -144,14 +158,10 @@ class MoE(nn.Module):
 
     def signature(self) -> str:
         """What must be equal on all ranks for the layer to work, as text."""
-        e = self.experts
-        return (
-            f"dim={self.dim} hidden={self.hidden} num_experts={self.num_experts} top_k={self.top_k} "
-            f"activation={e.activation} bias={e.b_in is not None} dtype={e.w_in.dtype} gate={self.gate.config}"
-        )
+        return f"num_experts={self.num_experts} top_k={self.top_k} {self.experts.signature()} gate={self.gate.config}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to `x` [..., D]; returns the same shape. Collective over the group's ranks."""
+        """Apply the layer to `x` [..., D]; returns [..., D of the answers]. Collective over the group."""
         return self._apply_experts(x, self.gate)
 
     @torch._compile._disable_dynamo  # counts decide shapes: torch.compile compiles what is around the layer
@@ -188,19 +198,17 @@ class MoE(nn.Module):
         rows = all_to_all(out, route.recv_rows, route.send_rows, "combine", self._move)
         y = unpermute(rows, order, position, routing.weights, impl=self.impl)
         port.window("FNEC")
-        return y.view(*x.shape[:-1], self.dim)
+        return y.view(*x.shape[:-1], bank.dim_out)
 
     # --- parts of the forward pass ---
 
     def _checked_dtype(self, x: Tensor) -> torch.dtype:
-        """In which precision the experts compute; raises ValueError for input that does not fit the layer."""
+        """In which precision rows travel; raises ValueError for input that does not fit the layer."""
         if x.shape[-1] != self.dim:
             raise ValueError(f"{self.label} has dim {self.dim}, got input of shape {list(x.shape)}")
         self.experts.check_parameters()
-        if torch.is_autocast_enabled(x.device.type):
-            return torch.get_autocast_dtype(x.device.type)
-        dtype = self.experts.w_in.dtype
-        if x.dtype != dtype:
+        dtype = self.experts.row_dtype(x)
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"{self.label} has {dtype} parameters, got {x.dtype} input")
         return dtype
 
@@ -238,16 +246,7 @@ class MoE(nn.Module):
         replicas = port.replicas()
         port.window("FEC")
         with watch("expert"):
-            out = grouped_ffn(
-                rows,
-                sizes,
-                self.experts.stacked_weights(),
-                self.experts.activation,
-                replicas=[r.weights for r in replicas],
-                replica_grads=[r.weight_grads() for r in replicas],
-                grad_scale=self.experts.grad_scale,
-                impl=self.impl,
-            )
+            out = self.experts.run(rows, sizes, replicas, impl=self.impl)
         return on_backward(out, begin_backward)
 
     def _account(self, routing: Routing, counts: Counts, split: Split, forward: Pass) -> None:

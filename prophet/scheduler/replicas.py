@@ -15,13 +15,15 @@ round sends what has accumulated since the last one and starts again from zero, 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
 from torch import Tensor
 
-from prophet.experts.bank import ExpertBank, Replica, ReplicaPool
+from prophet.experts.bank import Bank
+from prophet.experts.replica import Replica, ReplicaPool
 from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Action, Launch, TransferKind, Window, WindowKind
 from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
@@ -69,10 +71,11 @@ class BlockReplicas:
     gradients of a backward pass that no Agg has taken along.
     """
 
-    def __init__(self, block: int, bank: ExpertBank, placement: Placement, form: Form, carrier: Carrier) -> None:
+    def __init__(self, block: int, bank: Bank, placement: Placement, form: Form, carrier: Carrier) -> None:
         self.state = State.NONE if placement.is_static else State.AWAY
         self.in_use = False
         self.placement = placement
+        self._visited: set[int] | None = None  # experts that had rows, on any rank; not known before the counts
         self._block, self._bank, self._form, self._carrier = block, bank, form, carrier
         self._replicas: list[Replica] | None = None  # None: not made yet
         self._trans: Trans | None = None
@@ -96,7 +99,7 @@ class BlockReplicas:
             self._held = None if trans.launched > action.chunk or trans.complete else action
 
     def _begin_trans(self, *, fetch: bool) -> Trans:
-        self._version = self._version_now()
+        self._version = self._bank.version()
         form, rank = self._form, self._carrier.collective.rank
         cut = form.fetch_cut if fetch else form.trans_cut
         chunks = trans_chunks(self.placement, rank, self._bank.expert_numel, cut, two_phase=form.two_phase_trans)
@@ -111,12 +114,10 @@ class BlockReplicas:
     def _made(self) -> list[Replica]:
         """The replicas, made where there are none yet."""
         if self._replicas is None:
-            bank, pool = self._bank, self._carrier.pool
-            device, dtype = bank.w_in.device, bank.w_in.dtype
             # the buffers outlive this forward pass, which may be one in inference mode
             with torch.inference_mode(False):
                 self._replicas = [
-                    Replica.build(expert, bank, *pool.take(bank.expert_numel, dtype, device))
+                    self._bank.replica(expert, self._carrier.pool)
                     for expert in self.placement.replicas_on(self._carrier.collective.rank)
                 ]
         return self._replicas
@@ -135,8 +136,10 @@ class BlockReplicas:
             self._trans, self.state = None, State.HERE
         return self._replicas or []
 
-    def use(self, keep: bool) -> None:
+    def use(self, keep: bool, visited: Iterable[int]) -> None:
         """The block's counts are known: go on with the replicas, or withdraw them for the rest of the step.
+
+        visited: the experts that have rows, on any rank.
 
         What was held back of Trans follows, a second phase only if the first has arrived. Where it has not on some
         rank, that rank launches it when it needs the replicas. Nothing else is launched in between, so the ranks'
@@ -145,6 +148,7 @@ class BlockReplicas:
         """
         if keep:
             self.in_use = True
+            self._visited = (self._visited or set()) | set(visited)
             if self.state is State.UNDER_WAY and self._trans is not None:
                 with self._carrier.stopwatch("exposed_trans"):
                     self._launch_held_back(self._trans)
@@ -153,6 +157,7 @@ class BlockReplicas:
             raise ValueError(f"block {self._block}: replicas can only be withdrawn before they were used")
         self.state = State.NONE
         for replica in self._replicas or ():
+            replica.vanish()
             self._carrier.pool.give(replica.params, replica.grads, zeroed=True)
         self._replicas = None
 
@@ -172,7 +177,7 @@ class BlockReplicas:
     @property
     def stale(self) -> bool:
         """Whether the home parameters were changed in place after their Trans began (as by SAM, or a load)."""
-        return self.state in (State.UNDER_WAY, State.HERE) and self._version != self._version_now()
+        return self.state in (State.UNDER_WAY, State.HERE) and self._version != self._bank.version()
 
     def refresh(self) -> None:
         """Forget that the parameters were sent, so that they are sent again; on all ranks alike."""
@@ -180,9 +185,6 @@ class BlockReplicas:
             if self._trans is not None:
                 self._trans.abandon()
             self._trans, self.state = None, State.AWAY
-
-    def _version_now(self) -> int:
-        return sum(p._version for _, p in self._bank.stacked())
 
     # --- gradients ---
 
@@ -214,11 +216,11 @@ class BlockReplicas:
                 return
             self.unsent = False
             bank, form, collective = self._bank, self._form, self._carrier.collective
-            if not any(p.requires_grad for p in bank.parameters()):
+            cut, numel = form.agg_cut, bank.grad_numel
+            if numel == 0:
                 return
-            cut, numel = form.agg_cut, bank.expert_numel
             chunks = agg_chunks(self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg)
-            self._agg = Agg(chunks, bank, self._made(), collective, self._block)
+            self._agg = Agg(chunks, bank, self._made(), collective, self._block, self._visited)
         with self._carrier.stopwatch("exposed_agg"):
             self._advance(self._agg, action or self._agg_rest)
 
@@ -234,7 +236,13 @@ class BlockReplicas:
                 self._agg = None
 
     def backward_ended(self) -> None:
-        """Remember the home gradients as they are now."""
+        """Remember the home gradients as they are now.
+
+        Where only replicas have computed so far, that of the home is a zero: it can be thrown away, and that be seen.
+        """
+        if self.unsent and self._visited:
+            replicated = {e for e, _ in self.placement.replicas()}
+            self._bank.need_grads(self._visited & replicated)
         self._grads_seen = [_identity(p.grad) for p in self._bank.parameters()]
 
     def forget(self, *, failed: bool) -> None:
@@ -267,6 +275,7 @@ class BlockReplicas:
         """Return the replicas' memory."""
         zeroed = not self.unsent and self._agg is None  # what Agg has sent is zero again
         for replica in self._replicas or ():
+            replica.vanish()
             self._carrier.pool.give(replica.params, replica.grads, zeroed=zeroed)
 
     # --- chunks ---

@@ -9,14 +9,15 @@ Shape legend: R ranks, P parameters of one expert.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from prophet.experts.bank import ExpertBank, Replica
+from prophet.experts.bank import Bank
+from prophet.experts.replica import Replica
 from prophet.ranks.collective import Collective, Operation, Pending
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Chunk, Exchange, Piece
@@ -33,7 +34,7 @@ class Transfer:
     name: str
 
     def __init__(
-        self, chunks: Sequence[Chunk], bank: ExpertBank, replicas: Sequence[Replica], collective: Collective, block: int
+        self, chunks: Sequence[Chunk], bank: Bank, replicas: Sequence[Replica], collective: Collective, block: int
     ) -> None:
         self._chunks = chunks
         self._bank = bank
@@ -43,6 +44,11 @@ class Transfer:
         self.launched = 0
         self.window: Window | None = None
         self._flying: deque[tuple[Exchange, Pending]] = deque()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of what travels."""
+        raise TypeError
 
     @property
     def complete(self) -> bool:
@@ -86,7 +92,7 @@ class Transfer:
     def _start(self, exchange: Exchange, op: Operation) -> None:
         with torch.no_grad():
             parts = [view for piece in exchange.sends for view in self._views(exchange, piece)]
-            outgoing = torch.cat(parts) if parts else self._bank.w_in.new_empty(0)
+            outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=self._bank.device)
             self._sent(exchange)
         send, recv = exchange.counts(self._collective.size)
         pending = self._collective.all_to_all(outgoing, send, recv, op=op, channel="weights")
@@ -112,6 +118,10 @@ class Trans(Transfer):
     name = "Trans"
     again = False
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._bank.flat_dtype
+
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
         if exchange.phase == "gather":
             return [self._replicas[piece.expert].params[piece.start : piece.stop]]
@@ -127,15 +137,29 @@ class Trans(Transfer):
 
 
 class Agg(Transfer):
-    """Brings the replicas' gradients home; every sum runs over the replicas in rank order, in either form."""
+    """Brings the replicas' gradients home; every sum runs over the replicas in rank order, in either form.
+
+    visited: experts that had rows on some rank; None for all. The others' gradients stay what they are.
+    """
 
     name = "Agg"
 
     def __init__(
-        self, chunks: Sequence[Chunk], bank: ExpertBank, replicas: Sequence[Replica], collective: Collective, block: int
+        self,
+        chunks: Sequence[Chunk],
+        bank: Bank,
+        replicas: Sequence[Replica],
+        collective: Collective,
+        block: int,
+        visited: Collection[int] | None = None,
     ) -> None:
         super().__init__(chunks, bank, replicas, collective, block)
+        self._visited = visited
         self._sums: list[tuple[Piece, Tensor]] = []
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._bank.grad_dtype
 
     def _start(self, exchange: Exchange, op: Operation) -> None:
         if exchange.phase != "home":
@@ -165,6 +189,8 @@ class Agg(Transfer):
             self._sums += sums
             return
         for piece, total in sums:
+            if self._visited is not None and piece.expert not in self._visited:
+                continue
             self._bank.add_flat_grad(piece.expert - self._bank.first_expert, piece.start, piece.stop, total)
 
 

@@ -21,56 +21,61 @@ GATED: tuple[Activation, ...] = ("swiglu", "swiglu_clamped")  # three matrices i
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """Sizes of one MoE layer's experts; everything the performance model needs to know of the network."""
+    """Sizes of one MoE layer's experts; everything the performance model needs to know of the network.
 
-    dim: int
-    hidden: int
-    activation: Activation = "gelu"
-    bias: bool = True
-    param_bytes: int = 4
-    grad_bytes: int = 4
-    token_element_bytes: int = 4
+    expert_params: parameters of one expert. expert_bytes: theirs, what Trans moves for one replica. expert_grad_bytes:
+    those of the gradients of the parameters that train, what Agg moves. token_bytes: of one row, what dispatch moves,
+    and combine again; the mean of both where answers are of another size. forward_flops_per_token: floating-point
+    operations of one expert on one row; the backward pass takes twice that.
+    """
+
+    expert_params: int
+    expert_bytes: int
+    expert_grad_bytes: int
+    token_bytes: float
+    forward_flops_per_token: float
 
     def __post_init__(self) -> None:
-        check_positive(self, "dim", "hidden", "param_bytes", "grad_bytes", "token_element_bytes")
-        if self.activation not in ACTIVATIONS:
-            raise SpecError(f"LayerShape.activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        check_positive(self, "expert_params", "expert_bytes", "token_bytes", "forward_flops_per_token")
+        check_not_negative(self, "expert_grad_bytes")
 
-    @property
-    def matrices(self) -> int:
-        """Matrix products per token: 2 for a plain MLP, 3 where it is gated."""
-        return 3 if self.activation in GATED else 2
+    @classmethod
+    def feed_forward(
+        cls,
+        *,
+        dim: int,
+        hidden: int,
+        activation: Activation = "gelu",
+        bias: bool = True,
+        param_bytes: int = 4,
+        grad_bytes: int = 4,
+        token_element_bytes: int = 4,
+    ) -> LayerShape:
+        """That of feed-forward networks: two matrices of dim x hidden, three where they are gated.
 
-    @property
-    def expert_params(self) -> int:
-        """Parameters of one expert, biases included."""
-        biases = (self.matrices - 1) * self.hidden + self.dim if self.bias else 0
-        return self.matrices * self.dim * self.hidden + biases
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's parameters: what Trans moves for one replica."""
-        return self.expert_params * self.param_bytes
-
-    @property
-    def expert_grad_bytes(self) -> int:
-        """Bytes of one expert's gradients: what Agg moves for one replica."""
-        return self.expert_params * self.grad_bytes
+        param_bytes, grad_bytes, token_element_bytes: of one parameter, one gradient, one element of a row.
+        """
+        if min(dim, hidden, param_bytes, grad_bytes, token_element_bytes) < 1:
+            raise SpecError(
+                f"LayerShape.feed_forward: expected positive sizes, got dim={dim}, hidden={hidden}, "
+                f"param_bytes={param_bytes}, grad_bytes={grad_bytes}, token_element_bytes={token_element_bytes}"
+            )
+        if activation not in ACTIVATIONS:
+            raise SpecError(f"LayerShape.activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        matrices = 3 if activation in GATED else 2
+        params = matrices * dim * hidden + ((matrices - 1) * hidden + dim if bias else 0)
+        return cls(
+            expert_params=params,
+            expert_bytes=params * param_bytes,
+            expert_grad_bytes=params * grad_bytes,
+            token_bytes=dim * token_element_bytes,
+            forward_flops_per_token=2 * matrices * dim * hidden,
+        )
 
     @property
     def replica_bytes(self) -> int:
         """Memory one replica takes: its parameters and its gradients."""
         return self.expert_bytes + self.expert_grad_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token row: what dispatch moves, and combine again."""
-        return self.dim * self.token_element_bytes
-
-    @property
-    def forward_flops_per_token(self) -> int:
-        """Floating-point operations of one expert on one token, forward; the backward pass takes twice that."""
-        return 2 * self.matrices * self.dim * self.hidden
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

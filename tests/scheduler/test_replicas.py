@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prophet.experts.bank import ExpertBank, ReplicaPool
+from prophet.experts.feed_forward import FeedForwardBank
+from prophet.experts.replica import ReplicaPool
 from prophet.scheduler.actions import Launch, Window
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.replicas import BlockReplicas, Carrier, State
@@ -17,9 +18,9 @@ FIRST = Launch("TRANS", 1, 0, Window("FEC", 0))
 ALL = Launch("TRANS", 1, 1, Window("FNEC", 0))
 
 
-def made(pairs: tuple[tuple[int, int], ...] = ((0, 1),)) -> tuple[BlockReplicas, Carrier, ExpertBank]:
+def made(pairs: tuple[tuple[int, int], ...] = ((0, 1),)) -> tuple[BlockReplicas, Carrier, FeedForwardBank]:
     """Replicas of block 1 on rank 1 of 2, each rank home to one expert."""
-    bank = ExpertBank(2, 2, 1, first_expert=1, total_experts=2, ep_size=2)
+    bank = FeedForwardBank(2, 2, 1, first_expert=1, total_experts=2, ep_size=2)
     carrier = Carrier(RecordingCollective(1, 2), ReplicaPool(), Stopwatch(), [])
     placement = Placement.with_replicas((0, 1), 2, pairs)
     return BlockReplicas(1, bank, placement, Form(), carrier), carrier, bank
@@ -54,7 +55,7 @@ def test_parameters_come_are_dropped_and_come_again() -> None:
 def test_what_is_withdrawn_costs_nothing_more() -> None:
     block, carrier, _ = made()
     block.launch(FIRST)
-    block.use(False)
+    block.use(False, ())
     assert block.state is State.NONE
     assert carrier.pool.in_use_bytes == 0
     block.launch(ALL)
@@ -69,11 +70,11 @@ def test_what_is_withdrawn_costs_nothing_more() -> None:
 def test_what_was_used_cannot_be_withdrawn(used: str) -> None:
     block, _, _ = made()
     if used == "decided":
-        block.use(True)
+        block.use(True, (0, 1))
     else:
         block.arrived()
     with pytest.raises(ValueError, match="block 1: replicas can only be withdrawn before they were used"):
-        block.use(False)
+        block.use(False, ())
 
 
 def test_without_replicas_there_is_nothing_to_do() -> None:
