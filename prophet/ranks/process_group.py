@@ -310,25 +310,24 @@ def explained(account: Account, ranks: Sequence[int], *, late: bool) -> str:
     def named(some: Sequence[int]) -> list[int]:
         return sorted(number[r] for r in some)
 
-    def places(some: Sequence[int]) -> list[str]:
+    def places(some: Sequence[int]) -> list[tuple[list[int], str]]:
         by_place: dict[str, list[int]] = {}
         for r in some:
             by_place.setdefault(account.at.get(r) or "not heard of yet", []).append(r)
         groups = sorted(by_place.items(), key=lambda item: (-len(item[1]), item[1]))
-        return [f"rank(s) {named(there)} {at}" for at, there in groups]
+        return [(named(there), at) for at, there in groups]
 
     absent = [*account.gone, *account.silent]
     parts = []
-    if account.gone:
-        parts.append(f"rank(s) {named(account.gone)} are gone, last heard of: {', '.join(places(account.gone))}")
-    if account.silent:
-        silent = f"rank(s) {named(account.silent)} give no sign of life"
-        parts.append(f"{silent}, last heard of: {', '.join(places(account.silent))}")
+    for some, how in ((account.gone, "are gone"), (account.silent, "give no sign of life")):
+        if some:
+            last = ", ".join(f"{there} {at}" for there, at in places(some))
+            parts.append(f"rank(s) {named(some)} {how} (last heard of: {last})")
     if account.gave_up and not absent and not late:
         parts.append(f"rank(s) {named(account.gave_up)} have given up")
-    there = places([r for r in ranks if r not in absent])
-    text = "; ".join([*parts, *there])
-    if len(there) > 1 and not absent:
+    present = places([r for r in ranks if r not in absent])
+    text = "; ".join([*parts, *(f"rank(s) {there} {at}" for there, at in present)])
+    if len(present) > 1 and not absent:
         text += ". Did a rank skip or repeat a step, a pass or a layer?"
     return text
 
