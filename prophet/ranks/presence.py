@@ -223,7 +223,7 @@ class Presence:
                 look_at = now + every_s
                 missing = {r: self.pulse(r) for r in ranks if not store.check([f"{key}: {r}"])}
                 ended = {r: pulse for r, pulse in missing.items() if pulse is not None and self.has_ended(pulse)}
-                causes = [r for r, pulse in ended.items() if not pulse.failed] or list(ended)
+                causes = [r for r, pulse in ended.items() if not pulse.failed]
                 for r, pulse in missing.items():
                     if pulse is not None and pulse.work and heard.get(r) != pulse.count:
                         heard[r] = pulse.count
@@ -231,7 +231,8 @@ class Presence:
                 if ended or (now >= deadline and missing):
                     text = f"rank {self.rank} waited {limit_s:g} s for rank(s) {list(missing)}"
                     if ended:
-                        text = f"rank(s) {causes} are gone, while rank {self.rank} waited"
+                        how = f"{causes} are gone" if causes else f"{list(ended)} have given up"
+                        text = f"rank(s) {how}, while rank {self.rank} waited"
                     text += "".join(f"; rank {r} {_doing(pulse)}" for r, pulse in missing.items() if pulse)
                     text += "" if ended else hint
                     return store.compare_set(result, "", json.dumps(["ended" if ended else "late", text]))
@@ -249,7 +250,7 @@ class Lost(RuntimeError):
 
 
 def _doing(pulse: Pulse) -> str:
-    return f"was at {pulse.work or pulse.at or 'nothing yet'}"
+    return f"was at work: {pulse.work}" if pulse.work else f"was {pulse.at or 'not heard of yet'}"
 
 
 def _pulse_key(rank: int) -> str:
