@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import original_state_dict
-from prophet.engine.parallel import expert_parameters
+from prophet.engine.expert_state import Share, join_state, shares_of, split_state
 from prophet.engine.shared_errors import limit_of, on_all_ranks
 from prophet.errors import CheckpointError, SpecError
 from prophet.ranks.process_group import at_work, process_rank, processes
@@ -54,13 +54,15 @@ class Checkpoints:
         dense_writer, expert_writer = process_rank() == 0, process_rank() < ep.size
         dense: dict[str, Any] = {"values": {}, "settings": {}}
         experts: dict[str, Any] = {"values": {}, "settings": {}}
+        shares = shares_of(model)
         for name, p in model.named_parameters():
             if states is None or not states.holds(p):
                 continue
             found = {k: v.cpu() for k, v in states.read(p).items()}  # with ZeRO on all ranks
             if _is_expert(p) and expert_writer:
-                experts["values"] |= layout.unstack(name, self._held(name).start, found)
-                experts["settings"][name] = states.settings(p)
+                own = split_state(name, p, shares[name], found)
+                experts["values"] |= {key: {k: v.clone() for k, v in parts.items()} for key, parts in own.items()}
+                experts["settings"] |= dict.fromkeys(own, states.settings(p))
             elif not _is_expert(p) and dense_writer:
                 dense["values"][name] = found
                 dense["settings"][name] = states.settings(p)
@@ -119,15 +121,9 @@ class Checkpoints:
             raise CheckpointError("a checkpoint belongs between two steps, and one is under way: call engine.step()")
         return None if self._ds.optimizer is None else States(self._ds)
 
-    def _held(self, name: str) -> range:
-        """The experts of a stacked parameter."""
-        bank: Any = self._ds.module.get_submodule(name.rpartition(".")[0])
-        return range(bank.first_expert, bank.first_expert + bank.experts)
-
     def _expert_keys(self) -> set[str]:
         """Names of this rank's experts, in a state dict and in a checkpoint."""
-        named = expert_parameters(self._ds.module)
-        return {layout.expert_key(name, e) for name, _ in named for e in self._held(name)}
+        return {s.key for shares in shares_of(self._ds.module).values() for s in shares}
 
     def _own_files(self, folder: Path) -> tuple[Path, Path]:
         """Those that hold the balancing of this rank's group, and this process's random generators."""
@@ -199,12 +195,12 @@ class Checkpoints:
     ) -> tuple[dict[str, Tensor], dict[int, Values], dict[int, Any]]:
         """The module's state, and by parameters' ids their optimizer states and their groups' settings."""
         saved, expert_settings, experts = layout.read_experts(folder, dense["ranks"], self._expert_keys())
-        values, settings = {}, {}
+        values, settings, shares = {}, {}, shares_of(self._ds.module)
         for name, p in self._ds.module.named_parameters():
             if states is None or not states.holds(p):
                 continue
             if _is_expert(p):
-                one, own = layout.stack(name, self._held(name), saved, folder), expert_settings.get(name)
+                one, own = _joined(name, p, shares[name], saved, expert_settings, folder)
             else:
                 one, own = dense["values"].get(name), dense["settings"].get(name)
             values[id(p)] = layout.check_values(name, one, p.shape, folder)
@@ -222,6 +218,22 @@ class Checkpoints:
             self._engine.load_state_dict(balancing)
         except SpecError as error:  # configured differently now, as with fewer slots: plans are made anew
             warnings.warn(f"{paths[0]}: {error}; the first step starts without replicas", stacklevel=3)
+
+
+def _joined(
+    name: str, p: nn.Parameter, shares: list[Share], saved: dict[str, Values], settings: dict[str, Any], folder: Path
+) -> tuple[Values, Any]:
+    """Values and settings of a parameter of experts, which have taken the same steps where it holds several."""
+    for share in shares:
+        if share.key not in saved:
+            raise CheckpointError(f"{folder}: optimizer states of {share.key} are missing")
+    own = [settings.get(share.key) for share in shares]
+    if any(str(one) != str(own[0]) for one in own):
+        raise CheckpointError(f"{folder}: the experts of {name} have taken different steps, or have different settings")
+    try:
+        return join_state(name, p, shares, saved, on_device=False), own[0]
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def _is_expert(p: nn.Parameter) -> bool:

@@ -40,8 +40,8 @@ class OracleConfig:
 def expert(x: Tensor, p: Params, name: str, e: int, activation: str) -> Tensor:
     """f_e(x) for all rows of `x` [N, D]."""
     h = x @ p[f"{name}.experts.w_in.{e}"].T
-    if f"{name}.experts.b_in.{e}" in p:
-        h = h + p[f"{name}.experts.b_in.{e}"]
+    if f"{name}.experts.bias_in.{e}" in p:
+        h = h + p[f"{name}.experts.bias_in.{e}"]
     if activation == "gelu":
         h = h * 0.5 * (1 + torch.erf(h / math.sqrt(2.0)))
     else:
@@ -49,8 +49,8 @@ def expert(x: Tensor, p: Params, name: str, e: int, activation: str) -> Tensor:
         gate, up = h[:, :half], h[:, half:]
         h = gate / (1 + torch.exp(-gate)) * up
     y = h @ p[f"{name}.experts.w_out.{e}"].T
-    if f"{name}.experts.b_out.{e}" in p:
-        y = y + p[f"{name}.experts.b_out.{e}"]
+    if f"{name}.experts.bias_out.{e}" in p:
+        y = y + p[f"{name}.experts.bias_out.{e}"]
     return y
 
 
