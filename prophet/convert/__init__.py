@@ -138,12 +138,18 @@ def convert(
                 params_before=before,
             )
         )
-    for *_, layer in converted(model):
+    _announce(model)
+    return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left))
+
+
+def _announce(model: nn.Module) -> None:
+    """Tell what saves, scales losses and averages gradients that the model's experts are on several ranks now."""
+    layers = [layer for *_, layer in converted(model)]
+    for layer in layers:
         layer.origin.model = weakref.ref(model)
     write_original_layout(model)
-    share_overflows([layer for *_, layer in converted(model)])
+    share_overflows(layers)
     leave_out_of_ddp(model)
-    return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left))
 
 
 def revert(model: nn.Module) -> None:

@@ -129,6 +129,7 @@ class ProcessGroupCollective(Collective):
         }
         self._ranks = ranks
         self._presence = presence()
+        self._presence.counters[self._groups["tokens"].group_name] = self.frames
         self._broken: CollectiveError | None = None
         self._receive_first = receive_first
         if receive_first is None:
@@ -377,8 +378,9 @@ def meet(
 def roll_call(op: Operation, ranks: Sequence[int] | None = None, *, patience_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Return once all `ranks` (None: all processes) have called this; see `meet`.
 
-    The first of the ranks waits `ROLL_CALL_S`, since `if rank == 0:` is how one rank comes to be alone. The others wait
-    for it for `patience_s`: it may be writing a file before.
+    A rank that goes on instead is noticed with the next message that it begins, as in its next forward pass. Where it
+    begins none, the first of the ranks waits `ROLL_CALL_S`, since `if rank == 0:` is how one rank comes to be alone.
+    The others wait for the first for `patience_s`: it may be writing a file before.
     """
     first = ranks[0] if ranks is not None else 0
     limit_s = ROLL_CALL_S if process_rank() == first else patience_s

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,23 @@ def test_one_that_does_not_come_is_named(there: Callable[..., Presence]) -> None
     assert str(caught.value) == "rank 0 waited 0.2 s for rank(s) [1]; rank 1 was in dispatch of layer 3; call it"
     assert not caught.value.ended
     assert meetings([here, away]) == [["I am 0", "I am 1"]] * 2, "the next meeting is another one"
+
+
+def test_one_that_has_gone_on_is_not_waited_for(there: Callable[..., Presence]) -> None:
+    """It has begun a message that this one has to answer; messages of other groups say nothing."""
+    here, away = there(0), there(1)
+    here.counters = {"both": SimpleNamespace(told=3), "others": SimpleNamespace(told=0)}
+    ours, theirs = SimpleNamespace(told=3), SimpleNamespace(told=9)
+    away.counters, away.where = {"both": ours, "elsewhere": theirs}, "gradient norm"
+    away.beat()
+    with pytest.raises(Lost, match=r"rank 0 waited 0\.5 s for"):
+        here.meet("test", [0, 1], "", limit_s=0.5)
+    ours.told += 1
+    with pytest.raises(
+        Lost, match=r"rank\(s\) \[1\] went on without this call, while rank 0 waited; rank 1 was at gradient norm; hint"
+    ) as caught:
+        here.meet("test", [0, 1], "", limit_s=PATIENT_S, hint="; hint")
+    assert not caught.value.ended
 
 
 def test_work_is_waited_for_as_long_as_it_takes(there: Callable[..., Presence]) -> None:
