@@ -65,7 +65,7 @@ def test_experts_are_found_or_named(kind: type[nn.Module]) -> None:
         assert names == []
         assert "prophet.convert(model, experts='blocks.0.experts')" in {x.name: x.why for x in left}["blocks.0.experts"]
         assert [f.name for f in discover(model, (), [NAMES])[0]] == ["blocks.0.experts", "blocks.1.experts"]
-    assert {x.name for x in left} >= {"mixes", "blocks"}
+    assert "mixes" in {x.name for x in left}
 
 
 @pytest.mark.parametrize("kind", LOOK_ALIKES)
