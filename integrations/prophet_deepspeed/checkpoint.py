@@ -18,9 +18,9 @@ from torch import Tensor, nn
 import prophet
 from prophet.convert import original_state_dict
 from prophet.engine.expert_state import Share, join_state, shares_of, split_state
-from prophet.engine.shared_errors import on_all_ranks
+from prophet.engine.shared_errors import limit_of, on_all_ranks
 from prophet.errors import CheckpointError, SpecError
-from prophet.ranks.process_group import process_rank, processes
+from prophet.ranks.process_group import at_work, process_rank, processes
 from prophet_deepspeed import layout
 from prophet_deepspeed.layout import Values
 from prophet_deepspeed.states import States
@@ -69,32 +69,33 @@ class Checkpoints:
         keys = self._expert_keys()
         module = {k: v.detach().cpu() for k, v in model.state_dict().items()}
         experts["module"] = {k: v.clone() for k, v in module.items() if k in keys}
-        if process_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            layout.clear(folder)
-        self._meet("start of save_checkpoint")
-        if expert_writer:
-            layout.write(experts, folder / layout.EXPERTS.format(ep.rank, ep.size))
-        balancing, generators = self._own_files(folder)
-        if ep.rank == 0:
-            layout.write(self._engine.state_dict(), balancing)
-        layout.write(layout.random_state() | {"device": _accelerator().get_rng_state()}, generators)
-        if dense_writer:
-            dense |= {
-                "format": layout.FORMAT,
-                "ranks": ep.size,
-                "processes": processes(),
-                "module": {k: v for k, v in module.items() if k not in keys},
-                "counters": {k: int(getattr(ds, k)) for k in layout.COUNTERS},
-                "scaler": {} if states is None else states.scaler(),
-                "scheduler": None if ds.lr_scheduler is None else ds.lr_scheduler.state_dict(),
-                "client_state": client_state or {},
-            }
-            layout.write(dense, folder / layout.DENSE)
-        self._meet("end of save_checkpoint")
-        if save_latest and process_rank() == 0:
-            (Path(save_dir) / layout.LATEST).write_text(folder.name, encoding="utf-8")
-        self._meet("end of save_checkpoint")
+        with at_work(f"writing {folder}"):
+            if process_rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                layout.clear(folder)
+            self._meet("start of save_checkpoint")
+            if expert_writer:
+                layout.write(experts, folder / layout.EXPERTS.format(ep.rank, ep.size))
+            balancing, generators = self._own_files(folder)
+            if ep.rank == 0:
+                layout.write(self._engine.state_dict(), balancing)
+            layout.write(layout.random_state() | {"device": _accelerator().get_rng_state()}, generators)
+            if dense_writer:
+                dense |= {
+                    "format": layout.FORMAT,
+                    "ranks": ep.size,
+                    "processes": processes(),
+                    "module": {k: v for k, v in module.items() if k not in keys},
+                    "counters": {k: int(getattr(ds, k)) for k in layout.COUNTERS},
+                    "scaler": {} if states is None else states.scaler(),
+                    "scheduler": None if ds.lr_scheduler is None else ds.lr_scheduler.state_dict(),
+                    "client_state": client_state or {},
+                }
+                layout.write(dense, folder / layout.DENSE)
+            self._meet("end of save_checkpoint")
+            if save_latest and process_rank() == 0:
+                (Path(save_dir) / layout.LATEST).write_text(folder.name, encoding="utf-8")
+            self._meet("end of save_checkpoint")
         return True
 
     def save_model(
@@ -109,8 +110,9 @@ class Checkpoints:
         writer = process_rank() == 0
         state = original_state_dict(self._ds.module, keep=writer)
         if writer:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            layout.write({k: v.detach().cpu() for k, v in state.items()}, Path(save_dir) / save_filename)
+            with at_work(f"writing {save_dir}"):
+                Path(save_dir).mkdir(parents=True, exist_ok=True)
+                layout.write({k: v.detach().cpu() for k, v in state.items()}, Path(save_dir) / save_filename)
         self._meet("end of save_16bit_model")
         return True
 
@@ -130,7 +132,7 @@ class Checkpoints:
 
     def _meet(self, what: str) -> None:
         """Wait for all processes."""
-        with on_all_ranks(what, self._ds.module):
+        with on_all_ranks(what, timeout_s=limit_of(self._ds.module)):
             pass
 
     # --- load ---
@@ -162,7 +164,7 @@ class Checkpoints:
             tag = latest.read_text(encoding="utf-8").strip()
         folder = Path(load_dir) / str(tag)
         states = self._states()
-        with on_all_ranks(f"reading of {folder}", ds.module, said="could not read it"):
+        with on_all_ranks(f"reading of {folder}", said="could not read it", timeout_s=limit_of(ds.module)):
             dense = layout.read_dense(folder)
             wanted = states if load_optimizer_states and not load_module_only else None
             module, values, settings = self._read(folder, dense, wanted)

@@ -24,6 +24,7 @@ from prophet.convert.saving import write_as_before, write_original_layout
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back
 from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import Trial
+from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
 from prophet.errors import ConversionError
 from prophet.experts.feed_forward import FeedForwardBank
@@ -130,6 +131,7 @@ def convert(
     for *_, layer in converted(model):
         layer.origin.model = weakref.ref(model)
     write_original_layout(model)
+    share_overflows([layer for *_, layer in converted(model)])
     leave_out_of_ddp(model)
     return ConversionReport(tuple(replaced), collective.rank, collective.size)
 

@@ -33,10 +33,10 @@ from prophet.engine.checkpoint_experts import ExpertStates, counts_on_device, en
 from prophet.engine.checkpoint_folder import DESCRIPTION, Folder
 from prophet.engine.checkpoint_json import FORMAT, as_given, misfit, plain
 from prophet.engine.expert_state import banks_of, patterns, shares_of, split_state
-from prophet.engine.shared_errors import device_of, failure_of, short, together
+from prophet.engine.shared_errors import failure_of, limit_of, short, together
 from prophet.errors import CheckpointError
 from prophet.files import read_bytes
-from prophet.ranks.process_group import process_rank, processes
+from prophet.ranks.process_group import at_work, process_rank, processes
 from prophet.spec import digest, odd_ones_out
 from prophet.state.tensor_index import TensorReader
 
@@ -63,9 +63,10 @@ def save(
 
     Raises ValueError where the optimizer holds parameters that are not the model's, or state that cannot be described;
     RuntimeError where processes disagree about the optimizer; `CheckpointError`, which names the ranks, on every
-    process where one of them could not write.
+    process where one of them could not write. A write takes as long as it takes: the others wait while a process is at
+    it, and raise `PeerLost` where it has ended.
     """
-    folder, device = Path(folder), device_of(model)
+    folder, limit_s = Path(folder), limit_of(model)
     text = ""
     entries: dict[str, Any] = {}
     error: Exception | None = None
@@ -74,7 +75,7 @@ def save(
     except (ValueError, RuntimeError) as caught:
         error = caught
     numbers = (digest(np.frombuffer(text.encode(), np.uint8)), secrets.randbits(48))
-    said = together("comparison of optimizers", folder, device, error, numbers)
+    said = together("comparison of optimizers", folder, error, numbers, timeout_s=limit_s)
     differ = odd_ones_out(said[:, 0])
     if differ:
         raise RuntimeError(
@@ -84,17 +85,19 @@ def save(
     number = int(said[0, 1])
     target = Folder(folder, lambda: _current_tensors(folder))
     writer = process_rank() == 0
-    together("start of a checkpoint", folder, device, failure_of(lambda: target.begin(number), run=writer))
-    try:
-        tensors = _Writer(target.tensors(number))
-        _named(lambda: save_tensors(entries, storage_writer=tensors, no_dist=processes() == 1), folder)
-    except (CheckpointError, RuntimeError, OSError) as caught:
-        error = caught
-    if error is None and writer:
-        error = failure_of(lambda: _commit(target, number, text))
-    if error is not None and writer:
-        target.give_up()
-    together("end of a checkpoint", folder, device, error)
+    with at_work(f"writing {folder}"):
+        error = failure_of(lambda: target.begin(number), run=writer)
+        together("start of a checkpoint", folder, error, timeout_s=limit_s)
+        try:
+            tensors = _Writer(target.tensors(number))
+            _named(lambda: save_tensors(entries, storage_writer=tensors, no_dist=processes() == 1), folder)
+        except (CheckpointError, RuntimeError, OSError) as caught:
+            error = caught
+        if error is None and writer:
+            error = failure_of(lambda: _commit(target, number, text))
+        if error is not None and writer:
+            target.give_up()
+        together("end of a checkpoint", folder, error, timeout_s=limit_s)
 
 
 def _describe(
@@ -171,16 +174,17 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     like stay as they are. Without an optimizer only the model is read. Nothing is changed where the checkpoint does
     not fit: CheckpointError then.
     """
-    folder, device = Path(folder), device_of(model)
+    folder = Path(folder)
     plan = _Reading()
-    error = failure_of(lambda: plan.prepare(folder, model, optimizer))
-    together("reading of a checkpoint", folder, device, error)
-    if plan.experts is not None:
-        experts = plan.experts
-        plan.entries |= experts.entries
-        _named(lambda: load_tensors(experts.numbers, storage_reader=plan.reader, no_dist=processes() == 1), folder)
-        together("reading of experts' steps", folder, device, failure_of(experts.settle))
-    _named(lambda: load_tensors(plan.entries, storage_reader=plan.reader, no_dist=processes() == 1), folder)
+    with at_work(f"reading {folder}"):
+        error, limit_s = failure_of(lambda: plan.prepare(folder, model, optimizer)), limit_of(model)
+        together("reading of a checkpoint", folder, error, timeout_s=limit_s)
+        if plan.experts is not None:
+            experts = plan.experts
+            plan.entries |= experts.entries
+            _named(lambda: load_tensors(experts.numbers, storage_reader=plan.reader, no_dist=processes() == 1), folder)
+            together("reading of experts' steps", folder, failure_of(experts.settle), timeout_s=limit_s)
+        _named(lambda: load_tensors(plan.entries, storage_reader=plan.reader, no_dist=processes() == 1), folder)
     if optimizer is not None:
         for group, new in zip(optimizer.param_groups, plan.settings, strict=True):
             _apply_settings(group, new)

@@ -111,7 +111,9 @@ def moe(x: Tensor, p: Params, name: str, c: OracleConfig, rank_of: Sequence[int]
         fraction = counts / counts.sum()
         aux = aux + c.aux_loss_weight * c.num_experts * (fraction * probs.mean(dim=0)).sum()
     if c.z_loss_weight and tokens:
-        aux = aux + c.z_loss_weight * torch.log(torch.exp(logits).sum(dim=1)).square().mean()
+        most = logits.detach().max(dim=1, keepdim=True).values  # some random models diverge
+        log_sum = torch.log(torch.exp(logits - most).sum(dim=1)) + most.squeeze(1)
+        aux = aux + c.z_loss_weight * log_sum.square().mean()
     return y, aux, int((chosen - sent).sum().item())
 
 
