@@ -28,6 +28,7 @@ from prophet.convert.state import load_original_state_dict, original_state_dict,
 from prophet.convert.trial import check_by_trying
 from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import Trial
+from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
 from prophet.errors import ConversionError
 from prophet.kernels.choice import Impl
@@ -143,6 +144,7 @@ def convert(
     for *_, layer in converted(model):
         layer.origin.model = weakref.ref(model)
     write_original_layout(model)
+    share_overflows([layer for *_, layer in converted(model)])
     leave_out_of_ddp(model)
     return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left))
 

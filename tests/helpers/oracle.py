@@ -40,8 +40,8 @@ class OracleConfig:
 def expert(x: Tensor, p: Params, name: str, e: int, activation: str) -> Tensor:
     """f_e(x) for all rows of `x` [N, D]."""
     h = x @ p[f"{name}.experts.w_in.{e}"].T
-    if f"{name}.experts.b_in.{e}" in p:
-        h = h + p[f"{name}.experts.b_in.{e}"]
+    if f"{name}.experts.bias_in.{e}" in p:
+        h = h + p[f"{name}.experts.bias_in.{e}"]
     if activation == "gelu":
         h = h * 0.5 * (1 + torch.erf(h / math.sqrt(2.0)))
     else:
@@ -49,8 +49,8 @@ def expert(x: Tensor, p: Params, name: str, e: int, activation: str) -> Tensor:
         gate, up = h[:, :half], h[:, half:]
         h = gate / (1 + torch.exp(-gate)) * up
     y = h @ p[f"{name}.experts.w_out.{e}"].T
-    if f"{name}.experts.b_out.{e}" in p:
-        y = y + p[f"{name}.experts.b_out.{e}"]
+    if f"{name}.experts.bias_out.{e}" in p:
+        y = y + p[f"{name}.experts.bias_out.{e}"]
     return y
 
 
@@ -111,7 +111,9 @@ def moe(x: Tensor, p: Params, name: str, c: OracleConfig, rank_of: Sequence[int]
         fraction = counts / counts.sum()
         aux = aux + c.aux_loss_weight * c.num_experts * (fraction * probs.mean(dim=0)).sum()
     if c.z_loss_weight and tokens:
-        aux = aux + c.z_loss_weight * torch.log(torch.exp(logits).sum(dim=1)).square().mean()
+        most = logits.detach().max(dim=1, keepdim=True).values  # some random models diverge
+        log_sum = torch.log(torch.exp(logits - most).sum(dim=1)) + most.squeeze(1)
+        aux = aux + c.z_loss_weight * log_sum.square().mean()
     return y, aux, int((chosen - sent).sum().item())
 
 
