@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from prophet.convert.base import RUNS_TWICE, Adapter, ExpertsSpec
 from prophet.convert.checks import check_stackable
+from prophet.convert.copies import device_of, trying
 from prophet.convert.discover import Listing
 from prophet.convert.huggingface import modules_spec, pack_modules
 from prophet.convert.probe import check_computes
@@ -54,7 +55,8 @@ class Listed(Adapter):
                 check_computes(expert, names, spec.activation)
         except ConversionError as no:
             check_alike(dict(enumerate(experts)))
-            ExpertTrial(experts[self._first], listing.dim)
+            with trying(device_of(experts)):
+                ExpertTrial(experts[self._first], listing.dim)
             return ExpertsSpec(
                 num_experts=len(experts),
                 held=len(experts),
@@ -212,7 +214,8 @@ def modules_bank(experts: nn.ModuleList, dim: int, rank: int, ranks: int) -> Mod
     m = len(experts) // ranks
     home = range(rank * m, rank * m + m)
     given = {e: expert if e in home else _without_values(expert) for e, expert in enumerate(experts)}
-    return ModulesBank(given, dim=dim, first_expert=home.start, held=m, total_experts=len(experts), ep_size=ranks)
+    with trying(device_of(experts)):  # it runs an expert
+        return ModulesBank(given, dim=dim, first_expert=home.start, held=m, total_experts=len(experts), ep_size=ranks)
 
 
 def _without_values(expert: nn.Module) -> nn.Module:
