@@ -38,7 +38,7 @@ def built(group: Any, how: str) -> nn.Module:
 
 def test_init_after_building_is_refused_with_the_line_to_write() -> None:
     def body(group: Any) -> None:
-        text = r"MoE layer 0: expert 0 of rank 0 and expert 2 of rank 1 have weights .* bit for bit.*expert=lambda: Expert\(\)"
+        text = r"expert 0 of rank 0 and expert 2 of rank 1 have weights .* bit for bit.*expert=lambda: Expert\(\)"
         with pytest.raises(ConfigMismatch, match=text):
             prophet.attach(built(group, "afterwards"))
 
