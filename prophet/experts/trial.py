@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from prophet.experts.likeness import parts_of, strip
 
@@ -70,6 +69,8 @@ class Trial:
         raise first or ValueError(f"{self._who} has no parameters")
 
     def _try(self) -> None:
+        from torch.utils.flop_counter import FlopCounterMode  # takes a second, of those who have modules only
+
         home, replica = self.copy().train(), self.copy().train()
         generator = torch.Generator(self._sample.device).manual_seed(_SEED)
         with torch.no_grad():
