@@ -82,12 +82,20 @@ class ConfigMismatch(RuntimeError):
     """The ranks were configured differently; the message names those that differ."""
 
 
+class GradientMismatch(RuntimeError):
+    """Ranks have used different gradients of the parameters that they share; the message names step, ranks and call."""
+
+
 class ReplicaMemoryError(MemoryError):
     """The replica pool has no room left within its byte budget."""
 
 
 class ConversionError(ValueError):
     """A model cannot be converted, or not without changing what it computes; the message names the field."""
+
+
+class ReplayError(RuntimeError):
+    """A block does not call its experts twice in the same way; the message names the list of experts."""
 
 
 class PartialStateError(RuntimeError):

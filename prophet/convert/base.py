@@ -68,26 +68,30 @@ class ExpertsSpec:
 
     num_experts: E. held: how many of them the module has here: all, or this rank's share of them where the model was
     built expert-parallel. form: "stacked" (one parameter for all experts) or "modules" (one module per expert).
-    router: how the router is called in reports. names: of an expert's parameters, for the form "modules".
+    router: how the router is called in reports. names: of an expert's parameters, for the form "modules" where the
+    experts are feed-forward networks. bank: what holds and runs them, "feed-forward" or "modules", and why: why not the
+    former; hidden, activation and bias have no meaning then.
     """
 
     num_experts: int
     held: int
     top_k: int
     dim: int
-    hidden: int
-    activation: Activation
-    bias: bool
+    hidden: int = 0
+    activation: Activation = "gelu"
+    bias: bool = False
     form: str
     router: str
     names: FfnNames | None = None
+    bank: str = "feed-forward"
+    why: str = ""
 
     def signature(self) -> str:
         """What must be equal on all ranks, as text."""
-        return (
-            f"{self.num_experts} experts, top-{self.top_k}, dim {self.dim}, hidden {self.hidden}, {self.activation}, "
-            f"bias {self.bias}, {self.form}"
-        )
+        what = self.bank
+        if what == "feed-forward":
+            what = f"hidden {self.hidden}, {self.activation}, bias {self.bias}, {self.form}"
+        return f"{self.num_experts} experts, top-{self.top_k}, dim {self.dim}, {what}"
 
 
 class Adapter(ABC):

@@ -10,12 +10,14 @@ import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prophet.convert.base import FfnNames
+from prophet.convert.copies import trying
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn.naive import ACTIVATIONS, GATED, Activation, activate, expert_ffn
 
@@ -34,26 +36,55 @@ def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
             f"{who}: expected an expert of two linear layers, or three where it is gated, got "
             f"{len(linears)} ({', '.join(linears) or 'none'}) and the other parameters {foreign}"
         )
-    generator = torch.Generator().manual_seed(0)
-    twin = copy.deepcopy(expert).cpu().double()
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / max(p.shape[-1], 1) ** 0.5)
-        x = 2 * torch.randn(ROWS, next(iter(linears.values())).in_features, generator=generator, dtype=torch.float64)
-        try:
-            y = twin(x)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ConversionError(f"{who}: it cannot be called with rows {list(x.shape)}: {error}") from error
-        y = y[0] if isinstance(y, tuple) else y
-        state = dict(twin.named_parameters())
-        for names, activation in _candidates(linears, x.shape[1]):
-            guess = expert_ffn(x, names.unpack(state, ""), activation)
-            if guess.shape == y.shape and torch.allclose(guess, y, rtol=0, atol=TOLERANCE):
-                return names, activation
+    tried = _Tried(expert, next(iter(linears.values())).in_features)
+    for names, activation in _candidates(linears, tried.x.shape[1]):
+        if tried.computes(names, activation):
+            return names, activation
     raise ConversionError(
         f"{who}: its output is not that of a feed-forward network with one of the activations "
         f"{', '.join(ACTIVATIONS)} (linear layers: {', '.join(linears)})"
     )
+
+
+def check_computes(expert: nn.Module, names: FfnNames, activation: Activation) -> None:
+    """Raise `ConversionError` unless `expert` is this feed-forward network."""
+    dim = dict(expert.named_parameters())[names.w_in[0]].shape[1]
+    if not _Tried(expert, dim).computes(names, activation):
+        raise ConversionError(f"{type(expert).__name__}: its output is not that of expert 0, which has {activation}")
+
+
+class _Tried:
+    """What a copy of an expert answers, its parameters being random."""
+
+    def __init__(self, expert: nn.Module, dim: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        who = type(expert).__name__
+        twin = copy.deepcopy(expert).cpu().double()
+        with torch.no_grad(), trying(torch.device("cpu")):
+            for p in twin.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / max(p.shape[-1], 1) ** 0.5)
+            self.x = 2 * torch.randn(ROWS, dim, generator=generator, dtype=torch.float64)
+            try:
+                self.y, trained = (_first(twin.train(mode)(self.x)) for mode in (False, True))
+            except (RuntimeError, TypeError, ValueError) as error:
+                raise ConversionError(f"{who}: it cannot be called with rows {[ROWS, dim]}: {error}") from error
+        if not torch.equal(self.y, trained):
+            random = ", ".join(str(m) for m in twin.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+            raise ConversionError(
+                f"{who}: its output is not that of a feed-forward network in training ({random or 'self.training'})"
+            )
+        self._state = dict(twin.named_parameters())
+
+    @torch.no_grad()
+    def computes(self, names: FfnNames, activation: Activation) -> bool:
+        """Whether that is what this feed-forward network answers."""
+        guess = expert_ffn(self.x, names.unpack(self._state, ""), activation)
+        return guess.shape == self.y.shape and torch.allclose(guess, self.y, rtol=0, atol=TOLERANCE)
+
+
+def _first(y: Any) -> Tensor:
+    first: Tensor = y[0] if isinstance(y, tuple) else y
+    return first
 
 
 def _candidates(linears: dict[str, nn.Linear], dim: int) -> Iterator[tuple[FfnNames, Activation]]:
