@@ -93,7 +93,7 @@ def convert(
     error: Exception | None = None
     try:
         check_model(model)
-        found, left = find_all(model, (*adapters, *standard_adapters()), patterns, collective.size)
+        found, left = find_all(model, (*adapters, *standard_adapters()), patterns, collective.rank, collective.size)
         if not found:
             raise ConversionError(_nothing_found(model, left))
         holders = [(f.name, f.experts(model)) for f in found]
@@ -122,6 +122,7 @@ def convert(
             if replaced:
                 revert(model)
             raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
+        shape = layer.experts.shape()
         before = sum(p.numel() for p in held.parameters())
         layer.let_go_of_originals()
         bank = layer.experts
@@ -136,6 +137,8 @@ def convert(
                 dtype=str(bank.dtype).removeprefix("torch."),
                 params=sum(p.numel() for p in bank.parameters()),
                 params_before=before,
+                flops_per_row=shape.forward_flops_per_token,
+                expert_bytes=shape.expert_bytes,
             )
         )
     _announce(model)

@@ -20,6 +20,8 @@ from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.spec import Activation
 
+RUNS_TWICE = "its own, runs twice"  # what reports call the router of a block that was found by trying
+
 
 @dataclass(frozen=True, slots=True)
 class FfnNames:

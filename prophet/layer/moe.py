@@ -141,6 +141,8 @@ class MoE(nn.Module):
         self._number: int | None = None  # among the group's layers that nobody balances, by their first runs
         self._port: Port = self.plain_port()
         self._book: LossBook | None = None
+        # called with this layer when its experts' backward pass begins, rows or not; the same on all ranks
+        self.on_backward: Callable[[MoE], None] | None = None
 
     def plain_port(self) -> Port:
         """A port that balances nothing."""
@@ -251,6 +253,8 @@ class MoE(nn.Module):
 
         def begin_backward() -> None:
             self._port.window("BEC")
+            if self.on_backward is not None:
+                self.on_backward(self)
             backward.start()
 
         rows = on_backward(rows, backward.stop)
