@@ -23,7 +23,7 @@ from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, clas
 from prophet.convert.probe import identify, is_silu
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_SLOPE
+from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, QUICK_SLOPE
 from prophet.spec import Activation
 
 # --- what replaces the loops of the old form ---
@@ -167,7 +167,7 @@ class GptOssBlock(Adapter):
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts, router = child(block, "experts"), child(block, "router")
-        for attribute, served in (("alpha", CLAMP_SLOPE), ("limit", CLAMP_LIMIT)):
+        for attribute, served in (("alpha", QUICK_SLOPE), ("limit", CLAMP_LIMIT)):
             value = getattr(experts, attribute, None)
             if value != served:
                 raise ConversionError(f"swiglu_{attribute}: the clamped SwiGLU has {served}, got {value!r}")

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from prophet.convert.base import FfnNames
 from prophet.errors import ConversionError
-from prophet.kernels.grouped_ffn.naive import ACTIVATIONS, GATED, Activation, activate, expert_ffn
+from prophet.kernels.grouped_ffn.naive import activate, expert_ffn
+from prophet.spec import ACTIVATIONS, GATED, Activation
 
 ROWS = 6
 TOLERANCE = 1e-9

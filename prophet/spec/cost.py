@@ -6,27 +6,27 @@ Shape legend: R ranks.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Literal, get_args
 
 import numpy as np
 
 from prophet.errors import SpecError
 from prophet.spec.arrays import FloatArray, IntArray, check_not_negative, check_positive
+from prophet.spec.feed_forward import ACTIVATIONS, GATED, Activation, Bias, has_biases
 from prophet.spec.placement import Placement
-
-Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "swiglu_clamped"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-GATED: tuple[Activation, ...] = ("swiglu", "swiglu_clamped")  # three matrices instead of two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerShape:
-    """Sizes of one MoE layer's experts; everything the performance model needs to know of the network."""
+    """Sizes of one MoE layer's experts; everything the performance model needs to know of the network.
+
+    out_dim: elements of an expert's output; None: `dim`.
+    """
 
     dim: int
     hidden: int
+    out_dim: int | None = None
     activation: Activation = "gelu"
-    bias: bool = True
+    bias: Bias = True
     param_bytes: int = 4
     grad_bytes: int = 4
     token_element_bytes: int = 4
@@ -35,6 +35,14 @@ class LayerShape:
         check_positive(self, "dim", "hidden", "param_bytes", "grad_bytes", "token_element_bytes")
         if self.activation not in ACTIVATIONS:
             raise SpecError(f"LayerShape.activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+        if self.out_dim is not None:
+            check_positive(self, "out_dim")
+        has_biases(self.bias)
+
+    @property
+    def outputs(self) -> int:
+        """Elements of an expert's output."""
+        return self.dim if self.out_dim is None else self.out_dim
 
     @property
     def matrices(self) -> int:
@@ -44,8 +52,9 @@ class LayerShape:
     @property
     def expert_params(self) -> int:
         """Parameters of one expert, biases included."""
-        biases = (self.matrices - 1) * self.hidden + self.dim if self.bias else 0
-        return self.matrices * self.dim * self.hidden + biases
+        b_in, b_out = has_biases(self.bias)
+        into = (self.matrices - 1) * self.hidden
+        return into * (self.dim + b_in) + self.outputs * (self.hidden + b_out)
 
     @property
     def expert_bytes(self) -> int:
@@ -64,13 +73,13 @@ class LayerShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token row: what dispatch moves, and combine again."""
-        return self.dim * self.token_element_bytes
+        """Bytes of one token row: what dispatch moves, and combine again; their mean where the two differ."""
+        return (self.dim + self.outputs) * self.token_element_bytes // 2
 
     @property
     def forward_flops_per_token(self) -> int:
         """Floating-point operations of one expert on one token, forward; the backward pass takes twice that."""
-        return 2 * self.matrices * self.dim * self.hidden
+        return 2 * self.hidden * ((self.matrices - 1) * self.dim + self.outputs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
