@@ -1,26 +1,24 @@
 """What does this feed-forward module compute? Found by trying: its output is compared with that of every candidate.
 
-The comparison runs on a copy in float64 with random parameters, so a module that is taken for a plain feed-forward
-network is one: another activation, a norm, a dropout in training mode or a different order of gate and up all differ.
+The comparison runs on a copy in float64 with random parameters and in training mode, so a module that is taken for a
+plain feed-forward network is one: another activation, a norm or a dropout makes a difference.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prophet.convert.base import FfnNames
+from prophet.convert.base import FfnNames, RowOrder
 from prophet.errors import ConversionError
-from prophet.kernels.grouped_ffn.naive import activate, expert_ffn
-from prophet.spec import ACTIVATIONS, GATED, Activation
+from prophet.kernels.grouped_ffn.naive import FUNCTIONS, expert_ffn
+from prophet.spec import ACTIVATION_PARTS, ACTIVATIONS, GATED, Activation
 
-ROWS = 6
+ROWS = 64  # a dropout of one in a hundred leaves no narrow expert's output as it was
 TOLERANCE = 1e-9
 
 
@@ -35,19 +33,14 @@ def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
             f"{who}: expected an expert of two linear layers, or three where it is gated, got "
             f"{len(linears)} ({', '.join(linears) or 'none'}) and the other parameters {foreign}"
         )
+    twin = copy.deepcopy(expert).cpu().double().train()
     generator = torch.Generator().manual_seed(0)
-    twin = copy.deepcopy(expert).cpu().double()
     with torch.no_grad():
         for p in twin.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / max(p.shape[-1], 1) ** 0.5)
-        x = 2 * torch.randn(ROWS, next(iter(linears.values())).in_features, generator=generator, dtype=torch.float64)
-        try:
-            y = twin(x)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ConversionError(f"{who}: it cannot be called with rows {list(x.shape)}: {error}") from error
-        y = y[0] if isinstance(y, tuple) else y
+        x, y = _answer(twin, list(dict.fromkeys(m.in_features for m in linears.values())), who)
         state = dict(twin.named_parameters())
-        for names, activation in _candidates(linears, x.shape[1]):
+        for names, activation in _candidates(linears, x.shape[1], y.shape[-1]):
             guess = expert_ffn(x, names.unpack(state, ""), activation)
             if guess.shape == y.shape and torch.allclose(guess, y, rtol=0, atol=TOLERANCE):
                 return names, activation
@@ -57,40 +50,59 @@ def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
     )
 
 
-def _candidates(linears: dict[str, nn.Linear], dim: int) -> Iterator[tuple[FfnNames, Activation]]:
+def _answer(expert: nn.Module, dims: list[int], who: str) -> tuple[Tensor, Tensor]:
+    """Random rows [ROWS, D] of the first of `dims` that `expert` takes, and its output on them."""
+    errors = []
+    for dim in dims:
+        x = 2 * torch.randn(ROWS, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        try:
+            with torch.random.fork_rng(devices=[]):  # a dropout draws, and the caller's random state stays
+                torch.random.default_generator.manual_seed(0)
+                y = expert(x.clone())
+        except (RuntimeError, TypeError, ValueError) as error:
+            errors.append(ConversionError(f"{who}: it cannot be called with rows {list(x.shape)}: {error}"))
+            continue
+        y = y[0] if isinstance(y, tuple) else y
+        if isinstance(y, Tensor):
+            return x, y
+        errors.append(ConversionError(f"{who}: expected a tensor as its output, got {type(y).__name__}"))
+    raise errors[0]
+
+
+def _candidates(linears: dict[str, nn.Linear], dim: int, out_dim: int) -> Iterator[tuple[FfnNames, Activation]]:
+    orders = [RowOrder(up_first=u, interleaved=i) for i in (False, True) for u in (False, True)]
     for order in itertools.permutations(linears.items()):
-        *first, last = order
-        if any(m.in_features != dim for _, m in first) or last[1].out_features != dim:
+        *first, (last_name, last) = order
+        if any(m.in_features != dim for _, m in first) or last.out_features != out_dim:
             continue
-        if any(m.out_features != last[1].in_features for _, m in first):
+        biased = {m.bias is not None for _, m in first}
+        if len({m.out_features for _, m in first}) > 1 or len(biased) > 1:
             continue
-        biased = {m.bias is not None for _, m in order}
-        if len(biased) != 1:
-            continue  # the library's experts have both biases or none
-        bias = biased.pop()
-        names = FfnNames(
-            tuple(f"{n}.weight" for n, _ in first),
-            f"{last[0]}.weight",
-            tuple(f"{n}.bias" for n, _ in first) if bias else None,
-            f"{last[0]}.bias" if bias else None,
-        )
-        for activation in ACTIVATIONS:
-            if (activation in GATED) == (len(first) == 2):
-                yield names, activation
+        widths = {1: last.in_features, 2: 2 * last.in_features}  # of a plain expert, and of a gated one
+        units = sum(m.out_features for _, m in first)
+        for gated in (False, True):
+            if units != widths[1 + gated] or (len(first) == 2 and not gated):
+                continue
+            for rows in orders if gated and len(first) == 1 else orders[:1]:
+                names = FfnNames(
+                    tuple(f"{n}.weight" for n, _ in first),
+                    f"{last_name}.weight",
+                    tuple(f"{n}.bias" for n, _ in first) if biased == {True} else None,
+                    None if last.bias is None else f"{last_name}.bias",
+                    rows,
+                )
+                yield from ((names, activation) for activation in ACTIVATIONS if (activation in GATED) == gated)
 
 
-def is_silu(act_fn: object) -> bool:
-    """Whether a function of tensors is silu, so that a gated module with it is SwiGLU."""
-    return callable(act_fn) and _alike(act_fn, F.silu)
-
-
-def plain_activation(function: Callable[[Tensor], Tensor]) -> Activation:
-    """The name of an element-wise activation. Raises `ConversionError` for one that the layer does not have."""
-    plain = [name for name in ACTIVATIONS if name not in GATED]
-    for name in plain:
-        if _alike(function, functools.partial(activate, activation=name)):
+def activation_of(function: object, what: str, *, gated: bool = False) -> Activation:
+    """The activation whose function of one number is `function`, or `ConversionError`, which calls it `what`."""
+    choices = {name: parts for name, parts in ACTIVATION_PARTS.items() if parts.gated == gated and not parts.clamped}
+    for name, parts in choices.items():
+        if callable(function) and _alike(function, FUNCTIONS[parts.function]):
             return name
-    raise ConversionError(f"activation_fn: expected one of {', '.join(plain)}, got another function")
+    expected = ", ".join(parts.function for parts in choices.values())
+    who = getattr(function, "__name__", type(function).__name__)
+    raise ConversionError(f"{what}: expected one of {expected}{' in gated experts' if gated else ''}, got {who}")
 
 
 @torch.no_grad()

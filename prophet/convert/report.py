@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prophet.convert.base import ExpertsSpec
+from prophet.spec import Bias
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,8 +58,8 @@ class ConversionReport:
                 f"{r.family} ({r.spec.form})",
                 f"{r.spec.num_experts}, top-{r.spec.top_k}",
                 f"{r.experts.start}-{r.experts.stop - 1}",
-                f"{r.spec.dim} x {r.spec.hidden}",
-                r.spec.activation + (" + bias" if r.spec.bias else ""),
+                f"{r.spec.dim} x {r.spec.hidden}" + (f" x {r.spec.outputs}" if r.spec.outputs != r.spec.dim else ""),
+                r.spec.activation + _BIASES[r.spec.bias],
                 r.dtype,
                 r.spec.router + (f"; own {', '.join(r.methods)}" if r.methods else ""),
             )
@@ -85,4 +86,5 @@ class ConversionReport:
         )
 
 
+_BIASES: dict[Bias, str] = {True: " + bias", False: "", "in": " + bias in", "out": " + bias out"}
 COLUMNS = ("experts", "family", "E, top-k", "home here", "dim x hidden", "activation", "dtype", "router kept")
