@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from prophet.convert.base import RowOrder
 from prophet.convert.probe import activation_of, identify
-from prophet.errors import ConversionError
+from prophet.errors import ConversionError, SpecError
 from prophet.kernels.grouped_ffn.naive import expert_ffn
-from prophet.spec import ACTIVATIONS, GATED, Activation, bias_of
+from prophet.spec import ACTIVATIONS, GATED, Activation, bias_of, has_biases
 
 D, H = 6, 10
 
@@ -125,7 +125,7 @@ def test_a_gate_beside_up(name: Activation, rows: RowOrder) -> None:
 
 
 @pytest.mark.parametrize("size", [(6, 10), (10, 6), (6, 6)])
-def test_a_layer_that_keeps_the_size_is_no_riddle(size: tuple[int, int]) -> None:
+def test_layers_are_told_apart_whatever_their_sizes(size: tuple[int, int]) -> None:
     dim, hidden = size
     expert = nn.Sequential(nn.Linear(dim, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
     names, activation = identify(expert)
@@ -176,16 +176,19 @@ def test_a_function_has_a_name(name: Activation) -> None:
 
 @pytest.mark.parametrize(("function", "got"), [(torch.tanh, "tanh"), (None, "NoneType"), (nn.Mish(), "Mish")])
 def test_a_function_without_a_name_is_refused(function: object, got: str) -> None:
-    with pytest.raises(
-        ConversionError, match=f"hidden_act: expected one of relu, .*, silu in gated experts, got {got}"
-    ):
-        activation_of(function, "hidden_act", gated=True)
+    with pytest.raises(ConversionError, match=f"act: expected one of relu, .*, silu in gated experts, got {got}"):
+        activation_of(function, "act", gated=True)
 
 
 @pytest.mark.parametrize(("b_in", "b_out"), BIASES)
 def test_biases_have_a_name(b_in: bool, b_out: bool) -> None:
     expert = Two(F.relu, b_in, b_out)
     weights = identify(expert)[0].unpack(dict(expert.named_parameters()), "")
-    assert (
-        bias_of(weights.b_in, weights.b_out) == {(1, 1): True, (0, 0): False, (1, 0): "in", (0, 1): "out"}[b_in, b_out]
-    )
+    wanted = {(True, True): True, (False, False): False, (True, False): "in", (False, True): "out"}
+    assert bias_of(weights.b_in, weights.b_out) == wanted[b_in, b_out]
+    assert has_biases(wanted[b_in, b_out]) == (b_in, b_out)
+
+
+def test_a_bias_that_is_none_of_the_four_is_refused() -> None:
+    with pytest.raises(SpecError, match="bias must be True, False, 'in' or 'out', got 'both'"):
+        has_biases("both")  # type: ignore[arg-type]
