@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from prophet.experts.bank import ReplicaPool
+from prophet.experts.replica import ReplicaPool
 
 
 @pytest.fixture(autouse=True)

@@ -46,7 +46,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.layer": _LAYER,
     "prophet.engine": _LAYER - {"prophet.kernels"}
     | {"prophet.files", "prophet.layer", "prophet.planner", "prophet.state"},
-    "prophet.machine": _VALUES | {"prophet.files", "prophet.ranks", "prophet.experts", "prophet.kernels"},
+    "prophet.machine": _VALUES | {"prophet.files", "prophet.ranks", "prophet.experts"},
     "prophet.traces": _VALUES | {"prophet.files", "prophet.planner", "prophet.scheduler"},
     "prophet.state": {"prophet.errors", "prophet.files", "prophet.ranks"},
     "prophet.convert": _LAYER - {"prophet.scheduler"} | {"prophet.layer", "prophet.engine"},

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.common import Row
 from benchmarks.kernels.layer import dense_passes
-from prophet.experts.bank import ExpertBank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.machine.calibrate import shape_of
 from prophet.machine.measure import Probe
@@ -26,16 +26,16 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.05, to
 Run = Callable[[], float | None]
 
 
-def answer(bank: ExpertBank, x: Tensor, sizes: list[int], impl: str) -> list[Tensor]:
+def answer(bank: FeedForwardBank, x: Tensor, sizes: list[int], impl: str) -> list[Tensor]:
     """The output [T, D], and the gradients of the rows and of w_in where all outputs count alike."""
     x = x.detach().requires_grad_()
     bank.zero_grad()
-    out = grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation, impl=impl)  # type: ignore[arg-type]
+    out = grouped_ffn(x, sizes, bank.weights(), bank.activation, impl=impl)  # type: ignore[arg-type]
     out.sum().backward()
     return [t.detach().clone() for t in (out, x.grad, bank.w_in.grad) if t is not None]
 
 
-def wrong(bank: ExpertBank, x: Tensor, sizes: list[int]) -> str | None:
+def wrong(bank: FeedForwardBank, x: Tensor, sizes: list[int]) -> str | None:
     """How the kernel differs from its definition, or None."""
     pairs = zip(answer(bank, x, sizes, "auto"), answer(bank, x, sizes, "naive"), strict=True)
     for name, (got, expected) in zip(("output", "gradient of rows", "gradient of w_in"), pairs, strict=True):
@@ -45,15 +45,15 @@ def wrong(bank: ExpertBank, x: Tensor, sizes: list[int]) -> str | None:
     return None
 
 
-def passes(bank: ExpertBank, x: Tensor, sizes: list[int], sync: Callable[[], None]) -> tuple[Run, Run]:
+def passes(bank: FeedForwardBank, x: Tensor, sizes: list[int], sync: Callable[[], None]) -> tuple[Run, Run]:
     """(forward, backward), to be called; the second times itself."""
     x = x.detach().requires_grad_()
 
     def forward() -> None:
-        grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation)
+        bank.run(x, sizes)
 
     def backward() -> float:
-        out = grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation)
+        out = bank.run(x, sizes)
         grad = torch.ones_like(out)
         x.grad = None
         bank.zero_grad()
@@ -87,7 +87,7 @@ def measure(
             runs: list[Run] = []
             cases: list[Row] = []
             for g in experts:
-                bank = ExpertBank(dim, hidden, g, activation=activation).to(device, dtype)
+                bank = FeedForwardBank(dim, hidden, g, activation=activation).to(device, dtype)
                 for tokens in tokens_per_expert:
                     x = torch.randn(g * tokens, dim, device=device).to(dtype)
                     case: Row = {"ranks": collective.size, "dim": dim, "hidden": hidden, "activation": activation}

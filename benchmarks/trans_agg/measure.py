@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.common import Row
-from prophet.experts.bank import ExpertBank, Replica
+from prophet.experts.feed_forward import FeedForwardBank
+from prophet.experts.replica import Replica, ReplicaPool
 from prophet.machine.measure import Probe
 from prophet.ranks.collective import Collective, Operation
 from prophet.scheduler.pieces import Chunk, agg_chunks, trans_chunks
@@ -39,7 +40,7 @@ class Mover:
     """One case on this rank: its expert, its replicas, and what is to travel."""
 
     operation: str
-    bank: ExpertBank
+    bank: FeedForwardBank
     replicas: list[Replica]
     chunks: tuple[Chunk, ...]
     collective: Collective
@@ -92,19 +93,19 @@ class Mover:
         return None
 
 
-def bank_of(like: ExpertBank, expert: int, ranks: int) -> ExpertBank:
+def bank_of(like: FeedForwardBank, expert: int, ranks: int) -> FeedForwardBank:
     """Expert `expert` as its home has it: the same on whichever rank it is made."""
     with torch.device("meta"):
-        bank = ExpertBank(like.dim, like.hidden, 1, first_expert=expert, total_experts=ranks, ep_size=ranks)
+        bank = FeedForwardBank(like.dim, like.hidden, 1, first_expert=expert, total_experts=ranks, ep_size=ranks)
     bank = bank.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(100 + expert)
     with torch.no_grad():
         for p in bank.parameters():
             p.normal_(generator=generator)
-    return bank.to(like.w_in.device, like.w_in.dtype)
+    return bank.to(like.device, like.dtype)
 
 
-def flat(bank: ExpertBank) -> torch.Tensor:
+def flat(bank: FeedForwardBank) -> torch.Tensor:
     """The parameters of a bank's first expert, [P]."""
     return torch.cat(bank.flat_views(0, 0, bank.expert_numel))
 
@@ -115,16 +116,14 @@ def movers(
     """Every case of one expert's size; what does not exist, a two-phase transfer to one replica, is left out."""
     ranks, rank = collective.size, collective.rank
     with torch.device("meta"):
-        like = ExpertBank(dim, hidden, 1)
+        like = FeedForwardBank(dim, hidden, 1)
     like = like.to_empty(device=device).to(dtype)
     bank = bank_of(like, rank, ranks)
     numel = bank.expert_numel
     for homes in HOMES:
         for n in copies:
             placement = placement_of(ranks, n, homes)
-            buffers = [(bank.w_in.new_zeros(numel), bank.w_in.new_zeros(numel)) for _ in placement.replicas_on(rank)]
-            held = zip(placement.replicas_on(rank), buffers, strict=True)
-            replicas = [Replica.build(e, bank, params, grads) for e, (params, grads) in held]
+            replicas = [bank.replica(e, ReplicaPool()) for e in placement.replicas_on(rank)]
             for form in FORMS if n > 1 else FORMS[:1]:
                 for operation in OPERATIONS:
                     cut = trans_chunks if operation == "trans" else agg_chunks

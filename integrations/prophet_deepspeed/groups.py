@@ -44,7 +44,7 @@ class ParameterGroups:
                     continue
                 where = next(n for n in layers if name.startswith(n + "."))
                 bias = "bias" in name.rsplit(".", 1)[-1]
-                for kind, new in layers[where].experts.stacked():
+                for kind, new in layers[where].experts.named_parameters():
                     if kind.startswith("b_") != bias:
                         continue
                     if used.setdefault(id(new), group) != group:

@@ -53,8 +53,6 @@ def _load(layer: RoutedExperts, state_dict: dict[str, Any], prefix: str, *rest: 
         else:
             given[name] = value.view(shape)  # Tutel takes flat ones, too
     for local in range(bank.experts):
-        weights = layer.origin.adapter.unpack(layer.origin.spec, given, local) if usable else None
-        for name, p in bank.stacked():
-            state_dict[f"{inner}{name}.{bank.first_expert + local}"] = (
-                p.detach()[local] if weights is None else getattr(weights, name)
-            )
+        own = bank.expert_weights(local)
+        weights = layer.origin.adapter.unpack(layer.origin.spec, given, local) if usable else own
+        state_dict |= {inner + key: value for key, value in bank.as_entries(local, weights).items()}

@@ -22,8 +22,6 @@ from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 from prophet.ranks.process_group import processes
 from prophet_tutel.layout import keep_original_layout
 
-_OURS = ("w_in", "w_out", "b_in", "b_out")  # what becomes of NAMES, in its order
-
 Factory = Callable[[Iterator[nn.Parameter]], Any]
 
 
@@ -123,14 +121,13 @@ def _group(model: nn.Module) -> dist.ProcessGroup | None:
 
 def _keep_conventions(layer: RoutedExperts) -> None:
     """Marks of the old parameters on the new ones, and gradients that are sums."""
-    stacked = dict(layer.experts.stacked())
-    for theirs, ours in zip(NAMES, _OURS, strict=True):
+    ours = list(layer.experts.parameters())
+    for theirs, p in zip(NAMES, ours, strict=False):  # in the same order; there may be no biases
         for key, value in layer.origin.attributes.get(theirs, {}).items():
-            if ours in stacked:
-                setattr(stacked[ours], key, value)
+            setattr(p, key, value)
     layer.experts.grad_scale = 1.0
     if layer.collective.size < processes():
-        for p in stacked.values():
+        for p in ours:
             p.prophet_averaged = True  # type: ignore[attr-defined]  # or not, as the user's loop has it
 
 

@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         layers=_LAYERS,
         routed_per_rank=arguments.tokens * model.top_k,
         skew=arguments.skew,
-        dense_bytes=model.dense_params * _LAYERS * context.shape.grad_bytes,
+        dense_bytes=model.dense_params * _LAYERS * where.element_bytes,
     )
     names = list(dict.fromkeys([*planner_names(arguments.planner, _PLANNERS, [BALANCED]), BALANCED]))
     rows = []

@@ -26,7 +26,7 @@ from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import Trial
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
 from prophet.errors import ConversionError
-from prophet.experts.bank import ExpertBank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.layer.moe import MoE
@@ -122,7 +122,7 @@ def convert(
                 spec=spec,
                 experts=range(bank.first_expert, bank.first_expert + bank.experts),
                 methods=methods,
-                dtype=str(bank.w_in.dtype).removeprefix("torch."),
+                dtype=str(bank.dtype).removeprefix("torch."),
                 params=sum(p.numel() for p in bank.parameters()),
                 params_before=before,
             )
@@ -150,7 +150,7 @@ def revert(model: nn.Module) -> None:
             "an engine is attached to this model: call engine.close() first, which ends balancing and leaves the "
             "experts converted, then prophet.revert(model)"
         )
-    names = [f"{name}.experts.{part}" for name, _, _, layer in found for part, _ in layer.experts.stacked()]
+    names = [f"{name}.experts.{part}" for name, _, _, layer in found for part, _ in layer.experts.named_parameters()]
     for _, block, attribute, layer in found:
         put_back(block, attribute, layer)
     write_as_before(model)
@@ -178,7 +178,7 @@ def _replace(
     m = spec.num_experts // collective.size
     first = collective.rank * m
     offset = first if spec.held == spec.num_experts else 0
-    bank = ExpertBank.from_weights(
+    bank = FeedForwardBank.from_weights(
         [adapter.unpack(spec, state, offset + i) for i in range(m)],
         spec.activation,
         first_expert=first,

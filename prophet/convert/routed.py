@@ -1,6 +1,6 @@
 """Experts behind a router of the model's own.
 
-Shape legend: N tokens, K top-k, E experts, m experts of this rank, D model dim.
+Shape legend: N tokens, K top-k, E experts, m experts of this rank, D model dim, O output dim.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.checks import check_adapters
 from prophet.convert.partial_state import mark_part
-from prophet.experts.bank import ExpertBank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.gate import Router, Routing
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
@@ -47,7 +47,9 @@ class RoutedExperts(MoE):
     written to a file of one rank; see `original_state_dict`.
     """
 
-    def __init__(self, bank: ExpertBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
+    experts: FeedForwardBank
+
+    def __init__(self, bank: FeedForwardBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
         nn.Module.__init__(self)
         self._assemble(Router(), bank, origin.spec.top_k, collective, impl)
         self.origin = origin
@@ -57,7 +59,7 @@ class RoutedExperts(MoE):
     def forward(  # type: ignore[override]  # the one layer that does not route by itself
         self, x: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None = None
     ) -> Tensor:
-        """Apply the experts to `x` [..., D] of N rows in all; returns the same shape. Collective over the group.
+        """Apply the experts to `x` [..., D] of N rows in all; returns [..., O]. Collective over the group.
 
         ids, weights: [N, K] the experts of every row, and the factors of their outputs. kept: [N, K] booleans, False
         where a choice was dropped for lack of capacity; None keeps all.
@@ -85,19 +87,18 @@ class RoutedExperts(MoE):
 
     def local_experts(self) -> list[ExpertWeights]:
         """This rank's experts, as views."""
-        bank = self.experts
-        return [
-            ExpertWeights(*(None if p is None else p.detach()[i] for p in bank.stacked_weights()))  # type: ignore[arg-type]
-            for i in range(bank.experts)
-        ]
+        return [self.experts.expert_weights(i) for i in range(self.experts.experts)]
 
     def gathered(self) -> list[ExpertWeights]:
         """All E experts, on every rank; collective."""
-        parts: dict[str, Tensor] = {}
-        for name, p in self.experts.stacked():
+        parts: list[Tensor | None] = []
+        for name, p in self.experts.weights()._asdict().items():
             op = Operation(f"gathering of the experts' {name}")
-            parts[name] = self.collective.all_gather(p.detach(), op=op).flatten(0, 1)
-        return [ExpertWeights(**{n: p[e] for n, p in parts.items()}) for e in range(self.num_experts)]
+            parts.append(None if p is None else self.collective.all_gather(p.detach(), op=op).flatten(0, 1))
+        return [
+            ExpertWeights(*(None if p is None else p[e] for p in parts))  # type: ignore[arg-type]
+            for e in range(self.num_experts)
+        ]
 
     def packed(self, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
         """All of `experts` as the parameters of the module they come from, contiguous."""
@@ -115,9 +116,7 @@ class RoutedExperts(MoE):
         spec, bank = self.origin.spec, self.experts
         first = bank.first_expert if spec.held == self.num_experts else 0
         for local in range(bank.experts):
-            weights = self.origin.adapter.unpack(spec, state, first + local)
-            for name, p in bank.stacked():
-                p[local].copy_(getattr(weights, name))
+            bank.set_expert_weights(local, self.origin.adapter.unpack(spec, state, first + local))
 
 
 def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, RoutedExperts]]:

@@ -81,14 +81,14 @@ def put_back(block: nn.Module, attribute: str, layer: RoutedExperts) -> None:
     """Give `block` the experts' module it had, with the values that `layer` has now; collective."""
     origin = layer.origin
     state = layer.originals()
-    experts = origin.skeleton.to_empty(device=layer.experts.w_in.device)
+    experts = origin.skeleton.to_empty(device=layer.experts.device)
     with torch.no_grad():
         for name, p in experts.named_parameters():
             p.copy_(state[name])
-            p.requires_grad_(layer.experts.w_in.requires_grad)
+            p.requires_grad_(any(q.requires_grad for q in layer.experts.parameters()))
             for key, value in origin.attributes.get(name, {}).items():
                 setattr(p, key, value)
-    experts.to(layer.experts.w_in.dtype).train(block.training)
+    experts.to(layer.experts.dtype).train(block.training)
     setattr(block, attribute, experts)
     if origin.block_class is not None:
         block.__class__ = origin.block_class

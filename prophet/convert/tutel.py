@@ -108,7 +108,7 @@ def _forward(
     if reserve_dims != 1 or megablocks_size > 0:
         raise ValueError("a converted Tutel layer keeps reserve_dims=1 and megablocks_size=0 only")
     tutel = sys.modules[type(block).__module__]
-    tokens = input.reshape(-1, input.shape[-1]).to(block.experts.experts.w_in.dtype)
+    tokens = input.reshape(-1, input.shape[-1]).to(block.experts.experts.dtype)
     gate = block.gates[gate_index]
     if a2a_ffn_overlap_degree is not None:
         block.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree

@@ -55,7 +55,7 @@ def attach(
             "init_process_group; build them afterwards, or pass their group",
             stacklevel=2,
         )
-    elif first.size < processes() and not getattr(layers[0].experts.w_in, "prophet_averaged", False):
+    elif first.size < processes() and not getattr(next(layers[0].experts.parameters()), "prophet_averaged", False):
         warnings.warn(
             f"{processes()} processes, but an expert-parallel group of {first.size}: the copies of one expert drift "
             f"apart unless their gradients are averaged: make a prophet.parallel.ExpertReplicas before attaching",

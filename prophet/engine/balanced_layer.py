@@ -15,7 +15,7 @@ from prophet.engine.history import History
 from prophet.engine.planning import PlanAhead
 from prophet.engine.replan import KeptPlan, next_plan
 from prophet.errors import SpecError
-from prophet.experts.bank import Replica
+from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row, compare_splits
 from prophet.layer.moe import MoE
 from prophet.layer.port import LayerWindow, Pass, Port

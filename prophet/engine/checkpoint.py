@@ -33,7 +33,7 @@ from prophet.engine.checkpoint_folder import DESCRIPTION, Folder
 from prophet.engine.checkpoint_json import FORMAT, as_given, misfit, plain
 from prophet.engine.shared_errors import device_of, failure_of, short, together
 from prophet.errors import CheckpointError
-from prophet.experts.bank import ExpertBank
+from prophet.experts.bank import Bank
 from prophet.files import read_bytes
 from prophet.layer.moe import MoE
 from prophet.ranks.process_group import process_rank, processes
@@ -226,11 +226,11 @@ class Training:
         self._values: dict[str, Any] = self.model.state_dict()
         self._optimizer = optimizer
         self._names = {id(p): n for n, p in self.model.named_parameters()}
-        self.banks: dict[str, ExpertBank] = {}
+        self.banks: dict[str, Bank] = {}
         for name, layer in self.model.named_modules():
             if isinstance(layer, MoE):
                 prefix = f"{name}.experts" if name else "experts"
-                self.banks |= {f"{prefix}.{part}": layer.experts for part, _ in layer.experts.stacked()}
+                self.banks |= {f"{prefix}.{part}": layer.experts for part, _ in layer.experts.named_parameters()}
 
     def name_of(self, p: Tensor) -> str:
         name = self._names.get(id(p))

@@ -160,7 +160,7 @@ def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment,
     parts = [signature(config, experiment), *(layer.signature() for layer in layers)]
     digests = [digest(np.frombuffer(part.encode(), np.uint8)) for part in parts]
     head = torch.tensor([len(parts), digests[0], digest(np.array(digests[1:]))], dtype=torch.int64)
-    device = layers[0].experts.w_in.device
+    device = layers[0].experts.device
     table = collective.all_gather(head.to(device), op=Operation("comparison of configurations")).cpu()
     for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
         differ = odd_ones_out(table[:, column].numpy())

@@ -29,7 +29,7 @@ from prophet.engine.parallel import DriftWatch, clip_grad_norm_, update_biases
 from prophet.engine.replan import EVERY_STEP
 from prophet.engine.report import StepReport
 from prophet.engine.resume import engine_state, engine_state_from
-from prophet.experts.bank import ReplicaPool
+from prophet.experts.replica import ReplicaPool
 from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.moe import MoE
 from prophet.planner import get_planner
@@ -118,7 +118,7 @@ class Engine:
     @property
     def device(self) -> torch.device:
         """Where ranks exchange tensors."""
-        return self.layers[0].experts.w_in.device
+        return self.layers[0].experts.device
 
     # --- the step, driven by hooks ---
 

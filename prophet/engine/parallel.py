@@ -91,7 +91,7 @@ def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
         return
     counts, replicas = torch.cat([c for _, c in biased]), biased[0][0].replicas
     if replicas is not None and replicas.size > 1:
-        counts = counts.to(biased[0][0].experts.w_in.device, non_blocking=True)
+        counts = counts.to(biased[0][0].experts.device, non_blocking=True)
         counts = replicas.all_gather(counts, op=Operation("choices of all replicas"), channel="weights").sum(0)
     for (layer, _), total in zip(biased, counts.split([c.numel() for _, c in biased]), strict=True):
         layer.gate.update_bias(total)
@@ -168,7 +168,7 @@ class ExpertReplicas:
         self._layers = layers
         for layer in layers:
             layer.replicas = replicas
-        self._params = [p for layer in layers for _, p in layer.experts.stacked()]
+        self._params = [p for layer in layers for p in layer.experts.parameters()]
         self._task = -1
         self._hooks: list[Any] = []
         for p in self._params:

@@ -1,7 +1,7 @@
 """The drop-in Mixture-of-Experts layer.
 
-Shape legend: N tokens on this rank, K top-k, E experts, m experts per rank, R ranks, D model dim, A choices
-sent, B rows received.
+Shape legend: N tokens on this rank, K top-k, E experts, m experts per rank, R ranks, D model dim, O output
+dim, A choices sent, B rows received.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from prophet.experts.bank import ExpertBank
+from prophet.experts.bank import Bank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.gate import Gate, GateConfig, Router, Routing
 from prophet.kernels.choice import Impl
-from prophet.kernels.grouped_ffn import grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.split_apply import inverse, send_order
 from prophet.layer.counts import Counts, exchange_counts
@@ -25,7 +25,7 @@ from prophet.layer.dispatch import Route, all_to_all, on_backward
 from prophet.layer.port import Pass, PlainPort, Port
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import collective_for
-from prophet.spec import ACTIVATIONS, Activation, IntArray, Split, check_experts_per_rank
+from prophet.spec import ACTIVATIONS, Activation, Bias, IntArray, Split, check_experts_per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class MoE(nn.Module):
     """Feed-forward layer of `num_experts` experts, of which every token visits `top_k`.
 
     dim, hidden: sizes of one expert. activation: a name from `prophet.spec.ACTIVATIONS`. bias: whether experts have
-    biases. gate: how tokens are routed. group: the expert-parallel group; None means all processes, or a single rank
+    biases, or "in" or "out" for one of the two alone. out_dim: size of the answers, None for `dim`. gate: how tokens are routed. group: the expert-parallel group; None means all processes, or a single rank
     where `torch.distributed` is not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels
     run ("auto": Triton on a GPU, library products elsewhere; "naive": their definitions).
 
@@ -87,22 +87,23 @@ class MoE(nn.Module):
         top_k: int = 2,
         *,
         activation: Activation = "gelu",
-        bias: bool = True,
+        bias: Bias = True,
+        out_dim: int | None = None,
         gate: GateConfig | None = None,
         group: dist.ProcessGroup | Collective | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        if dim < 1 or hidden < 1:
-            raise ValueError(f"dim and hidden must be positive, got {dim} and {hidden}")
+        if min(dim, hidden, dim if out_dim is None else out_dim) < 1:
+            raise ValueError(f"dim, hidden and out_dim must be positive, got {dim}, {hidden} and {out_dim}")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         collective = collective_for(group, timeout_s=timeout_s)
         ranks = collective.size
         m = check_experts_per_rank(num_experts, ranks)
         router = Gate(dim, num_experts, top_k, gate, impl=impl)
-        experts = ExpertBank(
+        experts = FeedForwardBank(
             dim,
             hidden,
             m,
@@ -111,14 +112,15 @@ class MoE(nn.Module):
             ep_size=ranks,
             activation=activation,
             bias=bias,
+            out_dim=out_dim,
         )
         self._assemble(router, experts, top_k, collective, impl)
 
-    def _assemble(self, router: Router, experts: ExpertBank, top_k: int, collective: Collective, impl: Impl) -> None:
+    def _assemble(self, router: Router, experts: Bank, top_k: int, collective: Collective, impl: Impl) -> None:
         """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
         self.collective = collective
         self.replicas: Collective | None = None  # the ranks with the same experts; `ExpertReplicas` sets it
-        self.dim, self.hidden = experts.dim, experts.hidden
+        self.dim, self.out_dim = experts.dim, experts.out_dim
         self.num_experts, self.top_k = experts.total_experts, top_k
         self.impl: Impl = impl
         self.gate = router
@@ -133,7 +135,7 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"dim={self.dim}, hidden={self.hidden}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"dim={self.dim}, num_experts={self.num_experts}, top_k={self.top_k}, "
             f"rank={self.collective.rank} of {self.collective.size}"
         )
 
@@ -144,14 +146,10 @@ class MoE(nn.Module):
 
     def signature(self) -> str:
         """What must be equal on all ranks for the layer to work, as text."""
-        e = self.experts
-        return (
-            f"dim={self.dim} hidden={self.hidden} num_experts={self.num_experts} top_k={self.top_k} "
-            f"activation={e.activation} bias={e.b_in is not None} dtype={e.w_in.dtype} gate={self.gate.config}"
-        )
+        return f"num_experts={self.num_experts} top_k={self.top_k} {self.experts.signature()} gate={self.gate.config}"
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to `x` [..., D]; returns the same shape. Collective over the group's ranks."""
+        """Apply the layer to `x` [..., D]; returns [..., O]. Collective over the group's ranks."""
         return self._apply_experts(x, self.gate)
 
     @torch._compile._disable_dynamo  # counts decide shapes: torch.compile compiles what is around the layer
@@ -188,7 +186,7 @@ class MoE(nn.Module):
         rows = all_to_all(out, route.recv_rows, route.send_rows, "combine", self._move)
         y = unpermute(rows, order, position, routing.weights, impl=self.impl)
         port.window("FNEC")
-        return y.view(*x.shape[:-1], self.dim)
+        return y.view(*x.shape[:-1], self.out_dim)
 
     # --- parts of the forward pass ---
 
@@ -199,7 +197,7 @@ class MoE(nn.Module):
         self.experts.check_parameters()
         if torch.is_autocast_enabled(x.device.type):
             return torch.get_autocast_dtype(x.device.type)
-        dtype = self.experts.w_in.dtype
+        dtype = self.experts.dtype
         if x.dtype != dtype:
             raise ValueError(f"{self.label} has {dtype} parameters, got {x.dtype} input")
         return dtype
@@ -238,16 +236,7 @@ class MoE(nn.Module):
         replicas = port.replicas()
         port.window("FEC")
         with watch("expert"):
-            out = grouped_ffn(
-                rows,
-                sizes,
-                self.experts.stacked_weights(),
-                self.experts.activation,
-                replicas=[r.weights for r in replicas],
-                replica_grads=[r.weight_grads() for r in replicas],
-                grad_scale=self.experts.grad_scale,
-                impl=self.impl,
-            )
+            out = self.experts.run(rows, sizes, replicas, impl=self.impl)
         return on_backward(out, begin_backward)
 
     def _account(self, routing: Routing, counts: Counts, split: Split, forward: Pass) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Literal, Protocol
 
-from prophet.experts.bank import Replica
+from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row
 from prophet.scheduler.replicas import in_backward
 from prophet.scheduler.windows import Stopwatch

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from prophet.experts.bank import ExpertBank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.machine.fit import Fit, Line, fit_line, rate_of
 from prophet.machine.measure import Measured, Probe, Ranges, measure_all, measure_overlap
 from prophet.ranks.collective import Collective
@@ -52,24 +52,27 @@ def calibrate(
     ones, too, and compare them with the fit.
     """
     shape, place = shape_of(dim, hidden, activation, dtype), torch.device(device)
+
+    def bank_of(experts: int) -> FeedForwardBank:
+        return FeedForwardBank(dim, hidden, experts, activation=activation).to(place, dtype)
+
     per_node = ranks_per_node or collective.size
     measured = measure_all(
         collective,
-        shape,
+        bank_of,
         ranges or Ranges(),
-        dtype=dtype,
         device=place,
         ranks_per_node=per_node,
         repeats=repeats,
         parts=(lambda fitted, between: (fitted, between)) if held_out else (lambda fitted, _: (fitted, [])),
     )
-    bank = ExpertBank(dim, hidden, 1, activation=activation).to(place, dtype)
+    bank = bank_of(1)
     chosen = ranges or Ranges()
     overlap_cost = measure_overlap(
         Probe(collective, place, repeats),
         bank,
         rows=chosen.tokens[1],
-        n_bytes=chosen.halves[1] * bank.expert_numel // 2 * bank.w_in.element_size(),  # short ones drown in noise
+        n_bytes=chosen.halves[1] * bank.expert_numel // 2 * bank.dtype.itemsize,  # short ones drown in noise
     )
     return calibration_of(
         measured,
@@ -140,9 +143,8 @@ def check(
     """Measure the held-out sizes only, and compare them with `lines` by operation; collective. Nothing is fitted."""
     measured = measure_all(
         collective,
-        shape_of(dim, hidden, activation, dtype),
+        lambda n: FeedForwardBank(dim, hidden, n, activation=activation).to(torch.device(device), dtype),
         ranges or Ranges(),
-        dtype=dtype,
         device=torch.device(device),
         ranks_per_node=ranks_per_node or collective.size,
         repeats=repeats,
@@ -179,6 +181,6 @@ def model_lines(topology: Topology, shape: LayerShape) -> dict[str, Line]:
 def shape_of(dim: int, hidden: int, activation: Activation, dtype: torch.dtype) -> LayerShape:
     """The sizes of the expert that is timed."""
     size = dtype.itemsize
-    return LayerShape(
+    return LayerShape.feed_forward(
         dim=dim, hidden=hidden, activation=activation, param_bytes=size, grad_bytes=size, token_element_bytes=size
     )

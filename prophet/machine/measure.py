@@ -22,11 +22,10 @@ import numpy as np
 import torch
 
 from prophet.errors import SpecError
-from prophet.experts.bank import ExpertBank
-from prophet.kernels.grouped_ffn import grouped_ffn
+from prophet.experts.bank import Bank
 from prophet.machine.fit import Point
 from prophet.ranks.collective import Collective, Operation
-from prophet.spec import FloatArray, LayerShape
+from prophet.spec import FloatArray
 
 _MOST_OVERLAP_COST = 0.95  # measured figures of all of a transfer's time and more are noise
 _OFTEN = 8  # samples of a short run for one of the longest, at most
@@ -168,17 +167,17 @@ def _measure(
 
 
 def _measure_exchange(
-    probe: Probe, operation: str, peers: np.ndarray, bank: ExpertBank, ranges: Ranges, parts: Parts
+    probe: Probe, operation: str, peers: np.ndarray, bank: Bank, ranges: Ranges, parts: Parts
 ) -> Measured:
     """An all-to-all in which every rank sends the same number of rows [D], in all, to its `peers` [R]."""
     op = Operation("probe of the all-to-all")
     count = max(1, int(peers.sum()))
-    row_bytes = bank.dim * bank.w_in.element_size()
+    row_bytes = bank.dim * bank.dtype.itemsize
 
     def run(rows: int, _: int) -> tuple[float, Callable[[], None]]:
         share = -(-rows // count)
         sent = [share if p else 0 for p in peers]
-        x = bank.w_in.new_zeros((sum(sent), bank.dim))
+        x = _zeros(bank, (sum(sent), bank.dim))
         return float(share * count * row_bytes), lambda: discard(
             probe.collective.all_to_all(x, sent, sent, op=op).wait()
         )
@@ -189,32 +188,37 @@ def _measure_exchange(
     )
 
 
+def _zeros(bank: Bank, size: int | tuple[int, ...]) -> torch.Tensor:
+    """As the bank's rows are."""
+    return torch.zeros(size, dtype=bank.dtype, device=bank.device)
+
+
 def discard(_: object) -> None:
     """Let go of a result."""
 
 
 def _measure_experts(
-    probe: Probe, banks: Mapping[int, ExpertBank], ranges: Ranges, parts: Parts
+    probe: Probe, banks: Mapping[int, Bank], ranges: Ranges, parts: Parts
 ) -> tuple[Measured, Measured]:
     """Forward and backward pass of `tokens` rows over G experts, for every G of `banks`."""
     tokens, between = _spaced(*ranges.tokens, ranges.points)
     fitted = [(n, g) for g in banks for n in tokens]
     held_out = [(n, g) for g in banks for n in between]
 
-    def prepare(n: int, groups: int) -> tuple[torch.Tensor, list[int], ExpertBank]:
+    def prepare(n: int, groups: int) -> tuple[torch.Tensor, list[int], Bank]:
         bank = banks[groups]
-        x = bank.w_in.new_empty((n, bank.dim)).normal_().requires_grad_()
+        x = _zeros(bank, (n, bank.dim)).normal_().requires_grad_()
         return x, [n // groups + (g < n % groups) for g in range(groups)], bank
 
     def forward(n: int, groups: int) -> tuple[float, Callable[[], None]]:
         x, sizes, bank = prepare(n, groups)
-        return float(n), lambda: discard(grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation))
+        return float(n), lambda: discard(bank.run(x, sizes))
 
     def backward(n: int, groups: int) -> tuple[float, Callable[[], float]]:
         x, sizes, bank = prepare(n, groups)
 
         def run() -> float:
-            out = grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation)
+            out = bank.run(x, sizes)
             grad = torch.ones_like(out)
             probe.sync()
             before = time.perf_counter()
@@ -231,7 +235,7 @@ def _measure_experts(
     )
 
 
-def _measure_transfers(probe: Probe, bank: ExpertBank, ranges: Ranges, parts: Parts) -> tuple[Measured, Measured]:
+def _measure_transfers(probe: Probe, bank: Bank, ranges: Ranges, parts: Parts) -> tuple[Measured, Measured]:
     """Trans and Agg: every rank sends half experts to the ranks after it, and takes in as many, as the runtime does."""
     size, rank = probe.collective.size, probe.collective.rank
     numel = max(1, bank.expert_numel // 2)
@@ -246,7 +250,7 @@ def _measure_transfers(probe: Probe, bank: ExpertBank, ranges: Ranges, parts: Pa
 
     def trans(halves: int, _: int) -> tuple[float, Callable[[], None]]:
         there, back = rows(halves)
-        op, replicas = Operation("probe of Trans"), bank.w_in.new_zeros(sum(back))
+        op, replicas = Operation("probe of Trans"), _zeros(bank, sum(back))
 
         def run() -> None:
             sent = torch.cat(bank.flat_views(0, 0, numel) * halves)
@@ -257,7 +261,7 @@ def _measure_transfers(probe: Probe, bank: ExpertBank, ranges: Ranges, parts: Pa
 
     def agg(halves: int, _: int) -> tuple[float, Callable[[], None]]:
         there, back = rows(halves)
-        op, grads = Operation("probe of Agg"), bank.w_in.new_zeros((halves, numel))
+        op, grads = Operation("probe of Agg"), _zeros(bank, (halves, numel))
 
         def run() -> None:
             sent = torch.cat(list(grads))
@@ -275,7 +279,7 @@ def _measure_transfers(probe: Probe, bank: ExpertBank, ranges: Ranges, parts: Pa
     )
 
 
-def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) -> float:
+def measure_overlap(probe: Probe, bank: Bank, *, rows: int, n_bytes: int) -> float:
     """`Topology.overlap_cost`: by how much of its own seconds a transfer of about `n_bytes` per rank lengthens the
     products of `rows` rows that run beside it; collective, the same on all ranks. 0 on one rank, and where the median
     difference between products beside a transfer and the ones before them, alone, is within two standard errors.
@@ -283,15 +287,15 @@ def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) 
     size = probe.collective.size
     if size == 1:
         return 0.0
-    share = max(1, n_bytes // ((size - 1) * bank.w_in.element_size()))
+    share = max(1, n_bytes // ((size - 1) * bank.dtype.itemsize))
     sent = [0 if r == probe.collective.rank else share for r in range(size)]
-    payload, op = bank.w_in.new_zeros(sum(sent)), Operation("probe of a hidden transfer")
-    x = bank.w_in.new_zeros((rows, bank.dim))
+    payload, op = _zeros(bank, sum(sent)), Operation("probe of a hidden transfer")
+    x = _zeros(bank, (rows, bank.dim))
     sizes = [rows // bank.experts + (e < rows % bank.experts) for e in range(bank.experts)]
 
     def products() -> None:
         with torch.no_grad():
-            grouped_ffn(x, sizes, bank.stacked_weights(), bank.activation)
+            bank.run(x, sizes)
 
     def transfer() -> None:
         discard(probe.collective.all_to_all(payload, sent, sent, op=op, channel="weights").wait())
@@ -321,22 +325,21 @@ def measure_overlap(probe: Probe, bank: ExpertBank, *, rows: int, n_bytes: int) 
 
 def measure_all(
     collective: Collective,
-    shape: LayerShape,
+    bank_of: Callable[[int], Bank],
     ranges: Ranges,
     *,
-    dtype: torch.dtype,
     device: torch.device,
     ranks_per_node: int,
     repeats: int,
     parts: Parts,
 ) -> dict[str, Measured]:
-    """All operations by name; collective. `parts` chooses among the fitted and the held-out sizes."""
+    """All operations by name; collective. `parts` chooses among the fitted and the held-out sizes.
+
+    bank_of: makes a bank of so many of the experts to be timed, on `device`.
+    """
     probe = Probe(collective, device, repeats)
     size, rank = collective.size, collective.rank
-    banks = {
-        g: ExpertBank(shape.dim, shape.hidden, g, activation=shape.activation, bias=shape.bias).to(device, dtype)
-        for g in sorted(set(ranges.groups))
-    }
+    banks = {g: bank_of(g) for g in sorted(set(ranges.groups))}
     first = banks[min(banks)]
     found: list[Measured] = []
     node = np.arange(size) // ranks_per_node

@@ -65,7 +65,7 @@ class Model:
 
     def shape(self, element_bytes: int) -> LayerShape:
         """One MoE layer of the model, with all elements of `element_bytes`."""
-        return LayerShape(
+        return LayerShape.feed_forward(
             dim=self.dim,
             hidden=self.hidden,
             activation=self.activation,

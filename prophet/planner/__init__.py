@@ -89,7 +89,10 @@ def warm() -> None:
 
     planner = get_planner("prophet")
     context = PlanContext(
-        topology=Topology.uniform(2), shape=LayerShape(dim=8, hidden=8), home=(0, 0, 1, 1), slots_per_rank=1
+        topology=Topology.uniform(2),
+        shape=LayerShape.feed_forward(dim=8, hidden=8),
+        home=(0, 0, 1, 1),
+        slots_per_rank=1,
     )
     load = np.array([[900, 500, 10, 0], [800, 700, 0, 10]], dtype=np.int64)
     for planned in (load, load[:, ::-1]):

@@ -21,7 +21,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from prophet.experts.bank import ExpertBank, Replica, ReplicaPool
+from prophet.experts.bank import Bank
+from prophet.experts.replica import Replica, ReplicaPool
 from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Action, Launch, TransferKind, Window, WindowKind
 from prophet.scheduler.pieces import Form, agg_chunks, trans_chunks
@@ -69,7 +70,7 @@ class BlockReplicas:
     gradients of a backward pass that no Agg has taken along.
     """
 
-    def __init__(self, block: int, bank: ExpertBank, placement: Placement, form: Form, carrier: Carrier) -> None:
+    def __init__(self, block: int, bank: Bank, placement: Placement, form: Form, carrier: Carrier) -> None:
         self.state = State.NONE if placement.is_static else State.AWAY
         self.in_use = False
         self.placement = placement
@@ -96,7 +97,7 @@ class BlockReplicas:
             self._held = None if trans.launched > action.chunk or trans.complete else action
 
     def _begin_trans(self, *, fetch: bool) -> Trans:
-        self._version = self._version_now()
+        self._version = self._bank.version()
         form, rank = self._form, self._carrier.collective.rank
         cut = form.fetch_cut if fetch else form.trans_cut
         chunks = trans_chunks(self.placement, rank, self._bank.expert_numel, cut, two_phase=form.two_phase_trans)
@@ -111,12 +112,10 @@ class BlockReplicas:
     def _made(self) -> list[Replica]:
         """The replicas, made where there are none yet."""
         if self._replicas is None:
-            bank, pool = self._bank, self._carrier.pool
-            device, dtype = bank.w_in.device, bank.w_in.dtype
             # the buffers outlive this forward pass, which may be one in inference mode
             with torch.inference_mode(False):
                 self._replicas = [
-                    Replica.build(expert, bank, *pool.take(bank.expert_numel, dtype, device))
+                    self._bank.replica(expert, self._carrier.pool)
                     for expert in self.placement.replicas_on(self._carrier.collective.rank)
                 ]
         return self._replicas
@@ -172,7 +171,7 @@ class BlockReplicas:
     @property
     def stale(self) -> bool:
         """Whether the home parameters were changed in place after their Trans began (as by SAM, or a load)."""
-        return self.state in (State.UNDER_WAY, State.HERE) and self._version != self._version_now()
+        return self.state in (State.UNDER_WAY, State.HERE) and self._version != self._bank.version()
 
     def refresh(self) -> None:
         """Forget that the parameters were sent, so that they are sent again; on all ranks alike."""
@@ -180,9 +179,6 @@ class BlockReplicas:
             if self._trans is not None:
                 self._trans.abandon()
             self._trans, self.state = None, State.AWAY
-
-    def _version_now(self) -> int:
-        return sum(p._version for _, p in self._bank.stacked())
 
     # --- gradients ---
 
@@ -214,9 +210,9 @@ class BlockReplicas:
                 return
             self.unsent = False
             bank, form, collective = self._bank, self._form, self._carrier.collective
-            if not any(p.requires_grad for p in bank.parameters()):
+            cut, numel = form.agg_cut, bank.grad_numel
+            if numel == 0:
                 return
-            cut, numel = form.agg_cut, bank.expert_numel
             chunks = agg_chunks(self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg)
             self._agg = Agg(chunks, bank, self._made(), collective, self._block)
         with self._carrier.stopwatch("exposed_agg"):

@@ -12,7 +12,8 @@ from typing import Protocol
 
 import torch
 
-from prophet.experts.bank import ExpertBank, ReplicaPool
+from prophet.experts.bank import Bank
+from prophet.experts.replica import ReplicaPool
 from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Action, Launch, Window
 from prophet.scheduler.pieces import Form
@@ -27,7 +28,7 @@ class Block(Protocol):
     """What the runtime needs of an MoE layer."""
 
     @property
-    def experts(self) -> ExpertBank: ...
+    def experts(self) -> Bank: ...
 
 
 class Runtime:

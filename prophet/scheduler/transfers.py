@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from prophet.experts.bank import ExpertBank, Replica
+from prophet.experts.bank import Bank
+from prophet.experts.replica import Replica
 from prophet.ranks.collective import Collective, Operation, Pending
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Chunk, Exchange, Piece
@@ -33,7 +34,7 @@ class Transfer:
     name: str
 
     def __init__(
-        self, chunks: Sequence[Chunk], bank: ExpertBank, replicas: Sequence[Replica], collective: Collective, block: int
+        self, chunks: Sequence[Chunk], bank: Bank, replicas: Sequence[Replica], collective: Collective, block: int
     ) -> None:
         self._chunks = chunks
         self._bank = bank
@@ -86,7 +87,7 @@ class Transfer:
     def _start(self, exchange: Exchange, op: Operation) -> None:
         with torch.no_grad():
             parts = [view for piece in exchange.sends for view in self._views(exchange, piece)]
-            outgoing = torch.cat(parts) if parts else self._bank.w_in.new_empty(0)
+            outgoing = torch.cat(parts) if parts else self._nothing()
             self._sent(exchange)
         send, recv = exchange.counts(self._collective.size)
         pending = self._collective.all_to_all(outgoing, send, recv, op=op, channel="weights")
@@ -95,6 +96,10 @@ class Transfer:
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
         """What a piece holds, as flat views."""
         raise TypeError
+
+    def _nothing(self) -> Tensor:
+        """What is sent where there is nothing to send."""
+        return torch.empty(0, dtype=self._bank.dtype, device=self._bank.device)
 
     def _sent(self, exchange: Exchange) -> None:
         """Called when an exchange's pieces have been copied into the outgoing buffer."""
@@ -132,7 +137,7 @@ class Agg(Transfer):
     name = "Agg"
 
     def __init__(
-        self, chunks: Sequence[Chunk], bank: ExpertBank, replicas: Sequence[Replica], collective: Collective, block: int
+        self, chunks: Sequence[Chunk], bank: Bank, replicas: Sequence[Replica], collective: Collective, block: int
     ) -> None:
         super().__init__(chunks, bank, replicas, collective, block)
         self._sums: list[tuple[Piece, Tensor]] = []

@@ -19,67 +19,63 @@ from prophet.spec.placement import Placement
 class LayerShape:
     """Sizes of one MoE layer's experts; everything the performance model needs to know of the network.
 
-    out_dim: elements of an expert's output; None: `dim`.
+    expert_params: parameters of one expert. expert_bytes: theirs, what Trans moves for one replica. expert_grad_bytes:
+    those of the gradients of the parameters that train, what Agg moves. token_bytes: of one row, what dispatch moves,
+    and combine again; the mean of both where answers are of another size. forward_flops_per_token: floating-point
+    operations of one expert on one row; the backward pass takes twice that.
     """
 
-    dim: int
-    hidden: int
-    out_dim: int | None = None
-    activation: Activation = "gelu"
-    bias: Bias = True
-    param_bytes: int = 4
-    grad_bytes: int = 4
-    token_element_bytes: int = 4
+    expert_params: int
+    expert_bytes: int
+    expert_grad_bytes: int
+    token_bytes: float
+    forward_flops_per_token: float
 
     def __post_init__(self) -> None:
-        check_positive(self, "dim", "hidden", "param_bytes", "grad_bytes", "token_element_bytes")
-        if self.activation not in ACTIVATIONS:
-            raise SpecError(f"LayerShape.activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
-        if self.out_dim is not None:
-            check_positive(self, "out_dim")
-        has_biases(self.bias)
+        check_positive(self, "expert_params", "expert_bytes", "token_bytes", "forward_flops_per_token")
+        check_not_negative(self, "expert_grad_bytes")
 
-    @property
-    def outputs(self) -> int:
-        """Elements of an expert's output."""
-        return self.dim if self.out_dim is None else self.out_dim
+    @classmethod
+    def feed_forward(
+        cls,
+        *,
+        dim: int,
+        hidden: int,
+        out_dim: int | None = None,
+        activation: Activation = "gelu",
+        bias: Bias = True,
+        param_bytes: int = 4,
+        grad_bytes: int = 4,
+        token_element_bytes: int = 4,
+    ) -> LayerShape:
+        """That of feed-forward networks: two matrices of dim x hidden, three where they are gated.
 
-    @property
-    def matrices(self) -> int:
-        """Matrix products per token: 2 for a plain MLP, 3 where it is gated."""
-        return 3 if self.activation in GATED else 2
-
-    @property
-    def expert_params(self) -> int:
-        """Parameters of one expert, biases included."""
-        b_in, b_out = has_biases(self.bias)
-        into = (self.matrices - 1) * self.hidden
-        return into * (self.dim + b_in) + self.outputs * (self.hidden + b_out)
-
-    @property
-    def expert_bytes(self) -> int:
-        """Bytes of one expert's parameters: what Trans moves for one replica."""
-        return self.expert_params * self.param_bytes
-
-    @property
-    def expert_grad_bytes(self) -> int:
-        """Bytes of one expert's gradients: what Agg moves for one replica."""
-        return self.expert_params * self.grad_bytes
+        out_dim: elements of an answer, to which the last matrix leads; None: `dim`. param_bytes, grad_bytes,
+        token_element_bytes: of one parameter, one gradient, one element of a row or an answer.
+        """
+        out = dim if out_dim is None else out_dim
+        if min(dim, hidden, out, param_bytes, grad_bytes, token_element_bytes) < 1:
+            raise SpecError(
+                f"LayerShape.feed_forward: expected positive sizes, got dim={dim}, hidden={hidden}, out_dim={out_dim}, "
+                f"param_bytes={param_bytes}, grad_bytes={grad_bytes}, token_element_bytes={token_element_bytes}"
+            )
+        if activation not in ACTIVATIONS:
+            raise SpecError(f"LayerShape.activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        b_in, b_out = has_biases(bias)
+        units = 2 * hidden if activation in GATED else hidden
+        params = units * (dim + b_in) + out * (hidden + b_out)
+        return cls(
+            expert_params=params,
+            expert_bytes=params * param_bytes,
+            expert_grad_bytes=params * grad_bytes,
+            token_bytes=(dim + out) * token_element_bytes / 2,
+            forward_flops_per_token=2 * (units * dim + hidden * out),
+        )
 
     @property
     def replica_bytes(self) -> int:
         """Memory one replica takes: its parameters and its gradients."""
         return self.expert_bytes + self.expert_grad_bytes
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token row: what dispatch moves, and combine again; their mean where the two differ."""
-        return (self.dim + self.outputs) * self.token_element_bytes // 2
-
-    @property
-    def forward_flops_per_token(self) -> int:
-        """Floating-point operations of one expert on one token, forward; the backward pass takes twice that."""
-        return 2 * self.hidden * ((self.matrices - 1) * self.dim + self.outputs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

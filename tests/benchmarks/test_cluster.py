@@ -180,7 +180,7 @@ def test_both_ways_of_an_all_to_all_are_timed_in_turn(tmp_path: Path, capsys: py
 
 
 def test_rates_and_overhead_are_fitted_together() -> None:
-    shape = LayerShape(dim=8, hidden=16)
+    shape = LayerShape.feed_forward(dim=8, hidden=16)
     rng = np.random.default_rng(0)
     rows = rng.integers(100, 1000, size=(12, 3))
     groups = rng.integers(2, 6, size=(12, 3))

@@ -26,7 +26,7 @@ REAL_TRACE = Path(__file__).parents[2] / ".." / "shared" / "traces" / "smartmoe-
 def context(ranks: int = 4, experts: int = 8) -> PlanContext:
     return PlanContext(
         topology=Topology.uniform(ranks, flops_per_s=1e9),
-        shape=LayerShape(dim=64, hidden=64),
+        shape=LayerShape.feed_forward(dim=64, hidden=64),
         home=tuple(e * ranks // experts for e in range(experts)),
         slots_per_rank=2,
     )
@@ -171,7 +171,7 @@ def test_a_switch_of_routing_re_plans_at_once_and_little_else_does() -> None:
     before, after = iterations(3, 100)[60:], iterations(11, 100)[60:]
     c = PlanContext(
         topology=Topology.uniform(16, flops_per_s=1e12),
-        shape=LayerShape(dim=512, hidden=1024),
+        shape=LayerShape.feed_forward(dim=512, hidden=1024),
         home=tuple(e // 2 for e in range(32)),
     )
     planner, kept, reasons = get_planner("prophet"), None, []

@@ -194,7 +194,7 @@ def chooser(transfers: Any) -> FormChooser:
 
 def slow_pair() -> PlanContext:
     topology = replace(Topology.uniform(2), intra=Link(bytes_per_s=100.0))
-    shape = LayerShape(dim=10, hidden=10, param_bytes=4, grad_bytes=4, bias=False)
+    shape = LayerShape.feed_forward(dim=10, hidden=10, param_bytes=4, grad_bytes=4, bias=False)
     return PlanContext(topology=topology, shape=shape, home=(0, 1), slots_per_rank=1)
 
 

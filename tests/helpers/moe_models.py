@@ -191,7 +191,7 @@ def original_gradients(model: nn.Module) -> dict[str, Tensor]:
     for name, _, _, layer in converted(model):
         twin = copy.deepcopy(layer)
         with torch.no_grad():
-            for (_, q), (_, p) in zip(twin.experts.stacked(), layer.experts.stacked(), strict=True):
+            for (_, q), (_, p) in zip(twin.experts.named_parameters(), layer.experts.named_parameters(), strict=True):
                 q.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
         found |= {f"{name}.{part}": t.clone() for part, t in twin.originals().items()}
     return found

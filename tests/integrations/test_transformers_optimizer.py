@@ -39,7 +39,8 @@ def start(group: Collective, whole: dict[str, torch.Tensor], kind: Any) -> tuple
 
 def step(model: Any, optimizer: Any) -> None:
     """A step with gradients that depend on the parameter and on the expert's global number."""
-    held = {id(p): layer.experts.first_expert for *_, layer in converted(model) for _, p in layer.experts.stacked()}
+    layers = [layer for *_, layer in converted(model)]
+    held = {id(p): layer.experts.first_expert for layer in layers for p in layer.experts.parameters()}
     for at, p in enumerate(model.parameters()):
         grad = torch.linspace(-1, 1, p[0].numel() if id(p) in held else p.numel())
         if id(p) in held:
@@ -73,7 +74,7 @@ def read(size: int, whole: dict[str, torch.Tensor], folder: Path, kind: Any = to
         first = {
             f"{n}.experts.{part}": layer.experts.first_expert
             for n, _, _, layer in converted(model)
-            for part, _ in layer.experts.stacked()
+            for part, _ in layer.experts.named_parameters()
         }
         return {n: (first.get(n), dict(optimizer.state[p])) for n, p in model.named_parameters()}
 

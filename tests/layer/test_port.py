@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import prophet
-from prophet.experts.bank import Replica
+from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row
 from prophet.layer.port import LayerWindow, Pass, PlainPort
 from prophet.spec import Placement, Split

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prophet.errors import SpecError
-from prophet.experts.bank import ExpertBank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.machine.calibrate import Calibration, calibrate, check, model_lines
 from prophet.machine.fit import Fit, Line, Point, fit_line, rate_of
 from prophet.machine.measure import Probe, Ranges, measure_overlap
@@ -123,7 +123,7 @@ class _Told(Probe):
 def test_what_a_hidden_transfer_costs_is_what_it_adds_per_second(
     beside_s: float, spread_s: float, expected: float
 ) -> None:
-    bank = ExpertBank(8, 16, 1)
+    bank = FeedForwardBank(8, 16, 1)
 
     def told(c: ThreadCollective) -> float:
         return measure_overlap(_Told(c, [[2.0, 1.0], [5.0, beside_s]], spread_s), bank, rows=4, n_bytes=256)
@@ -147,7 +147,7 @@ def test_a_check_fits_nothing_and_uses_the_lines_it_is_given() -> None:
 def test_the_models_lines_are_what_the_cost_model_says() -> None:
     from prophet.planner.cost import compute_seconds, exchange_seconds
 
-    shape = LayerShape(dim=8, hidden=16)
+    shape = LayerShape.feed_forward(dim=8, hidden=16)
     topology = Topology(
         ranks=2,
         ranks_per_node=2,
@@ -174,7 +174,7 @@ def test_a_call_overhead_is_paid_once_and_only_where_there_is_work() -> None:
     from prophet.planner.cost import compute_seconds
 
     topology = Topology.uniform(2, flops_per_s=1e6)
-    shape = LayerShape(dim=8, hidden=16)
+    shape = LayerShape.feed_forward(dim=8, hidden=16)
     slow = Topology(**{**{f: getattr(topology, f) for f in topology.__slots__}, "call_overhead_s": 0.5})
     load = np.array([[3, 0], [0, 4]])
     plain, more = (compute_seconds(load, PlanContext(topology=t, shape=shape, home=(0, 1))) for t in (topology, slow))
@@ -238,7 +238,7 @@ def test_the_rate_of_transfers_is_that_of_most_of_them() -> None:
 
 
 def test_slower_transfers_count_as_more_bytes() -> None:
-    shape, link = LayerShape(dim=8, hidden=16), Link(bytes_per_s=1e6)
+    shape, link = LayerShape.feed_forward(dim=8, hidden=16), Link(bytes_per_s=1e6)
     slow = dataclasses.replace(Topology.uniform(2, intra=link), trans_rate=0.5, agg_rate=0.25)
     load = np.array([[300, 0], [300, 0]], dtype=np.int64)
     placement = Placement.with_replicas((0, 1), 2, [(0, 1)])

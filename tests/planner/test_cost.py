@@ -11,7 +11,9 @@ from prophet.errors import SpecError
 from prophet.planner.cost import exchange_seconds, mean_bandwidth, paper_cost, step_cost, transfer_cost
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
 
-SHAPE = LayerShape(dim=10, hidden=20, bias=False)  # 400 parameters, 1600 bytes; 800 flops and 40 bytes per token
+SHAPE = LayerShape.feed_forward(
+    dim=10, hidden=20, bias=False
+)  # 400 parameters, 1600 bytes; 800 flops and 40 bytes per token
 FOUR = Topology.uniform(
     4,
     ranks_per_node=2,

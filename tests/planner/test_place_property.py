@@ -32,7 +32,7 @@ SLOT_CASE = Case(
             flops_per_s=(25e9, 5e8, 25e9, 1e11),
             free_bytes=(5760, 2304, 5760, 4608),
         ),
-        shape=LayerShape(dim=8, hidden=8),
+        shape=LayerShape.feed_forward(dim=8, hidden=8),
         home=(0, 3, 1, 2),
         slots_per_rank=1,
     ),

@@ -19,7 +19,7 @@ from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, Spl
 HOT = np.tile(np.array([600, 100, 50, 50], dtype=np.int64), (4, 1))
 ROOMY = PlanContext(
     topology=Topology.uniform(4, flops_per_s=1e9, intra=Link(bytes_per_s=1e9)),
-    shape=LayerShape(dim=16, hidden=64),
+    shape=LayerShape.feed_forward(dim=16, hidden=64),
     home=(0, 1, 2, 3),
     windows=Windows(fnec_s=1.0, bnec_s=1.0),
 )
@@ -60,12 +60,12 @@ def test_prophet_balances_a_hot_expert_exactly() -> None:
 def test_prophet_uses_no_replica_where_links_are_slow_or_loads_even() -> None:
     slow = PlanContext(
         topology=Topology.uniform(4, flops_per_s=1e12, intra=Link(bytes_per_s=1e5)),
-        shape=LayerShape(dim=16, hidden=8192),
+        shape=LayerShape.feed_forward(dim=16, hidden=8192),
         home=(0, 1, 2, 3),
     )
     assert ProphetPlanner().place(np.maximum(HOT // 50, 1), slow).is_static
     even = np.full((4, 4), 100, dtype=np.int64)
-    plain = PlanContext(topology=ROOMY.topology, shape=LayerShape(dim=64, hidden=256), home=(0, 1, 2, 3))
+    plain = PlanContext(topology=ROOMY.topology, shape=LayerShape.feed_forward(dim=64, hidden=256), home=(0, 1, 2, 3))
     assert ProphetPlanner().place(even, plain).is_static
 
 
@@ -80,7 +80,7 @@ def test_prophet_gives_a_slow_rank_less() -> None:
     )
     plan = PlanContext(
         topology=topology,
-        shape=LayerShape(dim=16, hidden=64),
+        shape=LayerShape.feed_forward(dim=16, hidden=64),
         home=(0, 1),
         windows=Windows(fnec_s=1, bnec_s=1),
     )
@@ -128,7 +128,7 @@ def test_a_placement_is_kept_while_routing_is_steady(policy: str) -> None:
     """Products matter here, and counts differ from step to step by chance alone."""
     context = PlanContext(
         topology=Topology.uniform(8, intra=Link(bytes_per_s=1e12)),
-        shape=LayerShape(dim=1024, hidden=4096),
+        shape=LayerShape.feed_forward(dim=1024, hidden=4096),
         home=tuple(e // 2 for e in range(16)),
         slots_per_rank=2,
     )
@@ -149,7 +149,7 @@ def test_a_gradual_search_gives_way_when_routing_becomes_even() -> None:
         topology=Topology.uniform(
             32, ranks_per_node=8, flops_per_s=3e14, intra=Link(bytes_per_s=1e11), inter=Link(bytes_per_s=5e9)
         ),
-        shape=LayerShape(dim=2048, hidden=768),
+        shape=LayerShape.feed_forward(dim=2048, hidden=768),
         home=tuple(e // 4 for e in range(128)),
         slots_per_rank=2,
     )
@@ -172,7 +172,7 @@ def test_a_gradual_search_tries_nothing_where_a_try_takes_long() -> None:
     load[:, :8] *= 20
     context = PlanContext(
         topology=Topology.uniform(256, intra=Link(bytes_per_s=1e9)),
-        shape=LayerShape(dim=256, hidden=256),
+        shape=LayerShape.feed_forward(dim=256, hidden=256),
         home=tuple(4 * e for e in range(64)),
         slots_per_rank=4,
     )
@@ -217,7 +217,7 @@ def test_pro_prophet_follows_algorithm_1() -> None:
     # Where transfers are exposed and long, the recorded best prefix is the empty one.
     slow = PlanContext(
         topology=Topology.uniform(4, flops_per_s=1e12, intra=Link(bytes_per_s=1e3)),
-        shape=LayerShape(dim=16, hidden=8192),
+        shape=LayerShape.feed_forward(dim=16, hidden=8192),
         home=(0, 1, 2, 3),
     )
     assert get_planner("pro-prophet").place(load, slow).is_static
@@ -242,7 +242,7 @@ def test_no_experts_hide_the_transfers_of_the_first_block(policy: str) -> None:
     load = np.tile(np.array([130, 90, 90, 90], dtype=np.int64), (4, 1))
     context = PlanContext(
         topology=Topology.uniform(4, flops_per_s=1e9, intra=Link(bytes_per_s=1e9)),
-        shape=LayerShape(dim=16, hidden=64, param_bytes=470, grad_bytes=470),
+        shape=LayerShape.feed_forward(dim=16, hidden=64, param_bytes=470, grad_bytes=470),
         home=(0, 1, 2, 3),
     )
     planner = get_planner(policy)
@@ -260,7 +260,7 @@ FAR_LOAD = np.array(
 )
 FAR = PlanContext(
     topology=Topology.uniform(RANKS, flops_per_s=1e10, intra=Link(bytes_per_s=1e7)),
-    shape=LayerShape(dim=16, hidden=64),
+    shape=LayerShape.feed_forward(dim=16, hidden=64),
     home=tuple(e // (EXPERTS // RANKS) for e in range(EXPERTS)),
     windows=Windows(fnec_s=1.0, bnec_s=1.0),
     slots_per_rank=16,

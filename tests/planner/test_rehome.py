@@ -10,7 +10,7 @@ from prophet.planner import get_planner
 from prophet.planner.rehome import propose, swap_seconds
 from prophet.spec import LayerShape, Link, PlanContext, Topology
 
-SHAPE = LayerShape(dim=32, hidden=64)
+SHAPE = LayerShape.feed_forward(dim=32, hidden=64)
 CONTEXT = PlanContext(
     topology=Topology.uniform(4, ranks_per_node=2, flops_per_s=1e9, intra=Link(bytes_per_s=1e9)),
     shape=SHAPE,

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import prophet
 from prophet.engine import checkpoint
 from prophet.engine.config import Experiment
-from prophet.experts.bank import ExpertBank
+from prophet.experts.feed_forward import FeedForwardBank
 from prophet.parallel import ExpertReplicas, expert_groups, expert_parameters
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import processes
@@ -91,8 +91,8 @@ class Run:
         banks = {
             f"{name}.{part}": bank
             for name, bank in self.model.named_modules()
-            if isinstance(bank, ExpertBank)
-            for part, _ in bank.stacked()
+            if isinstance(bank, FeedForwardBank)
+            for part, _ in bank.named_parameters()
         }
         for name, p in self.model.named_parameters():
             for field, value in {"": p.detach(), **self.optimizer.state[p]}.items():

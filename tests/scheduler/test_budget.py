@@ -10,7 +10,7 @@ import torch
 
 import prophet
 from prophet.errors import ReplicaMemoryError
-from prophet.experts.bank import ReplicaPool
+from prophet.experts.replica import ReplicaPool
 from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Window
 from prophet.scheduler.budget import within_budget

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from prophet.experts.bank import ExpertBank, ReplicaPool
+from prophet.experts.feed_forward import FeedForwardBank
+from prophet.experts.replica import ReplicaPool
 from prophet.scheduler.actions import Launch, Window
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.replicas import BlockReplicas, Carrier, State
@@ -17,9 +18,9 @@ FIRST = Launch("TRANS", 1, 0, Window("FEC", 0))
 ALL = Launch("TRANS", 1, 1, Window("FNEC", 0))
 
 
-def made(pairs: tuple[tuple[int, int], ...] = ((0, 1),)) -> tuple[BlockReplicas, Carrier, ExpertBank]:
+def made(pairs: tuple[tuple[int, int], ...] = ((0, 1),)) -> tuple[BlockReplicas, Carrier, FeedForwardBank]:
     """Replicas of block 1 on rank 1 of 2, each rank home to one expert."""
-    bank = ExpertBank(2, 2, 1, first_expert=1, total_experts=2, ep_size=2)
+    bank = FeedForwardBank(2, 2, 1, first_expert=1, total_experts=2, ep_size=2)
     carrier = Carrier(RecordingCollective(1, 2), ReplicaPool(), Stopwatch(), [])
     placement = Placement.with_replicas((0, 1), 2, pairs)
     return BlockReplicas(1, bank, placement, Form(), carrier), carrier, bank

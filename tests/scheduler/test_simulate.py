@@ -289,7 +289,10 @@ def context() -> PlanContext:
     topology = Topology.uniform(4, ranks_per_node=2, intra=Link(bytes_per_s=1000.0), inter=Link(bytes_per_s=100.0))
     topology = dataclasses.replace(topology, flops_per_s=(1e4, 1e4, 1e4, 5e3))
     return PlanContext(
-        topology=topology, shape=LayerShape(dim=2, hidden=2, bias=False), home=(0, 1, 2, 3), windows=Windows(fnec_s=1.0)
+        topology=topology,
+        shape=LayerShape.feed_forward(dim=2, hidden=2, bias=False),
+        home=(0, 1, 2, 3),
+        windows=Windows(fnec_s=1.0),
     )
 
 

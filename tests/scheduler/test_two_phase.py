@@ -93,7 +93,7 @@ def test_ranks_may_see_the_first_phase_end_at_different_times(monkeypatch: pytes
 
 def test_the_cheaper_form_is_taken() -> None:
     topology = Topology.uniform(8, intra=Link(bytes_per_s=1e6))
-    context = PlanContext(topology=topology, shape=LayerShape(dim=8, hidden=8), home=tuple(range(8)))
+    context = PlanContext(topology=topology, shape=LayerShape.feed_forward(dim=8, hidden=8), home=tuple(range(8)))
     many = Placement.with_replicas(context.home, 8, [(0, r) for r in range(1, 8)])
     one = Placement.with_replicas(context.home, 8, [(0, 1), (2, 3)])
     chooser, other = FormChooser(), FormChooser()

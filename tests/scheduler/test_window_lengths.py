@@ -78,7 +78,7 @@ def test_a_window_of_several_microbatches_is_as_long_as_one_of_them() -> None:
 
 def test_windows_from_the_model() -> None:
     topology = Topology.uniform(2, flops_per_s=16e3)
-    shape = LayerShape(dim=2, hidden=2)  # 16 operations per token: 1000 tokens/s
+    shape = LayerShape.feed_forward(dim=2, hidden=2)  # 16 operations per token: 1000 tokens/s
     context = PlanContext(topology=topology, shape=shape, home=(0, 1), windows=Windows(fnec_s=0.5, bnec_s=0.25))
     found = predicted_window_us([context], [np.array([10, 20])])
     assert [found[Window(k, 0)] for k in KINDS] == [15000, 500000, 250000, 30000]

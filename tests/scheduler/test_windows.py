@@ -13,7 +13,8 @@ from torch import Tensor
 
 import prophet
 from prophet.errors import ReplicaMemoryError
-from prophet.experts.bank import ExpertBank, ReplicaPool
+from prophet.experts.feed_forward import FeedForwardBank
+from prophet.experts.replica import ReplicaPool
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.threads import ThreadWorld
 from prophet.scheduler.actions import Window
@@ -244,7 +245,7 @@ def test_agg_adds_in_rank_order() -> None:
 
     class Layer:
         def __init__(self, rank: int) -> None:
-            self.experts = ExpertBank(2, 2, 1, first_expert=rank, total_experts=4, ep_size=1)
+            self.experts = FeedForwardBank(2, 2, 1, first_expert=rank, total_experts=4, ep_size=1)
 
     def body(group: Collective) -> torch.Tensor | None:
         layer = Layer(group.rank)

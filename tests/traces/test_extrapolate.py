@@ -19,7 +19,10 @@ SMALL = Topology.uniform(
     4, ranks_per_node=2, flops_per_s=1e12, intra=Link(bytes_per_s=1e11), inter=Link(bytes_per_s=1e10)
 )
 CONTEXT = PlanContext(
-    topology=SMALL, shape=LayerShape(dim=64, hidden=256), home=(0, 0, 1, 1, 2, 2, 3, 3), windows=Windows(fnec_s=1e-3)
+    topology=SMALL,
+    shape=LayerShape.feed_forward(dim=64, hidden=256),
+    home=(0, 0, 1, 1, 2, 2, 3, 3),
+    windows=Windows(fnec_s=1e-3),
 )
 SCENARIO = ex.Scenario(context=CONTEXT, layers=2, routed_per_rank=1000, skew=0.8)
 EXACT = ex.ErrorBar(errors=(0.25, -0.2), source="two cases")

@@ -17,7 +17,7 @@ from prophet.traces.replay import choose_iterations, predicted_load, replay, rou
 def context(ranks: int = 2, experts: int = 4) -> PlanContext:
     return PlanContext(
         topology=Topology.uniform(ranks),
-        shape=LayerShape(dim=8, hidden=16),
+        shape=LayerShape.feed_forward(dim=8, hidden=16),
         home=tuple(e * ranks // experts for e in range(experts)),
     )
 

@@ -1,0 +1,265 @@
+"""A bank of feed-forward networks: stacked parameters, on the grouped kernels.
+
+Shape legend: E experts, m experts per rank, D model dim, H hidden dim, O output dim, P parameters of one expert, G those
+of them that train, B rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.experts.bank import Bank, Entry
+from prophet.experts.replica import Replica, ReplicaPool
+from prophet.kernels.choice import Impl
+from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
+from prophet.spec import GATED, Activation, Bias, LayerShape, bias_of, has_biases
+
+
+class FeedForwardBank(Bank):
+    """The m experts that live on this rank, as stacked parameters.
+
+    w_in: [m, H, D] (gated: [m, 2H, D], gate rows first), w_out: [m, O, H], b_in and b_out as `bias` says. out_dim: O,
+    None for D.
+    `first_expert` is the global index of the first of them; `total_experts` is E. In a state dict every expert has
+    entries of its own, `<name>.<global index>`, so that checkpoints do not depend on the number of ranks.
+    """
+
+    b_in: nn.Parameter | None
+    b_out: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        *,
+        first_expert: int = 0,
+        total_experts: int | None = None,
+        ep_size: int = 1,
+        activation: Activation = "gelu",
+        bias: Bias = True,
+        out_dim: int | None = None,
+    ) -> None:
+        super().__init__(experts, first_expert=first_expert, total_experts=total_experts, ep_size=ep_size)
+        b_in, b_out = has_biases(bias)
+        self.dim, self.hidden, self.out_dim = dim, hidden, dim if out_dim is None else out_dim
+        self.activation: Activation = activation
+        rows = 2 * hidden if activation in GATED else hidden
+        self.w_in = nn.Parameter(torch.empty(experts, rows, dim))
+        self.w_out = nn.Parameter(torch.empty(experts, self.out_dim, hidden))
+        self.b_in = nn.Parameter(torch.empty(experts, rows)) if b_in else None
+        self.b_out = nn.Parameter(torch.empty(experts, self.out_dim)) if b_out else None
+        self._mark()
+        self.reset_parameters()
+
+    @classmethod
+    def from_weights(
+        cls,
+        weights: Sequence[ExpertWeights],
+        activation: Activation,
+        *,
+        first_expert: int = 0,
+        total_experts: int | None = None,
+        ep_size: int = 1,
+    ) -> FeedForwardBank:
+        """A bank of copies of the `weights` of single experts, on their device and of their dtype."""
+        first = weights[0]
+        out_dim, hidden = first.w_out.shape
+        with torch.device("meta"):
+            bank = cls(
+                first.w_in.shape[1],
+                hidden,
+                len(weights),
+                first_expert=first_expert,
+                total_experts=total_experts,
+                ep_size=ep_size,
+                activation=activation,
+                bias=bias_of(first.b_in, first.b_out),
+                out_dim=out_dim,
+            )
+        for name, p in list(bank._stacked()):
+            value = torch.stack([getattr(w, name).detach() for w in weights])
+            if value.shape != p.shape:
+                raise ValueError(f"{name}: expected {list(p.shape)} for {activation} experts, got {list(value.shape)}")
+            setattr(bank, name, nn.Parameter(value, requires_grad=value.is_floating_point()))
+        bank._mark()
+        return bank
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Uniform in ±1/sqrt(fan in), as `nn.Linear`; expert e gets the same values at any number of ranks."""
+        if self.w_in.is_meta:
+            return
+        seed = int(torch.randint(0, 1 << 62, ()).item())
+        for local in range(self.experts):
+            generator = torch.Generator(device="cpu").manual_seed(
+                (seed + 0x9E3779B97F4A7C15 * (self.first_expert + local + 1)) % (1 << 63)
+            )
+            for name, p in self._stacked():
+                bound = 1.0 / math.sqrt(self.dim if name.endswith("in") else self.hidden)
+                draw = torch.empty(p.shape[1:], dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+                p[local].copy_(draw)
+
+    def check_parameters(self) -> None:
+        """As of any bank; and all parameters must be of one dtype."""
+        super().check_parameters()
+        if any(q.dtype != self.w_in.dtype for _, q in self._stacked()):
+            found = ", ".join(f"{name} {q.dtype}" for name, q in self._stacked())
+            raise ValueError(f"the experts' parameters must have one dtype, got {found}")
+
+    def _stacked(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The stacked parameters in the order in which an expert's flat vector lists them."""
+        for name in ("w_in", "b_in", "w_out", "b_out"):
+            p = getattr(self, name)
+            if p is not None:
+                yield name, p
+
+    def weights(self) -> ExpertWeights:
+        """The home experts' parameters as they are: stacked, their gradients unscaled."""
+        return ExpertWeights(self.w_in, self.w_out, self.b_in, self.b_out)
+
+    def shape(self) -> LayerShape:
+        """The sizes the performance model needs, at the parameters' precision."""
+        size = self.w_in.element_size()
+        return LayerShape.feed_forward(
+            dim=self.dim,
+            hidden=self.hidden,
+            out_dim=self.out_dim,
+            activation=self.activation,
+            bias=bias_of(self.b_in, self.b_out),
+            param_bytes=size,
+            grad_bytes=size,
+            token_element_bytes=size,
+        )
+
+    def signature(self) -> str:
+        frozen = [name for name, p in self._stacked() if not p.requires_grad]
+        return (
+            f"dim={self.dim} hidden={self.hidden} out_dim={self.out_dim} activation={self.activation} "
+            f"bias={bias_of(self.b_in, self.b_out)} dtype={self.dtype} frozen={frozen}"
+        )
+
+    def run(
+        self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
+    ) -> Tensor:
+        grads = []
+        for replica in replicas:
+            replica.collect_grads()
+            grads.append(_filled({name: leaf.grad for name, leaf in replica.leaves.items()}))
+        return grouped_ffn(
+            rows,
+            sizes,
+            self.weights(),
+            self.activation,
+            replicas=[_filled(r.leaves) for r in replicas],
+            replica_grads=grads,
+            grad_scale=self.grad_scale,
+            impl=impl,
+        )
+
+    # --- an expert as a flat vector, what Trans and Agg move ---
+
+    def _sizes(self) -> list[tuple[int, bool]]:
+        return [(p[0].numel(), p.requires_grad) for _, p in self._stacked()]
+
+    def _like(self) -> dict[str, Tensor]:
+        """One expert's parameters by name, to be looked at only."""
+        return {name: p.detach()[0].requires_grad_(p.requires_grad) for name, p in self._stacked()}
+
+    def replica(self, expert: int, pool: ReplicaPool) -> Replica:
+        buffers = pool.take(self.expert_numel, self.dtype, self.device, self.grad_numel)
+        return Replica.build(expert, self._like(), *buffers)
+
+    def flat_views(self, local: int, start: int, stop: int) -> list[Tensor]:
+        every = [p for _, p in self._stacked()]
+        return [p.detach()[local].reshape(-1)[a:b] for p, a, b in _overlaps(every, start, stop)]
+
+    @torch.no_grad()
+    def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
+        offset = 0
+        for p, a, b in _overlaps([p for _, p in self._stacked() if p.requires_grad], start, stop):
+            n = b - a
+            if p.grad is None:
+                p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+            elif not p.grad.is_contiguous():
+                p.grad = p.grad.contiguous()
+            p.grad[local].view(-1)[a:b].add_(piece[offset : offset + n], alpha=self.grad_scale)
+            offset += n
+
+    # --- checkpoints that do not depend on the number of ranks ---
+
+    def entries(self) -> Iterator[Entry]:
+        for name, _ in self._stacked():
+            for local in range(self.experts):
+                expert = self.first_expert + local
+                yield Entry(expert, f"{name}.{expert}", name, (local,))
+
+    def all_keys(self) -> set[str]:
+        return {f"{name}.{e}" for name, _ in self._stacked() for e in range(self.total_experts)}
+
+    def expert_weights(self, local: int) -> ExpertWeights:
+        """The parameters of home expert `local`, as views."""
+        return ExpertWeights(*(None if p is None else p.detach()[local] for p in self.weights()))  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def set_expert_weights(self, local: int, weights: ExpertWeights) -> None:
+        """Copy `weights` into home expert `local`."""
+        for name, p in self._stacked():
+            p[local].copy_(getattr(weights, name))
+
+    def as_entries(self, local: int, weights: ExpertWeights) -> dict[str, Tensor]:
+        """`weights` under the keys that the state dict has for home expert `local`."""
+        return {f"{name}.{self.first_expert + local}": getattr(weights, name) for name, _ in self._stacked()}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for entry in self.entries():
+            value = entry.of(self.get_parameter(entry.parameter))
+            destination[prefix + entry.key] = value if keep_vars else value.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        for entry in self.entries():
+            own, key = entry.of(self.get_parameter(entry.parameter).detach()), prefix + entry.key
+            value = state_dict.get(key)
+            if value is None:
+                missing_keys.append(key)
+            elif own.is_meta:
+                error_msgs.append(f"{key}: the experts are on the meta device; call to_empty(device=...) first")
+            elif not isinstance(value, Tensor) or value.shape != own.shape:
+                got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                error_msgs.append(f"{key}: expected a tensor of shape {list(own.shape)}, got {got}")
+            else:
+                with torch.no_grad():
+                    own.copy_(value)
+        if strict:
+            expected = {prefix + key for key in self.all_keys()}
+            unexpected_keys += [k for k in state_dict if k.startswith(prefix) and k not in expected]
+
+
+def _filled(parts: Mapping[str, Tensor | None]) -> ExpertWeights:
+    """Weights of which some may be missing; those of gradients are, too, where nothing is trained."""
+    return ExpertWeights(*(parts.get(name) for name in ExpertWeights._fields))  # type: ignore[arg-type]
+
+
+def _overlaps(stacked: Sequence[nn.Parameter], start: int, stop: int) -> Iterator[tuple[nn.Parameter, int, int]]:
+    """The parameters in elements start..stop of an expert's flat vector of them, and from where to where."""
+    base = 0
+    for p in stacked:
+        n = p[0].numel()
+        a, b = max(start - base, 0), min(stop - base, n)
+        if a < b:
+            yield p, a, b
+        base += n
