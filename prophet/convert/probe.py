@@ -57,7 +57,7 @@ def _answer(expert: nn.Module, dims: list[int], who: str) -> tuple[Tensor, Tenso
         x = 2 * torch.randn(ROWS, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         try:
             with torch.random.fork_rng(devices=[]):  # a dropout draws, and the caller's random state stays
-                torch.random.default_generator.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 y = expert(x.clone())
         except (RuntimeError, TypeError, ValueError) as error:
             errors.append(ConversionError(f"{who}: it cannot be called with rows {list(x.shape)}: {error}"))

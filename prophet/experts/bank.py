@@ -55,8 +55,8 @@ class Entry:
 class Bank(nn.Module):
     """The m experts that live on this rank, `first_expert` and those that follow it, of `total_experts`.
 
-    dim: D, of the rows. out_dim: O, of the answers. grad_scale: factor on the gradients of home experts, once per backward pass;
-    1 / ep_size makes sums over the ranks of a group means.
+    dim: D, of the rows. out_dim: O, of the answers. grad_scale: factor on the gradients of home experts, once per
+    backward pass; 1 / ep_size makes sums over the ranks of a group means.
     """
 
     dim: int
@@ -86,7 +86,7 @@ class Bank(nn.Module):
     def run(
         self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
     ) -> Tensor:
-        """Answers [B, O] to `rows` [B, D], which lie in groups of these sizes: the m home experts', then the replicas'."""
+        """Answers [B, O] to `rows` [B, D], in groups of these sizes: the m home experts', then the replicas'."""
 
     @abstractmethod
     def shape(self) -> LayerShape:

@@ -1,7 +1,7 @@
 """A bank of feed-forward networks: stacked parameters, on the grouped kernels.
 
-Shape legend: E experts, m experts per rank, D model dim, H hidden dim, O output dim, P parameters of one expert, G those
-of them that train, B rows.
+Shape legend: E experts, m experts per rank, D model dim, H hidden dim, O output dim, P parameters of one expert, G
+those of them that train, B rows.
 """
 
 from __future__ import annotations

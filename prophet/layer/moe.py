@@ -69,9 +69,10 @@ class MoE(nn.Module):
     """Feed-forward layer of `num_experts` experts, of which every token visits `top_k`.
 
     dim, hidden: sizes of one expert. activation: a name from `prophet.spec.ACTIVATIONS`. bias: whether experts have
-    biases, or "in" or "out" for one of the two alone. out_dim: size of the answers, None for `dim`. gate: how tokens are routed. group: the expert-parallel group; None means all processes, or a single rank
-    where `torch.distributed` is not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels
-    run ("auto": Triton on a GPU, library products elsewhere; "naive": their definitions).
+    biases, or "in" or "out" for one alone. out_dim: size of the answers, None for `dim`. gate: how tokens are
+    routed. group: the expert-parallel group; None means all processes, or a single rank where `torch.distributed` is
+    not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels run ("auto": Triton on a GPU,
+    library products elsewhere; "naive": their definitions).
 
     Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
     other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
@@ -95,8 +96,10 @@ class MoE(nn.Module):
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        if min(dim, hidden, dim if out_dim is None else out_dim) < 1:
-            raise ValueError(f"dim, hidden and out_dim must be positive, got {dim}, {hidden} and {out_dim}")
+        if dim < 1 or hidden < 1:
+            raise ValueError(f"dim and hidden must be positive, got {dim} and {hidden}")
+        if out_dim is not None and out_dim < 1:
+            raise ValueError(f"out_dim must be positive, got {out_dim}")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         collective = collective_for(group, timeout_s=timeout_s)
