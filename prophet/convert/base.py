@@ -100,7 +100,7 @@ class ExpertsSpec:
 
     num_experts: E. held: how many of them the module has here: all, or this rank's share of them where the model was
     built expert-parallel. form: "stacked" (one parameter for all experts) or "modules" (one module per expert).
-    bias: both, none, or only that "in" or "out". out_dim: elements of an expert's output; None: `dim`. router: how the
+    bias: both, none, or only that "in" or "out". dim_out: elements of an expert's output; None: `dim`. router: how the
     router is called in reports. names: of an expert's parameters, for the form "modules".
     """
 
@@ -114,12 +114,12 @@ class ExpertsSpec:
     form: str
     router: str
     names: FfnNames | None = None
-    out_dim: int | None = None
+    dim_out: int | None = None
 
     @property
     def outputs(self) -> int:
         """Elements of an expert's output."""
-        return self.dim if self.out_dim is None else self.out_dim
+        return self.dim if self.dim_out is None else self.dim_out
 
     def signature(self) -> str:
         """What must be equal on all ranks, as text."""

@@ -146,7 +146,7 @@ def modules_spec(experts: nn.ModuleList, *, num_experts: int, top_k: int, router
         form="modules",
         router=router,
         names=names,
-        out_dim=out,
+        dim_out=out,
     )
 
 

@@ -69,11 +69,11 @@ def _answer(expert: nn.Module, dims: list[int], who: str) -> tuple[Tensor, Tenso
     raise errors[0]
 
 
-def _candidates(linears: dict[str, nn.Linear], dim: int, out_dim: int) -> Iterator[tuple[FfnNames, Activation]]:
+def _candidates(linears: dict[str, nn.Linear], dim: int, dim_out: int) -> Iterator[tuple[FfnNames, Activation]]:
     orders = [RowOrder(up_first=u, interleaved=i) for i in (False, True) for u in (False, True)]
     for order in itertools.permutations(linears.items()):
         *first, (last_name, last) = order
-        if any(m.in_features != dim for _, m in first) or last.out_features != out_dim:
+        if any(m.in_features != dim for _, m in first) or last.out_features != dim_out:
             continue
         biased = {m.bias is not None for _, m in first}
         if len({m.out_features for _, m in first}) > 1 or len(biased) > 1:

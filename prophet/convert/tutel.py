@@ -54,7 +54,7 @@ class TutelMoE(Adapter):
             bias=bias,
             form="stacked",
             router=type(gates[0]).__name__,
-            out_dim=out,
+            dim_out=out,
         )
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:

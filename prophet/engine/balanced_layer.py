@@ -160,7 +160,7 @@ class BalancedLayer:
         placement = self.placement
         split = engine.planner.split(load, placement, self.context)
         keep = replicas.in_use or self._pays(load, split)
-        replicas.use(keep)
+        replicas.use(keep, np.flatnonzero(load.sum(axis=0)).tolist())
         if not keep:
             self.counts.withdrawn = True
             placement = self.homes

@@ -10,7 +10,7 @@ dim, O output dim.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -55,12 +55,12 @@ class Entry:
 class Bank(nn.Module):
     """The m experts that live on this rank, `first_expert` and those that follow it, of `total_experts`.
 
-    dim: D, of the rows. out_dim: O, of the answers. grad_scale: factor on the gradients of home experts, once per
+    dim: D, of the rows. dim_out: O, of the answers. grad_scale: factor on the gradients of home experts, once per
     backward pass; 1 / ep_size makes sums over the ranks of a group means.
     """
 
     dim: int
-    out_dim: int
+    dim_out: int
     experts: int
 
     def __init__(self, experts: int, *, first_expert: int, total_experts: int | None, ep_size: int) -> None:
@@ -75,8 +75,12 @@ class Bank(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the rows that the experts expect, outside of autocast."""
+        """Of the parameters; of the first where they have several."""
         return self._any().dtype
+
+    @abstractmethod
+    def row_dtype(self, x: Tensor) -> torch.dtype:
+        """In which precision the rows of `x` travel to the experts."""
 
     @property
     def device(self) -> torch.device:
@@ -108,6 +112,16 @@ class Bank(nn.Module):
         return sum(n for n, _ in self._sizes())
 
     @property
+    def flat_dtype(self) -> torch.dtype:
+        """Of the vector of parameters."""
+        return self.dtype
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Of the vector of gradients."""
+        return self.dtype
+
+    @property
     def grad_numel(self) -> int:
         """G: those of them that train."""
         return sum(n for n, trains in self._sizes() if trains)
@@ -127,6 +141,9 @@ class Bank(nn.Module):
     @abstractmethod
     def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
         """Add `piece`, elements start..stop of G gradients, not scaled, to the gradients of home expert `local`."""
+
+    def need_grads(self, experts: Iterable[int]) -> None:
+        """Give those home experts among `experts` that train a gradient, zero where they have none yet."""
 
     # --- names ---
 

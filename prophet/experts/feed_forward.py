@@ -23,7 +23,7 @@ from prophet.spec import GATED, Activation, Bias, LayerShape, bias_of, has_biase
 class FeedForwardBank(Bank):
     """The m experts that live on this rank, as stacked parameters.
 
-    w_in: [m, H, D] (gated: [m, 2H, D], gate rows first), w_out: [m, O, H], b_in and b_out as `bias` says. out_dim: O,
+    w_in: [m, H, D] (gated: [m, 2H, D], gate rows first), w_out: [m, O, H], b_in and b_out as `bias` says. dim_out: O,
     None for D.
     `first_expert` is the global index of the first of them; `total_experts` is E. In a state dict every expert has
     entries of its own, `<name>.<global index>`, so that checkpoints do not depend on the number of ranks.
@@ -43,17 +43,17 @@ class FeedForwardBank(Bank):
         ep_size: int = 1,
         activation: Activation = "gelu",
         bias: Bias = True,
-        out_dim: int | None = None,
+        dim_out: int | None = None,
     ) -> None:
         super().__init__(experts, first_expert=first_expert, total_experts=total_experts, ep_size=ep_size)
         b_in, b_out = has_biases(bias)
-        self.dim, self.hidden, self.out_dim = dim, hidden, dim if out_dim is None else out_dim
+        self.dim, self.dim_out, self.hidden = dim, dim if dim_out is None else dim_out, hidden
         self.activation: Activation = activation
         rows = 2 * hidden if activation in GATED else hidden
         self.w_in = nn.Parameter(torch.empty(experts, rows, dim))
-        self.w_out = nn.Parameter(torch.empty(experts, self.out_dim, hidden))
+        self.w_out = nn.Parameter(torch.empty(experts, self.dim_out, hidden))
         self.b_in = nn.Parameter(torch.empty(experts, rows)) if b_in else None
-        self.b_out = nn.Parameter(torch.empty(experts, self.out_dim)) if b_out else None
+        self.b_out = nn.Parameter(torch.empty(experts, self.dim_out)) if b_out else None
         self._mark()
         self.reset_parameters()
 
@@ -69,7 +69,7 @@ class FeedForwardBank(Bank):
     ) -> FeedForwardBank:
         """A bank of copies of the `weights` of single experts, on their device and of their dtype."""
         first = weights[0]
-        out_dim, hidden = first.w_out.shape
+        dim_out, hidden = first.w_out.shape
         with torch.device("meta"):
             bank = cls(
                 first.w_in.shape[1],
@@ -80,7 +80,7 @@ class FeedForwardBank(Bank):
                 ep_size=ep_size,
                 activation=activation,
                 bias=bias_of(first.b_in, first.b_out),
-                out_dim=out_dim,
+                dim_out=dim_out,
             )
         for name, p in list(bank._stacked()):
             value = torch.stack([getattr(w, name).detach() for w in weights])
@@ -129,7 +129,7 @@ class FeedForwardBank(Bank):
         return LayerShape.feed_forward(
             dim=self.dim,
             hidden=self.hidden,
-            out_dim=self.out_dim,
+            dim_out=self.dim_out,
             activation=self.activation,
             bias=bias_of(self.b_in, self.b_out),
             param_bytes=size,
@@ -140,9 +140,14 @@ class FeedForwardBank(Bank):
     def signature(self) -> str:
         frozen = [name for name, p in self._stacked() if not p.requires_grad]
         return (
-            f"dim={self.dim} hidden={self.hidden} out_dim={self.out_dim} activation={self.activation} "
+            f"dim={self.dim} hidden={self.hidden} dim_out={self.dim_out} activation={self.activation} "
             f"bias={bias_of(self.b_in, self.b_out)} dtype={self.dtype} frozen={frozen}"
         )
+
+    def row_dtype(self, x: Tensor) -> torch.dtype:
+        """That of the products: the parameters', or autocast's."""
+        device = x.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.dtype
 
     def run(
         self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"

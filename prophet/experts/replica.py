@@ -43,6 +43,9 @@ class Replica:
             leaves[name] = leaf
         return cls(expert, params, grads, leaves)
 
+    def vanish(self) -> None:
+        """The step is over, and `params` and `grads` are about to be others'."""
+
     def collect_grads(self) -> None:
         """Make sure `grads` holds what autograd accumulated, also where it replaced `.grad` by a new tensor."""
         base = 0
@@ -51,7 +54,11 @@ class Replica:
                 continue
             n = leaf.numel()
             view = self.grads[base : base + n]
-            if leaf.grad is not None and leaf.grad.data_ptr() != view.data_ptr():
+            if view.dtype != leaf.dtype:  # of several dtypes the sums run in the widest
+                if leaf.grad is not None:
+                    view.add_(leaf.grad.reshape(-1))
+                    leaf.grad = None
+            elif leaf.grad is not None and leaf.grad.data_ptr() != view.data_ptr():
                 view.copy_(leaf.grad.reshape(-1))
                 leaf.grad = view.view(leaf.shape)
             base += n

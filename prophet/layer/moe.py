@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from prophet.experts.bank import Bank
+from prophet.experts.build import build_bank
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.gate import Gate, GateConfig, Router, Routing
 from prophet.kernels.choice import Impl
@@ -68,11 +69,13 @@ class LossBook:
 class MoE(nn.Module):
     """Feed-forward layer of `num_experts` experts, of which every token visits `top_k`.
 
-    dim, hidden: sizes of one expert. activation: a name from `prophet.spec.ACTIVATIONS`. bias: whether experts have
-    biases, or "in" or "out" for one alone. out_dim: size of the answers, None for `dim`. gate: how tokens are
-    routed. group: the expert-parallel group; None means all processes, or a single rank where `torch.distributed` is
-    not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels run ("auto": Triton on a GPU,
-    library products elsewhere; "naive": their definitions).
+    dim: of a token. hidden, activation, bias, dim_out: of feed-forward experts, their inner size, a name from
+    `prophet.spec.ACTIVATIONS`, whether they have biases ("in" or "out" for one alone), and the size of their answers,
+    None for `dim`. expert: instead of these, a function that makes one expert, a module from rows [n, dim] to rows
+    [n, any]; expert e starts alike at any number of ranks. gate: how tokens are routed. group: the expert-parallel
+    group; None means all processes, or a single rank where `torch.distributed` is not initialised. A
+    `prophet.comm.Collective` may be given instead. impl: which kernels run ("auto": Triton on a GPU, library products
+    elsewhere; "naive": their definitions).
 
     Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
     other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
@@ -83,47 +86,60 @@ class MoE(nn.Module):
     def __init__(
         self,
         dim: int,
-        hidden: int,
-        num_experts: int,
+        hidden: int | None = None,
+        num_experts: int = 0,
         top_k: int = 2,
         *,
+        expert: Callable[[], nn.Module] | None = None,
         activation: Activation = "gelu",
         bias: Bias = True,
-        out_dim: int | None = None,
+        dim_out: int | None = None,
         gate: GateConfig | None = None,
         group: dist.ProcessGroup | Collective | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         impl: Impl = "auto",
     ) -> None:
         super().__init__()
-        if dim < 1 or hidden < 1:
+        if (hidden is None) == (expert is None):
+            raise ValueError("expected either hidden, the size of feed-forward experts, or expert, which makes one")
+        if expert is not None and (activation, bias, dim_out) != ("gelu", True, None):
+            raise ValueError(
+                "activation, bias and dim_out belong to feed-forward experts: leave them out beside expert"
+            )
+        if dim < 1 or (hidden is not None and hidden < 1):
             raise ValueError(f"dim and hidden must be positive, got {dim} and {hidden}")
-        if out_dim is not None and out_dim < 1:
-            raise ValueError(f"out_dim must be positive, got {out_dim}")
+        if dim_out is not None and dim_out < 1:
+            raise ValueError(f"dim_out must be positive, got {dim_out}")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         collective = collective_for(group, timeout_s=timeout_s)
         ranks = collective.size
         m = check_experts_per_rank(num_experts, ranks)
         router = Gate(dim, num_experts, top_k, gate, impl=impl)
-        experts = FeedForwardBank(
-            dim,
-            hidden,
-            m,
-            first_expert=collective.rank * m,
-            total_experts=num_experts,
-            ep_size=ranks,
-            activation=activation,
-            bias=bias,
-            out_dim=out_dim,
-        )
+        first = collective.rank * m
+        experts: Bank
+        if hidden is None:
+            assert expert is not None
+            experts = build_bank(expert, dim=dim, total_experts=num_experts, first_expert=first, held=m, ep_size=ranks)
+        else:
+            experts = FeedForwardBank(
+                dim,
+                hidden,
+                m,
+                first_expert=first,
+                total_experts=num_experts,
+                ep_size=ranks,
+                activation=activation,
+                bias=bias,
+                dim_out=dim_out,
+            )
         self._assemble(router, experts, top_k, collective, impl)
 
     def _assemble(self, router: Router, experts: Bank, top_k: int, collective: Collective, impl: Impl) -> None:
         """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
         self.collective = collective
         self.replicas: Collective | None = None  # the ranks with the same experts; `ExpertReplicas` sets it
-        self.dim, self.out_dim = experts.dim, experts.out_dim
+        self.dim, self.dim_out = experts.dim, experts.dim_out
         self.num_experts, self.top_k = experts.total_experts, top_k
         self.impl: Impl = impl
         self.gate = router
@@ -189,19 +205,17 @@ class MoE(nn.Module):
         rows = all_to_all(out, route.recv_rows, route.send_rows, "combine", self._move)
         y = unpermute(rows, order, position, routing.weights, impl=self.impl)
         port.window("FNEC")
-        return y.view(*x.shape[:-1], self.out_dim)
+        return y.view(*x.shape[:-1], bank.dim_out)
 
     # --- parts of the forward pass ---
 
     def _checked_dtype(self, x: Tensor) -> torch.dtype:
-        """In which precision the experts compute; raises ValueError for input that does not fit the layer."""
+        """In which precision rows travel; raises ValueError for input that does not fit the layer."""
         if x.shape[-1] != self.dim:
             raise ValueError(f"{self.label} has dim {self.dim}, got input of shape {list(x.shape)}")
         self.experts.check_parameters()
-        if torch.is_autocast_enabled(x.device.type):
-            return torch.get_autocast_dtype(x.device.type)
-        dtype = self.experts.dtype
-        if x.dtype != dtype:
+        dtype = self.experts.row_dtype(x)
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"{self.label} has {dtype} parameters, got {x.dtype} input")
         return dtype
 

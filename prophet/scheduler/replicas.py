@@ -15,6 +15,7 @@ round sends what has accumulated since the last one and starts again from zero, 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -74,6 +75,7 @@ class BlockReplicas:
         self.state = State.NONE if placement.is_static else State.AWAY
         self.in_use = False
         self.placement = placement
+        self._visited: set[int] = set()  # experts that had rows, on any rank
         self._block, self._bank, self._form, self._carrier = block, bank, form, carrier
         self._replicas: list[Replica] | None = None  # None: not made yet
         self._trans: Trans | None = None
@@ -134,8 +136,10 @@ class BlockReplicas:
             self._trans, self.state = None, State.HERE
         return self._replicas or []
 
-    def use(self, keep: bool) -> None:
+    def use(self, keep: bool, visited: Iterable[int]) -> None:
         """The block's counts are known: go on with the replicas, or withdraw them for the rest of the step.
+
+        visited: the experts that have rows, on any rank.
 
         What was held back of Trans follows, a second phase only if the first has arrived. Where it has not on some
         rank, that rank launches it when it needs the replicas. Nothing else is launched in between, so the ranks'
@@ -144,6 +148,7 @@ class BlockReplicas:
         """
         if keep:
             self.in_use = True
+            self._visited.update(visited)
             if self.state is State.UNDER_WAY and self._trans is not None:
                 with self._carrier.stopwatch("exposed_trans"):
                     self._launch_held_back(self._trans)
@@ -152,6 +157,7 @@ class BlockReplicas:
             raise ValueError(f"block {self._block}: replicas can only be withdrawn before they were used")
         self.state = State.NONE
         for replica in self._replicas or ():
+            replica.vanish()
             self._carrier.pool.give(replica.params, replica.grads, zeroed=True)
         self._replicas = None
 
@@ -214,7 +220,7 @@ class BlockReplicas:
             if numel == 0:
                 return
             chunks = agg_chunks(self.placement, collective.rank, numel, cut, two_phase=form.two_phase_agg)
-            self._agg = Agg(chunks, bank, self._made(), collective, self._block)
+            self._agg = Agg(chunks, bank, self._made(), collective, self._block, self._visited)
         with self._carrier.stopwatch("exposed_agg"):
             self._advance(self._agg, action or self._agg_rest)
 
@@ -230,7 +236,13 @@ class BlockReplicas:
                 self._agg = None
 
     def backward_ended(self) -> None:
-        """Remember the home gradients as they are now."""
+        """Remember the home gradients as they are now.
+
+        Where only replicas have computed so far, that of the home is a zero: it can be thrown away, and that be seen.
+        """
+        if self.unsent:
+            replicated = {e for e, _ in self.placement.replicas()}
+            self._bank.need_grads(self._visited & replicated)
         self._grads_seen = [_identity(p.grad) for p in self._bank.parameters()]
 
     def forget(self, *, failed: bool) -> None:
@@ -263,6 +275,7 @@ class BlockReplicas:
         """Return the replicas' memory."""
         zeroed = not self.unsent and self._agg is None  # what Agg has sent is zero again
         for replica in self._replicas or ():
+            replica.vanish()
             self._carrier.pool.give(replica.params, replica.grads, zeroed=zeroed)
 
     # --- chunks ---

@@ -9,7 +9,7 @@ Shape legend: R ranks, P parameters of one expert.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -44,6 +44,11 @@ class Transfer:
         self.launched = 0
         self.window: Window | None = None
         self._flying: deque[tuple[Exchange, Pending]] = deque()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of what travels."""
+        raise TypeError
 
     @property
     def complete(self) -> bool:
@@ -87,7 +92,7 @@ class Transfer:
     def _start(self, exchange: Exchange, op: Operation) -> None:
         with torch.no_grad():
             parts = [view for piece in exchange.sends for view in self._views(exchange, piece)]
-            outgoing = torch.cat(parts) if parts else self._nothing()
+            outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=self._dtype, device=self._bank.device)
             self._sent(exchange)
         send, recv = exchange.counts(self._collective.size)
         pending = self._collective.all_to_all(outgoing, send, recv, op=op, channel="weights")
@@ -96,10 +101,6 @@ class Transfer:
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
         """What a piece holds, as flat views."""
         raise TypeError
-
-    def _nothing(self) -> Tensor:
-        """What is sent where there is nothing to send."""
-        return torch.empty(0, dtype=self._bank.dtype, device=self._bank.device)
 
     def _sent(self, exchange: Exchange) -> None:
         """Called when an exchange's pieces have been copied into the outgoing buffer."""
@@ -117,6 +118,10 @@ class Trans(Transfer):
     name = "Trans"
     again = False
 
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._bank.flat_dtype
+
     def _views(self, exchange: Exchange, piece: Piece) -> list[Tensor]:
         if exchange.phase == "gather":
             return [self._replicas[piece.expert].params[piece.start : piece.stop]]
@@ -132,15 +137,29 @@ class Trans(Transfer):
 
 
 class Agg(Transfer):
-    """Brings the replicas' gradients home; every sum runs over the replicas in rank order, in either form."""
+    """Brings the replicas' gradients home; every sum runs over the replicas in rank order, in either form.
+
+    visited: experts that had rows on some rank; None for all. The others' gradients stay what they are.
+    """
 
     name = "Agg"
 
     def __init__(
-        self, chunks: Sequence[Chunk], bank: Bank, replicas: Sequence[Replica], collective: Collective, block: int
+        self,
+        chunks: Sequence[Chunk],
+        bank: Bank,
+        replicas: Sequence[Replica],
+        collective: Collective,
+        block: int,
+        visited: Collection[int] | None = None,
     ) -> None:
         super().__init__(chunks, bank, replicas, collective, block)
+        self._visited = visited
         self._sums: list[tuple[Piece, Tensor]] = []
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._bank.grad_dtype
 
     def _start(self, exchange: Exchange, op: Operation) -> None:
         if exchange.phase != "home":
@@ -170,6 +189,8 @@ class Agg(Transfer):
             self._sums += sums
             return
         for piece, total in sums:
+            if self._visited is not None and piece.expert not in self._visited:
+                continue
             self._bank.add_flat_grad(piece.expert - self._bank.first_expert, piece.start, piece.stop, total)
 
 

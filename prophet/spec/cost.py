@@ -41,7 +41,7 @@ class LayerShape:
         *,
         dim: int,
         hidden: int,
-        out_dim: int | None = None,
+        dim_out: int | None = None,
         activation: Activation = "gelu",
         bias: Bias = True,
         param_bytes: int = 4,
@@ -50,13 +50,13 @@ class LayerShape:
     ) -> LayerShape:
         """That of feed-forward networks: two matrices of dim x hidden, three where they are gated.
 
-        out_dim: elements of an answer, to which the last matrix leads; None: `dim`. param_bytes, grad_bytes,
+        dim_out: elements of an answer, to which the last matrix leads; None: `dim`. param_bytes, grad_bytes,
         token_element_bytes: of one parameter, one gradient, one element of a row or an answer.
         """
-        out = dim if out_dim is None else out_dim
+        out = dim if dim_out is None else dim_out
         if min(dim, hidden, out, param_bytes, grad_bytes, token_element_bytes) < 1:
             raise SpecError(
-                f"LayerShape.feed_forward: expected positive sizes, got dim={dim}, hidden={hidden}, out_dim={out_dim}, "
+                f"LayerShape.feed_forward: expected positive sizes, got dim={dim}, hidden={hidden}, dim_out={dim_out}, "
                 f"param_bytes={param_bytes}, grad_bytes={grad_bytes}, token_element_bytes={token_element_bytes}"
             )
         if activation not in ACTIVATIONS:

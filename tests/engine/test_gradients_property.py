@@ -36,7 +36,7 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         blocks=draw(st.sampled_from([1, 2, 3])),
         activation=draw(st.sampled_from(["gelu", "swiglu", *ACTIVATIONS])),
         bias=draw(st.sampled_from([True, False, True, False, "in", "out"])),
-        out_dim=draw(st.sampled_from([None, None, 3, 9])),
+        dim_out=draw(st.sampled_from([None, None, 3, 9])),
         gate=draw(gates()),
         favourites=favourites,
         shapes=shapes,

@@ -19,11 +19,11 @@ def in_order(bank: FeedForwardBank) -> list[torch.nn.Parameter]:
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("bias", [True, False, "in", "out"])
-@pytest.mark.parametrize("out_dim", [None, 4])
+@pytest.mark.parametrize("dim_out", [None, 4])
 def test_flat_vector_is_the_parameters_one_after_another(
-    activation: Activation, bias: Bias, out_dim: int | None
+    activation: Activation, bias: Bias, dim_out: int | None
 ) -> None:
-    bank = FeedForwardBank(3, 5, 2, activation=activation, bias=bias, out_dim=out_dim)
+    bank = FeedForwardBank(3, 5, 2, activation=activation, bias=bias, dim_out=dim_out)
     whole = torch.cat(bank.flat_views(1, 0, bank.expert_numel))
     assert torch.equal(whole, torch.cat([p[1].flatten() for p in in_order(bank)]))
     for cut in range(0, bank.expert_numel + 1, 4):

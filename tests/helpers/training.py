@@ -48,7 +48,7 @@ class Case:
     blocks: int = 2
     activation: str = "gelu"
     bias: Bias = True
-    out_dim: int | None = None
+    dim_out: int | None = None
     gate: dict[str, Any] = field(default_factory=dict)
     favourites: tuple[int, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ((2, 3), (2, 3))
@@ -109,7 +109,7 @@ class Case:
             checkpointing=self.checkpointing,
             activation=self.activation,
             bias=self.bias,
-            out_dim=self.out_dim,
+            dim_out=self.dim_out,
             gate=self.gate_config(),
             impl=self.impl,
         ).to(self.device, dtype)

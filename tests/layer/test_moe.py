@@ -141,8 +141,8 @@ def test_nothing_is_dropped_unless_asked_for(path: Path) -> None:
         {"microbatches": 2, "gate": {"normalize": False, "z_loss_weight": 0.1}},
         {"refetch": True, "gate": {"capacity_factor": 0.7}},
         {"checkpointing": "non-reentrant", "favourites": (3,)},
-        {"activation": "geglu_tanh", "bias": "in", "out_dim": 4},
-        {"activation": "relu2", "bias": "out", "out_dim": 9, "microbatches": 2},
+        {"activation": "geglu_tanh", "bias": "in", "dim_out": 4},
+        {"activation": "relu2", "bias": "out", "dim_out": 9, "microbatches": 2},
     ],
     ids=["swiglu", "accumulation", "refetch", "checkpointing", "smaller output", "larger output"],
 )

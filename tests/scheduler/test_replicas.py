@@ -55,7 +55,7 @@ def test_parameters_come_are_dropped_and_come_again() -> None:
 def test_what_is_withdrawn_costs_nothing_more() -> None:
     block, carrier, _ = made()
     block.launch(FIRST)
-    block.use(False)
+    block.use(False, ())
     assert block.state is State.NONE
     assert carrier.pool.in_use_bytes == 0
     block.launch(ALL)
@@ -70,11 +70,11 @@ def test_what_is_withdrawn_costs_nothing_more() -> None:
 def test_what_was_used_cannot_be_withdrawn(used: str) -> None:
     block, _, _ = made()
     if used == "decided":
-        block.use(True)
+        block.use(True, (0, 1))
     else:
         block.arrived()
     with pytest.raises(ValueError, match="block 1: replicas can only be withdrawn before they were used"):
-        block.use(False)
+        block.use(False, ())
 
 
 def test_without_replicas_there_is_nothing_to_do() -> None:

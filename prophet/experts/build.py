@@ -1,0 +1,54 @@
+"""Experts that start alike at any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from prophet.experts.likeness import strip
+from prophet.experts.modules import ModulesBank
+
+_ODD = 0x9E3779B97F4A7C15  # spreads neighbouring numbers over all 64 bits
+
+
+def build_bank(
+    make: Callable[[], nn.Module], *, dim: int, total_experts: int, first_expert: int, held: int, ep_size: int
+) -> ModulesBank:
+    """A bank of `held` experts from `first_expert` on, each as `make()` returns it.
+
+    Every rank makes all experts, one after another, each under a random state that follows from torch's present one
+    and from the expert's number, and keeps the parameters of its own. Torch's random state is left as it was. Raises
+    TypeError where `make` returns no module, or the same one twice, and what a `ModulesBank` raises.
+    """
+    home = range(first_expert, first_expert + held)
+    experts: dict[int, nn.Module] = {}
+    with _kept_random_state():
+        seed = int(torch.randint(0, 1 << 62, ()).item())
+        for e in range(total_experts):
+            _seed((seed + _ODD * (e + 1)) % (1 << 63))
+            made = make()
+            if not isinstance(made, nn.Module) or any(made is known for known in experts.values()):
+                got = "the same one again" if isinstance(made, nn.Module) else type(made).__name__
+                raise TypeError(f"expert: expected a function that makes a new torch.nn.Module every time, got {got}")
+            experts[e] = made
+            if e not in home:
+                strip(made)
+    return ModulesBank(
+        experts, dim=dim, first_expert=first_expert, held=held, total_experts=total_experts, ep_size=ep_size
+    )
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+@contextmanager
+def _kept_random_state() -> Iterator[None]:
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -1,0 +1,105 @@
+"""Expert modules side by side: which parameters they have, and whether all have the same.
+
+Shape legend: E experts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One parameter of an expert.
+
+    name: the first by which the module lists it. places: (submodule, attribute) of every name; several where a
+    parameter is used in several places.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    trains: bool
+    places: tuple[tuple[str, str], ...]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def parts_of(expert: nn.Module) -> list[Part]:
+    """The expert's parameters, those of the widest dtype first: laid end to end, each is aligned as its dtype asks."""
+    places: dict[int, list[tuple[str, str]]] = {}
+    params: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, p in expert.named_parameters(remove_duplicate=False):
+        where, _, attribute = name.rpartition(".")
+        places.setdefault(id(p), []).append((where, attribute))
+        params.setdefault(id(p), (name, p))
+    found = [Part(name, p.shape, p.dtype, p.requires_grad, tuple(places[key])) for key, (name, p) in params.items()]
+    return sorted(found, key=lambda part: -part.dtype.itemsize)
+
+
+def strip(expert: nn.Module) -> None:
+    """Take an expert's parameters away; names, shapes and dtypes stay, and buffers with their values."""
+    known: dict[int, nn.Parameter] = {}
+    for module in expert.modules():
+        for name, p in module._parameters.items():
+            if p is None:
+                continue
+            if id(p) not in known:
+                known[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+            setattr(module, name, known[id(p)])  # modules may watch what is set, as torch's recurrent ones do
+
+
+def check_alike(experts: Mapping[int, nn.Module], home: Iterable[int] = (), *, tensors: bool = True) -> None:
+    """Raise ValueError unless all experts have parameters of the same names, shapes, dtypes, and the same frozen.
+
+    home: numbers that must be among them. tensors: also refuse parameters and modules that cannot have a replica.
+    """
+    lost = [e for e in home if e not in experts]
+    if lost or not experts:
+        raise ValueError(f"expected the home experts {list(home)}, got {sorted(experts)}: expert {lost[:1]} is missing")
+    first = min(experts)
+    wanted = {p.name: p for p in parts_of(experts[first])}
+    if not wanted:
+        raise ValueError(f"expert {first} ({type(experts[first]).__name__}) has no parameters")
+    for e, expert in experts.items():
+        found = {p.name: p for p in parts_of(expert)}
+        for name in sorted(wanted.keys() ^ found.keys()):
+            has, lacks = (first, e) if name in wanted else (e, first)
+            raise ValueError(f"expert {has} has a parameter {name}, expert {lacks} has none: expected alike experts")
+        for name, part in found.items():
+            for what in ("shape", "dtype", "trains", "places"):
+                ours, theirs = getattr(wanted[name], what), getattr(part, what)
+                if ours != theirs:
+                    said = "requires_grad" if what == "trains" else what
+                    shown = [list(v) if isinstance(v, torch.Size) else v for v in (ours, theirs)]
+                    raise ValueError(
+                        f"{name}: {said} is {shown[0]} in expert {first} and {shown[1]} in expert {e}: expected alike "
+                        f"experts"
+                    )
+        if tensors:
+            _check_replicable(e, expert)
+
+
+def _check_replicable(number: int, expert: nn.Module) -> None:
+    """Raise ValueError for what would be lost in a replica of the expert, naming it."""
+    who = f"expert {number}"
+    for name, module in expert.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"{who}.{name}" if name else who
+            raise ValueError(f"{where}: TorchScript reads its own parameters, not a replica's: pass the module itself")
+    for name, p in expert.named_parameters():
+        where = f"{who}: parameter {name}"
+        if not p.is_floating_point() or p.is_sparse or type(p.data) is not Tensor:
+            kind = type(p.data).__name__ if type(p.data) is not Tensor else str(p.dtype)
+            raise ValueError(f"{where} is {kind}: expected plain floating-point tensors, not quantised or sharded ones")
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"{where} has a hook (as an optimizer in backward has), which a replica's gradients would pass by: "
+                f"remove it"
+            )

@@ -1,0 +1,162 @@
+"""An expert tried on a few rows: what it answers, what it costs, and whether a replica of it would do the same.
+
+Shape legend: n rows, D model dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from prophet.experts.likeness import parts_of, strip
+
+_ROWS = 3
+_SEED = 20
+_NEAR = 1e-3  # of the largest element: other weights are further off, another order of sums is nearer
+
+
+class Trial:
+    """Tries `expert` on rows [n, D]; raises ValueError, naming what is wrong, where its replica would differ.
+
+    dim_out: D of its answers. flops_per_row: operations of a forward pass as the performance model counts them, a third
+    of those counted forward and backward; 0 where the counter knows none of them, as those of recurrent layers. The
+    expert, its gradients and the random generators are left as they are.
+    """
+
+    def __init__(self, expert: nn.Module, dim: int, sample: Tensor | None = None) -> None:
+        self._expert = expert
+        self._who = f"an expert ({type(expert).__name__})"
+        like = next(expert.parameters())
+        if sample is None:
+            sample = torch.empty((_ROWS, dim), dtype=like.dtype, device=like.device)
+            if not like.is_meta:
+                sample.normal_(generator=torch.Generator(like.device).manual_seed(_SEED))
+        self._sample = sample.detach()
+        self.flops_per_row = 0.0
+        with _randomness_kept(self._sample):
+            if like.is_meta:
+                self.dim_out = self._answer(self.copy()).shape[1]
+                return
+            self._try()
+
+    def copy(self) -> nn.Module:
+        """A copy of the expert, of its own parameters and buffers."""
+        try:
+            return copy.deepcopy(self._expert)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            raise ValueError(f"{self._who} cannot be copied, so it cannot have replicas: {error}") from error
+
+    def _try(self) -> None:
+        home, replica = self.copy().train(), self.copy().train()
+        generator = torch.Generator(self._sample.device).manual_seed(_SEED)
+        with torch.no_grad():
+            for p in home.parameters():
+                bound = p.shape[-1] ** -0.5 if p.dim() else 1.0
+                p.uniform_(-bound, bound, generator=generator)
+        before = {name: b.clone() for name, b in home.named_buffers()}
+        counter = FlopCounterMode(display=False)
+        with counter:
+            expected, grads = self._run(home)
+        self.dim_out = expected.shape[1]
+        self.flops_per_row = counter.get_total_flops() / (3.0 * self._sample.shape[0])
+        for name, buffer in home.named_buffers():
+            if name not in before or not torch.equal(buffer, before[name]):
+                raise ValueError(
+                    f"{self._who}: its buffer {name} changes while it trains, as batch norm's do; every rank would "
+                    f"have another: expected constant buffers"
+                )
+        strip(replica)
+        leaves: dict[str, nn.Parameter] = {}
+        values = dict(home.named_parameters())
+        for part in parts_of(home):
+            leaf = leaves[part.name] = nn.Parameter(values[part.name].detach().clone(), part.trains)
+            for where, attribute in part.places:
+                setattr(replica.get_submodule(where), attribute, leaf)
+        got, found = self._run(replica)
+        unused = [name for name, grad in grads.items() if grad is None and values[name].requires_grad]
+        used = self._used(unused)  # a closure keeps the parameters of the expert itself
+        for name in grads:
+            if (grads[name] is None) != (found[name] is None) or name in used:
+                raise ValueError(
+                    f"{self._who}: its parameter {name} is also read from elsewhere (a list, a closure), where a "
+                    f"replica cannot set it: expected parameters that are read as attributes of their modules"
+                )
+        pairs: list[tuple[str, Tensor | None, Tensor | None]] = [("answer", expected, got)]
+        pairs += [(f"gradient of {n}", g, found[n]) for n, g in grads.items()]
+        for what, a, b in pairs:
+            if not _near(a, b):
+                raise ValueError(
+                    f"{self._who}: with other parameters in place of its own its {what} is not that of these "
+                    f"parameters: expected one that computes with its parameters alone"
+                )
+
+    def _used(self, names: list[str]) -> set[str]:
+        """Those of the expert's own parameters `names` that get a gradient from the expert itself."""
+        if not names:
+            return set()
+        kept = {name: p.grad for name, p in self._expert.named_parameters()}
+        modes = {m: m.training for m in self._expert.modules()}
+        buffers = {name: b.clone() for name, b in self._expert.named_buffers()}
+        try:
+            for p in self._expert.parameters():
+                p.grad = None
+            grads = self._run(self._expert.train())[1]
+            return {name for name in names if grads[name] is not None}
+        finally:
+            for name, p in self._expert.named_parameters():
+                p.grad = kept[name]
+            for module, mode in modes.items():
+                module.training = mode
+            with torch.no_grad():
+                for name, b in self._expert.named_buffers():
+                    if not torch.equal(b, buffers[name]):
+                        b.copy_(buffers[name])
+
+    def _run(self, expert: nn.Module) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """Answer and gradients, from one random state."""
+        with torch.enable_grad():
+            _seed(self._sample.device)
+            answer = self._answer(expert)
+            weights = torch.linspace(-1.0, 1.0, answer.numel(), device=answer.device, dtype=answer.dtype)
+            if answer.requires_grad:
+                (answer * weights.view_as(answer)).sum().backward()
+        return answer.detach(), {name: p.grad for name, p in expert.named_parameters()}
+
+    def _answer(self, expert: nn.Module) -> Tensor:
+        rows = self._sample.clone().requires_grad_(self._sample.is_floating_point())
+        try:
+            answer = expert(rows)
+        except Exception as error:  # somebody else's module may raise anything
+            text = f"{type(error).__name__}: {error!s:.300}"
+            raise ValueError(f"{self._who} fails on rows {list(rows.shape)} {rows.dtype}: {text}") from error
+        if not isinstance(answer, Tensor) or answer.dim() != 2 or answer.shape[0] != rows.shape[0]:
+            got = list(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+            raise ValueError(
+                f"{self._who}: expected a tensor [{rows.shape[0]}, any] for rows {list(rows.shape)}, got {got}"
+            )
+        return answer
+
+
+def _near(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or not a.numel():
+        return True
+    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    return bool(torch.allclose(a, b, rtol=0, atol=_NEAR * float(a.abs().max())))
+
+
+def _seed(device: torch.device) -> None:
+    torch.default_generator.manual_seed(_SEED)
+    if device.type == "cuda":
+        torch.cuda.manual_seed_all(_SEED)
+
+
+@contextmanager
+def _randomness_kept(rows: Tensor) -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if rows.is_cuda else []
+    with torch.random.fork_rng(devices=list(devices)):
+        yield
