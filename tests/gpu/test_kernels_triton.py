@@ -164,10 +164,11 @@ def test_a_clamp_holds_on_both_sides_and_passes_the_gradient_at_its_bound() -> N
 @pytest.mark.parametrize("act", ["relu", "relu2", "reglu", "swiglu_clamped"])
 @pytest.mark.parametrize("impl", ["triton", "torch", "naive"])
 def test_bounds_let_nan_through(act: Activation, impl: Literal["triton", "torch", "naive"]) -> None:
-    units = 4 if act in GATED else 2
-    home = ExpertWeights(torch.eye(units, device=DEVICE)[None], torch.eye(2, units, device=DEVICE)[None, :, :2])
-    x = torch.full((1, units), float("nan"), device=DEVICE)
-    assert grouped_ffn(x, [1], home, act, impl=impl).isnan().all()
+    """NaN in the gate of gated ones, where `up` is 1."""
+    b_in = torch.tensor([[float("nan"), float("nan"), 1.0, 1.0]], device=DEVICE)[:, : 4 if act in GATED else 2]
+    w_in = torch.ones(1, b_in.shape[1], 3, device=DEVICE)
+    home = ExpertWeights(w_in, torch.ones(1, 3, 2, device=DEVICE), b_in)
+    assert grouped_ffn(torch.zeros(1, 3, device=DEVICE), [1], home, act, impl=impl).isnan().all()
 
 
 @pytest.mark.parametrize("sizes", [[0, 0, 0], [0, 40, 0], [0, 0, 33]], ids=str)
