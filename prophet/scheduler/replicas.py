@@ -75,7 +75,7 @@ class BlockReplicas:
         self.state = State.NONE if placement.is_static else State.AWAY
         self.in_use = False
         self.placement = placement
-        self._visited: set[int] = set()  # experts that had rows, on any rank
+        self._visited: set[int] | None = None  # experts that had rows, on any rank; not known before the counts
         self._block, self._bank, self._form, self._carrier = block, bank, form, carrier
         self._replicas: list[Replica] | None = None  # None: not made yet
         self._trans: Trans | None = None
@@ -148,7 +148,7 @@ class BlockReplicas:
         """
         if keep:
             self.in_use = True
-            self._visited.update(visited)
+            self._visited = (self._visited or set()) | set(visited)
             if self.state is State.UNDER_WAY and self._trans is not None:
                 with self._carrier.stopwatch("exposed_trans"):
                     self._launch_held_back(self._trans)
@@ -240,7 +240,7 @@ class BlockReplicas:
 
         Where only replicas have computed so far, that of the home is a zero: it can be thrown away, and that be seen.
         """
-        if self.unsent:
+        if self.unsent and self._visited:
             replicated = {e for e, _ in self.placement.replicas()}
             self._bank.need_grads(self._visited & replicated)
         self._grads_seen = [_identity(p.grad) for p in self._bank.parameters()]
