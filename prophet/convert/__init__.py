@@ -18,6 +18,7 @@ from prophet.convert import huggingface
 from prophet.convert.base import Adapter, ExpertsSpec, FfnNames, child
 from prophet.convert.checks import agree, check_model, check_no_optimizer, check_not_shared, describe_block, fingerprint
 from prophet.convert.deepspeed import DeepSpeedMoE
+from prophet.convert.optimizer import Carried, carry, digest
 from prophet.convert.report import ConversionReport, Replaced
 from prophet.convert.routed import Origin, RoutedExperts, converted
 from prophet.convert.saving import write_as_before, write_original_layout
@@ -60,6 +61,7 @@ def standard_adapters() -> tuple[Adapter, ...]:
 def convert(
     model: nn.Module,
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     group: dist.ProcessGroup | Collective | None = None,
     adapters: Sequence[Adapter] = (),
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -72,7 +74,10 @@ def convert(
     impl: as for `prophet.MoE`. adapters: for blocks of your own, asked before `standard_adapters()`. verify: run every
     block on a few random tokens, in evaluation mode, before and after its conversion, and compare.
 
-    Convert before building the optimizer and before wrapping the model in DistributedDataParallel. Raises
+    optimizer: one that was built before. Its states move with the experts, bit for bit, and number and order of its
+    groups stay; it is refused where one stacked parameter cannot stand for the experts that it treats one by one.
+
+    Convert before building any other optimizer and before wrapping the model in DistributedDataParallel. Raises
     `ConversionError`, the model unchanged, where something would not be kept, and where the ranks' models differ.
 
     Until `revert`, `model.save_pretrained(folder)` of a transformers model is a call for every rank, and writes the
@@ -80,6 +85,8 @@ def convert(
     """
     collective = collective_for(group, timeout_s=timeout_s)
     found: list[tuple[str, nn.Module, Adapter, ExpertsSpec, nn.Module]] = []
+    carried: list[Carried] = []
+    prints = 0, 0, 0
     error: Exception | None = None
     try:
         check_model(model)
@@ -90,10 +97,12 @@ def convert(
             raise ConversionError(_nothing_found(model))
         holders = [(name, experts) for name, *_, experts in found]
         check_not_shared(model, holders)
-        check_no_optimizer(p for _, experts in holders for p in experts.parameters())
-        prints = fingerprint([(name, spec, experts) for name, _, _, spec, experts in found])
+        check_no_optimizer((p for _, experts in holders for p in experts.parameters()), but=optimizer)
+        carried = carry(optimizer, [(_within(name, adapter), adapter, spec, e) for name, _, adapter, spec, e in found])
+        alike = fingerprint([(name, spec, experts) for name, _, _, spec, experts in found])
+        prints = *alike, digest(optimizer, carried)
     except ConversionError as caught:
-        error, prints = caught, (0, 0)
+        error = caught
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     agree(collective, device, error, prints)
 
@@ -101,7 +110,7 @@ def convert(
     for name, block, adapter, spec, experts in found:
         trial = Trial(adapter, spec, block, collective) if verify and spec.held == spec.num_experts else None
         layer, methods = _replace(block, experts, adapter, spec, collective, impl)
-        where = f"{name}.{adapter.experts_name}" if name else adapter.experts_name
+        where = _within(name, adapter)
         problem = trial.problem() if trial else None
         if trial is not None and trial.anywhere(problem):
             # back to what it was: this block from what is still there, those before it from their homes
@@ -110,6 +119,8 @@ def convert(
                 block.__class__ = layer.origin.block_class
             if replaced:
                 revert(model)
+            for one in carried[: len(replaced)]:
+                one.put_back(model.get_submodule(one.where))
             raise ConversionError(f"{name} ({adapter.family}): {problem or 'the check failed on another rank'}")
         before = sum(p.numel() for p in experts.parameters())
         experts.to("meta")
@@ -127,11 +138,18 @@ def convert(
                 params_before=before,
             )
         )
+    for one in carried:
+        one.move_to(model.get_submodule(f"{one.where}.experts"), f"{one.where}.experts")
     for *_, layer in converted(model):
         layer.origin.model = weakref.ref(model)
     write_original_layout(model)
     leave_out_of_ddp(model)
     return ConversionReport(tuple(replaced), collective.rank, collective.size)
+
+
+def _within(name: str, adapter: Adapter) -> str:
+    """The name in the model of what holds the experts of block `name`."""
+    return f"{name}.{adapter.experts_name}" if name else adapter.experts_name
 
 
 def revert(model: nn.Module) -> None:
