@@ -86,6 +86,10 @@ class ConversionError(ValueError):
     """A model cannot be converted, or not without changing what it computes; the message names the field."""
 
 
+class ReplayError(RuntimeError):
+    """A block does not call its experts twice in the same way; the message names the list of experts."""
+
+
 class PartialStateError(RuntimeError):
     """What is about to be written holds the experts of one rank only; the message says which call writes them all."""
 

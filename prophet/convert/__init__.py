@@ -9,25 +9,29 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from prophet.convert import huggingface
-from prophet.convert.base import Adapter, ExpertsSpec, FfnNames, child
-from prophet.convert.checks import agree, check_model, check_no_optimizer, check_not_shared, describe_block, fingerprint
+from prophet.convert.base import Adapter, ExpertsSpec, FfnNames
+from prophet.convert.checks import agree, check_model, check_no_optimizer, check_not_shared, fingerprint
 from prophet.convert.deepspeed import DeepSpeedMoE
+from prophet.convert.discover import LeftAlone
+from prophet.convert.find import Found, device_of, find, find_all
 from prophet.convert.optimizer import Carried, carry, digest
+from prophet.convert.replace import replace
 from prophet.convert.report import ConversionReport, Replaced
-from prophet.convert.routed import Origin, RoutedExperts, converted
+from prophet.convert.routed import RoutedExperts, converted
 from prophet.convert.saving import write_as_before, write_original_layout
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back
+from prophet.convert.trial import check_by_trying
 from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import Trial
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
 from prophet.errors import ConversionError
-from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.layer.moe import MoE
@@ -41,6 +45,7 @@ __all__ = [
     "ExpertWeights",
     "ExpertsSpec",
     "FfnNames",
+    "LeftAlone",
     "Replaced",
     "RoutedExperts",
     "convert",
@@ -62,75 +67,67 @@ def convert(
     model: nn.Module,
     *,
     optimizer: torch.optim.Optimizer | None = None,
+    experts: str | Sequence[str] | None = None,
     group: dist.ProcessGroup | Collective | None = None,
     adapters: Sequence[Adapter] = (),
     timeout_s: float = DEFAULT_TIMEOUT_S,
     impl: Impl = "auto",
     verify: bool = True,
 ) -> ConversionReport:
-    """Replace the experts of every MoE block that an adapter knows, in place; collective over `group`.
+    """Replace the experts of every MoE block, in place; collective over `group`.
 
-    Every rank holds the whole model before, and of the experts only those it is home to afterwards. group, timeout_s,
-    impl: as for `prophet.MoE`. adapters: for blocks of your own, asked before `standard_adapters()`. verify: run every
-    block on a few random tokens, in evaluation mode, before and after its conversion, and compare.
+    Blocks are those that an adapter knows, and lists of experts that are found by trying (docs/convert.md says how).
+    experts: names of the lists to take instead, patterns as of `fnmatch` ("blocks.*.experts"). adapters: for blocks of
+    your own, asked before `standard_adapters()`. group, timeout_s, impl: as for `prophet.MoE`. verify: run every block
+    on a few random tokens, in evaluation mode, before and after its conversion, and compare.
 
     optimizer: one that was built before. Its states move with the experts, bit for bit, and number and order of its
-    groups stay; it is refused where one stacked parameter cannot stand for the experts that it treats one by one.
+    groups stay. Where one stacked parameter cannot stand for the experts that it treats one by one, these stay modules,
+    or it is refused.
 
-    Convert before building any other optimizer and before wrapping the model in DistributedDataParallel. Raises
-    `ConversionError`, the model unchanged, where something would not be kept, and where the ranks' models differ.
+    Every rank holds the whole model before, and of the experts only those it is home to afterwards. Convert before
+    building any other optimizer and before wrapping the model in DistributedDataParallel. Raises `ConversionError`, the
+    model unchanged, where something would not be kept, and where the ranks' models differ.
 
     Until `revert`, `model.save_pretrained(folder)` of a transformers model is a call for every rank, and writes the
     original layout; what would write one rank's experts raises `PartialStateError`.
     """
     collective = collective_for(group, timeout_s=timeout_s)
-    found: list[tuple[str, nn.Module, Adapter, ExpertsSpec, nn.Module]] = []
+    patterns = [experts] if isinstance(experts, str) else experts
+    found: list[Found] = []
+    left: list[LeftAlone] = []
     carried: list[Carried] = []
     prints = 0, 0, 0
     error: Exception | None = None
     try:
         check_model(model)
-        for name, block, adapter in find(model, (*adapters, *standard_adapters())):
-            spec = describe_block(name, adapter, block, collective.size)
-            found.append((name, block, adapter, spec, child(block, adapter.experts_name)))
-        if not found:
-            raise ConversionError(_nothing_found(model))
-        holders = [(name, experts) for name, *_, experts in found]
-        check_not_shared(model, holders)
-        check_no_optimizer((p for _, experts in holders for p in experts.parameters()), but=optimizer)
-        carried = carry(optimizer, [(_within(name, adapter), adapter, spec, e) for name, _, adapter, spec, e in found])
-        alike = fingerprint([(name, spec, experts) for name, _, _, spec, experts in found])
-        prints = *alike, digest(optimizer, carried)
+        found, left = find_all(model, (*adapters, *standard_adapters()), patterns, collective.size)
+        found, carried = _checked(model, optimizer, found, left)
+        prints = *fingerprint([(f.name, f.spec, f.experts(model)) for f in found]), digest(optimizer, carried)
     except ConversionError as caught:
         error = caught
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    agree(collective, device, error, prints)
+    agree(collective, device_of(model), error, prints)
 
     replaced: list[Replaced] = []
-    for name, block, adapter, spec, experts in found:
-        trial = Trial(adapter, spec, block, collective) if verify and spec.held == spec.num_experts else None
-        layer, methods = _replace(block, experts, adapter, spec, collective, impl)
-        where = _within(name, adapter)
+    for f in found:
+        block, held = f.block(model), f.experts(model)
+        trial = None
+        if verify and f.spec.held == f.spec.num_experts:
+            trial = Trial(partial(f.run, model), f.input_shape, block, next(held.parameters()), collective)
+        layer, methods = replace(model, f, collective, impl)
         problem = trial.problem() if trial else None
         if trial is not None and trial.anywhere(problem):
-            # back to what it was: this block from what is still there, those before it from their homes
-            setattr(block, adapter.experts_name, experts)
-            if layer.origin.block_class is not None:
-                block.__class__ = layer.origin.block_class
-            if replaced:
-                revert(model)
-            for one in carried[: len(replaced)]:
-                one.put_back(model.get_submodule(one.where))
-            raise ConversionError(f"{name} ({adapter.family}): {problem or 'the check failed on another rank'}")
-        before = sum(p.numel() for p in experts.parameters())
-        experts.to("meta")
+            _undo(model, f, layer, held, carried[: len(replaced)])
+            raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
+        before = sum(p.numel() for p in held.parameters())
+        layer.let_go_of_originals()
         bank = layer.experts
         replaced.append(
             Replaced(
-                name=where,
-                family=adapter.family,
+                name=f.where,
+                family=f.adapter.family,
                 block=(layer.origin.block_class or type(block)).__name__,
-                spec=spec,
+                spec=f.spec,
                 experts=range(bank.first_expert, bank.first_expert + bank.experts),
                 methods=methods,
                 dtype=str(bank.dtype).removeprefix("torch."),
@@ -144,12 +141,36 @@ def convert(
         layer.origin.model = weakref.ref(model)
     write_original_layout(model)
     leave_out_of_ddp(model)
-    return ConversionReport(tuple(replaced), collective.rank, collective.size)
+    return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left))
 
 
-def _within(name: str, adapter: Adapter) -> str:
-    """The name in the model of what holds the experts of block `name`."""
-    return f"{name}.{adapter.experts_name}" if name else adapter.experts_name
+def _undo(model: nn.Module, f: Found, layer: RoutedExperts, held: nn.Module, carried: Sequence[Carried]) -> None:
+    """Back to what it was: block `f` from `held`, which is still there, and those before it from their homes.
+
+    carried: what the optimizer holds of those before it.
+    """
+    layer.undo()
+    setattr(f.holder(model), f.where.rpartition(".")[2], held)
+    if layer.origin.block_class is not None:
+        f.block(model).__class__ = layer.origin.block_class
+    if any(True for _ in converted(model)):
+        revert(model)
+    for one in carried:
+        one.put_back(model.get_submodule(one.where))
+
+
+def _checked(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Sequence[Found], left: Sequence[LeftAlone]
+) -> tuple[list[Found], list[Carried]]:
+    """What is converted how, and what `optimizer` holds of it; raises `ConversionError` for what would not be kept."""
+    if not found:
+        raise ConversionError(_nothing_found(model, left))
+    holders = [(f.name, f.experts(model)) for f in found]
+    check_not_shared(model, holders)
+    check_no_optimizer((p for _, held in holders for p in held.parameters()), but=optimizer)
+    kept, carried = carry(optimizer, model, found)
+    check_by_trying(model, kept)
+    return kept, carried
 
 
 def revert(model: nn.Module) -> None:
@@ -169,58 +190,20 @@ def revert(model: nn.Module) -> None:
             "experts converted, then prophet.revert(model)"
         )
     names = [f"{name}.experts.{part}" for name, _, _, layer in found for part, _ in layer.experts.named_parameters()]
-    for _, block, attribute, layer in found:
-        put_back(block, attribute, layer)
+    for name, _, _, layer in found:
+        put_back(model, name, layer)
     write_as_before(model)
     put_back_into_ddp(model, names)
 
 
-def find(model: nn.Module, adapters: Sequence[Adapter]) -> list[tuple[str, nn.Module, Adapter]]:
-    """Name, block and adapter of every block that an adapter knows; nothing inside a block is looked at."""
-    found: list[tuple[str, nn.Module, Adapter]] = []
-    for name, module in model.named_modules():
-        if any(above == "" or name.startswith(above + ".") for above, *_ in found):
-            continue
-        adapter = next((a for a in adapters if a.matches(module)), None)
-        if adapter is not None:
-            found.append((name, module, adapter))
-    return found
-
-
-def _replace(
-    block: nn.Module, experts: nn.Module, adapter: Adapter, spec: ExpertsSpec, collective: Collective, impl: Impl
-) -> tuple[RoutedExperts, tuple[str, ...]]:
-    """Put this rank's experts into a layer, and the layer into the block; the old experts are left untouched."""
-    params = dict(experts.named_parameters())
-    state = {name: p.detach() for name, p in params.items()}
-    m = spec.num_experts // collective.size
-    first = collective.rank * m
-    offset = first if spec.held == spec.num_experts else 0
-    bank = FeedForwardBank.from_weights(
-        [adapter.unpack(spec, state, offset + i) for i in range(m)],
-        spec.activation,
-        first_expert=first,
-        total_experts=spec.num_experts,
-        ep_size=collective.size,
-    )
-    bank.requires_grad_(any(p.requires_grad for p in params.values()))
-    methods = adapter.methods(block)
-    origin = Origin(adapter, spec, experts, {n: dict(vars(p)) for n, p in params.items() if vars(p)})
-    layer = RoutedExperts(bank, origin, collective, impl)
-    layer.train(block.training)
-    setattr(block, adapter.experts_name, layer)
-    if methods:
-        kind = origin.block_class = type(block)
-        # a subclass, so that whoever asks for the block's class still finds it
-        block.__class__ = type(f"Prophet{kind.__name__}", (kind,), {"__module__": kind.__module__, **methods})
-    return layer, tuple(methods)
-
-
-def _nothing_found(model: nn.Module) -> str:
+def _nothing_found(model: nn.Module, left: Sequence[LeftAlone]) -> str:
     """The message for a model without a block that is known."""
     families = ", ".join(a.family for a in standard_adapters())
     if any(isinstance(m, MoE) for m in model.modules()):
         return "the model's MoE layers are prophet.MoE already: there is nothing to convert"
+    lists = "".join(f"; {one.name} was left alone: {one.why}" for one in left)
+    if lists:
+        return f"no MoE block found that is one of {families}, or a list of experts{lists}"
     suspects = _suspects(model)
     hint = f"; {', '.join(suspects)} may be one: write an Adapter for it (docs/convert.md)" if suspects else ""
     return f"no MoE block found that is one of {families}{hint}"

@@ -101,20 +101,24 @@ class ExpertsSpec:
     num_experts: E. held: how many of them the module has here: all, or this rank's share of them where the model was
     built expert-parallel. form: "stacked" (one parameter for all experts) or "modules" (one module per expert).
     bias: both, none, or only that "in" or "out". dim_out: elements of an expert's output; None: `dim`. router: how the
-    router is called in reports. names: of an expert's parameters, for the form "modules".
+    router is called in reports. names: of an expert's parameters, for the form "modules" where the experts are
+    feed-forward networks. bank: what holds and runs them, "feed-forward" or "modules", and why: why not the former;
+    hidden, activation and bias have no meaning then.
     """
 
     num_experts: int
     held: int
     top_k: int
     dim: int
-    hidden: int
-    activation: Activation
-    bias: Bias
+    hidden: int = 0
+    activation: Activation = "gelu"
+    bias: Bias = False
     form: str
     router: str
     names: FfnNames | None = None
     dim_out: int | None = None
+    bank: str = "feed-forward"
+    why: str = ""
 
     @property
     def outputs(self) -> int:
@@ -123,10 +127,10 @@ class ExpertsSpec:
 
     def signature(self) -> str:
         """What must be equal on all ranks, as text."""
-        return (
-            f"{self.num_experts} experts, top-{self.top_k}, dim {self.dim}, hidden {self.hidden}, {self.activation}, "
-            f"bias {self.bias}, output {self.outputs}, {self.form}"
-        )
+        what = self.bank
+        if what == "feed-forward":
+            what = f"hidden {self.hidden}, {self.activation}, bias {self.bias}, output {self.outputs}, {self.form}"
+        return f"{self.num_experts} experts, top-{self.top_k}, dim {self.dim}, {what}"
 
 
 class Adapter(ABC):

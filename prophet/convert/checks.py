@@ -38,8 +38,15 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
     try:
         if {"modules_to_save", "original_module"} & set(name.split(".")):
             raise ConversionError(f"PEFT has made a second block to train (modules_to_save): {LORA_ADVICE}")
-        check_experts(child(block, adapter.experts_name))
+        experts = child(block, adapter.experts_name)
+        check_movable(experts)
         spec = adapter.describe(block)
+        if spec.bank == "feed-forward":
+            check_stackable(experts)
+        if spec.form not in ("stacked", "modules"):
+            raise ConversionError(f"form: expected 'stacked' or 'modules', got {spec.form!r}")
+        if not 1 <= spec.top_k <= spec.num_experts:
+            raise ConversionError(f"top_k: expected 1 to {spec.num_experts}, the number of experts, got {spec.top_k}")
         check_experts_per_rank(spec.num_experts, ranks)
         if spec.held not in (spec.num_experts, spec.num_experts // ranks):
             raise ConversionError(
@@ -51,7 +58,7 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
     return spec
 
 
-def check_experts(experts: nn.Module) -> None:
+def check_movable(experts: nn.Module) -> None:
     """Raise `ConversionError` for experts whose parameters cannot be moved without losing something."""
     adapters = [m for m in experts.modules() if type(m).__module__.split(".")[0] == "peft"]
     if adapters:
@@ -64,8 +71,15 @@ def check_experts(experts: nn.Module) -> None:
             raise ConversionError(f"{name} has dtype {p.dtype}: quantised or sparse experts cannot be trained")
         if type(p.data) is not torch.Tensor:
             raise ConversionError(f"{name} is a {type(p.data).__name__}: convert before sharding or quantising")
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise ConversionError(f"{name} has a hook, as of an optimizer in backward, which would never be called")
         if p.grad is not None:
             raise ConversionError(f"{name} holds a gradient, which would be lost: optimizer.zero_grad() first")
+
+
+def check_stackable(experts: nn.Module) -> None:
+    """Raise `ConversionError` for experts that have more than parameters of one kind, which alone can be stacked."""
+    params = dict(experts.named_parameters(remove_duplicate=False))
     for what, found in (
         ("dtypes", {str(p.dtype) for p in params.values()}),
         ("devices", {str(p.device) for p in params.values()}),

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prophet.convert.copies import trying
+
 STEPS = 2
 LR = 0.01  # whatever the scheduler says now: a warm-up may be at 0
 TOLERANCE = 1e-3  # of a piece's largest change; vectorised loops round ends of tensors otherwise than their middle
@@ -35,9 +37,8 @@ def is_elementwise(optimizer: torch.optim.Optimizer, group: int, like: Tensor) -
     whole = nn.Parameter(start.clone())
     pieces = [nn.Parameter(piece.clone()) for piece in _cut(start)]
     twin = _twin(optimizer, group, [whole], pieces)
-    devices = [like.device] if like.is_cuda else []
     step = inspect.unwrap(type(optimizer).step)  # past hooks and profilers
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+    with torch.no_grad(), trying(like.device):
         for _ in range(STEPS):
             whole.grad = drawn()
             for piece, grad in zip(pieces, _cut(whole.grad), strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.elementwise import is_elementwise
+from prophet.convert.find import Found
+from prophet.convert.listed import Listed
 from prophet.errors import ConversionError
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.grouped_ffn import ExpertWeights
@@ -87,7 +89,7 @@ class Carried:
     def move_to(self, bank: nn.Module, name: str) -> None:
         """Put the bank's parameters, called `name`.…, and their states where the experts' were."""
         new: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        kept = {id(p) for p in bank.parameters()}
+        kept = {id(p): f"{name}.{part}" for part, p in bank.named_parameters()}
         if isinstance(bank, FeedForwardBank):
             states = self._states_in(bank)
             for part, (first, state) in states.items():
@@ -97,14 +99,14 @@ class Carried:
                 new.setdefault(id(self.params[first]), []).append((f"{name}.{part}", p))
                 if state:
                     self.optimizer.state[p] = state
-        gone = {id(p) for p in self.params.values()} - kept
+        gone = {id(p) for p in self.params.values()} - kept.keys()
         for group in self.optimizer.param_groups:
             names = group.get("param_names") or [""] * len(group["params"])
             pairs: list[tuple[str, nn.Parameter]] = []
             for own, p in zip(names, group["params"], strict=True):
                 pairs += new.get(id(p), ())
                 if id(p) not in gone:
-                    pairs.append((own, p))
+                    pairs.append((kept.get(id(p), own), p))
             group["params"][:] = [p for _, p in pairs]
             if "param_names" in group:
                 group["param_names"][:] = [own for own, _ in pairs]
@@ -178,26 +180,25 @@ class Carried:
 
 
 def carry(
-    optimizer: torch.optim.Optimizer | None, found: Sequence[tuple[str, Adapter, ExpertsSpec, nn.Module]]
-) -> list[Carried]:
-    """What `optimizer` holds of each of `found`: name and module of the experts; nothing without an optimizer.
+    optimizer: torch.optim.Optimizer | None, model: nn.Module, found: Sequence[Found]
+) -> tuple[list[Found], list[Carried]]:
+    """What `optimizer` holds of the experts of each of `found`, and these, with experts that stay modules where the
+    optimizer has to keep them apart. Nothing is carried without an optimizer.
 
     Raises `ConversionError` where it cannot go along.
     """
     if optimizer is None:
-        return []
+        return [*found], []
     check_kind(optimizer)
-    carried = []
-    for where, adapter, spec, experts in found:
-        one = Carried(optimizer, where, adapter, spec, dict(experts.named_parameters()))
-        for name, p in one.params.items():
-            if getattr(p, "_post_accumulate_grad_hooks", None):
-                raise ConversionError(f"{where}.{name} has an optimizer in backward, which would step no more: {LATER}")
-        why = one.why_apart()
-        if why is not None:
-            raise ConversionError(f"{where}: {why}: {LATER}")
+    kept, carried = [], []
+    for f in found:
+        one = Carried(optimizer, f.where, f.adapter, f.spec, dict(f.experts(model).named_parameters()))
+        why = None if f.spec.bank == "modules" else one.why_apart()
+        if why is not None and not isinstance(f.adapter, Listed):
+            raise ConversionError(f"{f.where}: {why}: {LATER}")
+        kept.append(f if why is None else replace(f, spec=replace(f.spec, bank="modules", why=why)))
         carried.append(one)
-    return carried
+    return kept, carried
 
 
 _MISSING = "missing"

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import FfnNames, RowOrder
+from prophet.convert.copies import trying
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn.naive import FUNCTIONS, expert_ffn
 from prophet.spec import ACTIVATION_PARTS, ACTIVATIONS, GATED, Activation
@@ -33,40 +35,62 @@ def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
             f"{who}: expected an expert of two linear layers, or three where it is gated, got "
             f"{len(linears)} ({', '.join(linears) or 'none'}) and the other parameters {foreign}"
         )
-    twin = copy.deepcopy(expert).cpu().double().train()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in twin.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / max(p.shape[-1], 1) ** 0.5)
-        x, y = _answer(twin, list(dict.fromkeys(m.in_features for m in linears.values())), who)
-        state = dict(twin.named_parameters())
-        for names, activation in _candidates(linears, x.shape[1], y.shape[-1]):
-            guess = expert_ffn(x, names.unpack(state, ""), activation)
-            if guess.shape == y.shape and torch.allclose(guess, y, rtol=0, atol=TOLERANCE):
-                return names, activation
+    tried = _Tried(expert, list(dict.fromkeys(m.in_features for m in linears.values())))
+    for names, activation in _candidates(linears, tried.x.shape[1], tried.y.shape[-1]):
+        if tried.computes(names, activation):
+            return names, activation
     raise ConversionError(
         f"{who}: its output is not that of a feed-forward network with one of the activations "
         f"{', '.join(ACTIVATIONS)} (linear layers: {', '.join(linears)})"
     )
 
 
-def _answer(expert: nn.Module, dims: list[int], who: str) -> tuple[Tensor, Tensor]:
-    """Random rows [ROWS, D] of the first of `dims` that `expert` takes, and its output on them."""
-    errors = []
-    for dim in dims:
-        x = 2 * torch.randn(ROWS, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        try:
-            with torch.random.fork_rng(devices=[]):  # a dropout draws, and the caller's random state stays
-                torch.default_generator.manual_seed(0)
-                y = expert(x.clone())
-        except (RuntimeError, TypeError, ValueError) as error:
-            errors.append(ConversionError(f"{who}: it cannot be called with rows {list(x.shape)}: {error}"))
-            continue
-        y = y[0] if isinstance(y, tuple) else y
-        if isinstance(y, Tensor):
-            return x, y
-        errors.append(ConversionError(f"{who}: expected a tensor as its output, got {type(y).__name__}"))
-    raise errors[0]
+def check_computes(expert: nn.Module, names: FfnNames, activation: Activation) -> None:
+    """Raise `ConversionError` unless `expert` is this feed-forward network."""
+    dim = dict(expert.named_parameters())[names.w_in[0]].shape[1]
+    if not _Tried(expert, [dim]).computes(names, activation):
+        raise ConversionError(f"{type(expert).__name__}: its output is not that of expert 0, which has {activation}")
+
+
+class _Tried:
+    """What a copy of an expert answers to rows of the first of `dims` that it takes, its parameters being random."""
+
+    def __init__(self, expert: nn.Module, dims: Sequence[int]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        who = type(expert).__name__
+        twin = copy.deepcopy(expert).cpu().double()
+        errors = []
+        with torch.no_grad(), trying(torch.device("cpu")):
+            for p in twin.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / max(p.shape[-1], 1) ** 0.5)
+            for dim in dims:
+                self.x = 2 * torch.randn(ROWS, dim, generator=generator, dtype=torch.float64)
+                try:
+                    self.y, trained = (_first(twin.train(mode)(self.x.clone())) for mode in (False, True))
+                    break
+                except (RuntimeError, TypeError, ValueError) as error:
+                    errors.append(f"{who}: it cannot be called with rows {[ROWS, dim]}: {error}")
+            else:
+                raise ConversionError(errors[0])
+        if not torch.equal(self.y, trained):
+            random = ", ".join(str(m) for m in twin.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
+            raise ConversionError(
+                f"{who}: its output is not that of a feed-forward network in training ({random or 'self.training'})"
+            )
+        self._state = dict(twin.named_parameters())
+
+    @torch.no_grad()
+    def computes(self, names: FfnNames, activation: Activation) -> bool:
+        """Whether that is what this feed-forward network answers."""
+        guess = expert_ffn(self.x, names.unpack(self._state, ""), activation)
+        return guess.shape == self.y.shape and torch.allclose(guess, self.y, rtol=0, atol=TOLERANCE)
+
+
+def _first(y: Any) -> Tensor:
+    first = y[0] if isinstance(y, tuple) else y
+    if not isinstance(first, Tensor):
+        raise TypeError(f"expected a tensor, got {type(first).__name__}")
+    return first
 
 
 def _candidates(linears: dict[str, nn.Linear], dim: int, dim_out: int) -> Iterator[tuple[FfnNames, Activation]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prophet.convert.base import ExpertsSpec
+from prophet.convert.discover import LeftAlone
 from prophet.spec import Bias
 
 if TYPE_CHECKING:
@@ -34,11 +35,12 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What `convert` replaced, on one rank; prints as a table where `rich` prints."""
+    """What `convert` replaced, on one rank, and which lists it left alone; prints as a table where `rich` prints."""
 
     replaced: tuple[Replaced, ...]
     rank: int
     ranks: int
+    left: tuple[LeftAlone, ...] = ()
 
     @property
     def params(self) -> int:
@@ -77,7 +79,8 @@ class ConversionReport:
         return table
 
     def __str__(self) -> str:
-        return "\n".join([self._title(), *(" · ".join(row) for row in self.rows())])
+        left = [f"left alone: {one.name}: {one.why}" for one in self.left]
+        return "\n".join([self._title(), *(" · ".join(row) for row in self.rows()), *left])
 
     def _title(self) -> str:
         return (

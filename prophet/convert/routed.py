@@ -29,7 +29,8 @@ class Origin:
     """Where converted experts come from, and all that is needed to put them back.
 
     skeleton: the module that held them, its parameters on the meta device. attributes: what was set on its parameters.
-    block_class: the block's class, where methods of it were replaced. model: what was converted.
+    block_class: the block's class, where methods of it were replaced. around: how many modules up that block is from
+    the one that holds the experts. model: what was converted.
     """
 
     adapter: Adapter
@@ -37,6 +38,7 @@ class Origin:
     skeleton: nn.Module
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     block_class: type | None = None
+    around: int = 0
     model: weakref.ref[nn.Module] | None = None
 
 
@@ -65,11 +67,16 @@ class RoutedExperts(MoE):
         where a choice was dropped for lack of capacity; None keeps all.
         """
 
+        return self.routed(x, ids, weights, kept).to(x.dtype)
+
+    def routed(self, x: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None = None) -> Tensor:
+        """As `forward`, in the dtype in which the answers come."""
+
         def given(_: Tensor) -> Routing:
             self._check_adapters()
             return Routing.given(ids, weights, self.num_experts, kept)
 
-        return self._apply_experts(x, given).to(x.dtype)
+        return self._apply_experts(x, given)
 
     def _check_adapters(self) -> None:
         """Before the first token is trained on: has PEFT been told to adapt experts, which it cannot find any more?"""
@@ -111,12 +118,37 @@ class RoutedExperts(MoE):
         return self.packed(self.gathered() if whole else self.local_experts())
 
     @torch.no_grad()
+    def module_of_originals(self) -> nn.Module:
+        """The module they come from, with the values that they have now; collective as `originals` is."""
+        origin, state = self.origin, self.originals()
+        experts = origin.skeleton.to_empty(device=self.experts.device)
+        for name, p in experts.named_parameters():
+            p.copy_(state[name])
+            p.requires_grad_(any(q.requires_grad for q in self.experts.parameters()))
+            for key, value in origin.attributes.get(name, {}).items():
+                setattr(p, key, value)
+        return experts.to(self.experts.dtype)
+
+    def let_go_of_originals(self) -> None:
+        """The module they come from gives up its values, which are in the bank."""
+        self.origin.skeleton.to("meta")
+
+    def undo(self) -> None:
+        """Nothing was let go of, and the originals are used again."""
+
+    @torch.no_grad()
     def take(self, state: dict[str, Tensor]) -> None:
         """Set this rank's experts from the parameters of the module they come from."""
         spec, bank = self.origin.spec, self.experts
         first = bank.first_expert if spec.held == self.num_experts else 0
         for local in range(bank.experts):
             bank.set_expert_weights(local, self.origin.adapter.unpack(spec, state, first + local))
+
+
+def block_of(model: nn.Module, name: str, levels: int = 0) -> nn.Module:
+    """The module that holds the experts called `name`, or one so many levels above."""
+    path = name.split(".")[:-1]
+    return model.get_submodule(".".join(path[: len(path) - levels]))
 
 
 def converted(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, RoutedExperts]]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from prophet.convert.routed import RoutedExperts, converted
+from prophet.convert.routed import RoutedExperts, block_of, converted
 from prophet.engine.checkpoint import some
 from prophet.errors import ConversionError
 from prophet.ranks.collective import Operation
@@ -77,18 +76,11 @@ def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, s
     model.load_state_dict(rest, strict=strict)
 
 
-def put_back(block: nn.Module, attribute: str, layer: RoutedExperts) -> None:
-    """Give `block` the experts' module it had, with the values that `layer` has now; collective."""
+def put_back(model: nn.Module, name: str, layer: RoutedExperts) -> None:
+    """Give the block around the experts `name` the module it had, with the values that `layer` has now; collective."""
     origin = layer.origin
-    state = layer.originals()
-    experts = origin.skeleton.to_empty(device=layer.experts.device)
-    with torch.no_grad():
-        for name, p in experts.named_parameters():
-            p.copy_(state[name])
-            p.requires_grad_(any(q.requires_grad for q in layer.experts.parameters()))
-            for key, value in origin.attributes.get(name, {}).items():
-                setattr(p, key, value)
-    experts.to(layer.experts.dtype).train(block.training)
-    setattr(block, attribute, experts)
+    holder = block_of(model, name)
+    experts = layer.module_of_originals().train(holder.training)
+    setattr(holder, name.rpartition(".")[2], experts)
     if origin.block_class is not None:
-        block.__class__ = origin.block_class
+        block_of(model, name, origin.around).__class__ = origin.block_class

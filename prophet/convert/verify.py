@@ -5,14 +5,13 @@ Shape legend: N tokens, D model dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.ranks.collective import Collective, Operation
 
 TOKENS = 16
@@ -21,14 +20,22 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, tor
 
 
 class Trial:
-    """Remembers what a block answers to random tokens; `problem()` asks again."""
+    """Remembers what a block answers to random tokens; `problem()` asks again.
 
-    def __init__(self, adapter: Adapter, spec: ExpertsSpec, block: nn.Module, collective: Collective) -> None:
-        self._adapter, self._block, self._collective = adapter, block, collective
-        like = next(block.parameters())
-        experts = next(p for p in getattr(block, adapter.experts_name).parameters())
+    run: runs it. shape: of its input. like: a parameter of its experts.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Tensor], Any],
+        shape: Sequence[int],
+        block: nn.Module,
+        like: Tensor,
+        collective: Collective,
+    ) -> None:
+        self._run, self._block, self._collective = run, block, collective
         generator = torch.Generator().manual_seed(collective.rank)
-        self._x = torch.randn(1, TOKENS, spec.dim, generator=generator).to(like.device, experts.dtype)
+        self._x = torch.randn(*shape, generator=generator).to(like.device, like.dtype)
         self._before = self._answer()
 
     def _answer(self) -> list[Any]:
@@ -36,7 +43,7 @@ class Trial:
         devices = [self._x.device] if self._x.is_cuda else []
         with torch.no_grad(), torch.random.fork_rng(devices=devices), _evaluating(block):
             torch.manual_seed(0)
-            found = self._adapter.call(block, self._x.clone())
+            found = self._run(self._x.clone())
         return list(found) if isinstance(found, tuple) else [found]
 
     def problem(self) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import sys
 import threading
@@ -152,12 +153,36 @@ class MyAdapter(Adapter):
         return {"forward": forward}
 
 
-class WrongAdapter(MyAdapter):
-    """Forgets to transpose, which fits by chance."""
+class OneWay(MyAdapter):
+    """Takes rows in an order of its own, and gives them back as they are."""
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         right = super().unpack(spec, state, expert)
         return ExpertWeights(right.w_in.flip(0), right.w_out)
+
+
+class BothWays(OneWay):
+    """Takes rows in an order of its own, and gives them back in the right one."""
+
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        return super().pack(spec, [ExpertWeights(e.w_in.flip(0), e.w_out) for e in experts])
+
+
+class Forgetful(MyAdapter):
+    """Does not know of a parameter."""
+
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        return {"up": super().pack(spec, experts)["up"]}
+
+
+class OneTooMany(MyAdapter):
+    def describe(self, block: nn.Module) -> ExpertsSpec:
+        return dataclasses.replace(super().describe(block), top_k=EXPERTS + 1)
+
+
+class NoForm(MyAdapter):
+    def describe(self, block: nn.Module) -> ExpertsSpec:
+        return dataclasses.replace(super().describe(block), form="list")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -171,11 +196,21 @@ def test_an_adapter_of_ones_own(ranks: int) -> None:
     compare(alone(model, steps, net_loss), found)
 
 
-def test_an_adapter_that_is_wrong_is_found_out_and_nothing_has_changed() -> None:
+@pytest.mark.parametrize(
+    ("adapter", "text"),
+    [
+        (OneWay, r"up: pack\(\) does not give back what unpack\(\) has taken"),
+        (BothWays, r"tried in evaluation on \[1, 16, 8\]: once converted it differs: its answer"),
+        (Forgetful, r"the experts' parameter down is lost: pack\(\) does not return it"),
+        (OneTooMany, r"top_k: expected 1 to 4, the number of experts, got 5"),
+        (NoForm, r"form: expected 'stacked' or 'modules', got 'list'"),
+    ],
+)
+def test_an_adapter_that_is_wrong_is_found_out_and_nothing_has_changed(adapter: type[MyAdapter], text: str) -> None:
     model = Net(MyBlock)
     state = {n: t.clone() for n, t in model.state_dict().items()}
-    with pytest.raises(ConversionError, match=r"blocks.0 \(my blocks\): value 0 of the block's answer differs"):
-        prophet.convert(model, adapters=(WrongAdapter(),))
+    with pytest.raises(ConversionError, match=rf"blocks.0 \(my blocks\): {text}"):
+        prophet.convert(model, adapters=(adapter(),))
     assert type(model.blocks[0]) is MyBlock
     assert all(torch.equal(model.state_dict()[n], t) for n, t in state.items())
 
@@ -428,3 +463,74 @@ def test_without_verification_nothing_runs() -> None:
     prophet.revert(model)
     prophet.convert(model)
     assert len(calls) == 4
+
+
+# --- what an expert does beside its products is not lost in silence ---
+
+
+class ListBlock(nn.Module):
+    """Top-1 routing over a list of experts, as most people have it."""
+
+    def __init__(self, *after: nn.Module) -> None:
+        super().__init__()
+        self.score = nn.Linear(DIM, EXPERTS)
+        self.store = nn.ModuleList(
+            nn.Sequential(nn.Linear(DIM, HIDDEN, bias=False), nn.ReLU(), nn.Linear(HIDDEN, DIM, bias=False), *after)
+            for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        tokens = x.reshape(-1, DIM)
+        weights, ids = self.score(tokens).softmax(dim=1).max(dim=1)
+        y = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.store):
+            y[ids == e] = weights[ids == e, None] * expert(tokens[ids == e])
+        return y.view(x.shape), None
+
+
+class ListAdapter(MyAdapter):
+    """As `MyAdapter`, for the list; it looks at nothing but the two linear layers."""
+
+    def matches(self, block: nn.Module) -> bool:
+        return isinstance(block, ListBlock)
+
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        return ExpertWeights(state[f"{expert}.0.weight"], state[f"{expert}.2.weight"])
+
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        return {f"{e}.{n}.weight": w for e, x in enumerate(experts) for n, w in ((0, x.w_in), (2, x.w_out))}
+
+
+class Scaled(nn.Module):
+    """A factor that is no parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 1.5 * x
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("after", "text"),
+    [
+        (nn.Dropout(0.1), r"its experts compute something else in training, which would be lost \(Dropout\(p=0.1"),
+        (nn.LayerNorm(DIM), r"the experts' parameter \d.3.(weight|bias) is lost"),
+        (Scaled(), "once converted it differs: its answer"),
+        (nn.ReLU(), "once converted it differs: its answer"),
+    ],
+)
+def test_what_an_adapter_would_lose_is_an_error(after: nn.Module, text: str, training: bool) -> None:
+    model = nn.Sequential(ListBlock(after)).train(training)
+    refuses(model, rf"0 \(my blocks\): .*{text}", adapters=(ListAdapter(),))
+
+
+def test_an_adapter_that_loses_nothing_passes() -> None:
+    prophet.convert(nn.Sequential(ListBlock(nn.Dropout(0.0))), adapters=(ListAdapter(),))
+
+
+def test_hooks_on_parameters_are_refused() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = Net()
+        hook = getattr(first_expert(model).w1.weight, register)(lambda *_: None)
+        refuses(model, r"0.w1.weight has a hook, as of an optimizer in backward")
+        hook.remove()
+        prophet.convert(model)

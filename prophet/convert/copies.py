@@ -1,0 +1,156 @@
+"""Copies of a user's modules, for trying what they do: without their experts, with random parameters, in float64.
+
+Nothing here touches the model. Whatever is tried runs alone among threads, and leaves the random state as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from prophet.convert.replay import same
+
+_ALONE = threading.RLock()  # the generators belong to all threads
+_OWN = set(vars(nn.Module())) - {"training"}  # what every module has
+_DEPTH = 4  # of values inside values that are compared
+
+
+@contextmanager
+def trying(device: torch.device, seed: int = 0) -> Iterator[None]:
+    """Inside, the generators start from `seed`; afterwards they are as before. One thread at a time."""
+    devices = [device] if device.type == "cuda" else []
+    with _ALONE, torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are."""
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
+
+
+def twin_of(module: nn.Module, put: Mapping[Any, Any] | None = None) -> nn.Module:
+    """A deep copy without hooks, in which every module or tensor of `put` is replaced by what it is mapped to.
+
+    Process groups stay what they are. Raises TypeError and the like where a part cannot be copied.
+    """
+    memo: dict[int, Any] = {id(old): new for old, new in (put or {}).items()}
+    for part in module.modules():
+        memo.update({id(v): v for v in vars(part).values() if isinstance(v, dist.ProcessGroup)})
+    twin: nn.Module = copy.deepcopy(module, memo)
+    for part in twin.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            getattr(part, name).clear()
+    return twin
+
+
+@torch.no_grad()
+def scramble(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """`module` itself, in `dtype`, with random parameters and buffers and nothing frozen.
+
+    A zero gate ties its experts, and a zero bias hides. Buffers of one number are left: they are settings, not state.
+    """
+    module.to(dtype)
+    for p in module.parameters():
+        if p.is_floating_point():
+            p.requires_grad_(True)
+            p.copy_(torch.randn_like(p) * (0.5 if p.ndim < 2 else 2 / max(p.shape[-1], 1) ** 0.5))
+    for b in module.buffers():
+        if b.is_floating_point() and b.numel() > 1:
+            b.copy_(torch.rand_like(b) + 0.1)
+    return module
+
+
+# --- state outside of parameters and buffers ---
+
+
+def state_of(module: nn.Module) -> dict[str, Any]:
+    """What a pass may leave behind: attributes, buffers and parameters of all modules inside, by name; copied."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        here = f"{name}." if name else ""
+        values = {k: v for k, v in vars(part).items() if k not in _OWN and k != "training"}
+        values |= {**part._buffers, **part._parameters}
+        found |= {f"{here}{k}": _value(v, _DEPTH) for k, v in values.items()}
+    return found
+
+
+def _value(x: Any, depth: int) -> Any:
+    """A copy of `x` that can be compared: tensors, numbers, texts, containers, and objects by their attributes."""
+    if isinstance(x, Tensor):
+        return x.detach().clone()
+    if isinstance(x, torch.Generator):
+        return x.get_state()
+    if x is None or isinstance(x, bool | int | float | complex | str | bytes):
+        return x
+    if depth == 0 or isinstance(x, nn.Module | type) or callable(x):
+        return None
+    if isinstance(x, Mapping):
+        return {repr(k): _value(v, depth - 1) for k, v in x.items()}
+    if isinstance(x, Sized) and hasattr(x, "__iter__"):
+        return [_value(v, depth - 1) for v in x]
+    return {k: _value(v, depth - 1) for k, v in getattr(x, "__dict__", {}).items()}
+
+
+def differences(want: Any, got: Any, tolerance: float, where: str = "") -> Iterator[tuple[str, str]]:
+    """Where two values of `state_of`, or two answers of a module, differ: the place, and how."""
+    if isinstance(want, Tensor) and isinstance(got, Tensor):
+        if want.shape != got.shape or want.dtype != got.dtype:
+            yield where, f"it was {text(want)} and is {text(got)}"
+        elif want.numel():
+            gap = distance(want, got)
+            if not gap <= tolerance:
+                yield where, f"it differs by {gap:.3g} of its largest value"
+    elif isinstance(want, Mapping) and isinstance(got, Mapping):
+        for key in want.keys() | got.keys():
+            place = f"{where}.{key}" if where else str(key)
+            if key in want and key in got:
+                yield from differences(want[key], got[key], tolerance, place)
+            else:
+                yield place, "it is there in one of them only"
+    elif isinstance(want, list | tuple) and isinstance(got, list | tuple):
+        if len(want) != len(got):
+            yield where, f"it had {len(want)} values and has {len(got)}"
+        else:
+            for at, (a, b) in enumerate(zip(want, got, strict=True)):
+                yield from differences(a, b, tolerance, f"{where}[{at}]")
+    elif isinstance(want, Tensor) or isinstance(got, Tensor) or repr(want) != repr(got):  # NaN equals NaN
+        yield where, f"it was {text(want)} and is {text(got)}"
+
+
+def distance(want: Tensor, got: Tensor) -> float:
+    """The largest difference of two tensors, as a share of the largest value; NaN and infinity equal themselves."""
+    a, b = want.detach().double(), got.detach().double()
+    equal = same(a, b)
+    if bool(equal.all()):
+        return 0.0
+    finite = a[a.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    return float((a - b)[~equal].abs().max()) / max(scale, 1e-30)
+
+
+def text(x: object) -> str:
+    """A value in a message."""
+    return f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else repr(x)[:40]
+
+
+def globals_of(module: nn.Module) -> dict[str, float]:
+    """Numbers, and sizes of containers, that the files hold in which the classes of `module` are defined."""
+    found: dict[str, float] = {}
+    for place in {type(part).__module__ for part in module.modules()}:
+        if place.split(".")[0] in ("torch", "builtins", "prophet"):
+            continue
+        for name, value in vars(sys.modules.get(place, object())).items() if place in sys.modules else ():
+            if isinstance(value, int | float):
+                found[f"{place}.{name}"] = float(value)
+            elif isinstance(value, list | dict | set):
+                found[f"{place}.{name}"] = float(len(value))
+    return found

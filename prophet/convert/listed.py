@@ -1,0 +1,221 @@
+"""Experts in a list that nobody announced: an adapter for what `discover` found, and the layer in the list's place.
+
+Shape legend: N noted rows, E experts, D model dim, O output dim of an expert.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.convert.base import Adapter, ExpertsSpec
+from prophet.convert.checks import check_stackable
+from prophet.convert.discover import Listing
+from prophet.convert.huggingface import modules_spec, pack_modules
+from prophet.convert.probe import check_computes
+from prophet.convert.replay import Note, Passes, Tape, with_stand_ins
+from prophet.convert.routed import Origin, RoutedExperts
+from prophet.errors import ConversionError
+from prophet.experts.likeness import parts_of, strip
+from prophet.experts.modules import ModulesBank
+from prophet.kernels.choice import Impl
+from prophet.kernels.grouped_ffn import ExpertWeights
+from prophet.ranks.collective import Collective, Operation
+
+ROUTER = "its own, runs twice"
+
+
+class Listed(Adapter):
+    """Experts in a `ModuleList`, behind whatever code calls them."""
+
+    family = "own code"
+
+    def __init__(self, listing: Listing) -> None:
+        self.listing = listing
+        self.holder, _, self.experts_name = listing.name.rpartition(".")
+        block = listing.block
+        self.path = listing.name.removeprefix(f"{block}." if block else "")  # of the list in the block
+
+    def matches(self, block: nn.Module) -> bool:
+        return False  # they are not asked for, they are found
+
+    def describe(self, block: nn.Module) -> ExpertsSpec:
+        experts: Any = block.get_submodule(self.experts_name)
+        listing = self.listing
+        try:
+            check_stackable(experts)
+            spec = modules_spec(experts, num_experts=len(experts), top_k=1, router=ROUTER)
+            names: Any = spec.names
+            for expert in list(experts)[1:]:
+                check_computes(expert, names, spec.activation)
+        except ConversionError as no:
+            return ExpertsSpec(
+                num_experts=len(experts),
+                held=len(experts),
+                top_k=1,
+                dim=listing.dim,
+                form="modules",
+                router=ROUTER,
+                bank="modules",
+                why=str(no),
+            )
+        return spec
+
+    def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        names: Any = spec.names
+        return names.unpack(state, f"{expert}.")  # type: ignore[no-any-return]
+
+    def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        return pack_modules(spec, experts, "")
+
+    def forward_of(self, kind: type[nn.Module]) -> Callable[..., Any]:
+        """The forward of a converted block, which was of class `kind`."""
+        path, own = self.path, kind.forward
+
+        @functools.wraps(own)
+        def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
+            layer: Any = block.get_submodule(path)
+            return layer.run_block(block, functools.partial(own, block), args, named)
+
+        return forward
+
+
+class ListedExperts(RoutedExperts):
+    """Stands where a list of experts was, and is one to the block's code: of stand-ins, which note and hand out."""
+
+    def __init__(self, bank: Any, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
+        super().__init__(bank, origin, collective, impl)
+        adapter: Any = origin.adapter
+        listing: Listing = adapter.listing
+        tape = Tape(listing.name, listing.dim)
+        skeleton: Any = origin.skeleton
+        # past nn.Module: stand-ins are no part of the model
+        self.__dict__.update(_tape=tape, _out=listing.out, _stand_ins=with_stand_ins(skeleton, tape))
+
+    def __len__(self) -> int:
+        return self.num_experts
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._stand_ins)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._stand_ins[at]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_stand_ins" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_stand_ins"], name)  # of a list of the user's own class
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        """What the list's own forward does, where it has one."""
+        return self._stand_ins(*args, **named)
+
+    @torch._compile._disable_dynamo  # counts decide shapes
+    def run_block(
+        self, block: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> Any:
+        """What `forward(*args, **named)` of `block` returns. Collective over the group."""
+        mine = set(self.modules())
+        passes = Passes(
+            tape=self._tape,
+            modules=[m for m in block.modules() if m not in mine],
+            blank=self._blank,
+            answer=self._answers,
+        )
+        return passes.run(forward, args, named)
+
+    def _answer_dtype(self, rows: Tensor) -> torch.dtype:
+        """Of an expert's answer to `rows`."""
+        kind = rows.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+
+    def _blank(self, rows: Tensor) -> Tensor:
+        return rows.new_zeros((*rows.shape[:-1], self._out), dtype=self._answer_dtype(rows))
+
+    def _answers(self, notes: Sequence[Note], like: Tensor | None) -> list[Tensor]:
+        """All experts' answers to all notes: one dispatch, also where this rank has no rows."""
+        device = self.experts.device if like is None else like.device
+        if notes:
+            rows = torch.cat([note.rows.reshape(-1, self.dim) for note in notes])
+        else:
+            dtype = self.experts.dtype if like is None or not like.is_floating_point() else like.dtype
+            rows = torch.zeros(0, self.dim, dtype=dtype, device=device)
+        sizes = [note.rows.numel() // self.dim for note in notes]
+        ids = torch.tensor([note.expert for note in notes], dtype=torch.int64)
+        ids = ids.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(device, non_blocking=True)
+        y = self.routed(rows, ids.unsqueeze(1), rows.new_ones(len(rows), 1)).to(self._answer_dtype(rows))
+        return [part.view(*note.rows.shape[:-1], self._out) for part, note in zip(y.split(sizes), notes, strict=True)]
+
+
+class ListedModules(ListedExperts):
+    """The same with experts that stay modules: this rank's are the user's objects."""
+
+    experts: ModulesBank  # type: ignore[assignment]
+
+    def _answer_dtype(self, rows: Tensor) -> torch.dtype:
+        return self.experts._answer_dtype(rows)
+
+    def originals(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name in self.experts.home_experts()[0].state_dict():
+            op = Operation(f"gathering of the experts' {name}")
+            mine = torch.stack([home.state_dict()[name] for home in self.experts.home_experts()])
+            everybody = self.collective.all_gather(mine, op=op).flatten(0, 1)
+            found |= {f"{e}.{name}": value for e, value in enumerate(everybody)}
+        return {name: found[name] for name in self.origin.skeleton.state_dict()}
+
+    @torch.no_grad()
+    def take(self, state: dict[str, Tensor]) -> None:
+        for e, home in enumerate(self.experts.home_experts(), self.experts.first_expert):
+            for name, value in home.state_dict().items():
+                value.copy_(state[f"{e}.{name}"])
+
+    @torch.no_grad()
+    def module_of_originals(self) -> nn.Module:
+        state, home = self.originals(), self.experts.home_experts()
+        modules: Any = self.origin.skeleton
+        for e, expert in self.experts.let_go().items():
+            if expert not in home:
+                for part in parts_of(expert):
+                    p = nn.Parameter(state[f"{e}.{part.name}"].clone(), part.trains)
+                    vars(p).update(self.origin.attributes.get(f"{e}.{part.name}", {}))
+                    for where, attribute in part.places:
+                        setattr(expert.get_submodule(where), attribute, p)
+            modules._modules[str(e)] = expert
+        return self.origin.skeleton
+
+    def let_go_of_originals(self) -> None:
+        modules: Any = self.origin.skeleton
+        home = self.experts.home_experts()
+        for expert in modules:
+            if expert not in home:
+                strip(expert)
+
+    def undo(self) -> None:
+        self.experts.let_go()
+
+
+def modules_bank(experts: nn.ModuleList, dim: int, rank: int, ranks: int) -> ModulesBank:
+    """A bank of this rank's share of `experts`, which are used as they are; the others are copied without values.
+
+    Raises ValueError for experts that no bank can hold.
+    """
+    m = len(experts) // ranks
+    home = range(rank * m, rank * m + m)
+    given = {e: expert if e in home else _without_values(expert) for e, expert in enumerate(experts)}
+    return ModulesBank(given, dim=dim, first_expert=home.start, held=m, total_experts=len(experts), ep_size=ranks)
+
+
+def _without_values(expert: nn.Module) -> nn.Module:
+    """A copy without parameters' values, in which hooks and buffers are as they were."""
+    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in expert.parameters()}
+    twin: nn.Module = copy.deepcopy(expert, empty)
+    return twin

@@ -1,0 +1,62 @@
+"""A block's experts are replaced by a layer that holds this rank's; nothing else of the block changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from prophet.convert.find import Found
+from prophet.convert.listed import Listed, ListedExperts, ListedModules, modules_bank
+from prophet.convert.routed import Origin, RoutedExperts
+from prophet.experts.feed_forward import FeedForwardBank
+from prophet.kernels.choice import Impl
+from prophet.ranks.collective import Collective
+
+
+def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> tuple[RoutedExperts, tuple[str, ...]]:
+    """Put this rank's experts into a layer, and the layer into the block; the old experts are left untouched."""
+    experts, block, spec = f.experts(model), f.block(model), f.spec
+    params = dict(experts.named_parameters())
+    attributes = {n: dict(vars(p)) for n, p in params.items() if vars(p)}
+    origin = Origin(f.adapter, spec, experts, attributes, around=f.around)
+    methods: Mapping[str, Any]
+    if isinstance(f.adapter, Listed):
+        methods = {"forward": f.adapter.forward_of(type(block))}
+    else:
+        methods = f.adapter.methods(block)
+    layer: RoutedExperts
+    if spec.bank == "modules":
+        modules: Any = experts
+        layer = ListedModules(
+            modules_bank(modules, spec.dim, collective.rank, collective.size), origin, collective, impl
+        )
+    else:
+        kind_of_layer = ListedExperts if isinstance(f.adapter, Listed) else RoutedExperts
+        layer = kind_of_layer(_stacked(f, params, collective), origin, collective, impl)
+    layer.train(block.training)
+    setattr(f.holder(model), f.where.rpartition(".")[2], layer)
+    if methods:
+        kind = origin.block_class = type(block)
+        # a subclass, so that whoever asks for the block's class still finds it
+        block.__class__ = type(f"Prophet{kind.__name__}", (kind,), {"__module__": kind.__module__, **methods})
+    return layer, tuple(methods)
+
+
+def _stacked(f: Found, params: Mapping[str, Tensor], collective: Collective) -> FeedForwardBank:
+    """A bank of copies of this rank's experts."""
+    spec = f.spec
+    state = {name: p.detach() for name, p in params.items()}
+    m = spec.num_experts // collective.size
+    first = collective.rank * m
+    offset = first if spec.held == spec.num_experts else 0
+    bank = FeedForwardBank.from_weights(
+        [f.adapter.unpack(spec, state, offset + i) for i in range(m)],
+        spec.activation,
+        first_expert=first,
+        total_experts=spec.num_experts,
+        ep_size=collective.size,
+    )
+    bank.requires_grad_(any(p.requires_grad for p in params.values()))
+    return bank

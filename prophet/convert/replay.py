@@ -1,0 +1,234 @@
+"""A block's own forward, run twice, so that its experts are computed together wherever it calls them.
+
+The first pass only notes the rows that each expert is called with, and answers zeros. Then all noted rows are computed
+at once, by experts on any rank. The second pass starts from the same random state and buffers, and hands the answers
+out. Router, noise, capacity, losses and whatever else the block does are its own code, and nothing of it is inferred.
+
+Gradients reach the rows through the *first* pass: an answer depends on the rows that were dispatched, and those were
+noted there. The rows of the second pass are equal and lead nowhere. So the first pass keeps its graph as far as rows
+hang on it, and runs without gradients only where the whole block does. Everything else of that graph is free at once.
+
+Shape legend: N noted rows, E experts, D model dim, O output dim of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from prophet.errors import ReplayError
+
+
+def same(a: Tensor, b: Tensor) -> Tensor:
+    """Where two tensors of one shape are equal; NaN equals NaN."""
+    return (a == b) | (a.isnan() & b.isnan())
+
+
+class Note(NamedTuple):
+    """One call of an expert: its number, and the rows [..., D] that it was given."""
+
+    expert: int
+    rows: Tensor
+
+
+Behaviour = Callable[[int, Tensor], Tensor]  # an expert's number and its rows [..., D]; its answer [..., O]
+
+
+class Tape:
+    """Decides what the stand-ins of one list of experts do when they are called.
+
+    label: how messages call the list. dim: D.
+    """
+
+    def __init__(self, label: str, dim: int) -> None:
+        self.label, self.dim = label, dim
+        self._behaviour: Behaviour | None = None
+
+    @contextmanager
+    def playing(self, behaviour: Behaviour) -> Iterator[None]:
+        """Stand-ins behave like this inside; they cannot be called outside."""
+        before, self._behaviour = self._behaviour, behaviour
+        try:
+            yield
+        finally:
+            self._behaviour = before
+
+    def call(self, expert: int, args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
+        """Expert number `expert` is called. Raises `ReplayError` unless it is with one tensor [..., D]."""
+        given = [*args, *named.values()]
+        if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].ndim < 1 or given[0].shape[-1] != self.dim:
+            got = ", ".join(str(list(x.shape)) if isinstance(x, Tensor) else type(x).__name__ for x in given)
+            raise ReplayError(
+                f"{self.label}: expert {expert} was called with ({got}); expected one tensor of rows [..., {self.dim}]"
+            )
+        if self._behaviour is None:
+            raise ReplayError(
+                f"{self.label}: expert {expert} was called outside of its block's forward; only there do all ranks "
+                f"compute together"
+            )
+        return self._behaviour(expert, given[0])
+
+
+class StandIn(nn.Module):
+    """Stands in a block's list where an expert was. Its attributes are that expert's, but for parameters' values."""
+
+    def __init__(self, tape: Tape, number: int, expert: nn.Module) -> None:
+        super().__init__()
+        # past nn.Module: the expert must not be registered a second time
+        self.__dict__.update(_tape=tape, _number=number, _expert=expert)
+
+    def forward(self, *args: Any, **named: Any) -> Tensor:
+        y: Tensor = self._tape.call(self._number, args, named)
+        return y
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_expert" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_expert"], name)
+
+
+def with_stand_ins(experts: nn.ModuleList, tape: Tape) -> nn.ModuleList:
+    """A list like `experts`, of the same class and with the same attributes, that holds stand-ins."""
+    twin = experts.__new__(type(experts))
+    twin.__dict__.update({k: v.copy() if isinstance(v, dict) else v for k, v in vars(experts).items()})
+    twin._modules = {str(e): StandIn(tape, e, expert) for e, expert in enumerate(experts)}
+    return twin
+
+
+# --- what a pass must find as the one before it did ---
+
+
+class RandomState:
+    """The states of torch's generators: the CPU's, and that of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = None if device.type in ("cpu", "meta") else device
+        self._states = [torch.get_rng_state()]
+        if self._device is not None:
+            self._states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+
+    def put_back(self) -> None:
+        """The generators go on from here."""
+        torch.set_rng_state(self._states[0])
+        if self._device is not None:
+            torch.get_device_module(self._device).set_rng_state(self._states[1], self._device)
+
+    def states(self) -> list[Tensor]:
+        """What the generators are in, as bytes."""
+        return self._states
+
+    def is_now(self) -> bool:
+        """Whether nothing was drawn since."""
+        now = RandomState(self._device or torch.device("cpu"))
+        return all(torch.equal(a, b) for a, b in zip(self._states, now._states, strict=True))
+
+
+class Buffers:
+    """The values of the buffers of `modules`."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._kept = [
+            (module, name, buffer, buffer.detach().clone(), buffer._version)
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Every buffer is the tensor that it was, with the values that it had."""
+        for module, name, buffer, value, version in self._kept:
+            module._buffers[name] = buffer
+            if buffer._version != version:
+                # its value is what noted rows were computed from: their graph need not be told
+                with _unsafe_preserve_version_counter(buffer):
+                    buffer.copy_(value)
+
+
+# --- the two passes ---
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passes:
+    """How a block runs twice.
+
+    modules: those of the block outside of its experts. blank: zeros in the place of an expert's answer to rows
+    [..., D]. answer: computes all notes at once; an answer [..., O] for each.
+    """
+
+    tape: Tape
+    modules: Sequence[nn.Module]
+    blank: Callable[[Tensor], Tensor]
+    answer: Callable[[Sequence[Note], Tensor | None], Sequence[Tensor]]
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """What `forward(*args, **named)` returns, its experts computed together.
+
+        Raises `ReplayError` where the second pass does not call the experts as the first has.
+        """
+        first = next((x for x in tree_leaves((args, named)) if isinstance(x, Tensor)), None)
+        device = torch.device("cpu") if first is None else first.device
+        before, buffers = RandomState(device), Buffers(self.modules)
+        notes = self._note(forward, args, named)
+        buffers.put_back()
+        drew = not before.is_now()
+        answers = self.answer(notes, first)
+        after = RandomState(device) if drew else None
+        if drew:
+            before.put_back()
+        result = self._hand_out(notes, answers, lambda: forward(*args, **named))
+        if after is not None:
+            after.put_back()  # what the experts have drawn is not drawn again
+        return result
+
+    def _note(self, forward: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]) -> list[Note]:
+        notes: list[Note] = []
+
+        def note(expert: int, rows: Tensor) -> Tensor:
+            notes.append(Note(expert, rows))
+            return self.blank(rows)
+
+        # some blocks write to their input (jitter): the second pass alone may do that
+        args, named = tree_map_only(Tensor, torch.clone, (args, dict(named)))
+        with self.tape.playing(note):
+            forward(*args, **named)
+        return notes
+
+    def _hand_out(self, notes: Sequence[Note], answers: Sequence[Tensor], forward: Callable[[], Any]) -> Any:
+        label = self.tape.label
+        at = 0
+        differ: list[Tensor] = []
+
+        def hand_out(expert: int, rows: Tensor) -> Tensor:
+            nonlocal at
+            if at == len(notes) or notes[at].expert != expert or notes[at].rows.shape != rows.shape:
+                raise ReplayError(f"{label}: expert {expert} was called with {list(rows.shape)} {_OTHERWISE}")
+            noted = notes[at].rows.detach()
+            now = rows.detach()
+            differ.append(~same(now, noted).all())
+            at += 1
+            return answers[at - 1]
+
+        with self.tape.playing(hand_out):
+            result = forward()
+        if at < len(notes):
+            raise ReplayError(f"{label}: expert {notes[at].expert} was not called any more {_OTHERWISE}")
+        if differ and bool(torch.stack(differ).any()):
+            raise ReplayError(f"{label}: an expert was called with other rows {_OTHERWISE}")
+        return result
+
+
+_OTHERWISE = (
+    "in the block's second pass than in the first: what it gives its experts depends on their answers, on state that "
+    "a pass changes, or on random numbers that are not torch's"
+)
