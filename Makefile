@@ -67,10 +67,10 @@ warm: $(VENV)/.installed-test
 
 test test-benchmarks test-all: export OMP_NUM_THREADS ?= 1
 test: warm
-	$(PYTEST) -m "not slow" --ignore=tests/benchmarks $(ARGS)
+	$(PYTEST) -m "not slow" --hypothesis-profile=ci --ignore=tests/benchmarks $(ARGS)
 
 test-benchmarks: warm
-	$(PYTEST) -m "not slow" tests/benchmarks $(ARGS)
+	$(PYTEST) -m "not slow" --hypothesis-profile=ci tests/benchmarks $(ARGS)
 
 test-all: warm
 	$(PYTEST) $(ARGS)

@@ -59,7 +59,7 @@ class CollectiveTimeout(CollectiveError):
 
 
 class PeerLost(CollectiveError):
-    """A peer ended or closed its connection in the middle of a collective."""
+    """A peer ended or closed its connection in the middle of a collective; the message names those that are gone."""
 
 
 class RankFailed(RuntimeError):
@@ -72,6 +72,10 @@ class RoutingError(ValueError):
 
 class PlanMismatch(RuntimeError):
     """The ranks do not agree on what they are about to do; the message names those that differ."""
+
+
+class OutOfStep(PlanMismatch):
+    """A rank has skipped or repeated a step, a layer or a pass; the message says which rank is where."""
 
 
 class ConfigMismatch(RuntimeError):

@@ -131,10 +131,10 @@ def tutel_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, experts: 
         for j in range(experts):
             layer.experts.batched_fc1_w[j].copy_(state[f"experts.w_in.{first + j}"])
             layer.experts.batched_fc1_bias[j].copy_(
-                state[f"experts.b_in.{first + j}"].view_as(layer.experts.batched_fc1_bias[j])
+                state[f"experts.bias_in.{first + j}"].view_as(layer.experts.batched_fc1_bias[j])
             )
             layer.experts.batched_fc2_w[j].copy_(state[f"experts.w_out.{first + j}"].t())
             layer.experts.batched_fc2_bias[j].copy_(
-                state[f"experts.b_out.{first + j}"].view_as(layer.experts.batched_fc2_bias[j])
+                state[f"experts.bias_out.{first + j}"].view_as(layer.experts.batched_fc2_bias[j])
             )
     return layer  # type: ignore[no-any-return]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import original_state_dict
-from prophet.engine.parallel import expert_parameters
-from prophet.engine.shared_errors import on_all_ranks
+from prophet.engine.expert_state import Share, join_state, shares_of, split_state
+from prophet.engine.shared_errors import limit_of, on_all_ranks
 from prophet.errors import CheckpointError, SpecError
-from prophet.ranks.process_group import process_rank, processes
+from prophet.ranks.process_group import at_work, process_rank, processes
 from prophet_deepspeed import layout
 from prophet_deepspeed.layout import Values
 from prophet_deepspeed.states import States
@@ -54,45 +54,48 @@ class Checkpoints:
         dense_writer, expert_writer = process_rank() == 0, process_rank() < ep.size
         dense: dict[str, Any] = {"values": {}, "settings": {}}
         experts: dict[str, Any] = {"values": {}, "settings": {}}
+        shares = shares_of(model)
         for name, p in model.named_parameters():
             if states is None or not states.holds(p):
                 continue
             found = {k: v.cpu() for k, v in states.read(p).items()}  # with ZeRO on all ranks
             if _is_expert(p) and expert_writer:
-                experts["values"] |= layout.unstack(name, self._held(name).start, found)
-                experts["settings"][name] = states.settings(p)
+                own = split_state(name, p, shares[name], found)
+                experts["values"] |= {key: {k: v.clone() for k, v in parts.items()} for key, parts in own.items()}
+                experts["settings"] |= dict.fromkeys(own, states.settings(p))
             elif not _is_expert(p) and dense_writer:
                 dense["values"][name] = found
                 dense["settings"][name] = states.settings(p)
         keys = self._expert_keys()
         module = {k: v.detach().cpu() for k, v in model.state_dict().items()}
         experts["module"] = {k: v.clone() for k, v in module.items() if k in keys}
-        if process_rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            layout.clear(folder)
-        self._meet("start of save_checkpoint")
-        if expert_writer:
-            layout.write(experts, folder / layout.EXPERTS.format(ep.rank, ep.size))
-        balancing, generators = self._own_files(folder)
-        if ep.rank == 0:
-            layout.write(self._engine.state_dict(), balancing)
-        layout.write(layout.random_state() | {"device": _accelerator().get_rng_state()}, generators)
-        if dense_writer:
-            dense |= {
-                "format": layout.FORMAT,
-                "ranks": ep.size,
-                "processes": processes(),
-                "module": {k: v for k, v in module.items() if k not in keys},
-                "counters": {k: int(getattr(ds, k)) for k in layout.COUNTERS},
-                "scaler": {} if states is None else states.scaler(),
-                "scheduler": None if ds.lr_scheduler is None else ds.lr_scheduler.state_dict(),
-                "client_state": client_state or {},
-            }
-            layout.write(dense, folder / layout.DENSE)
-        self._meet("end of save_checkpoint")
-        if save_latest and process_rank() == 0:
-            (Path(save_dir) / layout.LATEST).write_text(folder.name, encoding="utf-8")
-        self._meet("end of save_checkpoint")
+        with at_work(f"writing {folder}"):
+            if process_rank() == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                layout.clear(folder)
+            self._meet("start of save_checkpoint")
+            if expert_writer:
+                layout.write(experts, folder / layout.EXPERTS.format(ep.rank, ep.size))
+            balancing, generators = self._own_files(folder)
+            if ep.rank == 0:
+                layout.write(self._engine.state_dict(), balancing)
+            layout.write(layout.random_state() | {"device": _accelerator().get_rng_state()}, generators)
+            if dense_writer:
+                dense |= {
+                    "format": layout.FORMAT,
+                    "ranks": ep.size,
+                    "processes": processes(),
+                    "module": {k: v for k, v in module.items() if k not in keys},
+                    "counters": {k: int(getattr(ds, k)) for k in layout.COUNTERS},
+                    "scaler": {} if states is None else states.scaler(),
+                    "scheduler": None if ds.lr_scheduler is None else ds.lr_scheduler.state_dict(),
+                    "client_state": client_state or {},
+                }
+                layout.write(dense, folder / layout.DENSE)
+            self._meet("end of save_checkpoint")
+            if save_latest and process_rank() == 0:
+                (Path(save_dir) / layout.LATEST).write_text(folder.name, encoding="utf-8")
+            self._meet("end of save_checkpoint")
         return True
 
     def save_model(
@@ -107,8 +110,9 @@ class Checkpoints:
         writer = process_rank() == 0
         state = original_state_dict(self._ds.module, keep=writer)
         if writer:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            layout.write({k: v.detach().cpu() for k, v in state.items()}, Path(save_dir) / save_filename)
+            with at_work(f"writing {save_dir}"):
+                Path(save_dir).mkdir(parents=True, exist_ok=True)
+                layout.write({k: v.detach().cpu() for k, v in state.items()}, Path(save_dir) / save_filename)
         self._meet("end of save_16bit_model")
         return True
 
@@ -117,15 +121,9 @@ class Checkpoints:
             raise CheckpointError("a checkpoint belongs between two steps, and one is under way: call engine.step()")
         return None if self._ds.optimizer is None else States(self._ds)
 
-    def _held(self, name: str) -> range:
-        """The experts of a stacked parameter."""
-        bank: Any = self._ds.module.get_submodule(name.rpartition(".")[0])
-        return range(bank.first_expert, bank.first_expert + bank.experts)
-
     def _expert_keys(self) -> set[str]:
         """Names of this rank's experts, in a state dict and in a checkpoint."""
-        named = expert_parameters(self._ds.module)
-        return {layout.expert_key(name, e) for name, _ in named for e in self._held(name)}
+        return {s.key for shares in shares_of(self._ds.module).values() for s in shares}
 
     def _own_files(self, folder: Path) -> tuple[Path, Path]:
         """Those that hold the balancing of this rank's group, and this process's random generators."""
@@ -134,7 +132,7 @@ class Checkpoints:
 
     def _meet(self, what: str) -> None:
         """Wait for all processes."""
-        with on_all_ranks(what, self._ds.module):
+        with on_all_ranks(what, timeout_s=limit_of(self._ds.module)):
             pass
 
     # --- load ---
@@ -166,7 +164,7 @@ class Checkpoints:
             tag = latest.read_text(encoding="utf-8").strip()
         folder = Path(load_dir) / str(tag)
         states = self._states()
-        with on_all_ranks(f"reading of {folder}", ds.module, said="could not read it"):
+        with on_all_ranks(f"reading of {folder}", said="could not read it", timeout_s=limit_of(ds.module)):
             dense = layout.read_dense(folder)
             wanted = states if load_optimizer_states and not load_module_only else None
             module, values, settings = self._read(folder, dense, wanted)
@@ -197,12 +195,12 @@ class Checkpoints:
     ) -> tuple[dict[str, Tensor], dict[int, Values], dict[int, Any]]:
         """The module's state, and by parameters' ids their optimizer states and their groups' settings."""
         saved, expert_settings, experts = layout.read_experts(folder, dense["ranks"], self._expert_keys())
-        values, settings = {}, {}
+        values, settings, shares = {}, {}, shares_of(self._ds.module)
         for name, p in self._ds.module.named_parameters():
             if states is None or not states.holds(p):
                 continue
             if _is_expert(p):
-                one, own = layout.stack(name, self._held(name), saved, folder), expert_settings.get(name)
+                one, own = _joined(name, p, shares[name], saved, expert_settings, folder)
             else:
                 one, own = dense["values"].get(name), dense["settings"].get(name)
             values[id(p)] = layout.check_values(name, one, p.shape, folder)
@@ -220,6 +218,22 @@ class Checkpoints:
             self._engine.load_state_dict(balancing)
         except SpecError as error:  # configured differently now, as with fewer slots: plans are made anew
             warnings.warn(f"{paths[0]}: {error}; the first step starts without replicas", stacklevel=3)
+
+
+def _joined(
+    name: str, p: nn.Parameter, shares: list[Share], saved: dict[str, Values], settings: dict[str, Any], folder: Path
+) -> tuple[Values, Any]:
+    """Values and settings of a parameter of experts, which have taken the same steps where it holds several."""
+    for share in shares:
+        if share.key not in saved:
+            raise CheckpointError(f"{folder}: optimizer states of {share.key} are missing")
+    own = [settings.get(share.key) for share in shares]
+    if any(str(one) != str(own[0]) for one in own):
+        raise CheckpointError(f"{folder}: the experts of {name} have taken different steps, or have different settings")
+    try:
+        return join_state(name, p, shares, saved, on_device=False), own[0]
+    except ValueError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
 
 
 def _is_expert(p: nn.Parameter) -> bool:

@@ -45,7 +45,7 @@ class ParameterGroups:
                 where = next(n for n in layers if name.startswith(n + "."))
                 bias = "bias" in name.rsplit(".", 1)[-1]
                 for kind, new in layers[where].experts.named_parameters():
-                    if kind.startswith("b_") != bias:
+                    if ("bias" in kind) != bias:
                         continue
                     if used.setdefault(id(new), group) != group:
                         raise ConfigError(

@@ -1,12 +1,12 @@
 """What a checkpoint's files are called and hold, and how experts are found in them at any number of ranks.
 
 `dense.pt` holds what all ranks share, `experts_<rank>_of_<ranks>.pt` the experts of one rank of the expert-parallel
-(EP) group, every expert by itself under `<parameter>.<expert>`, `balancing_<group>_of_<groups>.pt` what one EP group
+(EP) group, every expert by itself under its name in a state dict, `balancing_<group>_of_<groups>.pt` what one EP group
 remembers of its routing, and `random_<process>_of_<processes>.pt` the states of one process's random generators. Any
 number of ranks reads the first two; the others belong to as many ranks as wrote them. Files are read without running
 code.
 
-Nothing here imports deepspeed. Shape legend: m experts of one rank.
+Nothing here imports deepspeed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from prophet.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 DENSE, LATEST = "dense.pt", "latest"
 EXPERTS, BALANCING, RANDOM = "experts_{}_of_{}.pt", "balancing_{}_of_{}.pt", "random_{}_of_{}.pt"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -91,28 +91,6 @@ def clear(folder: Path) -> None:
 # --- experts ---
 
 
-def expert_key(parameter: str, expert: int) -> str:
-    """The name of one expert's share of a stacked parameter."""
-    return f"{parameter}.{expert}"
-
-
-def unstack(parameter: str, first: int, stacked: Mapping[str, Tensor]) -> dict[str, Values]:
-    """Values of a stacked parameter [m, ...] (its value, its moments) expert by expert; the first is expert `first`."""
-    experts = range(len(next(iter(stacked.values()))))
-    return {expert_key(parameter, first + i): {k: v[i].clone() for k, v in stacked.items()} for i in experts}
-
-
-def stack(parameter: str, experts: Iterable[int], values: Mapping[str, Values], folder: Path) -> Values:
-    """The inverse, for any experts in any order; all must have the same entries."""
-    found: list[Values] = []
-    for expert in experts:
-        entry = values.get(expert_key(parameter, expert))
-        if entry is None or (found and set(entry) != set(found[0])):
-            raise CheckpointError(f"{folder}: optimizer states of {expert_key(parameter, expert)} are missing")
-        found.append(entry)
-    return {k: torch.stack([entry[k] for entry in found]) for k in found[0]}
-
-
 def read_experts(
     folder: Path, ranks: int, wanted: Iterable[str]
 ) -> tuple[dict[str, Values], dict[str, Any], dict[str, Tensor]]:
@@ -128,7 +106,7 @@ def read_experts(
         part = read(folder / EXPERTS.format(rank, ranks), ("values", "settings", "module"))
         values |= {k: v for k, v in part["values"].items() if k in names}
         module |= {k: v for k, v in part["module"].items() if k in names}
-        settings = settings or part["settings"]
+        settings |= {k: v for k, v in part["settings"].items() if k in names}
     return values, settings, module
 
 

@@ -50,6 +50,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         self._replicas: ExpertReplicas | None = None
         self._groups: tuple[Collective, Collective] | None = None
         self._checkpoints: Checkpoints | None = None
+        self._accelerator: Any = None
         self._clipped = False
 
     # --- events ---
@@ -66,6 +67,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         self.report = prophet.convert(model, group=group, adapters=self.adapters)
         self._experts = next(layer for *_, layer in converted(model)).collective
         self._checkpoints = Checkpoints(trainer, before_best=self._let_go)
+        self._accelerator = trainer.accelerator
         wrap(trainer.accelerator, "clip_grad_norm_", self._clip)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -122,6 +124,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
             raise ValueError(f"norm_type: expected 2 where experts are on several ranks, got {norm_type}")
         held: list[Any] = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         self._clipped |= max_norm != float("inf")
+        self._accelerator.unscale_gradients()  # fp16; as accelerate's own clipping does
         if self.engine is not None:
             return self.engine.clip_grad_norm_(held, max_norm)
         return clip_grad_norm_(held, max_norm, self._experts, held[0].device)
@@ -144,8 +147,12 @@ def _holder(callback: ProphetCallback) -> Any:
 def _check_settings(trainer: Any) -> None:
     """Raise ValueError for what would not work, before anything changes."""
     args = trainer.args
-    if args.fp16 or getattr(trainer.accelerator, "scaler", None) is not None:
-        raise ValueError("fp16=True scales the loss, which clipping over ranks does not know of: use bf16=True")
+    scaler = getattr(trainer.accelerator, "scaler", None)
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ValueError(
+            f"fp16=True scales the loss by a {type(scaler).__name__} here, and the ranks can agree on what a "
+            f"torch.amp.GradScaler finds: use bf16=True"
+        )
     if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
         raise ValueError("ProphetCallback works with DistributedDataParallel; deepspeed and fsdp must be off")
     if trainer.model_init is not None:

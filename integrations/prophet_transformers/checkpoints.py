@@ -31,7 +31,7 @@ from prophet.convert.saving import load_pretrained, save_pretrained
 from prophet.engine.shared_errors import on_all_ranks
 from prophet.errors import CheckpointError
 from prophet.ranks.collective import Operation
-from prophet.ranks.process_group import collective_for, process_rank
+from prophet.ranks.process_group import at_work, meet, process_rank
 from prophet_transformers.optimizer_parts import SHARED, OptimizerParts
 
 STATE = "trainer_state.json"
@@ -159,9 +159,8 @@ class Checkpoints:
         folder = Path(self._trainer.args.output_dir)
         found = whole_checkpoints(folder)
         newest = int(found[-1].name.split("-")[-1]) if found else -1
-        everyone = collective_for(None, timeout_s=float(self._trainer.args.ddp_timeout))
-        mine = torch.tensor([newest], device=next(self._trainer.model.parameters()).device)
-        steps = everyone.all_gather(mine, op=Operation("choice of a checkpoint")).flatten().tolist()
+        limit_s = float(self._trainer.args.ddp_timeout)
+        steps = [int(n) for n in meet(Operation("choice of a checkpoint"), str(newest), timeout_s=limit_s)]
         if min(steps) < 0:
             there = sorted(p.name for p in folder.glob("checkpoint-*"))
             raise CheckpointError(f"{folder}: expected a whole checkpoint-<step>, got {there}")
@@ -261,7 +260,7 @@ class Checkpoints:
         if self._in_checkpoint and process_rank() == 0:
             _make_room(folder)
         save_pretrained(model, folder)
-        with _written(model):
+        with _written(model), at_work(f"writing {folder}"):
             inner(output_dir, *args, **kwargs)
         if self._in_checkpoint and process_rank() == 0:
             _list_files(folder)
@@ -298,7 +297,7 @@ class Checkpoints:
             trainer.optimizer = optimizer
 
     def _together(self, what: str) -> AbstractContextManager[None]:
-        return on_all_ranks(what, self._trainer.model, timeout_s=float(self._trainer.args.ddp_timeout))
+        return on_all_ranks(what, timeout_s=float(self._trainer.args.ddp_timeout))
 
 
 class _OptimizerByName:

@@ -1,16 +1,14 @@
 """The optimizer's state as files that any number of ranks can read.
 
 One file holds the settings, and the state of the parameters that all ranks share. Each rank of an expert-parallel
-group adds a file with the state of its own experts, which says which experts these are. A reading rank takes the
-experts it has from whichever files hold them. Parameters are told apart by name.
-
-Shape legend: m experts per rank.
+group adds a file with the state of its own experts, each by itself. A reading rank takes the experts it has from
+whichever files hold them. Parameters are told apart by name.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,12 @@ from torch import Tensor, nn
 
 from prophet.convert import converted
 from prophet.engine.checkpoint import NOT_SETTINGS, Training, settings_by_group
+from prophet.engine.expert_state import Share, join_state, split_state
 from prophet.errors import CheckpointError
 
 SHARED = "optimizer.pt"  # Trainer's name
 EXPERTS = "optimizer_experts_{rank}_of_{ranks}.pt"
-FORMAT = 1
+FORMAT = 2
 
 
 class OptimizerParts:
@@ -34,8 +33,7 @@ class OptimizerParts:
         self._training = Training(model, self._optimizer)
         group = next(layer.collective for *_, layer in converted(model))
         self.rank, self.ranks = group.rank, group.size
-        # by parameter: the global number of the first of this rank's experts, and how many
-        self._held = {name: (bank.first_expert, bank.experts) for name, bank in self._training.banks.items()}
+        self._shares = self._training.shares
 
     # --- writing ---
 
@@ -45,14 +43,21 @@ class OptimizerParts:
         for group in self._optimizer.param_groups:
             settings = {k: v for k, v in group.items() if k not in NOT_SETTINGS}
             groups.append({"settings": settings, "parameters": self._names(group)})
-        states = {name: state for name, _, state in self._training.trained() if state and name not in self._held}
+        states = {name: state for name, _, state in self._training.trained() if state and name not in self._shares}
         kind = type(self._optimizer).__name__
         return {"format": FORMAT, "optimizer": kind, "ranks": self.ranks, "groups": groups, "states": states}
 
     def experts(self) -> dict[str, Any]:
-        """The state of this rank's experts."""
-        states = {name: state for name, _, state in self._training.trained() if state and name in self._held}
-        return {"format": FORMAT, "held": dict(self._held), "states": states}
+        """The state of this rank's experts, every expert's by itself; what they share, by the parameter's name."""
+        states: dict[str, Any] = {}
+        shared: dict[str, Any] = {}
+        for name, p, state in self._training.trained():
+            if name in self._shares:
+                try:
+                    states |= split_state(name, p, self._shares[name], state)
+                except ValueError:
+                    shared[name] = {"experts": [s.key for s in self._shares[name]], "state": state}
+        return {"format": FORMAT, "states": states, "shared": shared}
 
     def experts_file(self) -> str:
         """The name of the file for `experts()`."""
@@ -80,18 +85,27 @@ class OptimizerParts:
         groups: list[dict[str, Any]] = []
         states: dict[int, Any] = {}
         for group, new in zip(self._optimizer.param_groups, settings, strict=True):
-            names = self._names(group)
-            numbers = range(len(states), len(states) + len(names))
+            numbers = range(len(states), len(states) + len(group["params"]))
             kept = {key: group[key] for key in NOT_SETTINGS if key in group}
             # a group without parameters, as Trainer makes one where all are adapters, keeps its settings
             groups.append({**(new or group), **kept, "params": list(numbers)})
-            for number, name in zip(numbers, names, strict=True):
-                held = self._held.get(name)
-                states[number] = shared["states"].get(name) if held is None else files.state(name, *held)
+            on_device = bool(group.get("capturable") or group.get("fused"))
+            for number, p in zip(numbers, group["params"], strict=True):
+                name = self._training.name_of(p)
+                shares = self._shares.get(name)
+                if shares is None:
+                    states[number] = shared["states"].get(name)
+                    continue
+                try:
+                    states[number] = files.shared(name, shares)
+                    if states[number] is None:
+                        states[number] = join_state(name, p, shares, files.states(shares), on_device=on_device)
+                except ValueError as error:
+                    raise CheckpointError(f"{folder}: {error}") from error
         return {"param_groups": groups, "state": {n: s for n, s in states.items() if s}}
 
     def _names(self, group: Mapping[str, Any]) -> list[str]:
-        return [self._training.name_of(p) for p in group["params"]]
+        return [name for p in group["params"] for name in self._training.names_of(p)]
 
 
 class _ExpertFiles:
@@ -102,39 +116,31 @@ class _ExpertFiles:
         self._order = sorted(range(ranks), key=lambda rank: rank != likely)
         self._open: dict[int, Mapping[str, Any]] = {}
 
-    def state(self, name: str, first: int, count: int) -> dict[str, Any]:
-        """The state of the parameter `name` for experts first..first + count."""
-        stop = first + count
-        missing = set(range(first, stop))
-        pieces: list[tuple[range, Mapping[str, Any]]] = []
+    def shared(self, name: str, shares: Sequence[Share]) -> dict[str, Any] | None:
+        """State that experts share, for those that shared it; None where every expert has its own."""
+        found = self._part(self._order[0])["shared"].get(name)
+        if found is None:
+            return None
+        if found["experts"] != [s.key for s in shares]:
+            fields = ", ".join(sorted(found["state"]))
+            raise CheckpointError(
+                f"{self._folder}: the optimizer's {fields} of {name} cannot be divided among another number of ranks: "
+                f"resume with expert-parallel groups of {self._ranks}"
+            )
+        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in found["state"].items()}
+
+    def states(self, shares: Sequence[Share]) -> dict[str, Any]:
+        """The states of these experts' shares, by key."""
+        found: dict[str, Any] = {}
         for rank in self._order:
-            if not missing:
+            if len(found) == len(shares):
                 break
-            part = self._part(rank)
-            start, size = part["held"].get(name, (0, 0))
-            held = range(start, start + size)
-            if missing.isdisjoint(held):
-                continue
-            missing.difference_update(held)
-            pieces.append((held, part["states"].get(name, {})))
-        if missing:
-            raise CheckpointError(f"{self._folder}: no file of {self._ranks} has expert {min(missing)} of {name}")
-        pieces.sort(key=lambda piece: piece[0].start)
-        whole = pieces[0][0] == range(first, stop)
-        joined: dict[str, Any] = {}
-        for field in sorted({field for _, state in pieces for field in state}):
-            values: list[tuple[Any, range]] = [(state.get(field), held) for held, state in pieces]
-            one: Any = values[0][0]
-            if whole or all(_equal(v, one) for v, _ in values):
-                joined[field] = one.clone() if isinstance(one, Tensor) else one  # a mapped file may be written to later
-            elif all(isinstance(v, Tensor) and v.shape[:1] == (len(held),) for v, held in values):
-                joined[field] = torch.cat([v[max(first - held.start, 0) : stop - held.start] for v, held in values])
-            else:
-                raise CheckpointError(
-                    f"{self._folder}: the optimizer's {field} of {name} cannot be divided among another number of "
-                    f"ranks: resume with expert-parallel groups of {self._ranks}"
-                )
-        return joined
+            there = self._part(rank)["states"]
+            found |= {s.key: there[s.key] for s in shares if s.key in there}
+        for share in shares:
+            if share.key not in found:
+                raise CheckpointError(f"{self._folder}: no file of {self._ranks} has {share.key}")
+        return found
 
     def _part(self, rank: int) -> Mapping[str, Any]:
         if rank not in self._open:
@@ -149,9 +155,3 @@ class _ExpertFiles:
                 raise CheckpointError(f"{path}: expected the state that ProphetCallback writes")
             self._open[rank] = part
         return self._open[rank]
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dim() == b.dim() == 0 and torch.equal(a, b)
-    return not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b)

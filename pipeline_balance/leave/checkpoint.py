@@ -24,6 +24,7 @@ from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.files import read_json, shown
 from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import at_work
 from prophet.state.space import Space, TensorSpec
 from prophet.state.tensor_index import TensorReader
 from prophet.state.transition import torch_dtype
@@ -53,24 +54,26 @@ def save_checkpoint(pipeline: PipelineTrainer, folder: Path, *, step: int, stage
     after.check_layers(pipeline.stage_map.layers)
     held = collect(pipeline.layers, pipeline.optimizer, gradients=False)
     space, scalars, frozen = share(held, pipeline.collective, pipeline.config.device)
-    if pipeline.collective.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / DESCRIPTION).unlink(missing_ok=True)
-    _meet(pipeline, "starting a checkpoint")
-    save_tensors(dict(held.tensors), checkpoint_id=folder, process_group=pipeline.groups.group)
-    if pipeline.collective.rank == 0:
-        said = {
-            "step": step,
-            "boundaries": list(after.boundaries),
-            "ranks": list(after.ranks),
-            "tensors": [[t.name, list(t.shape), t.dtype, t.kind, t.layer] for t in space.tensors],
-            "scalars": scalars,
-            "frozen": sorted(frozen),
-        }
-        part = folder / f"{DESCRIPTION}.part"
-        part.write_text(json.dumps(said), encoding="utf-8")
-        part.replace(folder / DESCRIPTION)
-    _meet(pipeline, "finishing a checkpoint")
+    said = {
+        "step": step,
+        "boundaries": list(after.boundaries),
+        "ranks": list(after.ranks),
+        "tensors": [[t.name, list(t.shape), t.dtype, t.kind, t.layer] for t in space.tensors],
+        "scalars": scalars,
+        "frozen": sorted(frozen),
+    }
+    writer = pipeline.collective.rank == 0
+    with at_work(f"writing {folder}"):
+        if writer:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / DESCRIPTION).unlink(missing_ok=True)
+        pipeline.collective.meet(Operation("starting a checkpoint"))
+        save_tensors(dict(held.tensors), checkpoint_id=folder, process_group=pipeline.groups.group)
+        if writer:
+            part = folder / f"{DESCRIPTION}.part"
+            part.write_text(json.dumps(said), encoding="utf-8")
+            part.replace(folder / DESCRIPTION)
+        pipeline.collective.meet(Operation("finishing a checkpoint"))
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -153,7 +156,3 @@ def load_checkpoint(pipeline: PipelineTrainer, folder: Path) -> Checkpoint:
         raise SpecError(f"{folder}: rank {rank} cannot read its tensors: {why}") from error
     pipeline.adopt(layers, state, saved.scalars, set(saved.frozen))
     return saved
-
-
-def _meet(pipeline: PipelineTrainer, why: str) -> None:
-    pipeline.collective.all_gather(torch.zeros(1, dtype=torch.int64, device=pipeline.config.device), op=Operation(why))

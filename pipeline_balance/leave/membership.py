@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipeline_balance.pipeline.trainer import PipelineTrainer
 from prophet.errors import SpecError
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 
 
 class MembershipError(RuntimeError):
@@ -42,7 +43,9 @@ class Generation:
 class Membership:
     """One process's view of the changing group. `store` must outlive every generation (not be hosted by a leaver)."""
 
-    def __init__(self, store: Store, member: int, *, backend: str = "gloo", timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, store: Store, member: int, *, backend: str = "gloo", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
         if member < 0:
             raise SpecError(f"a member's number must not be negative, got {member}")
         self.store = store

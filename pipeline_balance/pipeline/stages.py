@@ -24,7 +24,7 @@ from pipeline_balance.schedules.flexible import flexible
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 
 BuildLayer = Callable[[int], nn.Module]
@@ -46,7 +46,7 @@ class PipelineConfig:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     split_backward: bool = False
     budget_bytes: int = 64 << 20
-    timeout_s: float = 300.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:

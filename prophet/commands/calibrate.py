@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from prophet.machine.benchmark_files import ExpertKind
     from prophet.ranks.launch import Launch
 
-_TIMEOUT_S = 60.0  # on every wait of one rank for another
 _LIMIT_S = 3600.0  # on ranks that the command starts itself, all together
 _NOISY = 0.08  # spread of samples beyond which figures are not worth keeping
 _MOST = 1 << 16  # of an expert's dimensions
@@ -140,6 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _start(job: Job, ranks: int) -> dict[str, Any]:
     """Measure on ranks that are processes of this machine."""
+    from prophet.ranks.collective import DEFAULT_TIMEOUT_S
     from prophet.ranks.launch import run_ranks
 
     most = 4 * (os.cpu_count() or ranks)
@@ -153,7 +153,7 @@ def _start(job: Job, ranks: int) -> dict[str, Any]:
             ranks=ranks,
             folder=folder,
             limit_s=_LIMIT_S,
-            timeout_s=_TIMEOUT_S,
+            timeout_s=DEFAULT_TIMEOUT_S,
             what="the calibration",
         )
         answer: dict[str, Any] = json.loads((folder / "answer.json").read_text(encoding="utf-8"))
@@ -255,6 +255,7 @@ def _dtype(name: str) -> Any:
 
 def _join(launch: Launch, job: Job, ranks: int | None) -> dict[str, Any] | None:
     """Take part in the group that torchrun has prepared; rank 0 gets the answer."""
+    from prophet.ranks.collective import DEFAULT_TIMEOUT_S
     from prophet.ranks.launch import joined_group
     from prophet.ranks.process_group import collective_for
 
@@ -264,7 +265,7 @@ def _join(launch: Launch, job: Job, ranks: int | None) -> dict[str, Any] | None:
         return _measure(job, collective_for(None), launch.device)
     if job.ranks_per_node is None and launch.local_ranks is not None:
         job = replace(job, ranks_per_node=launch.local_ranks)
-    with joined_group(launch, timeout_s=_TIMEOUT_S) as collective:
+    with joined_group(launch, timeout_s=DEFAULT_TIMEOUT_S) as collective:
         answer = _measure(job, collective, launch.device)
         collective.close()
     return answer if collective.rank == 0 else None
@@ -274,7 +275,7 @@ def _rank_body(rank: int, job: Job, answer: Path) -> None:
     """What every rank does that this command has started."""
     from prophet.ranks.process_group import collective_for
 
-    found = _measure(job, collective_for(None, timeout_s=_TIMEOUT_S), "cpu")
+    found = _measure(job, collective_for(None), "cpu")
     if rank == 0:
         answer.write_text(json.dumps(found), encoding="utf-8")
 

@@ -30,6 +30,7 @@ from prophet.convert.state import load_original_state_dict, original_state_dict,
 from prophet.convert.trial import check_by_trying
 from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import Trial
+from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
 from prophet.errors import ConversionError
 from prophet.kernels.choice import Impl
@@ -81,9 +82,8 @@ def convert(
     your own, asked before `standard_adapters()`. group, timeout_s, impl: as for `prophet.MoE`. verify: run every block
     on a few random tokens, in evaluation mode, before and after its conversion, and compare.
 
-    optimizer: one that was built before. Its states move with the experts, bit for bit, and number and order of its
-    groups stay. Where one stacked parameter cannot stand for the experts that it treats one by one, these stay modules,
-    or it is refused.
+    optimizer: one that was built before. Its states move bit for bit, its groups keep number and order. Experts that it
+    treats one by one, as one stacked parameter cannot be, stay modules, or it is refused.
 
     Every rank holds the whole model before, and of the experts only those it is home to afterwards. Convert before
     building any other optimizer and before wrapping the model in DistributedDataParallel. Raises `ConversionError`, the
@@ -101,7 +101,7 @@ def convert(
     error: Exception | None = None
     try:
         check_model(model)
-        found, left = find_all(model, (*adapters, *standard_adapters()), patterns, collective.size)
+        found, left = find_all(model, (*adapters, *standard_adapters()), patterns, collective.rank, collective.size)
         found, carried = _checked(model, optimizer, found, left)
         prints = *fingerprint([(f.name, f.spec, f.experts(model)) for f in found]), digest(optimizer, carried)
     except ConversionError as caught:
@@ -111,14 +111,13 @@ def convert(
     replaced: list[Replaced] = []
     for f in found:
         block, held = f.block(model), f.experts(model)
-        trial = None
-        if verify and f.spec.held == f.spec.num_experts:
-            trial = Trial(partial(f.run, model), f.input_shape, block, next(held.parameters()), collective)
+        trial = _trial(model, f, collective) if verify and f.spec.held == f.spec.num_experts else None
         layer, methods = replace(model, f, collective, impl)
         problem = trial.problem() if trial else None
         if trial is not None and trial.anywhere(problem):
             _undo(model, f, layer, held, carried[: len(replaced)])
             raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
+        shape = layer.experts.shape()
         before = sum(p.numel() for p in held.parameters())
         layer.let_go_of_originals()
         bank = layer.experts
@@ -133,15 +132,24 @@ def convert(
                 dtype=str(bank.dtype).removeprefix("torch."),
                 params=sum(p.numel() for p in bank.parameters()),
                 params_before=before,
+                flops_per_row=shape.forward_flops_per_token,
+                expert_bytes=shape.expert_bytes,
             )
         )
     for one in carried:
-        one.move_to(model.get_submodule(f"{one.where}.experts"), f"{one.where}.experts")
+        one.move_to(model)
     for *_, layer in converted(model):
         layer.origin.model = weakref.ref(model)
     write_original_layout(model)
+    share_overflows([layer for *_, layer in converted(model)])
     leave_out_of_ddp(model)
     return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left))
+
+
+def _trial(model: nn.Module, f: Found, collective: Collective) -> Trial:
+    """Block `f` as it is now, to be compared."""
+    like = next(f.experts(model).parameters())
+    return Trial(partial(f.run, model), f.input_shape, f.block(model), like, collective)
 
 
 def _undo(model: nn.Module, f: Found, layer: RoutedExperts, held: nn.Module, carried: Sequence[Carried]) -> None:

@@ -43,6 +43,9 @@ class RowOrder:
         return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
 
 
+RUNS_TWICE = "its own, runs twice"  # what reports call the router of a block that was found by trying
+
+
 @dataclass(frozen=True, slots=True)
 class FfnNames:
     """Where a feed-forward module keeps its parameters, as names relative to it.

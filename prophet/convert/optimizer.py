@@ -19,6 +19,7 @@ from prophet.convert.elementwise import is_elementwise
 from prophet.convert.find import Found
 from prophet.convert.listed import Listed
 from prophet.errors import ConversionError
+from prophet.experts.bank import Entry
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.grouped_ffn import ExpertWeights
 
@@ -86,8 +87,10 @@ class Carried:
                     yield value.detach().reshape(-1)[-_SAMPLE:].to("cpu", torch.float64).numpy().tobytes()
 
     @torch.no_grad()
-    def move_to(self, bank: nn.Module, name: str) -> None:
-        """Put the bank's parameters, called `name`.…, and their states where the experts' were."""
+    def move_to(self, model: nn.Module) -> None:
+        """Put the parameters of the converted experts, and their states, where the experts' were."""
+        name = f"{self.where}.experts"
+        bank = model.get_submodule(name)
         new: dict[int, list[tuple[str, nn.Parameter]]] = {}
         kept = {id(p): f"{name}.{part}" for part, p in bank.named_parameters()}
         if isinstance(bank, FeedForwardBank):
@@ -148,35 +151,46 @@ class Carried:
         Asked of a graph of tensors without values: whatever moved there has its beginning in a leaf.
         """
         leaves = {n: torch.empty_like(p, device="meta").requires_grad_() for n, p in self.params.items()}
-        name_of = {id(leaf): n for n, leaf in leaves.items()}
         found: dict[str, set[str]] = {}
         with torch.enable_grad():
             for expert in range(self.spec.held):
                 for part, value in self._unpacked(leaves, expert)._asdict().items():
                     if value is not None:
-                        found.setdefault(part, set()).update(name_of[id(leaf)] for leaf in _leaves_of(value))
+                        found.setdefault(part, set()).update(_names_of(value, leaves))
         return found
 
     def _states_in(self, bank: FeedForwardBank) -> dict[str, tuple[str, dict[str, Any]]]:
         """By parameter of the bank: the first of its sources, and its state."""
-        whole = self.spec.held == self.spec.num_experts
-        offset = bank.first_expert if whole else 0
-        sources, parts = self._sources(), dict(bank.named_parameters())
         blank = {n: torch.empty_like(p, device="meta") for n, p in self.params.items()}
+        sources: dict[str, set[str]] = {}
+        with torch.enable_grad():
+            leaves = {n: t.clone().requires_grad_() for n, t in blank.items()}
+            for entry, value in self._entries(bank, leaves):
+                sources.setdefault(entry.parameter, set()).update(_names_of(value, leaves))
         found: dict[str, tuple[str, dict[str, Any]]] = {}
-        for part, p in parts.items():
+        for part, p in bank.named_parameters():
             names = [n for n in self.params if n in sources[part]]
             state: dict[str, Any] = {}
             for key, value in self._state_of(names[0]).items():
                 if not isinstance(value, Tensor) or not value.ndim:
                     state[key] = value.clone() if isinstance(value, Tensor) else value
                     continue
-                values = blank | {n: self._state_of(n)[key] for n in names}
                 state[key] = torch.empty_like(p, dtype=value.dtype, device=value.device)
-                for local in range(bank.experts):
-                    state[key][local].copy_(getattr(self._unpacked(values, offset + local), part))
+                for entry, moved in self._entries(bank, blank | {n: self._state_of(n)[key] for n in names}):
+                    if entry.parameter == part:
+                        entry.of(state[key]).copy_(moved)
             found[part] = names[0], state
         return found
+
+    def _entries(self, bank: FeedForwardBank, values: Mapping[str, Tensor]) -> Iterator[tuple[Entry, Tensor]]:
+        """What the bank holds of every home expert, with its value where the experts' parameters have `values`."""
+        whole = self.spec.held == self.spec.num_experts
+        own: dict[int, dict[str, Tensor]] = {}
+        for local in range(bank.experts):
+            number = bank.first_expert + local
+            own[number] = bank.as_entries(local, self._unpacked(values, number if whole else local))
+        for entry in bank.entries():
+            yield entry, own[entry.expert][entry.key]
 
 
 def carry(
@@ -216,11 +230,12 @@ def digest(optimizer: torch.optim.Optimizer | None, carried: Sequence[Carried]) 
     return int.from_bytes(found.digest(), "little")
 
 
-def _leaves_of(value: Tensor) -> list[Tensor]:
-    """The leaves of a graph that `value` depends on; itself, if it is one."""
+def _names_of(value: Tensor, leaves: Mapping[str, Tensor]) -> set[str]:
+    """Which of `leaves` a value depends on, by its graph; the one that it is, if it has none."""
+    name_of = {id(leaf): name for name, leaf in leaves.items()}
     if value.grad_fn is None:
-        return [value]
-    found: list[Tensor] = []
+        return {name_of[id(value)]}
+    found: set[str] = set()
     ahead, seen = [value.grad_fn], set()
     while ahead:
         node: Any = ahead.pop()
@@ -228,6 +243,6 @@ def _leaves_of(value: Tensor) -> list[Tensor]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.append(node.variable)
+            found.add(name_of[id(node.variable)])
         ahead += [following for following, _ in node.next_functions]
     return found

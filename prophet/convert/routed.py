@@ -73,19 +73,21 @@ class RoutedExperts(MoE):
         """As `forward`, in the dtype in which the answers come."""
 
         def given(_: Tensor) -> Routing:
-            self._check_adapters()
+            if self.training and not self._adapters_checked:
+                self.check()
+                self._adapters_checked = True
             return Routing.given(ids, weights, self.num_experts, kept)
 
         return self._apply_experts(x, given)
 
-    def _check_adapters(self) -> None:
-        """Before the first token is trained on: has PEFT been told to adapt experts, which it cannot find any more?"""
-        if self._adapters_checked or not self.training:
-            return
+    def check(self) -> None:
+        """Has PEFT been told to adapt experts, too, which it cannot find any more? Asked again before training."""
+        super().check()
         model = self.origin.model() if self.origin.model else None
         if model is not None:
-            check_adapters(model, [(name, layer.origin.skeleton) for name, _, _, layer in converted(model)])
-        self._adapters_checked = True
+            check_adapters(
+                model, [(name, self.origin.skeleton) for name, *_, layer in converted(model) if layer is self]
+            )
 
     @property
     def spread(self) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from prophet.convert.routed import converted
@@ -13,7 +12,7 @@ from prophet.convert.state import load_original_state_dict, original_state_dict
 from prophet.engine.checkpoint import some
 from prophet.errors import CheckpointError, PartialStateError
 from prophet.ranks.collective import Operation
-from prophet.ranks.process_group import collective_for, process_rank, processes, roll_call
+from prophet.ranks.process_group import at_work, collective_for, meet, process_rank, processes, roll_call
 
 
 def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
@@ -34,15 +33,14 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     error: Exception | None = None
     if writer:
         try:
-            type(model).save_pretrained(model, folder, state_dict=state, **options)
+            with at_work(f"writing {folder}"):
+                type(model).save_pretrained(model, folder, state_dict=state, **options)
         except Exception as caught:
             error = caught
-    flag = torch.full((1,), float(error is not None), device=next(model.parameters()).device)
-    for ranks in (group, *([collective_for(None)] if group.size < processes() else [])):
-        flag = ranks.all_gather(flag, op=Operation("end of save_pretrained")).amax().view(1)
+    said = meet(Operation("end of save_pretrained"), "" if error is None else "failed", timeout_s=group.timeout_s)
     if error is not None:
         raise error
-    if flag.item():
+    if any(said):
         raise CheckpointError(f"{folder}: rank 0 could not write the model; its error says why")
 
 

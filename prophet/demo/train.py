@@ -24,7 +24,7 @@ from prophet.engine.engine import Engine
 from prophet.engine.report import StepReport
 from prophet.machine.presets import CLUSTERS
 from prophet.planner.base import Planner
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import collective_for
 from prophet.scheduler.recording import Recording
 from prophet.scheduler.timeline import Span
@@ -48,7 +48,7 @@ class TrainConfig:
     learning_rate: float = 1e-3
     seed: int = 0
     slots_per_rank: int = 2
-    timeout_s: float = 60.0
+    timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
         for name in ("steps", "sequences", "held_out_sequences"):

@@ -9,7 +9,9 @@ from torch import nn
 
 from prophet.engine.balanced_layer import BalancedLayer
 from prophet.engine.config import EngineConfig, Experiment, check_equal, check_optimizer
+from prophet.engine.copies import check_not_copies
 from prophet.engine.engine import Engine
+from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp
 from prophet.layer.moe import moe_layers
 from prophet.ranks.process_group import processes
@@ -41,9 +43,12 @@ def attach(
     if not layers:
         raise ValueError("the model has no prophet.MoE layer to balance")
     if any(isinstance(layer._port, BalancedLayer) for layer in layers):
-        raise ValueError("a layer of this model is already attached to an engine; close that one first")
+        raise ValueError(
+            "a layer of this model is already attached to an engine: call close() of that one first, which ends "
+            "balancing and leaves converted experts converted"
+        )
     for layer in layers:
-        layer.experts.check_parameters()
+        layer.check()
     leave_out_of_ddp(model)
     first = layers[0].collective
     for layer in layers:
@@ -64,7 +69,9 @@ def attach(
     if optimizer is not None:
         check_optimizer(model, optimizer)
     check_equal(layers, config, experiment, first)
+    check_not_copies(layers, first)
     collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
     engine = Engine(layers, collective, config, experiment)
     engine.follow(model, optimizer)
+    share_overflows(layers)
     return engine

@@ -18,7 +18,7 @@ from prophet.errors import SpecError
 from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row, compare_splits
 from prophet.layer.moe import MoE
-from prophet.layer.port import LayerWindow, Pass, Port
+from prophet.layer.port import LayerWindow, Pass, PassCount, Port
 from prophet.planner.withdraw import pays
 from prophet.scheduler.actions import Window
 from prophet.scheduler.forms import FormChooser
@@ -84,7 +84,7 @@ class BalancedLayer:
         self._engine = engine
         self._ahead = runs_ahead(engine.schedule, index)
         self._forms = FormChooser(engine.experiment.transfers)
-        self._pass = Pass.EVALUATION
+        self._pass, self._passes = Pass.EVALUATION, PassCount()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Port:
         return self.layer.plain_port()  # a copied layer is balanced only once it is attached itself
@@ -102,7 +102,11 @@ class BalancedLayer:
         layers = engine.balanced if engine.compared else []
         first, last = bool(layers) and self.index == 0, bool(layers) and self is layers[-1]
         return Row(
+            forward=self._passes.next(self._pass),
+            kind=self._pass.value,
             step=engine.step,
+            updates=engine.updates,
+            averaged=self._pass.averaged,
             placement=self.digest if training else 0,
             split=engine.split_digest,
             stale=replicas is not None and replicas.stale,

@@ -29,14 +29,14 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.distributed.checkpoint.storage import WriteResult
 
+from prophet.engine.checkpoint_experts import ExpertStates, counts_on_device, entries_of
 from prophet.engine.checkpoint_folder import DESCRIPTION, Folder
 from prophet.engine.checkpoint_json import FORMAT, as_given, misfit, plain
-from prophet.engine.shared_errors import device_of, failure_of, short, together
+from prophet.engine.expert_state import banks_of, patterns, shares_of, split_state
+from prophet.engine.shared_errors import failure_of, limit_of, short, together
 from prophet.errors import CheckpointError
-from prophet.experts.bank import Bank
 from prophet.files import read_bytes
-from prophet.layer.moe import MoE
-from prophet.ranks.process_group import process_rank, processes
+from prophet.ranks.process_group import at_work, process_rank, processes
 from prophet.spec import digest, odd_ones_out
 from prophet.state.tensor_index import TensorReader
 
@@ -63,9 +63,10 @@ def save(
 
     Raises ValueError where the optimizer holds parameters that are not the model's, or state that cannot be described;
     RuntimeError where processes disagree about the optimizer; `CheckpointError`, which names the ranks, on every
-    process where one of them could not write.
+    process where one of them could not write. A write takes as long as it takes: the others wait while a process is at
+    it, and raise `PeerLost` where it has ended.
     """
-    folder, device = Path(folder), device_of(model)
+    folder, limit_s = Path(folder), limit_of(model)
     text = ""
     entries: dict[str, Any] = {}
     error: Exception | None = None
@@ -74,7 +75,7 @@ def save(
     except (ValueError, RuntimeError) as caught:
         error = caught
     numbers = (digest(np.frombuffer(text.encode(), np.uint8)), secrets.randbits(48))
-    said = together("comparison of optimizers", folder, device, error, numbers)
+    said = together("comparison of optimizers", folder, error, numbers, timeout_s=limit_s)
     differ = odd_ones_out(said[:, 0])
     if differ:
         raise RuntimeError(
@@ -84,17 +85,19 @@ def save(
     number = int(said[0, 1])
     target = Folder(folder, lambda: _current_tensors(folder))
     writer = process_rank() == 0
-    together("start of a checkpoint", folder, device, failure_of(lambda: target.begin(number), run=writer))
-    try:
-        tensors = _Writer(target.tensors(number))
-        _named(lambda: save_tensors(entries, storage_writer=tensors, no_dist=processes() == 1), folder)
-    except (CheckpointError, RuntimeError, OSError) as caught:
-        error = caught
-    if error is None and writer:
-        error = failure_of(lambda: _commit(target, number, text))
-    if error is not None and writer:
-        target.give_up()
-    together("end of a checkpoint", folder, device, error)
+    with at_work(f"writing {folder}"):
+        error = failure_of(lambda: target.begin(number), run=writer)
+        together("start of a checkpoint", folder, error, timeout_s=limit_s)
+        try:
+            tensors = _Writer(target.tensors(number))
+            _named(lambda: save_tensors(entries, storage_writer=tensors, no_dist=processes() == 1), folder)
+        except (CheckpointError, RuntimeError, OSError) as caught:
+            error = caught
+        if error is None and writer:
+            error = failure_of(lambda: _commit(target, number, text))
+        if error is not None and writer:
+            target.give_up()
+        together("end of a checkpoint", folder, error, timeout_s=limit_s)
 
 
 def _describe(
@@ -103,16 +106,24 @@ def _describe(
     """The description, the same on all processes but for what differs by mistake, and this process's entries."""
     described = Training(model, optimizer)
     entries: dict[str, Any] = dict(described.model_entries())
-    groups = []
+    groups: list[dict[str, Any]] = []
     if optimizer is not None:
         for group in optimizer.param_groups:
-            names = sorted(described.name_of(p) for p in group["params"])
+            names = sorted({name for p in group["params"] for name in described.names_of(p)})
+            mixed = [n for g in groups for n in names if n in g["parameters"]]
+            if mixed:
+                raise ValueError(
+                    f"{mixed[0]}: experts of one layer are in two of the optimizer's groups; expected one group for "
+                    f"all experts of a layer"
+                )
             groups.append({"settings": _settings(group), "parameters": names})
     states = {}
     for name, p, state in described.trained():
-        if state:
+        if name in described.shares:
+            entries |= entries_of(split_state(name, p, described.shares[name], state), p)
+        elif state:
             states[name], found = described.state_entries(name, p, state)
-            entries.update(found)
+            entries |= found
     text = json.dumps(
         {
             "format": FORMAT,
@@ -163,11 +174,17 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     like stay as they are. Without an optimizer only the model is read. Nothing is changed where the checkpoint does
     not fit: CheckpointError then.
     """
-    folder, device = Path(folder), device_of(model)
+    folder = Path(folder)
     plan = _Reading()
-    error = failure_of(lambda: plan.prepare(folder, model, optimizer))
-    together("reading of a checkpoint", folder, device, error)
-    _named(lambda: load_tensors(plan.entries, storage_reader=plan.reader, no_dist=processes() == 1), folder)
+    with at_work(f"reading {folder}"):
+        error, limit_s = failure_of(lambda: plan.prepare(folder, model, optimizer)), limit_of(model)
+        together("reading of a checkpoint", folder, error, timeout_s=limit_s)
+        if plan.experts is not None:
+            experts = plan.experts
+            plan.entries |= experts.entries
+            _named(lambda: load_tensors(experts.numbers, storage_reader=plan.reader, no_dist=processes() == 1), folder)
+            together("reading of experts' steps", folder, failure_of(experts.settle), timeout_s=limit_s)
+        _named(lambda: load_tensors(plan.entries, storage_reader=plan.reader, no_dist=processes() == 1), folder)
     if optimizer is not None:
         for group, new in zip(optimizer.param_groups, plan.settings, strict=True):
             _apply_settings(group, new)
@@ -187,6 +204,7 @@ class _Reading:
         self.trained: list[Tensor] = []
         self.states: dict[int, dict[str, Any]] = {}
         self.settings: list[dict[str, Any]] = []
+        self.experts: ExpertStates | None = None
         self.extra: dict[str, Any] = {}
 
     def prepare(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -203,12 +221,17 @@ class _Reading:
         if optimizer is None:
             return
         self.settings = _saved_settings(folder, said, optimizer, described)
+        self.experts = ExpertStates(folder, index) if described.shares else None
         for name, p, _ in described.trained():
             self.trained.append(p)
-            if name in said["states"]:
-                group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
+            group = next(g for g in optimizer.param_groups if any(q is p for q in g["params"]))
+            if self.experts is not None and name in described.shares:
+                state = self.experts.expect(name, p, described.shares[name], group)
+                if state:
+                    self.states[id(p)] = state
+            elif name in said["states"]:
                 try:
-                    state = _empty_state(p, said["states"][name], group, expert=name in described.banks)
+                    state = _empty_state(p, said["states"][name], group)
                     _, found = described.state_entries(name, p, state)
                 except (ValueError, RuntimeError, TypeError, MemoryError) as error:
                     raise CheckpointError(f"{folder / DESCRIPTION}: states.{name}: {error!s:.200}") from error
@@ -226,11 +249,8 @@ class Training:
         self._values: dict[str, Any] = self.model.state_dict()
         self._optimizer = optimizer
         self._names = {id(p): n for n, p in self.model.named_parameters()}
-        self.banks: dict[str, Bank] = {}
-        for name, layer in self.model.named_modules():
-            if isinstance(layer, MoE):
-                prefix = f"{name}.experts" if name else "experts"
-                self.banks |= {f"{prefix}.{part}": layer.experts for part, _ in layer.experts.named_parameters()}
+        self.shares = shares_of(self.model)
+        self._expert_keys = {prefix + key for prefix, bank in banks_of(self.model) for key in bank.all_keys()}
 
     def name_of(self, p: Tensor) -> str:
         name = self._names.get(id(p))
@@ -240,6 +260,11 @@ class Training:
                 f"optimizer after prophet.convert() and fully_shard(), which make new parameters"
             )
         return name
+
+    def names_of(self, p: Tensor) -> list[str]:
+        """What stands for a parameter on any rank and at any size: its name, or those of all experts' shares."""
+        name = self.name_of(p)
+        return patterns(self.shares[name]) if name in self.shares else [name]
 
     def trained(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """Name, parameter and state (empty before its first step) of every parameter of the optimizer."""
@@ -257,19 +282,12 @@ class Training:
 
     def all_model_names(self) -> set[str]:
         """The names of this rank's entries and of the experts that live on other ranks."""
-        names = {f"model.{n}" for n in self._values}
-        for name, bank in self.banks.items():
-            names |= {f"model.{name}.{e}" for e in range(bank.total_experts)}
-        return names
+        return {f"model.{n}" for n in (*self._values, *self._expert_keys)}
 
     def state_entries(self, name: str, p: Tensor, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """How to describe a parameter's optimizer state, and its tensors as entries.
-
-        A tensor of an expert parameter [m, ...] has an entry for every expert, which is a view of it.
-        """
+        """How to describe the optimizer state of a parameter that is no experts', and its tensors as entries."""
         fields: dict[str, Any] = {}
         entries: dict[str, Tensor] = {}
-        bank = self.banks.get(name)
         for field, value in state.items():
             key = f"optimizer.{name}"
             if not isinstance(value, Tensor):
@@ -278,16 +296,6 @@ class Training:
             dtype = str(value.dtype).removeprefix("torch.")
             if value.dim() == 0 and p.dim() > 0:
                 fields[field] = {"value": value.item(), "dtype": dtype}
-                continue
-            if bank is not None:
-                if value.shape[0] != bank.experts:
-                    raise ValueError(
-                        f"the optimizer's {field} of {name} has shape {list(value.shape)}, which cannot be cut into "
-                        f"{bank.experts} experts"
-                    )
-                fields[field] = {"shape": list(value.shape[1:]), "dtype": dtype}
-                for local in range(bank.experts):
-                    entries[f"{key}.{bank.first_expert + local}.{field}"] = value[local]
                 continue
             if value.shape != p.shape and hasattr(p, "full_tensor"):  # a DTensor
                 raise ValueError(
@@ -321,7 +329,7 @@ def _apply_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = tuple(value) if isinstance(value, list) and isinstance(old, tuple) else value
 
 
-def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any], *, expert: bool) -> dict[str, Any]:
+def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     """State of the described fields; tensors are zero."""
     state: dict[str, Any] = {}
     for field, said in fields.items():
@@ -330,11 +338,10 @@ def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any],
             continue
         dtype = getattr(torch, said["dtype"])
         if "value" in said:
-            # torch's optimizers keep their step on the host unless they count on the device
-            on_device = group.get("capturable") or group.get("fused")
-            state[field] = torch.tensor(said["value"], dtype=dtype, device=p.device if on_device else "cpu")
+            device = p.device if counts_on_device(group) else "cpu"
+            state[field] = torch.tensor(said["value"], dtype=dtype, device=device)
         else:
-            shape = [p.shape[0], *said["shape"]] if expert else list(said["shape"])
+            shape = list(said["shape"])
             alike = shape == list(p.shape)
             made = torch.zeros_like(p, dtype=dtype) if alike else torch.zeros(shape, dtype=dtype, device=p.device)
             state[field] = made.detach()
@@ -359,7 +366,7 @@ def settings_by_group(
     by_name = {name: g["settings"] for g in groups for name in g["parameters"]}
     found = []
     for at, group in enumerate(optimizer.param_groups):
-        names = [described.name_of(p) for p in group["params"]]
+        names = [name for p in group["params"] for name in described.names_of(p)]
         missing = [n for n in names if n not in by_name]
         if missing:
             raise CheckpointError(f"{folder}: the optimizer that was saved did not hold {some(missing)}")

@@ -16,6 +16,7 @@ from prophet.errors import ConfigMismatch, ReplicaMemoryError
 from prophet.layer.moe import MoE
 from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.messages import tell
 from prophet.scheduler.forms import Transfers
 from prophet.scheduler.schedules import NAMES
 from prophet.spec import PlanContext, Topology, Windows, digest, odd_ones_out
@@ -159,11 +160,11 @@ def check_equal(layers: list[MoE], config: EngineConfig, experiment: Experiment,
     """Raise `ConfigMismatch` unless all ranks have the same configuration and layers; collective."""
     parts = [signature(config, experiment), *(layer.signature() for layer in layers)]
     digests = [digest(np.frombuffer(part.encode(), np.uint8)) for part in parts]
-    head = torch.tensor([len(parts), digests[0], digest(np.array(digests[1:]))], dtype=torch.int64)
+    said = [len(parts), digests[0], digest(np.array(digests[1:]))]
     device = layers[0].experts.device
-    table = collective.all_gather(head.to(device), op=Operation("comparison of configurations")).cpu()
+    table = tell(collective, said, op=Operation("comparison of configurations"), device=device)
     for column, what in enumerate(("number of MoE layers", "engine configuration", "MoE layers")):
-        differ = odd_ones_out(table[:, column].numpy())
+        differ = odd_ones_out(table[:, column])
         if differ:
             mine = parts[0] if column == 1 else "; ".join(parts[1:])
             raise ConfigMismatch(

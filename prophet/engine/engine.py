@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from prophet.engine.balanced_layer import BalancedLayer, StepCounts
 from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of
+from prophet.engine.overflow import Following
 from prophet.engine.parallel import DriftWatch, clip_grad_norm_, update_biases
 from prophet.engine.replan import EVERY_STEP
 from prophet.engine.report import StepReport
@@ -34,7 +35,8 @@ from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.moe import MoE
 from prophet.planner import get_planner
 from prophet.planner.base import Planner
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.process_group import at_work
 from prophet.scheduler.actions import Window
 from prophet.scheduler.budget import within_budget
 from prophet.scheduler.recording import ObservedCollective, Recording
@@ -48,7 +50,8 @@ class Engine:
     """Balances the MoE layers of one model on one rank; made by `attach`.
 
     layers: the model's; balanced: what is known of each. last_step: the report of the last step; on_step: called with
-    every report. compared: whether ranks compare placements. split_digest: of the last split that had a choice.
+    every report. updates: how often the optimizer has run, also where no step was under way. compared: whether ranks
+    compare placements. split_digest: of the last split that had a choice.
     """
 
     def __init__(self, layers: list[MoE], collective: Collective, config: EngineConfig, experiment: Experiment) -> None:
@@ -58,12 +61,14 @@ class Engine:
         self.replan = config.replan or EVERY_STEP
         self.planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
         if collective.size > 1:
-            self.planner.warm()  # compiles now, so that no step does
+            with at_work("compiling the planner"):
+                self.planner.warm()  # compiles now, so that no step does
+            collective.meet(Operation("attaching of an engine"))  # a cold machine may need minutes for it
         self.compared = collective.size > 1 and self.planner.replicates
         contexts = [context_of(layer, collective.size, config) for layer in layers]
         contexts[0] = replace(contexts[0], windows=replace(config.windows, experts=False))
         check_budget(config, self.planner, contexts)
-        self.step = 0
+        self.step = self.updates = 0
         self.last_step: StepReport | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
         self.watch: DriftWatch | None = None
@@ -112,8 +117,9 @@ class Engine:
             model.register_forward_pre_hook(lambda m, _: self.ensure_step() if m is model and m.training else None)
         )
         if optimizer is not None:
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer))
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.complete_gradients()))
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.finish_step()))
+            self._hooks.append(Following(optimizer, self))
 
     @property
     def device(self) -> torch.device:
@@ -168,7 +174,8 @@ class Engine:
         found = {window: us for layer in self.balanced for window, us in layer.windows.agreed_us().items()}
         return found if any(found.values()) else {}
 
-    def _before_optimizer(self, *_: Any) -> None:
+    def complete_gradients(self) -> None:
+        """Bring home what is still away, with a warning. Called before the optimizer reads its gradients."""
         if self.runtime.finish_gradients():
             warnings.warn(
                 f"optimizer.step() came before {self.config.accumulation_steps} backward passes had run outside "
@@ -178,7 +185,10 @@ class Engine:
             )
 
     def finish_step(self) -> None:
-        """End the step: replicas vanish and the report is written. Called by the optimizer's hook."""
+        """End the step: replicas vanish and the report is written. Called when the optimizer has run, or a `GradScaler`
+        has skipped it.
+        """
+        self.updates += 1  # a rank whose optimizer runs without a forward pass is out of step, too
         step = self.runtime.step
         if step is None:
             return
@@ -352,6 +362,7 @@ class Engine:
     def close(self) -> None:
         """Detach: layers go back to plain expert parallelism, hooks and threads end; again is harmless.
 
+        A converted model stays converted, every expert at its home alone; `prophet.revert(model)` undoes that.
         Not collective, so it can follow an error: transfers under way are left to themselves. Gradients that replicas
         still hold are lost; `runtime.finish_gradients()` brings them home first.
         """

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from prophet.layer.moe import MoE, moe_layers
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.messages import share, tell
 from prophet.spec import IntArray, odd_ones_out
 
 
@@ -64,7 +64,7 @@ def clip_grad_norm_(
         # FSDP leaves every rank a part of a gradient
         whole = square.full_tensor() if hasattr(square, "full_tensor") else square
         squares[int(bool(getattr(p, "prophet_expert", False)))] += whole
-    of_experts = experts.all_gather(squares[1:], op=Operation("gradient norm")).sum()
+    of_experts = share(experts, squares[1:], op=Operation("gradient norm")).sum()
     norm = (squares[0] + of_experts).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if max_norm == float("inf") or (factor.device.type == "cpu" and float(factor) == 1.0):
@@ -125,9 +125,10 @@ class DriftWatch:
         if self._warned or not self._watched or collective.size == 1:
             return
         sums = [p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64) for _, p in self._watched]
-        table = collective.all_gather(torch.stack(sums), op=Operation("comparison of shared parameters")).cpu()
-        for (name, _), column in zip(self._watched, table.unbind(1), strict=True):
-            differ = odd_ones_out(column.numpy())
+        op = Operation("comparison of shared parameters")
+        table = tell(collective, (), [torch.stack(sums)], op=op, device=sums[0].device)
+        for (name, _), column in zip(self._watched, table.T, strict=True):
+            differ = odd_ones_out(column)
             if differ:
                 self._warned = True
                 warnings.warn(
@@ -150,7 +151,7 @@ class ExpertReplicas:
     are overwritten by those of replica 0. Balancing biases of gates follow the choices of all replicas.
 
     A layer that did not run in a pass contributes zeros, unless it ran on none of the processes. A process on which no
-    expert ran while another's did is an error after the collective's time limit.
+    layer ran while another's did is an error after the collective's time limit.
 
     Where an engine was told of more backward passes per step than ran, it completes gradients in `optimizer.step()`,
     after this average: call `engine.runtime.finish_gradients()` and `average()` before the step then.
@@ -170,7 +171,6 @@ class ExpertReplicas:
             layer.replicas = replicas
         self._params = [p for layer in layers for p in layer.experts.parameters()]
         self._task = -1
-        self._hooks: list[Any] = []
         for p in self._params:
             p.prophet_averaged = True  # type: ignore[attr-defined]
         if replicas.size == 1:
@@ -178,12 +178,21 @@ class ExpertReplicas:
         with torch.no_grad():
             for p in self._params:
                 p.copy_(replicas.all_gather(p, op=Operation("experts of replica 0"), channel="weights")[0])
-        self._hooks = [p.register_post_accumulate_grad_hook(self._ran) for p in self._params if p.requires_grad]
 
-    def _ran(self, _: Tensor) -> None:
-        """An expert's gradient is there: average when this backward pass ends. Queued after the engine's own end."""
+        def ran(layer: MoE) -> None:  # a function, which a copy of the model shares, as a method would not be
+            self._ran(layer)
+
+        for layer in layers:
+            layer.on_backward = ran
+
+    def _ran(self, layer: MoE) -> None:
+        """Experts run backward: average when this backward pass ends. Queued after the engine's own end.
+
+        Not where a parameter has its gradient: of experts without rows, none has.
+        """
         task = torch._C._current_graph_task_id()
-        if self.enabled and task != self._task:
+        ours = any(layer is own for own in self._layers)  # a copied model calls, too
+        if ours and self.enabled and task != self._task:
             self._task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
@@ -215,10 +224,7 @@ class ExpertReplicas:
 
     def close(self) -> None:
         """Stop averaging."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         for layer in self._layers:
-            layer.replicas = None
+            layer.replicas = layer.on_backward = None
         for p in self._params:
             p.prophet_averaged = False  # type: ignore[attr-defined]

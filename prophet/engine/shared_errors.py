@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import nn
 
 from prophet.errors import CheckpointError
+from prophet.layer.moe import moe_layers
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
-from prophet.ranks.process_group import collective_for, process_rank
+from prophet.ranks.process_group import at_work, meet, process_rank
 from prophet.spec import IntArray
 
 _MESSAGE_BYTES = 400
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where the ranks exchange tensors."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+def limit_of(model: nn.Module) -> float:
+    """How long the processes that train `model` wait for one that does nothing: as its layers do."""
+    return max((layer.collective.timeout_s for layer in moe_layers(model)), default=DEFAULT_TIMEOUT_S)
 
 
 def failure_of(call: Callable[[], None], *, run: bool = True) -> Exception | None:
@@ -35,23 +36,25 @@ def failure_of(call: Callable[[], None], *, run: bool = True) -> Exception | Non
 
 @contextmanager
 def on_all_ranks(
-    what: str, model: nn.Module, *, said: str = "failed, their errors say why", timeout_s: float = DEFAULT_TIMEOUT_S
+    what: str, *, said: str = "failed, their errors say why", timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Iterator[None]:
-    """Go on when every process has done what stands under `with`.
+    """Go on when every process has done what stands under `with`, however long that takes.
 
-    Where one fails it raises its error, and the others `CheckpointError`: `what`, the ranks and `said`.
+    Where one fails it raises its error, and the others `CheckpointError`: `what`, the ranks and `said`. Where one ends
+    the others raise `PeerLost`; `CollectiveTimeout` where one has not begun after `timeout_s`.
     """
     error: Exception | None = None
     try:
-        yield
+        with at_work(what):
+            yield
     except Exception as caught:
         error = caught
-    flag = torch.tensor([int(error is not None)], device=device_of(model))
-    failed = collective_for(None, timeout_s=timeout_s).all_gather(flag, op=Operation(what)).flatten().nonzero()
+    words = meet(Operation(what), "" if error is None else "failed", timeout_s=timeout_s)
+    failed = [rank for rank, word in enumerate(words) if word]
     if error is not None:
         raise error
-    if len(failed):
-        raise CheckpointError(f"{what}: rank(s) {failed.flatten().tolist()} {said}")
+    if failed:
+        raise CheckpointError(f"{what}: rank(s) {failed} {said}")
 
 
 def short(error: BaseException) -> str:
@@ -59,19 +62,16 @@ def short(error: BaseException) -> str:
 
 
 def together(
-    what: str, folder: Path, device: torch.device, error: Exception | None, numbers: Sequence[int] = ()
+    what: str, folder: Path, error: Exception | None, numbers: Sequence[int] = (), *, timeout_s: float
 ) -> IntArray:
     """Every process's `numbers`, by process. Raises `error`; where others have one, `CheckpointError` with its text."""
-    text = short(error).encode(errors="replace")[:_MESSAGE_BYTES] if error is not None else b""
-    row = [int(error is not None), *numbers, *text.ljust(_MESSAGE_BYTES)]
-    mine = torch.tensor(row, dtype=torch.int64, device=device)
-    table: IntArray = collective_for(None).all_gather(mine, op=Operation(what)).cpu().numpy()
+    mine = [None if error is None else short(error), [int(n) for n in numbers]]
+    said = [json.loads(words) for words in meet(Operation(what), json.dumps(mine), timeout_s=timeout_s)]
     if isinstance(error, OSError):
         raise CheckpointError(f"{folder}: rank {process_rank()}: {short(error)}") from error
     if error is not None:
         raise error
-    texts = table[:, -_MESSAGE_BYTES:].astype(np.uint8)
-    failed = [f"rank {r}: {texts[r].tobytes().decode(errors='replace').rstrip()}" for r in table[:, 0].nonzero()[0]]
+    failed = [f"rank {r}: {text}" for r, (text, _) in enumerate(said) if text is not None]
     if failed:
         raise CheckpointError(f"{folder}: {'; '.join(failed)}")
-    return table[:, 1 : 1 + len(numbers)]
+    return np.array([numbers for _, numbers in said], dtype=np.int64)

@@ -38,14 +38,19 @@ def _averaged_by(wrapper: nn.Module) -> frozenset[int]:
 class Entry:
     """One expert's share of one of a bank's parameters, as a checkpoint has it.
 
-    expert: its number among all. key: the share's name in the bank's state dict. parameter: the name of what holds it.
-    index: where it is in there.
+    expert: its number among all. pattern: the share's name in the bank's state dict, with a star for the number.
+    parameter: the name of what holds it. index: where it is in there.
     """
 
     expert: int
-    key: str
+    pattern: str
     parameter: str
     index: tuple[int | slice, ...]
+
+    @property
+    def key(self) -> str:
+        """The share's name in the bank's state dict."""
+        return self.pattern.replace("*", str(self.expert), 1)
 
     def of(self, value: Tensor) -> Tensor:
         """The share of `value`, the parameter or an optimizer's state of its shape: a view."""

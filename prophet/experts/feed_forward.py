@@ -19,18 +19,25 @@ from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
 from prophet.spec import GATED, Activation, Bias, LayerShape, bias_of, has_biases
 
+# the stacked parameters in the order of an expert's flat vector, and what kernels call them
+_FIELDS = {"w_in": "w_in", "bias_in": "b_in", "w_out": "w_out", "bias_out": "b_out"}
+
 
 class FeedForwardBank(Bank):
     """The m experts that live on this rank, as stacked parameters.
 
-    w_in: [m, H, D] (gated: [m, 2H, D], gate rows first), w_out: [m, O, H], b_in and b_out as `bias` says. dim_out: O,
-    None for D.
+    w_in: [m, H, D] (gated: [m, 2H, D], gate rows first), w_out: [m, O, H]; bias_in [m H] (gated: [m 2H]) and bias_out
+    [m O] as `bias` says. dim_out: O, None for D. Biases are flat, and called so, for rules that tell an optimizer's
+    groups by name or dimension.
+
     `first_expert` is the global index of the first of them; `total_experts` is E. In a state dict every expert has
-    entries of its own, `<name>.<global index>`, so that checkpoints do not depend on the number of ranks.
+    entries of its own, so that checkpoints do not depend on the number of ranks: `<name>.<global index>`, or under
+    `names` those that a module per expert would have, `<global index>.<name>`. names: for each parameter one, or two
+    where it is made of a gate's and another.
     """
 
-    b_in: nn.Parameter | None
-    b_out: nn.Parameter | None
+    bias_in: nn.Parameter | None
+    bias_out: nn.Parameter | None
 
     def __init__(
         self,
@@ -44,6 +51,7 @@ class FeedForwardBank(Bank):
         activation: Activation = "gelu",
         bias: Bias = True,
         dim_out: int | None = None,
+        names: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         super().__init__(experts, first_expert=first_expert, total_experts=total_experts, ep_size=ep_size)
         b_in, b_out = has_biases(bias)
@@ -52,8 +60,9 @@ class FeedForwardBank(Bank):
         rows = 2 * hidden if activation in GATED else hidden
         self.w_in = nn.Parameter(torch.empty(experts, rows, dim))
         self.w_out = nn.Parameter(torch.empty(experts, self.dim_out, hidden))
-        self.b_in = nn.Parameter(torch.empty(experts, rows)) if b_in else None
-        self.b_out = nn.Parameter(torch.empty(experts, self.dim_out)) if b_out else None
+        self.bias_in = nn.Parameter(torch.empty(experts * rows)) if b_in else None
+        self.bias_out = nn.Parameter(torch.empty(experts * self.dim_out)) if b_out else None
+        self._names = {name: tuple(names[name]) for name, _ in self._stacked()} if names else {}
         self._mark()
         self.reset_parameters()
 
@@ -66,6 +75,7 @@ class FeedForwardBank(Bank):
         first_expert: int = 0,
         total_experts: int | None = None,
         ep_size: int = 1,
+        names: Mapping[str, Sequence[str]] | None = None,
     ) -> FeedForwardBank:
         """A bank of copies of the `weights` of single experts, on their device and of their dtype."""
         first = weights[0]
@@ -81,9 +91,11 @@ class FeedForwardBank(Bank):
                 activation=activation,
                 bias=bias_of(first.b_in, first.b_out),
                 dim_out=dim_out,
+                names=names,
             )
         for name, p in list(bank._stacked()):
-            value = torch.stack([getattr(w, name).detach() for w in weights])
+            value = torch.stack([getattr(w, _FIELDS[name]).detach() for w in weights])
+            value = value.flatten() if p.dim() == 1 else value
             if value.shape != p.shape:
                 raise ValueError(f"{name}: expected {list(p.shape)} for {activation} experts, got {list(value.shape)}")
             setattr(bank, name, nn.Parameter(value, requires_grad=value.is_floating_point()))
@@ -101,9 +113,9 @@ class FeedForwardBank(Bank):
                 (seed + 0x9E3779B97F4A7C15 * (self.first_expert + local + 1)) % (1 << 63)
             )
             for name, p in self._stacked():
-                bound = 1.0 / math.sqrt(self.dim if name.endswith("in") else self.hidden)
-                draw = torch.empty(p.shape[1:], dtype=torch.float32).uniform_(-bound, bound, generator=generator)
-                p[local].copy_(draw)
+                bound, own = 1.0 / math.sqrt(self.dim if name.endswith("in") else self.hidden), self._of(p, local)
+                draw = torch.empty(own.shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
+                own.copy_(draw)
 
     def check_parameters(self) -> None:
         """As of any bank; and all parameters must be of one dtype."""
@@ -114,14 +126,19 @@ class FeedForwardBank(Bank):
 
     def _stacked(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The stacked parameters in the order in which an expert's flat vector lists them."""
-        for name in ("w_in", "b_in", "w_out", "b_out"):
+        for name in _FIELDS:
             p = getattr(self, name)
             if p is not None:
                 yield name, p
 
+    def _of(self, p: Tensor, local: int) -> Tensor:
+        """The share of home expert `local` of a stacked parameter, or of its gradient: a view."""
+        return p[local] if p.dim() > 1 else p.view(self.experts, -1)[local]
+
     def weights(self) -> ExpertWeights:
         """The home experts' parameters as they are: stacked, their gradients unscaled."""
-        return ExpertWeights(self.w_in, self.w_out, self.b_in, self.b_out)
+        biases = (None if b is None else b.view(self.experts, -1) for b in (self.bias_in, self.bias_out))
+        return ExpertWeights(self.w_in, self.w_out, *biases)
 
     def shape(self) -> LayerShape:
         """The sizes the performance model needs, at the parameters' precision."""
@@ -131,7 +148,7 @@ class FeedForwardBank(Bank):
             hidden=self.hidden,
             dim_out=self.dim_out,
             activation=self.activation,
-            bias=bias_of(self.b_in, self.b_out),
+            bias=bias_of(self.bias_in, self.bias_out),
             param_bytes=size,
             grad_bytes=size,
             token_element_bytes=size,
@@ -141,7 +158,7 @@ class FeedForwardBank(Bank):
         frozen = [name for name, p in self._stacked() if not p.requires_grad]
         return (
             f"dim={self.dim} hidden={self.hidden} dim_out={self.dim_out} activation={self.activation} "
-            f"bias={bias_of(self.b_in, self.b_out)} dtype={self.dtype} frozen={frozen}"
+            f"bias={bias_of(self.bias_in, self.bias_out)} dtype={self.dtype} frozen={frozen}"
         )
 
     def row_dtype(self, x: Tensor) -> torch.dtype:
@@ -170,11 +187,11 @@ class FeedForwardBank(Bank):
     # --- an expert as a flat vector, what Trans and Agg move ---
 
     def _sizes(self) -> list[tuple[int, bool]]:
-        return [(p[0].numel(), p.requires_grad) for _, p in self._stacked()]
+        return [(p.numel() // self.experts, p.requires_grad) for _, p in self._stacked()]
 
     def _like(self) -> dict[str, Tensor]:
         """One expert's parameters by name, to be looked at only."""
-        return {name: p.detach()[0].requires_grad_(p.requires_grad) for name, p in self._stacked()}
+        return {_FIELDS[name]: self._of(p.detach(), 0).requires_grad_(p.requires_grad) for name, p in self._stacked()}
 
     def replica(self, expert: int, pool: ReplicaPool) -> Replica:
         buffers = pool.take(self.expert_numel, self.dtype, self.device, self.grad_numel)
@@ -182,44 +199,73 @@ class FeedForwardBank(Bank):
 
     def flat_views(self, local: int, start: int, stop: int) -> list[Tensor]:
         every = [p for _, p in self._stacked()]
-        return [p.detach()[local].reshape(-1)[a:b] for p, a, b in _overlaps(every, start, stop)]
+        return [self._of(p.detach(), local).reshape(-1)[a:b] for p, a, b in self._overlaps(every, start, stop)]
 
     @torch.no_grad()
     def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
         offset = 0
-        for p, a, b in _overlaps([p for _, p in self._stacked() if p.requires_grad], start, stop):
+        for p, a, b in self._overlaps([p for _, p in self._stacked() if p.requires_grad], start, stop):
             n = b - a
             if p.grad is None:
                 p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
             elif not p.grad.is_contiguous():
                 p.grad = p.grad.contiguous()
-            p.grad[local].view(-1)[a:b].add_(piece[offset : offset + n], alpha=self.grad_scale)
+            self._of(p.grad, local).view(-1)[a:b].add_(piece[offset : offset + n], alpha=self.grad_scale)
             offset += n
+
+    def _overlaps(
+        self, stacked: Sequence[nn.Parameter], start: int, stop: int
+    ) -> Iterator[tuple[nn.Parameter, int, int]]:
+        """The parameters in elements start..stop of an expert's flat vector of them, and from where to where."""
+        base = 0
+        for p in stacked:
+            n = p.numel() // self.experts
+            a, b = max(start - base, 0), min(stop - base, n)
+            if a < b:
+                yield p, a, b
+            base += n
 
     # --- checkpoints that do not depend on the number of ranks ---
 
     def entries(self) -> Iterator[Entry]:
-        for name, _ in self._stacked():
+        for name, p in self._stacked():
+            given = self._names.get(name)
+            patterns = [f"*.{n}" for n in given] if given else [f"{name}.*"]
+            rows = p.shape[1] if p.dim() > 1 else p.numel() // self.experts
+            part = rows // len(patterns)
             for local in range(self.experts):
-                expert = self.first_expert + local
-                yield Entry(expert, f"{name}.{expert}", name, (local,))
+                for at, pattern in enumerate(patterns):
+                    first = at * part + (0 if p.dim() > 1 else local * rows)
+                    own: tuple[int | slice, ...] = (slice(first, first + part),)
+                    if p.dim() > 1:
+                        own = (local, *own) if given else (local,)
+                    yield Entry(self.first_expert + local, pattern, name, own)
 
     def all_keys(self) -> set[str]:
-        return {f"{name}.{e}" for name, _ in self._stacked() for e in range(self.total_experts)}
+        patterns = {entry.pattern for entry in self.entries()}
+        return {pattern.replace("*", str(e), 1) for pattern in patterns for e in range(self.total_experts)}
 
     def expert_weights(self, local: int) -> ExpertWeights:
         """The parameters of home expert `local`, as views."""
-        return ExpertWeights(*(None if p is None else p.detach()[local] for p in self.weights()))  # type: ignore[arg-type]
+        return _filled({_FIELDS[name]: self._of(p.detach(), local) for name, p in self._stacked()})
 
     @torch.no_grad()
     def set_expert_weights(self, local: int, weights: ExpertWeights) -> None:
         """Copy `weights` into home expert `local`."""
         for name, p in self._stacked():
-            p[local].copy_(getattr(weights, name))
+            self._of(p, local).copy_(getattr(weights, _FIELDS[name]))
 
     def as_entries(self, local: int, weights: ExpertWeights) -> dict[str, Tensor]:
         """`weights` under the keys that the state dict has for home expert `local`."""
-        return {f"{name}.{self.first_expert + local}": getattr(weights, name) for name, _ in self._stacked()}
+        found: dict[str, Tensor] = {}
+        number = self.first_expert + local
+        for name, _ in self._stacked():
+            whole, given = getattr(weights, _FIELDS[name]), self._names.get(name)
+            if given:
+                found |= {f"{number}.{n}": part for n, part in zip(given, whole.chunk(len(given)), strict=True)}
+            else:
+                found[f"{name}.{number}"] = whole
+        return found
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for entry in self.entries():
@@ -257,14 +303,3 @@ class FeedForwardBank(Bank):
 def _filled(parts: Mapping[str, Tensor | None]) -> ExpertWeights:
     """Weights of which some may be missing; those of gradients are, too, where nothing is trained."""
     return ExpertWeights(*(parts.get(name) for name in ExpertWeights._fields))  # type: ignore[arg-type]
-
-
-def _overlaps(stacked: Sequence[nn.Parameter], start: int, stop: int) -> Iterator[tuple[nn.Parameter, int, int]]:
-    """The parameters in elements start..stop of an expert's flat vector of them, and from where to where."""
-    base = 0
-    for p in stacked:
-        n = p[0].numel()
-        a, b = max(start - base, 0), min(stop - base, n)
-        if a < b:
-            yield p, a, b
-        base += n

@@ -233,7 +233,7 @@ class ModulesBank(Bank):
         for local in range(self.experts):
             expert = self.first_expert + local
             for name, _ in self.home_experts()[local].named_parameters():
-                yield Entry(expert, f"{expert}.{name}", f"{expert}.{name}", ())
+                yield Entry(expert, f"*.{name}", f"{expert}.{name}", ())
 
     def all_keys(self) -> set[str]:
         one = self.home_experts()[0].state_dict(keep_vars=True)

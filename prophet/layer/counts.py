@@ -1,5 +1,9 @@
 """The one message of a layer's forward pass: every rank's counts, and what ranks have to agree on before they act.
 
+It comes before the all-to-alls, whose lengths it decides, so a rank that is elsewhere must be found out here: a backend
+that receives more than was announced may end the process. `prophet.ranks.messages` compares where the ranks are, by
+layer and number of the forward pass; a `Row` has the rest.
+
 Every rank plans and splits by itself from the same integers. Where one comes to another result, by its version, its
 configuration or a planner that is not deterministic, an error here says so, instead of a hang. Most of what is compared
 travels with the counts and costs no message. What cannot wait for counts has a comparison here too.
@@ -17,13 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prophet.errors import PlanMismatch, RoutingError
+from prophet.errors import OutOfStep, PlanMismatch, RoutingError
 from prophet.experts.gate import Routing
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.messages import COUNTS, PASSES, tell
 from prophet.scheduler.windows import Stopwatch
 from prophet.spec import IntArray, odd_ones_out
 
-_SINGLE = ("finite", "dropped", "tokens", "step", "placement", "split", "stale")  # one integer of every rank
+# one integer of every rank
+_SINGLE = ("tokens", "step", "updates", "averaged", "placement", "split", "stale", "finite", "dropped")
 UNKNOWN = -1  # the digest of a placement that is still being planned
 
 
@@ -31,13 +37,21 @@ UNKNOWN = -1  # the digest of a placement that is still being planned
 class Row:
     """What a rank says beside its counts. Every field is as long on all ranks, and in every pass.
 
-    step: of training. placement, split: digests of the placement in force and of the last split. stale: whether home
-    parameters have changed since they were sent to replicas. window_us: [W] lengths of the block's windows.
-    placements: [L] digests of all layers' placements, with the first layer's counts; upcoming: [1] that of the first
-    layer's next one or UNKNOWN, with the last layer's.
+    A field that only one of the layers says is empty in the others' rows.
+
+    forward: how many passes the layer has run, this one included, but none that was recomputed. kind: what this one is
+    for, one of `prophet.ranks.messages.PASSES`. step: of training. updates: how often the optimizer has run. averaged:
+    whether DistributedDataParallel is going to average the gradients of this pass. placement, split: digests of the
+    placement in force and of the last split. stale: whether home parameters have changed since they were sent to
+    replicas. window_us: [W] lengths of the block's windows. placements: [L] digests of all layers' placements, with the
+    first layer's counts; upcoming: [1] that of the first layer's next one or UNKNOWN, with the last layer's.
     """
 
+    forward: int = 0
+    kind: str = ""
     step: int = 0
+    updates: int = 0
+    averaged: bool = False
     placement: int = 0
     split: int = 0
     stale: bool = False
@@ -51,15 +65,17 @@ class Counts:
     """What all ranks have said, by rank.
 
     finite: [R] whether the gate's scores are. tokens: [R] routed. dropped: [R] choices dropped for lack of capacity.
-    step, placement, split, stale: [R]; window_us: [R, W]; placements: [R, L] or [R, 0]; upcoming: [R, 1] or [R, 0]: as
-    in `Row`. load: [R, E] choices by source rank and expert. extra: [R, E] choices before any drop, or with
-    `first_choices` every token's first choice; None where the load says both.
+    step, updates, averaged, placement, split, stale: [R]; window_us: [R, W]; placements: [R, L] or [R, 0]; upcoming:
+    [R, 1] or [R, 0]: as in `Row`. load: [R, E] choices by source rank and expert. extra: [R, E] choices before any
+    drop, or with `first_choices` every token's first choice; None where the load says both.
     """
 
     finite: IntArray
     dropped: IntArray
     tokens: IntArray
     step: IntArray
+    updates: IntArray
+    averaged: IntArray
     placement: IntArray
     split: IntArray
     stale: IntArray
@@ -81,6 +97,8 @@ class Counts:
     def check(self, rank: int, label: str) -> None:
         """Raise `RoutingError` for scores that cannot be routed, `PlanMismatch` where ranks are about to differ.
 
+        That is `OutOfStep` where they have not done the same so far.
+
         rank: the one that asks. label: how messages call the layer.
         """
         step = int(self.step[rank])
@@ -91,7 +109,15 @@ class Counts:
                 f"or a router of the model's own chose experts that do not exist; expected finite scores"
             )
         where = f"{label}, step {step}"
-        _check_equal(where, "step", self.step, show=True)
+        _check_in_step(where, "step", self.step)
+        _check_in_step(where, "number of optimizer steps", self.updates)
+        apart = odd_ones_out(self.averaged)
+        if apart:
+            raise OutOfStep(
+                f"{where}: rank(s) {apart} differ from the others in whether DistributedDataParallel averages the "
+                f"gradients of this pass ({self.averaged.tolist()} by rank): call the wrapped model on every rank, "
+                f"and no_sync() on all or none"
+            )
         _check_equal(where, "placement", self.placement)
         _check_equal(where, "previous split", self.split)
         check_placements(self.placements, step)
@@ -107,16 +133,19 @@ def exchange_counts(
     collective: Collective,
     layer: int | None,
     stopwatch: Stopwatch,
+    place: int | None = None,
 ) -> Counts:
     """Tell all ranks this one's `row` and counts, and hear theirs; collective.
 
-    tokens: how many `routing` is of. extra, first_choices: as of `Counts`, of this rank; alike on all ranks.
+    Raises `OutOfStep` on all ranks where one is in another layer or another pass. layer: its place in the order of
+    execution, None where nobody balances it; place: stands for it then. tokens: how many `routing` is of. extra,
+    first_choices: as of `Counts`, of this rank; alike on all ranks.
     """
     said: dict[str, Sequence[int]] = {
-        "finite": (0,),  # the device alone knows this and the next: they are written there
-        "dropped": (0,),
         "tokens": (tokens,),
         "step": (row.step,),
+        "updates": (row.updates,),
+        "averaged": (row.averaged,),
         "placement": (row.placement,),
         "split": (row.split,),
         "stale": (row.stale,),
@@ -124,36 +153,33 @@ def exchange_counts(
         "placements": row.placements,
         "upcoming": row.upcoming,
     }
-    numbers = [number for values in said.values() for number in values]
-    head = torch.tensor(numbers, dtype=torch.int64).to(routing.ids.device, non_blocking=True)
-    head[0] = routing.finite
-    head[1] = routing.dropped()
-    load = routing.counts()
-    parts = [head, load] + ([] if extra is None else [extra])
-    op = Operation("exchange of counts", layer)
+    # the device alone knows these
+    known = {"finite": routing.finite.long().view(1), "dropped": routing.dropped().view(1), "load": routing.counts()}
+    if extra is not None:
+        known["extra"] = extra
+    collective.frames.forward, collective.frames.kind = row.forward, PASSES.index(row.kind)
+    numbers = [int(number) for values in said.values() for number in values]
+    op, device = Operation(COUNTS, layer), routing.ids.device
     with stopwatch("counts"):
-        table = collective.all_gather(torch.cat(parts), op=op).cpu().numpy()
-    widths = {name: len(values) for name, values in said.items()} | {"load": load.numel(), "extra": load.numel()}
-    found: dict[str, Any] = {}
+        table = tell(collective, numbers, tuple(known.values()), op=op, device=device, place=place)
+    widths = {name: len(values) for name, values in said.items()} | {n: t.numel() for n, t in known.items()}
+    found: dict[str, Any] = {"extra": None}
     start = 0
     for name, width in widths.items():
         found[name] = table[:, start] if name in _SINGLE else table[:, start : start + width]
         start += width
     found["load"] = np.ascontiguousarray(found["load"], dtype=np.int64)
-    if extra is None:
-        found["extra"] = None
     return Counts(**found, first_choices=first_choices)
 
 
 def compare_placements(digests: Sequence[int], step: int, collective: Collective, device: torch.device) -> None:
     """Raise `PlanMismatch` unless all ranks are about to use the same placements, by their digests [L]; collective.
 
-    It has to happen before the first Trans: a backend that receives more than was announced may end the process.
-    On the weights channel, so that a rank which does not begin a step meets a time limit and no other message.
+    It has to happen before the first Trans, as what that brings is as long as the placements say. A rank that does not
+    begin a step is found out as well: it tells something else instead.
     """
-    mine = torch.tensor(digests, dtype=torch.int64, device=device)
-    found = collective.all_gather(mine, op=Operation("comparison of placements"), channel="weights").cpu()
-    check_placements(found.numpy(), step)
+    found = tell(collective, digests, op=Operation("comparison of placements"), device=device)
+    check_placements(found, step)
 
 
 def check_placements(digests_RL: IntArray, step: int) -> None:
@@ -164,16 +190,23 @@ def check_placements(digests_RL: IntArray, step: int) -> None:
 
 def compare_splits(digest: int, layer: int, step: int, collective: Collective, device: torch.device) -> None:
     """Raise `PlanMismatch` unless all ranks split a layer's tokens the same way; collective."""
-    mine = torch.tensor([digest], dtype=torch.int64, device=device)
-    found = collective.all_gather(mine, op=Operation("comparison of splits", layer)).cpu().flatten()
-    _check_equal(f"MoE layer {layer}, step {step}", "split", found.numpy())
+    found = tell(collective, [digest], op=Operation("comparison of splits", layer), device=device)
+    _check_equal(f"MoE layer {layer}, step {step}", "split", found[:, 0])
 
 
-def _check_equal(where: str, what: str, by_rank: IntArray, *, show: bool = False) -> None:
+def _check_in_step(where: str, what: str, by_rank: IntArray) -> None:
     differ = odd_ones_out(by_rank)
     if differ:
-        shown = f" ({by_rank.tolist()} by rank)" if show else ""
+        raise OutOfStep(
+            f"{where}: the {what} of rank(s) {differ} differs from the other ranks' ({by_rank.tolist()} by rank). Did "
+            f"they skip or repeat a step?"
+        )
+
+
+def _check_equal(where: str, what: str, by_rank: IntArray) -> None:
+    differ = odd_ones_out(by_rank)
+    if differ:
         raise PlanMismatch(
-            f"{where}: the {what} of rank(s) {differ} differs from the other ranks'{shown}; all ranks must run the "
+            f"{where}: the {what} of rank(s) {differ} differs from the other ranks'; all ranks must run the "
             f"same configuration and versions"
         )

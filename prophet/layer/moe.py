@@ -145,8 +145,11 @@ class MoE(nn.Module):
         self.gate = router
         self.experts = experts
         self.stats: LayerStats | None = None
+        self._number: int | None = None  # among the group's layers that nobody balances, by their first runs
         self._port: Port = self.plain_port()
         self._book: LossBook | None = None
+        # called with this layer when its experts' backward pass begins, rows or not; the same on all ranks
+        self.on_backward: Callable[[MoE], None] | None = None
 
     def plain_port(self) -> Port:
         """A port that balances nothing."""
@@ -166,6 +169,10 @@ class MoE(nn.Module):
     def signature(self) -> str:
         """What must be equal on all ranks for the layer to work, as text."""
         return f"num_experts={self.num_experts} top_k={self.top_k} {self.experts.signature()} gate={self.gate.config}"
+
+    def check(self) -> None:
+        """Raise ValueError unless the experts can be trained as they are."""
+        self.experts.check_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x` [..., D]; returns [..., O]. Collective over the group's ranks."""
@@ -227,6 +234,11 @@ class MoE(nn.Module):
             extra = routing.first_choice_counts()
         elif routing.kept is not None and (config.aux_loss != "none" or config.bias_update_rate > 0):
             extra = routing.choice_counts()
+        place = port.index
+        if place is None:
+            if self._number is None:
+                self._number = self.collective.frames.next_layer()
+            place = self._number
         counts = exchange_counts(
             port.tell(),
             routing,
@@ -235,6 +247,7 @@ class MoE(nn.Module):
             first_choices=config.aux_loss == "gshard",
             collective=self.collective,
             layer=port.index,
+            place=place,
             stopwatch=port.stopwatch,
         )
         counts.check(self.collective.rank, self.label)
@@ -247,6 +260,8 @@ class MoE(nn.Module):
 
         def begin_backward() -> None:
             self._port.window("BEC")
+            if self.on_backward is not None:
+                self.on_backward(self)
             backward.start()
 
         rows = on_backward(rows, backward.stop)

@@ -18,6 +18,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import Literal, Protocol
 
+import torch
+from torch import nn
+
 from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row
 from prophet.scheduler.replicas import in_backward
@@ -31,7 +34,7 @@ class Pass(Enum):
     """What a forward pass is for. AGAIN: a training pass recomputed in the backward pass (activation checkpointing)."""
 
     TRAINING = "training"
-    AGAIN = "again"
+    AGAIN = "recomputed"
     EVALUATION = "evaluation"
 
     @classmethod
@@ -40,6 +43,29 @@ class Pass(Enum):
         if not training:
             return cls.EVALUATION
         return cls.AGAIN if in_backward() else cls.TRAINING
+
+    @property
+    def averaged(self) -> bool:
+        """Whether DistributedDataParallel, inside whose forward pass this one runs, is going to average its gradients.
+
+        A rank that calls the model without its wrapper leaves the others waiting for its gradients.
+        """
+        if self is not Pass.TRAINING or not torch.is_grad_enabled():
+            return False
+        wrapper = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+        return wrapper is not None and bool(wrapper.require_backward_grad_sync)
+
+
+class PassCount:
+    """How many passes a layer has run. Those that are recomputed do not count: a number is that of the pass before."""
+
+    def __init__(self) -> None:
+        self.forward = 0
+
+    def next(self, forward: Pass) -> int:
+        """The number of the pass that is about to tell its counts."""
+        self.forward += forward is not Pass.AGAIN
+        return self.forward
 
 
 class Port(Protocol):
@@ -83,11 +109,14 @@ class PlainPort:
     def __init__(self, ranks: int, experts: int) -> None:
         self.stopwatch = Stopwatch()
         self._placement = Placement.homes_only(experts, ranks)
+        self._pass, self._passes = Pass.EVALUATION, PassCount()
 
-    def begin(self, forward: Pass) -> None: ...
+    def begin(self, forward: Pass) -> None:
+        self._pass = forward
 
     def tell(self) -> Row:
-        return Row()
+        forward = self._pass
+        return Row(forward=self._passes.next(forward), kind=forward.value, averaged=forward.averaged)
 
     def told(self, counts: Counts) -> None: ...
 

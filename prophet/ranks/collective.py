@@ -14,11 +14,13 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from prophet.ranks.messages import Frames
+
 Channel = Literal["tokens", "weights"]
 Rows = Sequence[int]  # one count per rank
 Messages = Sequence[tuple[int, Tensor]]  # each with the rank it goes to, or comes from
 
-DEFAULT_TIMEOUT_S = 300.0
+DEFAULT_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,10 @@ class Done(Pending):
 
 
 class Collective(ABC):
-    """A group of ranks that communicate. All ranks issue the same operations on a channel in the same order."""
+    """A group of ranks that communicate. All ranks issue the same operations on a channel in the same order.
+
+    frames: what its messages of integers have in common, see `prophet.ranks.messages`.
+    """
 
     def __init__(self, rank: int, size: int, timeout_s: float) -> None:
         if not timeout_s > 0:
@@ -106,6 +111,7 @@ class Collective(ABC):
         self.rank = rank
         self.size = size
         self.timeout_s = timeout_s
+        self.frames = Frames()
 
     @abstractmethod
     def all_to_all(
@@ -120,6 +126,10 @@ class Collective(ABC):
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         """Gather equal-shaped `x` from all ranks, [R, *x.shape]; blocks."""
 
+    def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
+        """`all_gather` of a message that may meet those of other operations; all have one length."""
+        return self.all_gather(x, op=op)
+
     @abstractmethod
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         """Point-to-point: send contiguous tensors to peers while filling tensors from peers, in place.
@@ -129,6 +139,13 @@ class Collective(ABC):
 
     def roll_call(self, op: Operation) -> None:  # noqa: B027 (threads of one process cannot miss each other for long)
         """Return once all ranks have called this, and raise soon where some do not; see `process_group.roll_call`."""
+
+    def meet(self, op: Operation) -> None:
+        """Return once all ranks have called this. The time limit stands still while one that is missing is at work.
+
+        See `process_group.at_work`. Raises `PeerLost` soon where one that is missing has ended.
+        """
+        self.all_gather(torch.zeros(1), op=op)
 
     def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
         """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""

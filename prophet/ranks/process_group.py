@@ -4,7 +4,8 @@ Logic is handed a `Collective`: a process group here, ranks as threads of one pr
 fake in the tests. Each has two channels that never block one another: "tokens" carries the all-to-alls of dispatch
 and combine, "weights" carries Trans and Agg.
 
-Every wait ends: after `timeout_s` a `CollectiveTimeout` names the rank, the layer and the operation.
+Every wait ends: after `timeout_s` a `CollectiveTimeout` names the rank, the layer and the operation, and says where the
+other ranks are. A `PeerLost` names those that are gone. For both, ranks ask `prophet.ranks.presence`.
 
 Shape legend: R ranks.
 """
@@ -14,12 +15,12 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from prophet.ranks.collective import (
     Rows,
     check_rows,
 )
+from prophet.ranks.messages import Frames
+from prophet.ranks.presence import Account, Lost, Presence
 from prophet.ranks.threads import ThreadWorld
 from prophet.ranks.waiting import Waiter
 
@@ -54,11 +57,40 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 
 def _place() -> int:
     """A number that processes on one host share: they have its name and its network in common."""
-    network = ""
-    with suppress(OSError):  # containers on one machine have networks of their own; not every system tells
-        network = str(os.stat("/proc/self/ns/net").st_ino)
-    name = f"{socket.gethostname()} {network}".encode()
-    return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "little")
+    return _number(socket.gethostname(), _namespace("net"))
+
+
+def _machine() -> int:
+    """A number that processes share which can see each other: they have the machine's start and its processes' numbers
+    in common.
+    """
+    start = ""
+    with suppress(OSError):
+        start = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return _number(start or socket.gethostname(), _namespace("pid"))
+
+
+def _namespace(kind: str) -> str:
+    """Containers on one machine have networks, and numbers of processes, of their own; not every system tells."""
+    with suppress(OSError):
+        return str(os.stat(f"/proc/self/ns/{kind}").st_ino)
+    return ""
+
+
+def _number(*names: str) -> int:
+    return int.from_bytes(hashlib.blake2b(" ".join(names).encode(), digest_size=7).digest(), "little")
+
+
+class _At(NamedTuple):
+    """Where this process is: in an operation, or after it."""
+
+    within: bool
+    op: Operation
+    frames: Frames
+
+    def __str__(self) -> str:
+        name = f"{self.op}, {self.frames}" if self.frames.forward else str(self.op)
+        return name if self.within else f"what comes after {name}"
 
 
 class ProcessGroupCollective(Collective):
@@ -95,6 +127,8 @@ class ProcessGroupCollective(Collective):
             channel: dist.new_group(ranks, timeout=limit, use_local_synchronization=local)
             for channel in ("tokens", "weights")
         }
+        self._ranks = ranks
+        self._presence = presence()
         self._broken: CollectiveError | None = None
         self._receive_first = receive_first
         if receive_first is None:
@@ -117,20 +151,26 @@ class ProcessGroupCollective(Collective):
         """Run `call`, turning the backend's failures into errors that name rank, layer and operation."""
         if self._broken is not None:
             raise CollectiveError(self.rank, op, f"an earlier operation failed ({self._broken})") from self._broken
+        here = self._presence
+        here.where = _At(True, op, self.frames)
         try:
-            return call()
+            result = call()
         except RuntimeError as error:
-            text = str(error)
-            kind: type[CollectiveError] = CollectiveError
-            reason = text.splitlines()[0] if text else type(error).__name__
-            if "timed out" in text.lower() or "timeout" in text.lower():
-                kind = CollectiveTimeout
-                reason = f"no answer within {self.timeout_s:g} s ({reason})"
-            elif "closed by peer" in text or "reset by peer" in text or "Broken pipe" in text:
-                kind = PeerLost
-                reason = f"a peer is gone ({reason})"
-            self._broken = kind(self.rank, op, reason)
+            self._broken = self._failure(str(error) or type(error).__name__, op)
             raise self._broken from error
+        here.where = _At(False, op, self.frames)
+        return result
+
+    def _failure(self, text: str, op: Operation) -> CollectiveError:
+        """What the backend's error means."""
+        first = text.splitlines()[0]
+        late = "timed out" in text.lower() or "timeout" in text.lower()
+        if not late and not any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe")):
+            return CollectiveError(self.rank, op, first)
+        account = self._presence.account(self._ranks)
+        reason = f"no answer within {self.timeout_s:g} s" if late else "a connection was closed"
+        kind = CollectiveTimeout if late and not account.gone else PeerLost
+        return kind(self.rank, op, f"{reason}; {explained(account, self._ranks)} ({first})")
 
     def all_to_all(
         self, x: Tensor, send_rows: Rows, recv_rows: Rows, *, op: Operation, channel: Channel = "tokens"
@@ -220,7 +260,10 @@ class ProcessGroupCollective(Collective):
         return self._coming(works, torch.empty(0), (list(sends), list(recvs)), op)
 
     def roll_call(self, op: Operation) -> None:
-        roll_call(op, dist.get_process_group_ranks(self._groups["tokens"]), patience_s=self.timeout_s)
+        roll_call(op, self._ranks, patience_s=self.timeout_s)
+
+    def meet(self, op: Operation) -> None:
+        meet(op, ranks=self._ranks, timeout_s=self.timeout_s)
 
     def _renewed(self, timeout_s: float) -> Collective:
         base = self._base()
@@ -241,43 +284,102 @@ class ProcessGroupCollective(Collective):
 # --- who is there ---
 
 
-def roll_call(op: Operation, ranks: Sequence[int] | None = None, *, patience_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Return once all `ranks` (None: all processes) have called this; `CollectiveTimeout` on all that did otherwise.
+_present: list[Presence] = []  # this process, at most once: among those of the process group that there is now
 
-    The first of the ranks waits `ROLL_CALL_S`, since `if rank == 0:` is how one rank comes to be alone. The others wait
-    for it for `patience_s`: it may be writing a file before. Nothing is sent between ranks: they leave notes in the
-    process group's store, so a call that fails breaks no communicator.
+
+def presence() -> Presence:
+    """This process among all of the process group."""
+    store = dist.distributed_c10d._get_default_store()
+    kept = weakref.ref(store)  # it may keep a port open, which belongs to the group
+
+    def find_store() -> Any:
+        in_use = dist.is_initialized() and dist.distributed_c10d._get_default_store() is kept()
+        return kept() if in_use else None
+
+    if not _present or _present[0].find_store() is not store:
+        for before in _present:
+            before.close()
+        _present[:] = [Presence(find_store, dist.get_rank(), _machine())]
+    return _present[0]
+
+
+def explained(account: Account, ranks: Sequence[int]) -> str:
+    """What an error says of the others; `ranks` are the group's, by their numbers in it."""
+    number = {r: i for i, r in enumerate(ranks)}
+
+    def named(some: Sequence[int]) -> list[int]:
+        return sorted(number[r] for r in some)
+
+    parts = []
+    if account.gone:
+        parts.append(f"rank(s) {named(account.gone)} are gone")
+    if account.silent:
+        parts.append(f"rank(s) {named(account.silent)} give no sign of life")
+    if account.gave_up and not parts:
+        parts.append(f"rank(s) {named(account.gave_up)} have given up")
+    by_place: dict[str, list[int]] = {}
+    for r, at in account.at.items():
+        by_place.setdefault(at, []).append(r)
+    groups = sorted(by_place.items(), key=lambda item: (-len(item[1]), item[1]))
+    parts += [f"rank(s) {named(there)} at {at or 'nothing yet'}" for at, there in groups]
+    text = "; ".join(parts)
+    absent = {*account.gone, *account.silent}
+    if len(groups) > 1 and not absent:
+        odd = [r for _, there in groups[1:] for r in there]
+        text += f". Did rank(s) {named(odd)} skip or repeat a step, a pass or a layer?"
+    return text
+
+
+@contextmanager
+def at_work(what: str) -> Iterator[None]:
+    """This process does something that others may have to wait for: no limit ends their wait while it is at it."""
+    here = presence() if processes() > 1 else None
+    if here is not None:
+        here.begin(what)
+    try:
+        yield
+    finally:
+        if here is not None:
+            here.end()
+
+
+def meet(
+    op: Operation,
+    words: str = "",
+    *,
+    ranks: Sequence[int] | None = None,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    hint: str = "",
+) -> list[str]:
+    """All processes' words, or those of `ranks`, once all of them have called this.
+
+    Nothing is sent between ranks: they leave notes in the process group's store, so a call that fails breaks no
+    communicator. Raises `PeerLost` soon on all that wait where one that is missing has ended; `CollectiveTimeout` after
+    `timeout_s` in which none that is missing was `at_work`. hint: ends that message.
     """
     if processes() == 1:
-        return
-    ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-    rank = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    limit_s = ROLL_CALL_S if rank == ranks[0] else patience_s
-    calls = _calls.setdefault(store, {})
-    name = f"prophet roll call for {op} of ranks {ranks}"
-    while True:
-        number = calls[name] = calls.get(name, 0) + 1
-        key = f"{name}, call {number}"
-        if not store.check([f"{key}: result"]):  # one that others gave up, or an earlier life of this process
-            break
-    store.set(f"{key}: {rank}", "here")
-    deadline = time.monotonic() + limit_s
-    if store.add(f"{key}: count", 1) == len(ranks):
-        result = store.compare_set(f"{key}: result", "", _COMPLETE)
-    else:
-        while not store.check([f"{key}: result"]) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        missing = [r for r in ranks if not store.check([f"{key}: {r}"])]
-        gave_up = f"rank {rank} waited {limit_s:g} s for rank(s) {missing}"
-        result = store.compare_set(f"{key}: result", "", gave_up)  # what is there already stays
-    if result.decode() != _COMPLETE:
-        raise CollectiveTimeout(rank, op, f"{result.decode()}; every rank must call it, not one under `if rank == 0:`")
+        return [words]
+    members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+    try:
+        return presence().meet(str(op), members, words, limit_s=timeout_s, hint=hint)
+    except Lost as lost:
+        kind = PeerLost if lost.ended else CollectiveTimeout
+        raise kind(dist.get_rank(), op, str(lost)) from None
+
+
+def roll_call(op: Operation, ranks: Sequence[int] | None = None, *, patience_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Return once all `ranks` (None: all processes) have called this; see `meet`.
+
+    The first of the ranks waits `ROLL_CALL_S`, since `if rank == 0:` is how one rank comes to be alone. The others wait
+    for it for `patience_s`: it may be writing a file before.
+    """
+    first = ranks[0] if ranks is not None else 0
+    limit_s = ROLL_CALL_S if process_rank() == first else patience_s
+    hint = "; every rank must call it, not one under `if rank == 0:`"
+    meet(op, ranks=ranks, timeout_s=limit_s, hint=hint)
 
 
 ROLL_CALL_S = 4.0
-_COMPLETE = "complete"
-_calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
 def cut_like(whole: Tensor, own: Tensor) -> Tensor:

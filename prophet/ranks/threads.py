@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from prophet.errors import CollectiveError, CollectiveTimeout, PeerLost
-from prophet.ranks.collective import Channel, Collective, Coming, Done, Messages, Operation, Pending, Rows, check_rows
+from prophet.ranks.collective import (
+    DEFAULT_TIMEOUT_S,
+    Channel,
+    Collective,
+    Coming,
+    Done,
+    Messages,
+    Operation,
+    Pending,
+    Rows,
+    check_rows,
+)
 
 T = TypeVar("T")
 Key = tuple[Channel, int, int, int]  # channel, number of the operation on it, source, destination
@@ -27,12 +38,12 @@ class ThreadWorld:
     woken and the first error is raised.
     """
 
-    def __init__(self, size: int, *, timeout_s: float = 60.0) -> None:
+    def __init__(self, size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if size < 1:
             raise ValueError(f"a world needs at least one rank, got {size}")
         self.size = size
         self.timeout_s = timeout_s
-        self._mail: dict[Key, tuple[Operation, Tensor]] = {}
+        self._mail: dict[Key, tuple[Operation, bool, Tensor]] = {}
         self._arrived = threading.Condition()
         self._failure: BaseException | None = None
 
@@ -65,10 +76,10 @@ class ThreadWorld:
             self._failure = self._failure or error
             self._arrived.notify_all()
 
-    def put(self, key: Key, op: Operation, x: Tensor) -> None:
-        """Leave a copy of `x`."""
+    def put(self, key: Key, op: Operation, x: Tensor, *, message: bool = False) -> None:
+        """Leave a copy of `x`. message: one that says itself what it is about."""
         with self._arrived:
-            self._mail[key] = (op, x.detach().clone())
+            self._mail[key] = (op, message, x.detach().clone())
             self._arrived.notify_all()
 
     def has(self, keys: Sequence[Key]) -> bool:
@@ -76,8 +87,11 @@ class ThreadWorld:
         with self._arrived:
             return self._failure is not None or all(key in self._mail for key in keys)
 
-    def take(self, key: Key, op: Operation, timeout_s: float) -> Tensor:
-        """Wait for what was put under `key`; CollectiveError where its sender is in another operation, or gone."""
+    def take(self, key: Key, op: Operation, timeout_s: float, *, message: bool = False) -> Tensor:
+        """Wait for what was put under `key`; CollectiveError where its sender is in another operation, or gone.
+
+        message: whatever message comes will do.
+        """
         _, _, source, rank = key
         deadline = time.monotonic() + timeout_s
         with self._arrived:
@@ -88,8 +102,8 @@ class ThreadWorld:
                 if left <= 0:
                     raise CollectiveTimeout(rank, op, f"no answer from rank {source} within {timeout_s:g} s")
                 self._arrived.wait(left)
-            theirs, x = self._mail.pop(key)
-        if theirs != op:
+            theirs, was_message, x = self._mail.pop(key)
+        if was_message != message or (theirs != op and not message):
             raise CollectiveError(rank, op, f"rank {source} is in {theirs} instead")
         return x
 
@@ -107,14 +121,14 @@ class ThreadCollective(Collective):
         self.timeout_s = timeout_s
         return self
 
-    def _take(self, key: Key, op: Operation) -> Tensor:
-        return self._world.take(key, op, self.timeout_s)
+    def _take(self, key: Key, op: Operation, *, message: bool = False) -> Tensor:
+        return self._world.take(key, op, self.timeout_s, message=message)
 
-    def _send(self, pieces: Sequence[Tensor], op: Operation, channel: Channel) -> list[Key]:
+    def _send(self, pieces: Sequence[Tensor], op: Operation, channel: Channel, *, message: bool = False) -> list[Key]:
         """Put one piece for every rank; where those for this rank will be."""
         self._issued[channel] += 1
         for d, piece in enumerate(pieces):
-            self._world.put((channel, self._issued[channel], self.rank, d), op, piece)
+            self._world.put((channel, self._issued[channel], self.rank, d), op, piece, message=message)
         return [(channel, self._issued[channel], s, self.rank) for s in range(self.size)]
 
     def all_to_all(
@@ -140,6 +154,12 @@ class ThreadCollective(Collective):
             return x.unsqueeze(0)
         keys = self._send([x] * self.size, op, channel)
         return torch.stack([self._take(key, op) for key in keys])
+
+    def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
+        if self.size == 1:
+            return x.unsqueeze(0)
+        keys = self._send([x] * self.size, op, "tokens", message=True)
+        return torch.stack([self._take(key, op, message=True) for key in keys])
 
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         # Numbers below zero keep point-to-point messages apart from the collectives'.

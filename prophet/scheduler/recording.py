@@ -39,6 +39,7 @@ class ObservedCollective(Collective):
     def __init__(self, inner: Collective, recorder: Recorder | None = None) -> None:
         super().__init__(inner.rank, inner.size, inner.timeout_s)
         self.inner = inner
+        self.frames = inner.frames
         self.recorder = recorder
 
     def _renewed(self, timeout_s: float) -> Collective:
@@ -74,10 +75,23 @@ class ObservedCollective(Collective):
         return self._watch(lambda: self.inner.all_to_all(x, send_rows, recv_rows, op=op, channel=channel), op, channel)
 
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
+        stream = "tokens" if channel == "tokens" else "waits"
+        return self._blocking(lambda: self.inner.all_gather(x, op=op, channel=channel), op, stream)
+
+    def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
+        return self._blocking(lambda: self.inner.gather_messages(x, op=op), op, "tokens")
+
+    def roll_call(self, op: Operation) -> None:
+        self.inner.roll_call(op)
+
+    def meet(self, op: Operation) -> None:
+        self.inner.meet(op)
+
+    def _blocking(self, call: Callable[[], Tensor], op: Operation, stream: str) -> Tensor:
         began = time.perf_counter()
-        result = self.inner.all_gather(x, op=op, channel=channel)
+        result = call()
         if self.recorder is not None:
-            self.recorder.add(str(op), "tokens" if channel == "tokens" else "waits", began, time.perf_counter())
+            self.recorder.add(str(op), stream, began, time.perf_counter())
         return result
 
     def exchange(

@@ -239,8 +239,25 @@ def test_lora_on_experts_that_were_converted_before_is_refused_before_training(t
     model = hugging_face("mixtral")
     prophet.convert(model)
     wrapped = library.get_peft_model(model, library.LoraConfig(target_modules=ATTENTION, **targets))
+    for training in (True, False):
+        wrapped.train(training)
+        with pytest.raises(ConversionError, match=r"PEFT .*keep LoRA off the experts \(target_modules="):
+            prophet.attach(wrapped, config=prophet.EngineConfig(planner="static"))
+    wrapped.train()
     with pytest.raises(ConversionError, match=r"PEFT .*keep LoRA off the experts \(target_modules="):
         loss_of(wrapped, batches(1)[0])
+
+
+@pytest.mark.filterwarnings("ignore:target_parameters=")
+def test_lora_on_experts_between_attach_and_training() -> None:
+    library = peft()
+    model = hugging_face("mixtral")
+    prophet.convert(model)
+    engine = prophet.attach(model, config=prophet.EngineConfig(planner="static"))
+    wrapped = library.get_peft_model(model, library.LoraConfig(target_parameters=EXPERTS, target_modules=ATTENTION))
+    with pytest.raises(ConversionError, match=r"PEFT was told to adapt model.layers.0.mlp.experts.gate_up_proj"):
+        loss_of(wrapped, batches(1)[0])
+    engine.close()
 
 
 def test_lora_on_old_lists_of_experts_that_were_converted_before() -> None:

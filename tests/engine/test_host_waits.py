@@ -31,7 +31,7 @@ if not (SUPPORTED and INTERPRETED and triton_available()):
     )
 
 CASE = Case(shapes=((2, 3), (4,)), steps=3, seed=7, impl="triton", device=NAME)
-COUNTS = "all_gather(torch.cat(parts), op=op).cpu()"
+COUNTS = "gather_messages(frame, op=op).cpu()"
 
 
 @pytest.fixture(autouse=True)

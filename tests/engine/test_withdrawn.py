@@ -147,10 +147,10 @@ def test_in_every_microbatch_what_was_held_back_goes_before_the_dispatch(monkeyp
     launched_there: list[tuple[int, int]] = []
     use = BlockReplicas.use
 
-    def watched(self: BlockReplicas, keep: bool) -> None:
+    def watched(self: BlockReplicas, keep: bool, *rows: Any) -> None:
         trans = self._trans
         before = trans.launched if trans else -1
-        use(self, keep)
+        use(self, keep, *rows)
         launched_there.append((before, trans.launched if trans else -1))
 
     monkeypatch.setattr("prophet.engine.balanced_layer.pays", lambda *_, **__: True)

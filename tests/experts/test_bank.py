@@ -13,8 +13,8 @@ from prophet.spec import Activation, Bias
 
 
 def in_order(bank: FeedForwardBank) -> list[torch.nn.Parameter]:
-    """The parameters as an expert's flat vector lists them."""
-    return [p for p in (bank.w_in, bank.b_in, bank.w_out, bank.b_out) if p is not None]
+    """The parameters as an expert's flat vector lists them; biases are flat."""
+    return [p for p in (bank.w_in, bank.bias_in, bank.w_out, bank.bias_out) if p is not None]
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
@@ -25,12 +25,12 @@ def test_flat_vector_is_the_parameters_one_after_another(
 ) -> None:
     bank = FeedForwardBank(3, 5, 2, activation=activation, bias=bias, dim_out=dim_out)
     whole = torch.cat(bank.flat_views(1, 0, bank.expert_numel))
-    assert torch.equal(whole, torch.cat([p[1].flatten() for p in in_order(bank)]))
+    assert torch.equal(whole, torch.cat([p.view(2, -1)[1] for p in in_order(bank)]))
     for cut in range(0, bank.expert_numel + 1, 4):
         parts = torch.cat(bank.flat_views(1, 0, cut) + bank.flat_views(1, cut, bank.expert_numel))
         assert torch.equal(parts, whole)
     shape, size = bank.shape(), bank.w_in.element_size()
-    assert bank.expert_numel == shape.expert_params == sum(p[0].numel() for p in in_order(bank))
+    assert bank.expert_numel == shape.expert_params == sum(p.numel() for p in in_order(bank)) // 2
     assert shape.forward_flops_per_token == 2 * (bank.w_in[0].numel() + bank.w_out[0].numel())
     assert 2 * shape.token_bytes == size * (bank.w_in.shape[2] + bank.w_out.shape[1])  # there and back
 
@@ -42,7 +42,7 @@ def test_flat_gradients_are_added_scaled_where_they_belong() -> None:
     bank.add_flat_grad(1, 0, 7, piece[:7])
     bank.add_flat_grad(1, 7, n, piece[7:])
     bank.add_flat_grad(1, 0, n, piece)
-    got = torch.cat([p.grad[1].flatten() for p in in_order(bank) if p.grad is not None])
+    got = torch.cat([p.grad.view(2, -1)[1] for p in in_order(bank) if p.grad is not None])
     assert torch.equal(got, 2 * piece / 4)
     assert all(p.grad is not None and p.grad[0].eq(0).all() for _, p in bank.named_parameters())
 
@@ -53,9 +53,9 @@ def test_frozen_parameters_receive_no_gradient() -> None:
     assert bank.grad_numel == bank.expert_numel - bank.w_in.numel()
     bank.add_flat_grad(0, 0, bank.grad_numel, torch.arange(float(bank.grad_numel)))
     assert bank.w_in.grad is None
-    assert bank.b_in is not None
-    assert bank.b_in.grad is not None
-    assert bank.b_in.grad.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]  # what trains alone is counted
+    assert bank.bias_in is not None
+    assert bank.bias_in.grad is not None
+    assert bank.bias_in.grad.flatten().tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]  # what trains alone is counted
     assert bank.w_out.grad is not None
     replica = bank.replica(0, ReplicaPool())
     assert (replica.params.numel(), replica.grads.numel()) == (bank.expert_numel, bank.grad_numel)
@@ -94,7 +94,7 @@ def test_replica_is_a_leaf_whose_gradient_lands_in_its_flat_buffer() -> None:
         expert_ffn(
             x, ExpertWeights(*(None if p is None else p[1] for p in bank.weights())), "swiglu"
         ).square().sum().backward()
-    expected = torch.cat([p.grad[1].flatten() for p in in_order(bank) if p.grad is not None])
+    expected = torch.cat([p.grad.view(2, -1)[1] for p in in_order(bank) if p.grad is not None])
     assert torch.equal(replica.grads, expected)
     # autograd may replace .grad instead of adding in place
     w_in = replica.leaves["w_in"]

@@ -113,8 +113,8 @@ def test_a_damaged_checkpoint_is_refused(saved: Path, tmp_path: Path) -> None:
     fields = [
         *(((name,), VALUES) for name in ("format", "optimizer", "groups", "states", "extra")),
         *((("groups", 0, name), VALUES) for name in ("parameters", "settings")),
-        *((("states", "experts.w_in", "exp_avg", name), VALUES) for name in ("dtype", "shape")),
-        (("states", "experts.w_in", "step", "value"), VALUES),
+        *((("states", "gate.weight", "exp_avg", name), VALUES) for name in ("dtype", "shape")),
+        (("states", "gate.weight", "step", "value"), VALUES),
     ]
     rng = random.Random(1)
     valid = ((saved / "training.json").read_bytes(),)

@@ -275,7 +275,8 @@ def values(engine: Any) -> dict[str, Array]:
                 found[f"{name}/{key}"] = array
                 continue
             bank = engine.module.get_submodule(name.rpartition(".")[0])
-            found |= {f"{name}.{bank.first_expert + i}/{key}": one for i, one in enumerate(array)}
+            by_expert = array.reshape(bank.experts, -1)  # stacked biases are flat
+            found |= {f"{name}.{bank.first_expert + i}/{key}": one for i, one in enumerate(by_expert)}
     return found
 
 

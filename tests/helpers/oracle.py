@@ -81,11 +81,11 @@ def activate(h: Tensor, activation: str) -> Tensor:
 def expert(x: Tensor, p: Params, name: str, e: int, activation: str) -> Tensor:
     """f_e(x) [N, O] for all rows of `x` [N, D]."""
     h = x @ p[f"{name}.experts.w_in.{e}"].T
-    if f"{name}.experts.b_in.{e}" in p:
-        h = h + p[f"{name}.experts.b_in.{e}"]
+    if f"{name}.experts.bias_in.{e}" in p:
+        h = h + p[f"{name}.experts.bias_in.{e}"]
     y = activate(h, activation) @ p[f"{name}.experts.w_out.{e}"].T
-    if f"{name}.experts.b_out.{e}" in p:
-        y = y + p[f"{name}.experts.b_out.{e}"]
+    if f"{name}.experts.bias_out.{e}" in p:
+        y = y + p[f"{name}.experts.bias_out.{e}"]
     return y
 
 
@@ -146,7 +146,9 @@ def moe(x: Tensor, p: Params, name: str, c: OracleConfig, rank_of: Sequence[int]
         fraction = counts / counts.sum()
         aux = aux + c.aux_loss_weight * c.num_experts * (fraction * probs.mean(dim=0)).sum()
     if c.z_loss_weight and tokens:
-        aux = aux + c.z_loss_weight * torch.log(torch.exp(logits).sum(dim=1)).square().mean()
+        most = logits.detach().max(dim=1, keepdim=True).values  # some random models diverge
+        log_sum = torch.log(torch.exp(logits - most).sum(dim=1)) + most.squeeze(1)
+        aux = aux + c.z_loss_weight * log_sum.square().mean()
     return y, aux, int((chosen - sent).sum().item())
 
 

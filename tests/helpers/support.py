@@ -183,11 +183,10 @@ def expert_gradients(model: nn.Module, prefix_layers: str = "moes") -> dict[str,
     found = {}
     for name, module in model.named_modules():
         if isinstance(module, prophet.MoE):
-            bank = module.experts
-            for part, p in bank.named_parameters():
-                for local in range(bank.experts):
-                    key = f"{name}.experts.{part}.{bank.first_expert + local}"
-                    found[key] = torch.zeros_like(p[local]) if p.grad is None else p.grad[local].detach().clone()
+            for entry in module.experts.entries():
+                p = module.experts.get_parameter(entry.parameter)
+                grad = torch.zeros_like(p) if p.grad is None else p.grad.detach()
+                found[f"{name}.experts.{entry.key}"] = entry.of(grad).clone()
     return found
 
 

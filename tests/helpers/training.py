@@ -280,12 +280,16 @@ def expected(case: Case) -> list[tuple[float, dict[str, Array]]]:
     return steps
 
 
+DIVERGED = 100.0  # an element of a gradient: the parameter then moves by about its own size
+
+
 def compare(
     wanted: Sequence[tuple[float, dict[str, Array]]], by_rank: Sequence[Sequence[Step]], atol: float = 1e-10
 ) -> None:
     """Raise unless every step's loss and every parameter's gradient agree on every rank to `atol`.
 
-    Where values are larger than 1 that is relative to the largest of them: some random models diverge.
+    Where values are larger than 1 that is relative to the largest of them: some random models diverge. Such a model is
+    compared up to the step that makes it diverge: after it, roundings decide.
     """
     for at, (loss, grads) in enumerate(wanted):
         steps = [rank[at] for rank in by_rank]
@@ -299,6 +303,8 @@ def compare(
                 where = f"{name}, step {at}, rank {rank}"
                 limit = atol * max(1.0, float(np.abs(grads[name]).max(initial=0.0)))
                 np.testing.assert_allclose(grad, grads[name], rtol=0, atol=limit, err_msg=where)
+        if max(float(np.abs(g).max(initial=0.0)) for g in grads.values()) > DIVERGED:
+            return
 
 
 def check_on_threads(case: Case, planner: Planner | None = None, *, atol: float = 1e-10) -> list[list[Step]]:

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.launch import EXAMPLES, process_outcomes, run_gloo, torchrun
-from tests.helpers.small_trainer import callback, key_warnings, logged, same_weights, trained
+from tests.helpers.launch import EXAMPLES, as_launched, process_outcomes, run_gloo, torchrun
+from tests.helpers.small_trainer import callback, key_warnings, logged, same_weights, small_trainer, trained
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
-pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-prophet[hf]'")
+accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-prophet[hf]'")
 
 
 # --- functions on two ranks ---
@@ -110,6 +110,34 @@ def many_runs(rank: int, size: int, folder: Path) -> dict[str, Any]:
     return found
 
 
+def with_scaler(rank: int, size: int, folder: Path, balance: bool) -> dict[str, Any]:
+    """A run with the loss scaled as for fp16, in which one expert's gradient is infinite in the second step."""
+    if size > 1:
+        as_started_by_torchrun(rank, size)
+        gc.freeze()
+    trainer = small_trainer(folder, callback(balance=balance) if size > 1 else None, save_strategy="no")
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    # accelerate refuses to make it without a GPU
+    accelerator = trainer.accelerator
+    accelerator.scaler, accelerator.native_amp = scaler, True
+    accelerator.state._mixed_precision = "fp16"
+    accelerator.autocast_handler = accelerate.utils.AutocastKwargs(enabled=False)
+    weights = [p for n, p in trainer.model.named_parameters() if ".experts." in n]
+    passes = 0
+
+    def overflow(p: torch.Tensor) -> None:
+        nonlocal passes
+        passes += 1
+        if passes == 2 and p.grad is not None:
+            p.grad.flatten()[-1] = torch.inf
+
+    if rank == size - 1:
+        weights[0].register_post_accumulate_grad_hook(overflow)
+    trainer.train()
+    shared = sum(float(p.detach().double().sum()) for n, p in trainer.model.named_parameters() if ".experts." not in n)
+    return {"losses": logged(trainer), "scale": scaler.get_scale(), "shared": shared}
+
+
 _save = torch.save
 
 
@@ -163,6 +191,16 @@ def test_training_saving_and_resuming(tmp_path: Path) -> None:
     assert logged(fewer) == pytest.approx(ranks[0]["whole"][0], rel=1e-5)
     # Adam divides by the gradient's size, so rounding in a tiny gradient moves a weight visibly
     same_weights(tmp_path / "fewer" / "checkpoint-4", tmp_path / "whole" / "checkpoint-4", 2e-3)
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_a_scaled_loss_that_overflows_on_one_rank(tmp_path: Path, balance: bool) -> None:
+    """All ranks skip the step, as Trainer does with the whole model."""
+    plain = with_scaler(0, 1, tmp_path, balance)
+    for found in run_gloo(with_scaler, 2, tmp_path, balance):
+        assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert found["scale"] == plain["scale"] == 512.0
+        assert found["shared"] == pytest.approx(plain["shared"], rel=1e-5)
 
 
 def test_a_rank_killed_while_it_saves(tmp_path: Path) -> None:
@@ -233,6 +271,28 @@ def test_example_losses_models_and_resuming(tmp_path: Path, ranks: int, ep: tupl
     if ep:  # one group of experts instead of two
         source = str(tmp_path / "balanced" / "checkpoint-2")
         assert run(tmp_path / "one", "--resume", source, ranks=ranks) == pytest.approx(balanced, rel=1e-5)
+
+
+def launched(out: Path, *options: str) -> list[float]:
+    """Losses of the example on two processes."""
+    as_launched(EXAMPLES / "transformers_trainer.py", "--out", str(out), *STEPS, *options, ranks=2, timeout_s=100.0)
+    found: list[float] = json.loads((out / "losses.json").read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_example_resumes_from_what_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that was renamed, where another run's of that step lies; the newest; and on one process."""
+    whole = launched(tmp_path / "whole")
+    renamed = shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "kept")
+    other = launched(tmp_path / "other", "--learning-rate", "0.05")
+    assert other[2:] != pytest.approx(whole[2:], rel=1e-3)
+    assert launched(tmp_path / "other", "--resume", str(renamed)) == pytest.approx(whole, rel=1e-6)
+    shutil.copytree(renamed, tmp_path / "newest" / "checkpoint-2")
+    assert launched(tmp_path / "newest", "--resume") == pytest.approx(whole, rel=1e-6)
+    one = run_here(monkeypatch, tmp_path / "one", "--batch", "8", "--resume", str(renamed))
+    # part of the loss is that which balances experts, and differs with the sequences that a rank has
+    assert one == pytest.approx(whole, rel=3e-3)
 
 
 KILLED = """

@@ -1,0 +1,1 @@
+"""What do the other ranks say when one of four fails?"""

@@ -1,0 +1,158 @@
+"""An optimizer's state of a layer's experts, expert by expert, whether a parameter holds one expert or all of a rank.
+
+Shape legend: m experts per rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.experts.bank import Bank, Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One expert's share of a parameter. key: its name in the model's state dict; pattern: with a star for the expert.
+
+    entry: where it is in the parameter.
+    """
+
+    key: str
+    pattern: str
+    entry: Entry
+
+
+def banks_of(model: nn.Module) -> Iterator[tuple[str, Bank]]:
+    """The banks of `model`, each with what its names begin with."""
+    for name, module in model.named_modules():
+        if isinstance(module, Bank):
+            yield f"{name}." if name else "", module
+
+
+def shares_of(model: nn.Module) -> dict[str, list[Share]]:
+    """The shares of every parameter of experts, by the parameter's name."""
+    found: dict[str, list[Share]] = {}
+    for prefix, bank in banks_of(model):
+        for entry in bank.entries():
+            share = Share(prefix + entry.key, prefix + entry.pattern, entry)
+            found.setdefault(prefix + entry.parameter, []).append(share)
+    return found
+
+
+def split_state(name: str, p: Tensor, shares: Sequence[Share], state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The state of the parameter `name` by the shares' keys: views of what has one part per expert, all else as it is.
+
+    Raises ValueError for a tensor that cannot be cut into experts.
+    """
+    return {s.key: {field: _cut(name, p, shares, s, field, value) for field, value in state.items()} for s in shares}
+
+
+def _cut(name: str, p: Tensor, shares: Sequence[Share], share: Share, field: str, value: Any) -> Any:
+    if is_number(value, p):
+        return value
+    index = share.entry.index
+    if value.shape == p.shape or not index:
+        return share.entry.of(value)
+    if len(index) == 1 and isinstance(index[0], int) and value.shape[:1] == p.shape[:1]:
+        return value[index[0]]
+    raise ValueError(
+        f"the optimizer's {field} of {name} has shape {list(value.shape)}, which cannot be cut into "
+        f"{len({s.entry.expert for s in shares})} experts"
+    )
+
+
+def empty_state(
+    name: str, p: Tensor, shares: Sequence[Share], said: Mapping[str, Mapping[str, Any]], *, on_device: bool
+) -> dict[str, Any]:
+    """State of the parameter `name` whose parts look like those of `said` by the shares' keys; tensors are zero.
+
+    on_device: whether numbers in tensors are kept beside the parameter. Raises ValueError where the experts' differ in
+    what must be one for all of them: stacked experts have one step.
+    """
+    first = said.get(shares[0].key, {})
+    state: dict[str, Any] = {}
+    for field in sorted({field for s in shares for field in said.get(s.key, {})}):
+        values: list[Any] = [said.get(s.key, {}).get(field) for s in shares]
+        one: Any = first.get(field)
+        alike = all(type(v) is type(one) for v in values)
+        if alike and isinstance(one, Tensor):
+            own = [v.shape == s.entry.of(p).shape for v, s in zip(values, shares, strict=True)]
+            alike = all(v.dtype == one.dtype for v in values) and (
+                all(own) or all(v.shape == one.shape for v in values)
+            )
+        if not alike:
+            lacking = [s.entry.expert for s, v in zip(shares, values, strict=True) if v is None]
+            raise ValueError(
+                f"the optimizer's {field} of {name} is not alike for all experts (expert {lacking[:1]} has none): "
+                f"expected experts that have taken the same steps, or one module per expert"
+            )
+        if not isinstance(one, Tensor):
+            state[field] = one
+        elif one.dim() == 0 and p.dim() > 0:
+            state[field] = torch.zeros((), dtype=one.dtype, device=p.device if on_device else "cpu")
+        elif all(v.shape == s.entry.of(p).shape for v, s in zip(values, shares, strict=True)):
+            state[field] = torch.zeros_like(p, dtype=one.dtype).detach()
+        else:
+            index = shares[0].entry.index
+            shape = [p.shape[0], *one.shape] if index else list(one.shape)
+            state[field] = torch.zeros(shape, dtype=one.dtype, device=p.device)
+    return state
+
+
+def is_number(value: Any, p: Tensor) -> bool:
+    """Whether it is one number for all of the parameter `p`, in a tensor or not."""
+    return not isinstance(value, Tensor) or (value.dim() == 0 and p.dim() > 0)
+
+
+@torch.no_grad()
+def fill_numbers(
+    name: str, p: Tensor, shares: Sequence[Share], said: Mapping[str, Mapping[str, Any]], state: dict[str, Any]
+) -> None:
+    """Set the numbers in `state`, as `empty_state` made it, from those of the experts, by the shares' keys.
+
+    Raises ValueError, as it does, where they differ between experts that are stacked.
+    """
+    for field, value in state.items():
+        if not is_number(value, p):
+            continue
+        values = [said[s.key][field] for s in shares]
+        if not all(_same(v, values[0]) for v in values):
+            raise ValueError(
+                f"the optimizer's {field} of {name} is {sorted({float(v) for v in values})} for its experts: expected "
+                f"experts that have taken the same steps, or one module per expert"
+            )
+        if isinstance(value, Tensor):
+            value.copy_(values[0])
+        else:
+            state[field] = values[0]
+
+
+@torch.no_grad()
+def join_state(
+    name: str, p: Tensor, shares: Sequence[Share], said: Mapping[str, Mapping[str, Any]], *, on_device: bool
+) -> dict[str, Any]:
+    """The inverse of `split_state`, in memory of its own."""
+    state = empty_state(name, p, shares, said, on_device=on_device)
+    if state:
+        fill_numbers(name, p, shares, said, state)
+    for key, parts in split_state(name, p, shares, state).items():
+        for field, part in parts.items():
+            if not is_number(part, p):
+                part.copy_(said[key][field])
+    return state
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a.cpu(), b.cpu())
+    return bool(a == b)
+
+
+def patterns(shares: Iterable[Share]) -> list[str]:
+    """The names that stand for a parameter's shares of all experts."""
+    return list(dict.fromkeys(s.pattern for s in shares))

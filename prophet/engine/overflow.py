@@ -1,0 +1,156 @@
+"""What torch's `GradScaler` finds in the gradients of one rank, all ranks act upon.
+
+The gradient of an expert's weight exists on its home rank alone. Where it overflows, a `GradScaler` that knew of this
+rank only would skip `optimizer.step()` here and halve the loss scale here, while the other ranks take the step. So the
+ranks of the expert-parallel group tell each other, and then the processes that hold the same experts.
+
+A script makes its scaler itself and never shows it to the library. Hence two methods of torch's class are replaced,
+once. For optimizers that hold no experts and that no engine follows they do what they did.
+
+Shape legend: R ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from prophet.layer.moe import MoE
+from prophet.ranks.collective import Operation
+from prophet.ranks.messages import share
+
+_OPERATION = Operation("GradScaler's check for infinite gradients")
+
+
+class Follower(Protocol):
+    """What has steps that end with an optimizer's; an engine. updates: how often the optimizer has run."""
+
+    layers: list[MoE]
+    updates: int
+
+    def complete_gradients(self) -> None:
+        """Bring home what is still away, before the optimizer's gradients are read."""
+
+    def finish_step(self) -> None:
+        """End the step that is under way, if one is."""
+
+
+_lock = threading.Lock()
+_layers: list[weakref.ref[MoE]] = []
+_followers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Follower]] = weakref.WeakKeyDictionary()
+
+
+def share_overflows(layers: Sequence[MoE]) -> None:
+    """From now on, what a `GradScaler` finds in the gradients of these layers' experts counts on all ranks.
+
+    Call it on all ranks, in the same order of layers; again is harmless.
+    """
+    with _lock:
+        known = {id(layer) for layer in _live()}
+        _layers[:] = [ref for ref in _layers if ref() is not None]
+        _layers.extend(weakref.ref(layer) for layer in layers if id(layer) not in known)
+        _replace_methods()
+
+
+class Following:
+    """While it lasts, a step of `optimizer` that a `GradScaler` skips ends a step of `follower` all the same."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, follower: Follower) -> None:
+        self._optimizer, self._follower = weakref.ref(optimizer), follower
+        _followers.setdefault(optimizer, []).append(follower)
+
+    def remove(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            _followers[optimizer].remove(self._follower)
+
+
+def _live() -> Iterator[MoE]:
+    return (layer for ref in list(_layers) if (layer := ref()) is not None)
+
+
+def _followers_of(optimizer: Any) -> list[Follower]:
+    return _followers.get(optimizer, []) if isinstance(optimizer, torch.optim.Optimizer) else []
+
+
+def _layers_of(optimizer: Any) -> list[MoE]:
+    """The layers that a scaler's decision about `optimizer` is about, the same on all ranks."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    followed = {id(layer) for follower in _followers_of(optimizer) for layer in follower.layers}
+    return [x for x in _live() if id(x) in followed or any(id(p) in held for p in x.experts.parameters())]
+
+
+# --- what the ranks tell each other ---
+
+
+def _share(found: dict[torch.device, Tensor], layers: Sequence[MoE]) -> None:
+    """Let `found`, by device and not zero where a gradient is infinite, say what any rank has found; collective."""
+    device = layers[0].experts.device
+    # whether an infinite gradient was found; whether there were any gradients
+    mine = torch.zeros(2, dtype=torch.float64, device=device)
+    for value in found.values():
+        mine[0] += value.to(device, non_blocking=True)
+        mine[1] = 1.0
+    groups = {id(x.collective): x.collective for x in layers}
+    groups |= {id(x.replicas): x.replicas for x in layers if x.replicas is not None}
+    for group in groups.values():
+        mine = share(group, mine, op=_OPERATION).amax(0)
+    infinite = (mine[0] != 0).float()  # fused optimizers compare with one
+    for value in found.values():
+        value.copy_(infinite, non_blocking=True)
+    # torch refuses an optimizer without gradients; where another rank has some, this one takes the step as well
+    if not found and mine[1]:
+        found[device] = infinite
+
+
+# --- torch's class ---
+
+
+def _parts_of(optimizer: Any) -> list[Any]:
+    """`optimizer`; or two that stand for it where FSDP has cut some parameters: torch cannot unscale both at once."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    cut = [p for p in params if hasattr(p, "full_tensor")]
+    if not cut:
+        return [optimizer]
+    whole = [p for p in params if not hasattr(p, "full_tensor")]
+    return [SimpleNamespace(param_groups=[{"params": part}]) for part in (cut, whole)]
+
+
+def _replace_methods() -> None:
+    if hasattr(GradScaler._unscale_grads_, "__wrapped__"):
+        return
+    unscale, maybe_step = GradScaler._unscale_grads_, GradScaler._maybe_opt_step
+
+    @functools.wraps(unscale)
+    def _unscale_grads_(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        layers = _layers_of(optimizer)
+        if not layers:
+            return unscale(scaler, optimizer, *args, **kwargs)
+        for follower in _followers_of(optimizer):
+            follower.complete_gradients()
+        found: dict[torch.device, Tensor] = {}
+        for part in _parts_of(optimizer):
+            for device, value in unscale(scaler, part, *args, **kwargs).items():
+                found[device] = torch.maximum(found[device], value) if device in found else value
+        _share(found, layers)
+        return found
+
+    @functools.wraps(maybe_step)
+    def _maybe_opt_step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        before = [(follower, follower.updates) for follower in _followers_of(optimizer)]
+        result = maybe_step(scaler, optimizer, *args, **kwargs)
+        for follower, updates in before:
+            if follower.updates == updates:  # the optimizer has not run
+                follower.finish_step()
+        return result
+
+    setattr(GradScaler, "_unscale_grads_", _unscale_grads_)  # noqa: B010 (mypy: a method)
+    setattr(GradScaler, "_maybe_opt_step", _maybe_opt_step)  # noqa: B010

@@ -1,0 +1,298 @@
+"""Who is there, and where: what processes tell each other through the store that they met in, beside all collectives.
+
+Every process renews an entry of its own, its pulse, and says in it what it is doing. That is enough for three things:
+
+- an error can name the ranks that are gone, and where the others are;
+- a rank that waits for another one's work (a save, a load, compiling) goes on waiting while that rank is at work, and
+  stops when it is gone, however long the work takes;
+- ranks can meet, and hand each other words, without a collective that could break.
+
+A process of the same machine is asked for by its number, so its end is noticed at once. One of another machine counts
+as silent when its pulse does not come.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+PULSE_S = 1.0
+GRACE_S = 3.0  # in which ranks hear of each other when a collective has failed; three pulses
+
+
+class Store(Protocol):
+    """What is needed of torch's stores; `get` waits for a key that is not there."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pulse:
+    """What a process has said last. machine, process, started: which process it is. at: where it is. work: what others
+    may have to wait for, empty where it is nothing. failed: whether a collective of it has failed.
+    """
+
+    count: int
+    machine: int
+    process: int
+    started: int
+    at: str
+    work: str
+    failed: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """What is known of the ranks when a collective has failed.
+
+    gone: their processes have ended. silent: they give no sign of life: stopped, or cut off. gave_up: a collective has
+    failed there, too, whether or not they have ended since. at: where ranks are, or were when they were last heard of.
+    """
+
+    gone: tuple[int, ...]
+    silent: tuple[int, ...]
+    gave_up: tuple[int, ...]
+    at: dict[int, str]
+
+
+class Presence:
+    """This process among those that share a store.
+
+    find_store: the store, None once nobody uses it. machine: a number that processes on one machine have in common.
+    where: where this process is; its text is asked for from another thread.
+    """
+
+    def __init__(self, find_store: Callable[[], Store | None], rank: int, machine: int) -> None:
+        self.rank = rank
+        self.find_store = find_store
+        self.where: object = ""
+        self._machine = machine
+        self._who = (os.getpid(), _started(os.getpid()))
+        self._work: list[str] = []
+        self._failed = False
+        self._count = 0
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._calls: dict[str, int] = {}
+        self.beat()
+        self._thread = threading.Thread(target=_renew, args=(weakref.ref(self), self._stop), daemon=True)
+        self._thread.name = f"pulse of rank {rank}"
+        self._thread.start()
+        _all.add(self)
+
+    @property
+    def store(self) -> Store:
+        store = self.find_store()
+        if store is None:
+            raise RuntimeError("the process group was destroyed")
+        return store
+
+    def beat(self) -> None:
+        """Say what this process is doing now."""
+        with self._lock:
+            self._count += 1
+            said = [self._count, self._machine, *self._who, str(self.where), self._work[-1] if self._work else ""]
+            self.store.set(_pulse_key(self.rank), json.dumps([*said, self._failed]))
+
+    def close(self) -> None:
+        """Fall silent."""
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * PULSE_S)
+
+    # --- work that others wait for ---
+
+    def begin(self, work: str) -> None:
+        """From now on this process is at `work`."""
+        self._work.append(work)
+        self._say()
+
+    def end(self) -> None:
+        """The work that was begun last is done."""
+        self._work.pop()
+        self._say()
+
+    def _say(self) -> None:
+        with suppress(RuntimeError):  # the store may be gone; what is being done is worth more than the news of it
+            self.beat()
+
+    # --- the others ---
+
+    def pulse(self, rank: int) -> Pulse | None:
+        """What that process has said last; None where it never has."""
+        if not self.store.check([_pulse_key(rank)]):
+            return None
+        count, machine, process, started, at, work, failed = json.loads(self.store.get(_pulse_key(rank)))
+        return Pulse(
+            count=count, machine=machine, process=process, started=started, at=at, work=work, failed=bool(failed)
+        )
+
+    def has_ended(self, pulse: Pulse) -> bool:
+        """Whether it is known that the process has ended; never, of one on another machine."""
+        return pulse.machine == self._machine and not _runs(pulse.process, pulse.started)
+
+    def account(self, ranks: Sequence[int], grace_s: float = GRACE_S) -> Account:
+        """A collective of this process has failed: what is known of `ranks`, within `grace_s`."""
+        self._failed = True
+        self._say()
+        at = {self.rank: str(self.where)}
+        found: dict[str, list[int]] = {"gone": [], "silent": [], "gave_up": []}
+        others = [r for r in ranks if r != self.rank]
+        with suppress(RuntimeError):  # the process that keeps the store may be gone
+            first = {r: self.pulse(r) for r in others}
+            deadline = time.monotonic() + grace_s
+            while others:
+                over = time.monotonic() >= deadline
+                for r in tuple(others):
+                    now = self.pulse(r)
+                    state = self._state(first[r], now, over=over)
+                    if state is not None:
+                        others.remove(r)
+                        found.get(state, []).append(r)
+                        at[r] = "" if now is None else now.at
+                if others:
+                    time.sleep(0.05)
+        found["silent"] += others
+        return Account(**{name: tuple(sorted(some)) for name, some in found.items()}, at=at)
+
+    def _state(self, first: Pulse | None, now: Pulse | None, *, over: bool) -> str | None:
+        """What a process is to an account, from two of its pulses; None while that is open, unless time is over."""
+        if now is not None and now.failed:
+            return "gave_up"
+        if now is not None and self.has_ended(now):
+            return "gone"
+        if now is not None and (first is None or now.count > first.count):
+            return "heard"
+        return "silent" if over else None
+
+    # --- meeting ---
+
+    def meet(self, what: str, ranks: Sequence[int], words: str, *, limit_s: float, hint: str = "") -> list[str]:
+        """All `ranks`' words, by their order, once all have called this.
+
+        limit_s: how long ranks are waited for that are not at work. hint: ends the message of such a wait. Raises
+        `Lost` with the same text on all that wait, as soon as one that is missing has ended, or the time is up.
+        """
+        store = self.store
+        name = f"prophet meeting for {what} of ranks {list(ranks)}"
+        while True:
+            number = self._calls[name] = self._calls.get(name, 0) + 1
+            key = f"{name}, call {number}"
+            if not store.check([f"{key}: result"]):  # one that others gave up, or an earlier life of this process
+                break
+        store.set(f"{key}: {self.rank}", words)
+        if store.add(f"{key}: count", 1) == len(ranks):
+            everyone = [store.get(f"{key}: {r}").decode() for r in ranks]
+            result = store.compare_set(f"{key}: result", "", json.dumps(["met", *everyone]))
+        else:
+            self.begin("")  # whoever waits is not at work: two that wait for each other must not do so for ever
+            try:
+                result = self._result(key, ranks, limit_s, hint)
+            finally:
+                self.end()
+        outcome, *said = json.loads(result)
+        if outcome != "met":
+            self._failed = True
+            self._say()
+            raise Lost(said[0], ended=outcome == "ended")
+        return [str(words) for words in said]
+
+    def _result(self, key: str, ranks: Sequence[int], limit_s: float, hint: str) -> bytes:
+        """What becomes of a meeting that others are missing from."""
+        store, result = self.store, f"{key}: result"
+        deadline = time.monotonic() + limit_s
+        pause_s, every_s = 0.002, max(0.25, len(ranks) / 200)
+        look_at = time.monotonic() + every_s
+        heard: dict[int, int] = {}
+        while not store.check([result]):
+            now = time.monotonic()
+            if now >= min(look_at, deadline):
+                look_at = now + every_s
+                missing = {r: self.pulse(r) for r in ranks if not store.check([f"{key}: {r}"])}
+                ended = {r: pulse for r, pulse in missing.items() if pulse is not None and self.has_ended(pulse)}
+                causes = [r for r, pulse in ended.items() if not pulse.failed] or list(ended)
+                for r, pulse in missing.items():
+                    if pulse is not None and pulse.work and heard.get(r) != pulse.count:
+                        heard[r] = pulse.count
+                        deadline = max(deadline, now + max(limit_s, 5 * PULSE_S))
+                if ended or (now >= deadline and missing):
+                    text = f"rank {self.rank} waited {limit_s:g} s for rank(s) {list(missing)}"
+                    if ended:
+                        text = f"rank(s) {causes} are gone, while rank {self.rank} waited"
+                    text += "".join(f"; rank {r} {_doing(pulse)}" for r, pulse in missing.items() if pulse)
+                    text += "" if ended else hint
+                    return store.compare_set(result, "", json.dumps(["ended" if ended else "late", text]))
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.1)
+        return store.get(result)
+
+
+class Lost(RuntimeError):
+    """A meeting did not come about. ended: because a process has ended, and not for the time it took."""
+
+    def __init__(self, text: str, *, ended: bool) -> None:
+        super().__init__(text)
+        self.ended = ended
+
+
+def _doing(pulse: Pulse) -> str:
+    return f"was at {pulse.work or pulse.at or 'nothing yet'}"
+
+
+def _pulse_key(rank: int) -> str:
+    return f"prophet pulse of rank {rank}"
+
+
+def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
+    while not stop.wait(PULSE_S):
+        here = presence()
+        if here is None:
+            return
+        try:
+            here.beat()
+        except Exception:  # the store is gone, and with it whoever could read this
+            return
+        del here
+
+
+def _started(process: int) -> int:
+    """When a process has started, in the machine's ticks; 0 where the system does not tell, -1 if it has ended."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except FileNotFoundError:
+        return -1 if Path("/proc/self/stat").exists() else 0
+    except OSError:
+        return 0
+    return -1 if fields[0] in "ZX" else int(fields[19])
+
+
+def _runs(process: int, started: int) -> bool:
+    with suppress(PermissionError):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+    return _started(process) == started
+
+
+_all: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """A thread that comes back from a library while the interpreter goes down aborts the process."""
+    for presence in list(_all):
+        presence.close()

@@ -1,0 +1,100 @@
+"""Waits for a rank that saves or compiles: no time limit ends them, and the end of that rank does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import prophet
+from prophet import checkpoint
+from prophet.engine.checkpoint_folder import Folder
+from prophet.errors import PeerLost
+from prophet.ranks.process_group import collective_for
+from tests.helpers.launch import on_processes, process_outcomes
+from tests.helpers.moe_models import hugging_face
+from tests.helpers.support import FixedPlanner, TinyModel
+
+LIMIT_S = 2.0
+WORK_S = 3.25 * LIMIT_S
+NOTICED_S = 4.0
+
+
+class Slow(FixedPlanner):
+    """Compiles for long on one rank."""
+
+    def warm(self) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(WORK_S)
+
+
+def slow_start() -> int:
+    model = TinyModel(group=collective_for(None, timeout_s=LIMIT_S))
+    engine = prophet.attach(model, config=prophet.EngineConfig(planner=Slow(())))
+    model(torch.arange(4)).sum().backward()
+    engine.finish_step()
+    return engine.step
+
+
+def slow_save(folder: str) -> str:
+    model = TinyModel(group=collective_for(None, timeout_s=LIMIT_S))
+    commit = Folder.commit
+
+    def slow(*args: Any) -> None:
+        time.sleep(WORK_S)
+        commit(*args)
+
+    Folder.commit = slow  # type: ignore[method-assign]
+    checkpoint.save(folder, model, extra={"step": 1})
+    return str(checkpoint.load(folder, model))
+
+
+def slow_export(folder: str, fate: str) -> str:
+    """Process 0 writes for long, or is killed while it does."""
+    model: Any = hugging_face("mixtral")
+    prophet.convert(model, timeout_s=LIMIT_S)
+    write = type(model).save_pretrained
+
+    def slow(*args: Any, **options: Any) -> None:
+        time.sleep(WORK_S)
+        if fate == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*args, **options)
+
+    type(model).save_pretrained = slow
+    began = time.monotonic()
+    try:
+        model.save_pretrained(folder)
+    except PeerLost as error:
+        return f"{time.monotonic() - began - WORK_S} {error}"
+    return "saved"
+
+
+def test_a_write_of_three_limits(tmp_path: Path) -> None:
+    assert on_processes(2, slow_save, str(tmp_path), timeout_s=90) == ["{'step': 1}"] * 2
+
+
+@pytest.mark.slow
+def test_compiling_for_three_limits() -> None:
+    assert on_processes(2, slow_start, timeout_s=90) == [1, 1]
+
+
+@pytest.mark.slow
+def test_an_export_of_three_limits(tmp_path: Path) -> None:
+    assert on_processes(2, slow_export, str(tmp_path), "goes on", timeout_s=90) == ["saved"] * 2
+
+
+@pytest.mark.slow
+def test_the_process_that_exports_is_killed(tmp_path: Path) -> None:
+    killed, survivor = process_outcomes(2, slow_export, str(tmp_path), "is killed", timeout_s=90)
+    assert killed.exit_code == -signal.SIGKILL
+    took, _, text = str(survivor.result).partition(" ")
+    assert float(took) < NOTICED_S
+    assert "rank 1: end of save_pretrained failed: rank(s) [0] are gone" in text
+    assert "rank 0 was at writing" in text

@@ -1,0 +1,188 @@
+"""Who is there: meetings, waits for work that take as long as it does, and what is known when a collective fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from prophet.ranks import presence as module
+from prophet.ranks.presence import Lost, Presence, _started
+
+MACHINE = 7
+PATIENT_S = 20.0
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Presence]]:
+    """Makes processes that share a store; all are this one, and their pulses are quick."""
+    monkeypatch.setattr(module, "PULSE_S", 0.05)
+    store, made = dist.HashStore(), []
+
+    def make(rank: int, machine: int = MACHINE) -> Presence:
+        made.append(Presence(lambda: store, rank, machine))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def another_process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+other = pytest.fixture(another_process)
+
+
+def belongs_to(presence: Presence, process: subprocess.Popen[bytes]) -> None:
+    """Let `presence` be that of another process, whose pulse does not come by itself any more."""
+    presence.close()
+    presence._who = (process.pid, _started(process.pid))
+    presence.beat()
+
+
+def meetings(all_: list[Presence], **options: Any) -> list[Any]:
+    """What each gets from a meeting that all come to at once: words or an error."""
+
+    def come(one: Presence) -> Any:
+        try:
+            return one.meet("test", range(len(all_)), f"I am {one.rank}", **{"limit_s": PATIENT_S, **options})
+        except Lost as lost:
+            return lost
+
+    with ThreadPoolExecutor(len(all_)) as pool:
+        return list(pool.map(come, all_))
+
+
+def test_all_words_arrive_again_and_again(there: Callable[..., Presence]) -> None:
+    all_ = [there(r) for r in range(3)]
+    for _ in range(2):
+        assert meetings(all_) == [["I am 0", "I am 1", "I am 2"]] * 3
+
+
+def test_one_that_does_not_come_is_named(there: Callable[..., Presence]) -> None:
+    here, away = there(0), there(1)
+    away.where = "dispatch of layer 3"
+    away.beat()
+    with pytest.raises(
+        Lost, match=r"rank 0 waited 0\.2 s for rank\(s\) \[1\]; rank 1 was at dispatch of layer 3; call"
+    ):
+        here.meet("test", [0, 1], "", limit_s=0.2, hint="; call it")
+    assert meetings([here, away])[0] != "late", "the next meeting is another one"
+
+
+def test_work_is_waited_for_as_long_as_it_takes(there: Callable[..., Presence]) -> None:
+    here, away = there(0), there(1)
+    away.begin("writing")
+    began = time.monotonic()
+
+    def work() -> None:
+        time.sleep(1.0)
+        away.end()
+        away.meet("test", [0, 1], "done", limit_s=PATIENT_S)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert here.meet("test", [0, 1], "", limit_s=0.1) == ["", "done"]
+    assert time.monotonic() - began > 0.9
+    thread.join()
+
+
+def test_two_that_wait_for_each_other_do_not_do_so_for_ever(there: Callable[..., Presence]) -> None:
+    """Each is at work, and in another meeting."""
+    here, away = there(0), there(1)
+    found = []
+    for one in (here, away):
+        one.begin("saving")
+
+    def come(one: Presence) -> None:
+        with pytest.raises(Lost):
+            one.meet(f"meeting {one.rank}", [0, 1], "", limit_s=0.5)
+        one.end()
+        found.append(one.rank)
+
+    threads = [threading.Thread(target=come, args=(one,)) for one in (here, away)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENT_S)
+    assert sorted(found) == [0, 1]
+
+
+def test_work_of_a_process_that_has_ended_is_not_waited_for(
+    there: Callable[..., Presence], other: subprocess.Popen[bytes]
+) -> None:
+    here, away = there(0), there(1)
+    away.begin("writing")
+    belongs_to(away, other)
+    threading.Timer(0.3, other.kill).start()
+    began = time.monotonic()
+    with pytest.raises(Lost, match=r"rank\(s\) \[1\] are gone, while rank 0 waited; rank 1 was at writing") as caught:
+        here.meet("test", [0, 1], "", limit_s=PATIENT_S)
+    assert caught.value.ended
+    assert time.monotonic() - began < PATIENT_S / 2
+
+
+def test_an_account_of_the_others(there: Callable[..., Presence], other: subprocess.Popen[bytes]) -> None:
+    here, healthy, dead, silent, failed = (there(r, MACHINE + (r == 3)) for r in range(5))
+    healthy.where = "gradient norm"
+    belongs_to(dead, other)
+    other.kill()
+    other.wait()
+    silent.close()
+    failed.account([4], grace_s=0.0)
+    found = here.account(range(5), grace_s=1.0)
+    assert (found.gone, found.silent, found.gave_up) == ((2,), (3,), (4,))
+    assert found.at[1] == "gradient norm"
+    assert sorted(found.at) == list(range(5))
+
+
+def test_one_that_ended_because_others_did_is_not_called_gone(
+    there: Callable[..., Presence], other: subprocess.Popen[bytes]
+) -> None:
+    here, left = there(0), there(1)
+    left._failed = True
+    belongs_to(left, other)
+    other.kill()
+    other.wait()
+    found = here.account([0, 1], grace_s=1.0)
+    assert (found.gone, found.gave_up) == ((), (1,))
+
+
+def test_a_stopped_process_is_silent_and_not_gone(
+    there: Callable[..., Presence], other: subprocess.Popen[bytes]
+) -> None:
+    here, stopped = there(0), there(1)
+    belongs_to(stopped, other)
+    os.kill(other.pid, signal.SIGSTOP)
+    found = here.account([0, 1], grace_s=0.2)
+    assert (found.gone, found.silent) == ((), (1,))
+
+
+def test_a_process_that_was_waited_for_counts_as_ended_before_it_is_collected(
+    other: subprocess.Popen[bytes],
+) -> None:
+    started = _started(other.pid)
+    assert started > 0
+    other.kill()
+    deadline = time.monotonic() + PATIENT_S
+    while _started(other.pid) != -1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _started(other.pid) == -1, "a zombie"
+
+
+def test_without_a_store_nobody_knows_of_anybody(there: Callable[..., Presence]) -> None:
+    here = there(0)
+    here.find_store = lambda: None
+    assert here.account([0, 1, 2], grace_s=0.1).silent == (1, 2)
