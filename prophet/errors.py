@@ -82,6 +82,10 @@ class ConfigMismatch(RuntimeError):
     """The ranks were configured differently; the message names those that differ."""
 
 
+class GradientMismatch(RuntimeError):
+    """Ranks have used different gradients of the parameters that they share; the message names step, ranks and call."""
+
+
 class ReplicaMemoryError(MemoryError):
     """The replica pool has no room left within its byte budget."""
 

@@ -37,10 +37,14 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
                 type(model).save_pretrained(model, folder, state_dict=state, **options)
         except Exception as caught:
             error = caught
-    said = meet(Operation("end of save_pretrained"), "" if error is None else "failed", timeout_s=group.timeout_s)
+    end = Operation("end of save_pretrained")
+    failed = group.meet(end, failed=error is not None)
+    if processes() > group.size:
+        words = meet(end, "failed" if failed else "", timeout_s=group.timeout_s)
+        failed = [rank for rank, word in enumerate(words) if word]
     if error is not None:
         raise error
-    if any(said):
+    if failed:
         raise CheckpointError(f"{folder}: rank 0 could not write the model; its error says why")
 
 

@@ -113,6 +113,7 @@ class BalancedLayer:
             window_us=self.windows.own_us if layers else (),
             placements=[layer.digest if training else 0 for layer in layers] if first else (),
             upcoming=[engine.upcoming()] if last else (),
+            gradients=engine.used_gradients() if self._pass is Pass.TRAINING else None,
         )
 
     def told(self, counts: Counts) -> None:
@@ -122,6 +123,8 @@ class BalancedLayer:
                 self.windows.agree(counts.window_us)
             if counts.upcoming.size:
                 engine.confirm(counts.upcoming[:, 0])
+            if counts.gradients is not None and engine.watch is not None:
+                engine.watch.compare(counts.gradients)
             if engine.runtime.recording is not None:
                 engine.runtime.recording.enter(f"route({self.index})")
         if replicas is not None and counts.stale.any():

@@ -177,14 +177,16 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     folder = Path(folder)
     plan = _Reading()
     with at_work(f"reading {folder}"):
-        error, limit_s = failure_of(lambda: plan.prepare(folder, model, optimizer)), limit_of(model)
+        error = failure_of(lambda: plan.prepare(folder, model, optimizer))
+        limit_s = limit_of(model)
         together("reading of a checkpoint", folder, error, timeout_s=limit_s)
+        alone = processes() == 1
         if plan.experts is not None:
             experts = plan.experts
             plan.entries |= experts.entries
-            _named(lambda: load_tensors(experts.numbers, storage_reader=plan.reader, no_dist=processes() == 1), folder)
+            _named(lambda: load_tensors(experts.numbers, storage_reader=plan.reader, no_dist=alone), folder)
             together("reading of experts' steps", folder, failure_of(experts.settle), timeout_s=limit_s)
-        _named(lambda: load_tensors(plan.entries, storage_reader=plan.reader, no_dist=processes() == 1), folder)
+        _named(lambda: load_tensors(plan.entries, storage_reader=plan.reader, no_dist=alone), folder)
     if optimizer is not None:
         for group, new in zip(optimizer.param_groups, plan.settings, strict=True):
             _apply_settings(group, new)

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from prophet.engine.balanced_layer import BalancedLayer, StepCounts
 from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of
+from prophet.engine.gradient_watch import GradientWatch
 from prophet.engine.overflow import Following
-from prophet.engine.parallel import DriftWatch, clip_grad_norm_, update_biases
+from prophet.engine.parallel import clip_grad_norm_, update_biases
 from prophet.engine.replan import EVERY_STEP
 from prophet.engine.report import StepReport
 from prophet.engine.resume import engine_state, engine_state_from
@@ -71,7 +72,7 @@ class Engine:
         self.step = self.updates = 0
         self.last_step: StepReport | None = None
         self.on_step: list[Callable[[StepReport], None]] = []
-        self.watch: DriftWatch | None = None
+        self.watch: GradientWatch | None = None
         self.stopwatch = Stopwatch()
         self.split_digest = 0
         self.pool = ReplicaPool(config.replica_memory_bytes)
@@ -93,7 +94,6 @@ class Engine:
         early = {a.block for a in self.schedule if a.kind == "TRANS" and a.window == Window("START")}
         self._can_confirm = len(layers) > 1 and early <= {0}
         self._confirmed = False
-        self._watched_step = -1
         self._closed = False
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
@@ -111,13 +111,14 @@ class Engine:
 
     def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """From now on begin steps with the model's forward passes, and end them with the optimizer's steps."""
-        self.watch = DriftWatch(model)
         self._hooks.append(
             # a copy of the model has the hook, too: it must not drive this engine
             model.register_forward_pre_hook(lambda m, _: self.ensure_step() if m is model and m.training else None)
         )
         if optimizer is not None:
-            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self.complete_gradients()))
+            if self.collective.size > 1:
+                self.watch = GradientWatch(model, optimizer)
+            self._hooks.append(optimizer.register_step_pre_hook(lambda *_: self._before_optimizer()))
             self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.finish_step()))
             self._hooks.append(Following(optimizer, self))
 
@@ -184,6 +185,11 @@ class Engine:
                 stacklevel=2,
             )
 
+    def _before_optimizer(self) -> None:
+        self.complete_gradients()
+        if self.watch is not None:
+            self.watch.look(self.step)
+
     def finish_step(self) -> None:
         """End the step: replicas vanish and the report is written. Called when the optimizer has run, or a `GradScaler`
         has skipped it.
@@ -235,7 +241,7 @@ class Engine:
 
     @property
     def checks(self) -> bool:
-        """Whether this step is one of those that compare splits and shared parameters over the ranks."""
+        """Whether this step is one of those that compare splits over the ranks."""
         return self.step < 2 or self.step % self.experiment.check_every == 0
 
     def upcoming(self) -> int:
@@ -253,12 +259,13 @@ class Engine:
         same = bool(upcoming[0] != UNKNOWN and (upcoming == upcoming[0]).all())
         self._confirmed = self._can_confirm and same
 
+    def used_gradients(self) -> Tensor | None:
+        """A digest of the shared gradients that the last optimizer step used; None where ranks cannot differ."""
+        return None if self.watch is None else self.watch.take(self.device)
+
     def first_counts(self) -> None:
-        """The first layer's counts are known: it is planned anew, and in some steps shared parameters are compared."""
+        """The first layer's counts are known: it is planned anew."""
         self._confirmed = False
-        if self.watch is not None and self.checks and self._watched_step != self.step:
-            self._watched_step = self.step
-            self.watch.compare(self.collective)
 
     # --- for the user ---
 

@@ -10,7 +10,6 @@ Shape legend: R processes, P ranks of an EP group.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,8 +17,8 @@ from torch import Tensor, nn
 
 from prophet.layer.moe import MoE, moe_layers
 from prophet.ranks.collective import Collective, Operation
-from prophet.ranks.messages import share, tell
-from prophet.spec import IntArray, odd_ones_out
+from prophet.ranks.messages import share
+from prophet.spec import IntArray
 
 
 def expert_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -95,50 +94,6 @@ def update_biases(layers: Sequence[MoE], choices: Sequence[IntArray]) -> None:
         counts = replicas.all_gather(counts, op=Operation("choices of all replicas"), channel="weights").sum(0)
     for (layer, _), total in zip(biased, counts.split([c.numel() for _, c in biased]), strict=True):
         layer.gate.update_bias(total)
-
-
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WATCHED = 8  # parameters; what makes copies drift apart moves all of them
-
-
-class DriftWatch:
-    """Warns, once, where parameters that all ranks share are not the same on all of them.
-
-    Nothing in the layers needs them to be, so nothing fails where gradients are not averaged, or are clipped by every
-    rank's own norm. The smallest trainable parameters stand for all; those that FSDP has cut are left out.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        shared = [
-            (n, p)
-            for n, p in model.named_parameters()
-            if p.requires_grad
-            and p.is_floating_point()
-            and not getattr(p, "prophet_expert", False)
-            and not hasattr(p, "full_tensor")
-        ]
-        self._watched = sorted(shared, key=lambda item: item[1].numel())[:_WATCHED]
-        self._warned = False
-
-    def compare(self, collective: Collective) -> None:
-        """Compare the parameters' bits over the ranks; collective."""
-        if self._warned or not self._watched or collective.size == 1:
-            return
-        sums = [p.detach().contiguous().view(_BITS[p.element_size()]).sum(dtype=torch.int64) for _, p in self._watched]
-        op = Operation("comparison of shared parameters")
-        table = tell(collective, (), [torch.stack(sums)], op=op, device=sums[0].device)
-        for (name, _), column in zip(self._watched, table.T, strict=True):
-            differ = odd_ones_out(column)
-            if differ:
-                self._warned = True
-                warnings.warn(
-                    f"{name} of rank(s) {differ} differs from the other ranks', though ranks share all parameters but "
-                    f"the experts'. Are their gradients averaged (DistributedDataParallel or FSDP), do all ranks start "
-                    f"alike, and is clipping done by engine.clip_grad_norm_ and not by torch's, which takes the norm "
-                    f"of one rank's experts?",
-                    stacklevel=2,
-                )
-                return
 
 
 class ExpertReplicas:

@@ -44,7 +44,9 @@ class Row:
     whether DistributedDataParallel is going to average the gradients of this pass. placement, split: digests of the
     placement in force and of the last split. stale: whether home parameters have changed since they were sent to
     replicas. window_us: [W] lengths of the block's windows. placements: [L] digests of all layers' placements, with the
-    first layer's counts; upcoming: [1] that of the first layer's next one or UNKNOWN, with the last layer's.
+    first layer's counts; upcoming: [1] that of the first layer's next one or UNKNOWN, with the last layer's. gradients:
+    [G] int64 on the device, a digest of what the last optimizer step used, with the first counts after it; zeros with
+    others.
     """
 
     forward: int = 0
@@ -58,6 +60,7 @@ class Row:
     window_us: Sequence[int] = ()
     placements: Sequence[int] = ()
     upcoming: Sequence[int] = ()
+    gradients: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -66,8 +69,8 @@ class Counts:
 
     finite: [R] whether the gate's scores are. tokens: [R] routed. dropped: [R] choices dropped for lack of capacity.
     step, updates, averaged, placement, split, stale: [R]; window_us: [R, W]; placements: [R, L] or [R, 0]; upcoming:
-    [R, 1] or [R, 0]: as in `Row`. load: [R, E] choices by source rank and expert. extra: [R, E] choices before any
-    drop, or with `first_choices` every token's first choice; None where the load says both.
+    [R, 1] or [R, 0]; gradients: [R, G] or None: as in `Row`. load: [R, E] choices by source rank and expert. extra:
+    [R, E] choices before any drop, or with `first_choices` every token's first choice; None where the load says both.
     """
 
     finite: IntArray
@@ -84,6 +87,7 @@ class Counts:
     upcoming: IntArray
     load: IntArray
     extra: IntArray | None
+    gradients: IntArray | None
     first_choices: bool
 
     def judged(self) -> IntArray:
@@ -157,13 +161,15 @@ def exchange_counts(
     known = {"finite": routing.finite.long().view(1), "dropped": routing.dropped().view(1), "load": routing.counts()}
     if extra is not None:
         known["extra"] = extra
+    if row.gradients is not None:
+        known["gradients"] = row.gradients
     collective.frames.forward, collective.frames.kind = row.forward, PASSES.index(row.kind)
     numbers = [int(number) for values in said.values() for number in values]
     op, device = Operation(COUNTS, layer), routing.ids.device
     with stopwatch("counts"):
         table = tell(collective, numbers, tuple(known.values()), op=op, device=device, place=place)
     widths = {name: len(values) for name, values in said.items()} | {n: t.numel() for n, t in known.items()}
-    found: dict[str, Any] = {"extra": None}
+    found: dict[str, Any] = {"extra": None, "gradients": None}
     start = 0
     for name, width in widths.items():
         found[name] = table[:, start] if name in _SINGLE else table[:, start : start + width]

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from prophet.ranks.messages import Frames
+from prophet.ranks.messages import Frames, tell
 
 Channel = Literal["tokens", "weights"]
 Rows = Sequence[int]  # one count per rank
@@ -140,12 +140,14 @@ class Collective(ABC):
     def roll_call(self, op: Operation) -> None:  # noqa: B027 (threads of one process cannot miss each other for long)
         """Return once all ranks have called this, and raise soon where some do not; see `process_group.roll_call`."""
 
-    def meet(self, op: Operation) -> None:
-        """Return once all ranks have called this. The time limit stands still while one that is missing is at work.
+    def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
+        """Return once all ranks have called this: those that say they have `failed`.
 
-        See `process_group.at_work`. Raises `PeerLost` soon where one that is missing has ended.
+        The time limit stands still while a rank that is missing is at work; see `process_group.at_work`. Raises
+        `PeerLost` soon where one that is missing has ended.
         """
-        self.all_gather(torch.zeros(1), op=op)
+        said = tell(self, [int(failed)], op=op, device=torch.device("cpu"))
+        return [rank for rank, (number,) in enumerate(said.tolist()) if number]
 
     def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
         """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""

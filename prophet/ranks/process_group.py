@@ -262,8 +262,9 @@ class ProcessGroupCollective(Collective):
     def roll_call(self, op: Operation) -> None:
         roll_call(op, self._ranks, patience_s=self.timeout_s)
 
-    def meet(self, op: Operation) -> None:
-        meet(op, ranks=self._ranks, timeout_s=self.timeout_s)
+    def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
+        said = meet(op, "failed" if failed else "", ranks=self._ranks, timeout_s=self.timeout_s)
+        return [rank for rank, words in enumerate(said) if words]
 
     def _renewed(self, timeout_s: float) -> Collective:
         base = self._base()

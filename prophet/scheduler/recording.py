@@ -84,8 +84,8 @@ class ObservedCollective(Collective):
     def roll_call(self, op: Operation) -> None:
         self.inner.roll_call(op)
 
-    def meet(self, op: Operation) -> None:
-        self.inner.meet(op)
+    def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
+        return self.inner.meet(op, failed=failed)
 
     def _blocking(self, call: Callable[[], Tensor], op: Operation, stream: str) -> Tensor:
         began = time.perf_counter()

@@ -193,7 +193,7 @@ def test_training_saving_and_resuming(tmp_path: Path) -> None:
     same_weights(tmp_path / "fewer" / "checkpoint-4", tmp_path / "whole" / "checkpoint-4", 2e-3)
 
 
-@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize("balance", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_scaled_loss_that_overflows_on_one_rank(tmp_path: Path, balance: bool) -> None:
     """All ranks skip the step, as Trainer does with the whole model."""
     plain = with_scaler(0, 1, tmp_path, balance)

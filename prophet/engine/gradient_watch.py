@@ -1,0 +1,198 @@
+"""Have all ranks' optimizers used the same gradients? A wrong clip is noticed in the step that comes after it.
+
+Ranks share all parameters but the experts', so a shared gradient has the same bits on all of them once it is averaged.
+`torch.nn.utils.clip_grad_norm_` takes the norm of one rank's experts. It multiplies every rank's gradients by another
+factor, and from then on the shared parameters drift apart. Adam's first step even hides that in the parameters, since
+it divides the factor out. So each optimizer step leaves a digest of the gradients that it used, and the digests travel
+with the next step's counts.
+
+Shape legend: R ranks, W gradients that are watched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prophet.errors import GradientMismatch
+from prophet.spec import FloatArray, IntArray, odd_ones_out
+
+WATCHED = 8  # gradients; what makes ranks drift apart changes all of them
+_ELEMENTS = 65_536  # of one gradient: a digest costs as much for a large parameter as for a small one
+_FIGURES = 4  # by gradient: its bits, its projection, its norm, the parameter's bits
+DIGEST_NUMBERS = WATCHED * _FIGURES
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROUNDINGS = 16.0  # by how many roundings of its dtype a clipped gradient may miss the exact product
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Digests:
+    """What all ranks' optimizers used. bits, parameters: [R, W] integers. projection, norm: [R, W], in float64."""
+
+    bits: IntArray
+    projection: FloatArray
+    norm: FloatArray
+    parameters: IntArray
+
+    @classmethod
+    def read(cls, table: IntArray, watched: int) -> _Digests:
+        """From what came with the counts, [R, DIGEST_NUMBERS]."""
+        bits, projection, norm, parameters = (
+            np.ascontiguousarray(table[:, i * WATCHED : i * WATCHED + watched]) for i in range(_FIGURES)
+        )
+        return cls(bits, projection.view(np.float64), norm.view(np.float64), parameters)
+
+    def clipped_apart(self, rank: int, like: int, tolerance: float) -> bool:
+        """Whether this rank's gradients are those of rank `like` times one factor other than 1."""
+        norm, projection = self.norm[rank], self.projection[rank]
+        norm_there, projection_there = self.norm[like], self.projection[like]
+        square = float((norm_there**2).sum())
+        if not np.isfinite([*norm, *norm_there]).all() or square == 0.0:
+            return False
+        factor = float((norm * norm_there).sum()) / square
+        most = tolerance * max(factor, 1.0) * norm_there
+        return bool(
+            abs(factor - 1.0) > tolerance
+            and factor > 0.0
+            and (np.abs(norm - factor * norm_there) <= most).all()
+            and (np.abs(projection - factor * projection_there) <= most).all()
+        )
+
+
+class GradientWatch:
+    """Compares over the ranks what one optimizer used of the gradients that ranks share.
+
+    Gradients that FSDP cuts, and those that DistributedDataParallel was told to leave alone, are not watched.
+    Neighbours are watched in pairs from all over the model, and a gradient that was zero makes room for another: of a
+    LoRA pair one is zero at first.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left_alone = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        shared = [
+            (n, p)
+            for n, p in model.named_parameters()
+            if id(p) in held and n not in left_alone and _is_shared(p) and p.is_floating_point()
+        ]
+        self._waiting = deque(_spread(shared))
+        self._watched = [self._waiting.popleft() for _ in range(min(WATCHED, len(self._waiting)))]
+        self._signs: dict[torch.device, Tensor] = {}
+        self._nothing = torch.zeros(DIGEST_NUMBERS, dtype=torch.int64)
+        self._said: Tensor | None = None
+        self._step = 0
+        self._warned = False
+
+    @torch.no_grad()
+    def look(self, step: int) -> None:
+        """Remember what the optimizer is about to use in this step; nothing is waited for."""
+        figures = [self._figures(p) for _, p in self._watched if _is_shared(p)]
+        if len(figures) < len(self._watched):
+            figures = []  # cut by now
+        self._step, self._said = step, None
+        if figures:
+            device = figures[0].device
+            columns = torch.stack([f.to(device, non_blocking=True) for f in figures], dim=1)
+            padded = columns.new_zeros((_FIGURES, WATCHED))
+            padded[:, : len(figures)] = columns
+            self._said = padded.reshape(-1)
+
+    def _figures(self, p: nn.Parameter) -> Tensor:
+        """Four 64-bit integers, on the parameter's device."""
+        mine = p.detach().reshape(-1)[:_ELEMENTS]
+        parameter = mine.view(_BITS[p.element_size()]).sum(dtype=torch.int64)
+        if p.grad is None or p.grad.is_sparse:
+            zero = torch.zeros_like(parameter)
+            return torch.stack([zero, zero, zero, parameter])
+        grad = p.grad.detach().reshape(-1)[:_ELEMENTS]
+        exact = grad.double()
+        signs = self._signs.get(grad.device)
+        if signs is None:
+            drawn = torch.randint(0, 2, (_ELEMENTS,), generator=torch.Generator().manual_seed(0)) * 2 - 1
+            signs = self._signs[grad.device] = drawn.to(grad.device, torch.float64)
+        projections = torch.stack([(exact * signs[: exact.numel()]).sum(), exact.square().sum().sqrt()])
+        bits = grad.view(_BITS[grad.element_size()]).sum(dtype=torch.int64)
+        return torch.cat([bits.view(1), projections.view(torch.int64), parameter.view(1)])
+
+    def take(self, device: torch.device) -> Tensor:
+        """The digest of the last step, [DIGEST_NUMBERS] on `device`; zeros where it was taken already."""
+        said, self._said = self._said, None
+        return self._zeros(device) if said is None else said.to(device, non_blocking=True)
+
+    def _zeros(self, device: torch.device) -> Tensor:
+        """Zeros in place of a digest."""
+        if self._nothing.device != device:
+            self._nothing = self._nothing.to(device)
+        return self._nothing
+
+    def compare(self, table: IntArray) -> None:
+        """Judge what all ranks said, [R, DIGEST_NUMBERS]; zeros say nothing.
+
+        Raises `GradientMismatch` where ranks' gradients differ by one factor: each has clipped by another norm. Warns,
+        once, where they differ otherwise, which is no mistake in local SGD.
+        """
+        if not table.any():
+            return
+        found = _Digests.read(table, len(self._watched))
+        names = [n for n, _ in self._watched]
+        apart = [odd_ones_out(column) for column in found.bits.T]
+        if any(apart):
+            self._judge(found, next((n, a) for n, a in zip(names, apart, strict=True) if a))
+        drifted = [(n, a) for n, a in zip(names, map(odd_ones_out, found.parameters.T), strict=True) if a]
+        if drifted and not any(apart):
+            self._warn(
+                f"{drifted[0][0]} of rank(s) {drifted[0][1]} differs from the other ranks', though ranks share all "
+                f"parameters but the experts' and step {self._step} has used the same gradients. "
+                f"Do all ranks start alike?"
+            )
+        self._rotate(found.norm)
+
+    def _judge(self, found: _Digests, first: tuple[str, list[int]]) -> None:
+        name, odd = first
+        ranks = range(len(found.bits))
+        like = next(r for r in ranks if r not in odd)
+        others = [r for r in ranks if (found.bits[r] != found.bits[like]).any()]
+        tolerance = _ROUNDINGS * max(torch.finfo(p.dtype).eps for _, p in self._watched)
+        if all(found.clipped_apart(r, like, tolerance) for r in others):
+            raise GradientMismatch(
+                f"step {self._step}: rank(s) {odd} used gradients of {name} and others that are those of rank {like} "
+                f"times a factor: every rank has clipped by another norm, that of its own experts, so the parameters "
+                f"that ranks share drift apart. Clip by engine.clip_grad_norm_(parameters, max_norm) in place of "
+                f"torch.nn.utils.clip_grad_norm_, and start again from the last checkpoint before step {self._step}"
+            )
+        self._warn(
+            f"the gradient of {name} that step {self._step} used on rank(s) {odd} differs from the other ranks', "
+            f"though ranks share all parameters but the experts'. Are gradients averaged (DistributedDataParallel or "
+            f"FSDP), and do all ranks start alike?"
+        )
+
+    def _warn(self, message: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(message, stacklevel=2)
+
+    def _rotate(self, norm: FloatArray) -> None:
+        """Watch another gradient in place of each that was zero on all ranks; alike on all ranks."""
+        for i in np.flatnonzero((norm == 0.0).all(axis=0)):
+            if self._waiting:
+                self._waiting.append(self._watched[i])
+                self._watched[i] = self._waiting.popleft()
+
+
+def _is_shared(p: nn.Parameter) -> bool:
+    """Whether every rank has the whole parameter, and the same."""
+    return p.requires_grad and not getattr(p, "prophet_expert", False) and not hasattr(p, "full_tensor")
+
+
+def _spread(named: list[tuple[str, nn.Parameter]]) -> Iterable[tuple[str, nn.Parameter]]:
+    """All of them: first pairs of neighbours from all over the list, then the rest."""
+    starts = [i * max(len(named) - 2, 0) // max(WATCHED // 2 - 1, 1) for i in range(WATCHED // 2)]
+    first = list(dict.fromkeys(i for start in starts for i in (start, start + 1) if i < len(named)))
+    rest = [i for i in range(len(named)) if i not in set(first)]
+    return [named[i] for i in (*first, *rest)]
