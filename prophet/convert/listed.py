@@ -164,7 +164,7 @@ class ListedModules(ListedExperts):
     experts: ModulesBank  # type: ignore[assignment]
 
     def _answer_dtype(self, rows: Tensor) -> torch.dtype:
-        return self.experts._answer_dtype(rows)
+        return self.experts.answer_dtype(rows)
 
     def originals(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

@@ -16,11 +16,11 @@ from prophet.experts.bank import Bank
 from prophet.layer.moe import MoE
 from prophet.ranks.collective import Collective, Operation
 
-SAMPLE = 64  # last numbers of each of an expert's parameters
+SAMPLE = 64  # last numbers of an expert's largest parameter
 
 
 def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
-    """Raise `ConfigMismatch` where an expert of one rank equals one of another, and not all experts are equal.
+    """Raise `ConfigMismatch` where weights of an expert equal those of another rank's, and not all experts' are equal.
 
     `model.apply(init)` does that: from one random state, every rank draws for its first expert what the others draw for
     theirs. Where all experts of a layer are equal, somebody may have copied them on purpose: that is a warning.
@@ -47,8 +47,8 @@ def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
             continue
         (r, i), (s, j) = twins
         text = (
-            f"MoE layer {number}: expert {r * m + i} of rank {r} and expert {s * m + j} of rank {s} are equal bit for "
-            f"bit, as after model.apply(init), which draws alike on all ranks"
+            f"MoE layer {number}: expert {r * m + i} of rank {r} and expert {s * m + j} of rank {s} have weights that "
+            f"are equal bit for bit, as after model.apply(init), which draws alike on all ranks"
         )
         if len(seen) == 1:
             warnings.warn(f"{text}; all its experts are, so they may have been copied on purpose", stacklevel=3)
@@ -61,8 +61,7 @@ def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
 
 
 def _digest(bank: Bank, local: int) -> int:
-    """Of the ends of the parameters of home expert `local`."""
-    digest = hashlib.blake2b(digest_size=7)
-    for view in bank.flat_views(local, 0, bank.expert_numel):
-        digest.update(view[-SAMPLE:].to("cpu").contiguous().view(torch.uint8).numpy().tobytes())
-    return int.from_bytes(digest.digest(), "little")
+    """Of the end of the largest parameter of home expert `local`; biases are often zero, or left as they were."""
+    largest = max(bank.flat_views(local, 0, bank.expert_numel), key=torch.Tensor.numel)
+    sample = largest[-SAMPLE:].to("cpu").contiguous().view(torch.uint8)
+    return int.from_bytes(hashlib.blake2b(sample.numpy().tobytes(), digest_size=7).digest(), "little")

@@ -110,7 +110,7 @@ class ModulesBank(Bank):
             if part.shape[0]
         ]
         if not answers:
-            answers.append(rows.new_zeros((0, self.dim_out), dtype=self._answer_dtype(rows)))
+            answers.append(rows.new_zeros((0, self.dim_out), dtype=self.answer_dtype(rows)))
         out = torch.cat(answers)
         if torch.is_grad_enabled() and not out.requires_grad:  # every rank's backward pass has the same collectives
             if rows.requires_grad:
@@ -129,7 +129,7 @@ class ModulesBank(Bank):
             )
         return found
 
-    def _answer_dtype(self, rows: Tensor) -> torch.dtype:
+    def answer_dtype(self, rows: Tensor) -> torch.dtype:
         """Of answers to such rows; an expert is asked once, where this rank has none to ask with."""
         device = rows.device
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)

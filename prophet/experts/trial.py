@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from prophet.experts.likeness import parts_of, strip
 
@@ -32,17 +31,18 @@ class Trial:
         self._expert = expert
         self._who = f"an expert ({type(expert).__name__})"
         like = next(expert.parameters())
-        if sample is None:
-            sample = torch.empty((_ROWS, dim), dtype=like.dtype, device=like.device)
-            if not like.is_meta:
-                sample.normal_(generator=torch.Generator(like.device).manual_seed(_SEED))
-        self._sample = sample.detach()
         self.flops_per_row = 0.0
-        with _randomness_kept(self._sample):
-            if like.is_meta:
-                self.dim_out = self._answer(self.copy()).shape[1]
-                return
-            self._try()
+        grads = [p.grad for p in expert.parameters()]
+        with _randomness_kept(like.device):
+            try:
+                self._sample = self._accepted(dim, like) if sample is None else sample.detach()
+                if like.is_meta:
+                    self.dim_out = self._answer(self.copy()).shape[1]
+                else:
+                    self._try()
+            finally:
+                for p, grad in zip(expert.parameters(), grads, strict=True):
+                    p.grad = grad
 
     def copy(self) -> nn.Module:
         """A copy of the expert, of its own parameters and buffers."""
@@ -51,7 +51,26 @@ class Trial:
         except (RuntimeError, TypeError, AttributeError) as error:
             raise ValueError(f"{self._who} cannot be copied, so it cannot have replicas: {error}") from error
 
+    def _accepted(self, dim: int, like: Tensor) -> Tensor:
+        """Random rows of the first of the parameters' dtypes that the expert takes."""
+        rows = torch.empty((_ROWS, dim), dtype=torch.float64, device=like.device)
+        if not like.is_meta:
+            rows.normal_(generator=torch.Generator(like.device).manual_seed(_SEED))
+        first: ValueError | None = None
+        for dtype in dict.fromkeys(p.dtype for p in self._expert.parameters()):
+            self._sample = rows.to(dtype)
+            try:
+                with torch.no_grad():
+                    self._answer(self.copy())
+            except ValueError as error:
+                first = first or error
+            else:
+                return self._sample
+        raise first or ValueError(f"{self._who} has no parameters")
+
     def _try(self) -> None:
+        from torch.utils.flop_counter import FlopCounterMode  # takes a second, of those who have modules only
+
         home, replica = self.copy().train(), self.copy().train()
         generator = torch.Generator(self._sample.device).manual_seed(_SEED)
         with torch.no_grad():
@@ -99,7 +118,6 @@ class Trial:
         """Those of the expert's own parameters `names` that get a gradient from the expert itself."""
         if not names:
             return set()
-        kept = {name: p.grad for name, p in self._expert.named_parameters()}
         modes = {m: m.training for m in self._expert.modules()}
         buffers = {name: b.clone() for name, b in self._expert.named_buffers()}
         try:
@@ -108,8 +126,6 @@ class Trial:
             grads = self._run(self._expert.train())[1]
             return {name for name in names if grads[name] is not None}
         finally:
-            for name, p in self._expert.named_parameters():
-                p.grad = kept[name]
             for module, mode in modes.items():
                 module.training = mode
             with torch.no_grad():
@@ -156,7 +172,7 @@ def _seed(device: torch.device) -> None:
 
 
 @contextmanager
-def _randomness_kept(rows: Tensor) -> Iterator[None]:
-    devices = range(torch.cuda.device_count()) if rows.is_cuda else []
+def _randomness_kept(device: torch.device) -> Iterator[None]:
+    devices = range(torch.cuda.device_count()) if device.type == "cuda" else []
     with torch.random.fork_rng(devices=list(devices)):
         yield

@@ -128,7 +128,14 @@ class Stack(nn.Module):
     """Residual MoE layers of one kind of expert. An answer that is shorter than a token is filled with zeros."""
 
     def __init__(
-        self, make: Callable[[], nn.Module], group: Collective, *, experts: int = 8, blocks: int = 2, seed: int = 0
+        self,
+        make: Callable[[], nn.Module],
+        group: Collective,
+        *,
+        experts: int = 8,
+        blocks: int = 2,
+        seed: int = 0,
+        double: bool = True,
     ) -> None:
         super().__init__()
         with _ONE_AT_A_TIME:  # ranks that are threads share one random generator
@@ -136,7 +143,8 @@ class Stack(nn.Module):
             self.layers = nn.ModuleList(
                 prophet.MoE(D, num_experts=experts, top_k=2, expert=make, group=group) for _ in range(blocks)
             )
-        self.double()
+        if double:
+            self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
