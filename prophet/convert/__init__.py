@@ -107,46 +107,52 @@ def convert(
 
     replaced: list[Replaced] = []
     for f in found:
-        block, held = f.block(model), f.experts(model)
-        trial = None
-        if verify and f.spec.held == f.spec.num_experts:
-            trial = Trial(partial(f.run, model), f.input_shape, block, next(held.parameters()), collective)
-        layer, methods = replace(model, f, collective, impl)
-        problem = trial.problem() if trial else None
-        if trial is not None and trial.anywhere(problem):
-            # back to what it was: this block from what is still there, those before it from their homes
-            layer.undo()
-            setattr(f.holder(model), f.where.rpartition(".")[2], held)
-            if layer.origin.block_class is not None:
-                block.__class__ = layer.origin.block_class
+        try:
+            replaced.append(_convert_one(model, f, collective, impl, verify))
+        except ConversionError:
             if replaced:
                 revert(model)
-            raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
-        shape = layer.experts.shape()
-        before = sum(p.numel() for p in held.parameters())
-        layer.let_go_of_originals()
-        bank = layer.experts
-        replaced.append(
-            Replaced(
-                name=f.where,
-                family=f.adapter.family,
-                block=(layer.origin.block_class or type(block)).__name__,
-                spec=f.spec,
-                experts=range(bank.first_expert, bank.first_expert + bank.experts),
-                methods=methods,
-                dtype=str(bank.dtype).removeprefix("torch."),
-                params=sum(p.numel() for p in bank.parameters()),
-                params_before=before,
-                flops_per_row=shape.forward_flops_per_token,
-                expert_bytes=shape.expert_bytes,
-            )
-        )
+            raise
     for *_, layer in converted(model):
         layer.origin.model = weakref.ref(model)
     write_original_layout(model)
     share_overflows([layer for *_, layer in converted(model)])
     leave_out_of_ddp(model)
     return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left))
+
+
+def _convert_one(model: nn.Module, f: Found, collective: Collective, impl: Impl, verify: bool) -> Replaced:
+    """Convert one block, or raise `ConversionError` on all ranks and leave it as it was; collective."""
+    block, held = f.block(model), f.experts(model)
+    trial = None
+    if verify and f.spec.held == f.spec.num_experts:
+        trial = Trial(partial(f.run, model), f.input_shape, block, next(held.parameters()), collective)
+    layer, methods = replace(model, f, collective, impl)
+    problem = trial.problem() if trial else None
+    if trial is not None and trial.anywhere(problem):
+        # back to what it was, from what is still there
+        layer.undo()
+        setattr(f.holder(model), f.where.rpartition(".")[2], held)
+        if layer.origin.block_class is not None:
+            block.__class__ = layer.origin.block_class
+        raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
+    before = sum(p.numel() for p in held.parameters())
+    layer.let_go_of_originals()
+    bank = layer.experts
+    shape = bank.shape()
+    return Replaced(
+        name=f.where,
+        family=f.adapter.family,
+        block=(layer.origin.block_class or type(block)).__name__,
+        spec=f.spec,
+        experts=range(bank.first_expert, bank.first_expert + bank.experts),
+        methods=methods,
+        dtype=str(bank.dtype).removeprefix("torch."),
+        params=sum(p.numel() for p in bank.parameters()),
+        params_before=before,
+        flops_per_row=shape.forward_flops_per_token,
+        expert_bytes=shape.expert_bytes,
+    )
 
 
 def revert(model: nn.Module) -> None:
