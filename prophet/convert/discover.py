@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.copies import device_of, distance, scramble, trying, twin_of
+from prophet.convert.copies import device_of, distance, scramble, seed_all, trying, twin_of
 from prophet.convert.replay import Note, Tape, same, with_stand_ins
 from prophet.errors import ConversionError
 
@@ -32,12 +32,13 @@ class Listing:
     """A list of experts.
 
     name: of the list. block: name of the innermost module of which one call calls all experts; tried: of the one that
-    was run to find out. dim, out: D, O. shapes: of inputs [..., W] that `tried` takes. dtype: in which it runs.
+    was run to find out. experts, dim, out: E, D, O. shapes: of inputs [..., W] that `tried` takes, in `dtype`.
     """
 
     name: str
     block: str
     tried: str
+    experts: int
     dim: int
     out: int
     shapes: tuple[tuple[int, ...], ...]
@@ -95,7 +96,8 @@ def discover(
             left.append(LeftAlone(name=name, why=str(no), constant=no.constant))
         else:
             found.append(listing)
-    return found, left
+    # a list of blocks is no news
+    return found, [one for one in left if not any(_inside(f.name, one.name) for f in found)]
 
 
 def _inside(name: str, other: str) -> bool:
@@ -141,6 +143,7 @@ def _tried(model: nn.Module, name: str, modules: nn.ModuleList, named: bool) -> 
                 name=name,
                 block=".".join(part for part in (tried, inner) if part),
                 tried=tried,
+                experts=len(modules),
                 dim=dim,
                 out=out,
                 shapes=experiment.shapes,
@@ -265,7 +268,9 @@ class _Experiment:
                 if taken and (self.noted or self._called_in_training(taken[0])):
                     self.shapes = tuple(taken)
                     return
-        raise _CannotRun(str(first).splitlines()[0] if first else "it does not call them")
+        if first is None:
+            raise _CannotRun("it does not call them")
+        raise _CannotRun(f"{str(first).splitlines()[0]} (there are {self._experts} modules in the list)")
 
     def _called_in_training(self, shape: tuple[int, ...]) -> bool:
         """Whether experts are called in training at least, where they are not in evaluation; it stays in that mode."""
@@ -290,7 +295,10 @@ class _Experiment:
                 self._run(x, answers=1)
                 other = self.noted
                 if len(zero) != len(other) or not all(map(_alike, zero, other)):
-                    raise _Not("the input of one of its modules depends on another's answer")
+                    raise _Not(
+                        "the input of one of its modules depends on another's answer, or on random numbers that are "
+                        "not torch's"
+                    )
                 if seed == 0 or shape == self.shapes[0]:
                     counts.append(self._count(zero))
         return inner, not counts[0] == counts[1] == counts[2]
@@ -333,7 +341,7 @@ class _Experiment:
             part = twin.get_submodule(path)
             part.register_forward_pre_hook(_begins(running, path))
             part.register_forward_hook(_ends(running, path))
-        torch.manual_seed(0)
+        seed_all(0)
         with self._tape.playing(behave):
             twin(x.clone())
         return _innermost(calls)

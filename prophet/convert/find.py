@@ -70,9 +70,9 @@ def find(model: nn.Module, adapters: Sequence[Adapter]) -> list[tuple[str, nn.Mo
 
 
 def find_all(
-    model: nn.Module, adapters: Sequence[Adapter], experts: Sequence[str] | None, ranks: int
+    model: nn.Module, adapters: Sequence[Adapter], experts: Sequence[str] | None, rank: int, ranks: int
 ) -> tuple[list[Found], list[LeftAlone]]:
-    """The blocks to convert on `ranks` ranks, and the lists that are left alone; nothing is changed.
+    """The blocks to convert, on one of `ranks` ranks, and the lists that are left alone; nothing is changed.
 
     experts: as for `discover`. Raises `ConversionError` for a block that cannot be converted.
     """
@@ -86,7 +86,7 @@ def find_all(
     taken = [name for name, *_ in known] + [n for n, m in model.named_modules() if isinstance(m, MoE)]
     listings, left = discover(model, taken, experts)
     for listing in listings:
-        listed = Listed(listing)
+        listed = Listed(listing, rank, ranks)
         spec = describe_block(listing.name, listed, model.get_submodule(listed.holder), ranks)
         around = listed.path.count(".")
         found.append(Found(name=listing.name, where=listing.name, around=around, adapter=listed, spec=spec))

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.base import Adapter, ExpertsSpec
+from prophet.convert.base import RUNS_TWICE, Adapter, ExpertsSpec
 from prophet.convert.checks import check_stackable
+from prophet.convert.copies import device_of, trying
 from prophet.convert.discover import Listing
 from prophet.convert.huggingface import modules_spec, pack_modules
 from prophet.convert.probe import check_computes
 from prophet.convert.replay import Note, Passes, Tape, with_stand_ins
 from prophet.convert.routed import Origin, RoutedExperts
 from prophet.errors import ConversionError
-from prophet.experts.likeness import parts_of, strip
+from prophet.experts.likeness import check_alike, parts_of, strip
 from prophet.experts.modules import ModulesBank
+from prophet.experts.trial import Trial as ExpertTrial
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.ranks.collective import Collective, Operation
-
-ROUTER = "its own, runs twice"
 
 
 class Listed(Adapter):
@@ -35,8 +35,8 @@ class Listed(Adapter):
 
     family = "own code"
 
-    def __init__(self, listing: Listing) -> None:
-        self.listing = listing
+    def __init__(self, listing: Listing, rank: int, ranks: int) -> None:
+        self.listing, self._first = listing, rank * (listing.experts // ranks)
         self.holder, _, self.experts_name = listing.name.rpartition(".")
         block = listing.block
         self.path = listing.name.removeprefix(f"{block}." if block else "")  # of the list in the block
@@ -49,18 +49,21 @@ class Listed(Adapter):
         listing = self.listing
         try:
             check_stackable(experts)
-            spec = modules_spec(experts, num_experts=len(experts), top_k=1, router=ROUTER)
+            spec = modules_spec(experts, num_experts=len(experts), top_k=1, router=RUNS_TWICE)
             names: Any = spec.names
             for expert in list(experts)[1:]:
                 check_computes(expert, names, spec.activation)
         except ConversionError as no:
+            check_alike(dict(enumerate(experts)))
+            with trying(device_of(experts)):
+                ExpertTrial(experts[self._first], listing.dim)
             return ExpertsSpec(
                 num_experts=len(experts),
                 held=len(experts),
                 top_k=1,
                 dim=listing.dim,
                 form="modules",
-                router=ROUTER,
+                router=RUNS_TWICE,
                 bank="modules",
                 why=str(no),
             )
@@ -211,7 +214,8 @@ def modules_bank(experts: nn.ModuleList, dim: int, rank: int, ranks: int) -> Mod
     m = len(experts) // ranks
     home = range(rank * m, rank * m + m)
     given = {e: expert if e in home else _without_values(expert) for e, expert in enumerate(experts)}
-    return ModulesBank(given, dim=dim, first_expert=home.start, held=m, total_experts=len(experts), ep_size=ranks)
+    with trying(device_of(experts)):  # it runs an expert
+        return ModulesBank(given, dim=dim, first_expert=home.start, held=m, total_experts=len(experts), ep_size=ranks)
 
 
 def _without_values(expert: nn.Module) -> nn.Module:

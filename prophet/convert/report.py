@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prophet.convert.base import ExpertsSpec
+from prophet.convert.base import RUNS_TWICE, ExpertsSpec
 from prophet.convert.discover import LeftAlone
+from prophet.spec import Bias
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +19,8 @@ class Replaced:
 
     name: of the experts' module in the model. block: class of the block around it. spec: what the adapter found.
     experts: global indices of those that this rank is home to. methods: those of the block that were replaced.
-    params, params_before: numbers of expert parameters on this rank.
+    params, params_before: numbers of expert parameters on this rank. flops_per_row: of an expert, forward.
+    expert_bytes: what a replica receives.
     """
 
     name: str
@@ -30,6 +32,8 @@ class Replaced:
     dtype: str
     params: int
     params_before: int
+    flops_per_row: float
+    expert_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +61,11 @@ class ConversionReport:
             (
                 r.name,
                 f"{r.family} ({r.spec.form})",
-                f"{r.spec.num_experts}, top-{r.spec.top_k}",
+                f"{r.spec.num_experts}" + ("" if r.spec.router == RUNS_TWICE else f", top-{r.spec.top_k}"),
                 f"{r.experts.start}-{r.experts.stop - 1}",
-                f"{r.spec.dim} x {r.spec.hidden}",
-                r.spec.activation + (" + bias" if r.spec.bias else ""),
+                _sizes(r.spec),
+                _bank(r.spec),
+                f"{_short(r.flops_per_row)}FLOP a row, {_short(r.expert_bytes)}B a replica",
                 r.dtype,
                 r.spec.router + (f"; own {', '.join(r.methods)}" if r.methods else ""),
             )
@@ -70,7 +75,7 @@ class ConversionReport:
     def __rich__(self) -> Table:
         from rich.table import Table
 
-        table = Table(title=self._title())
+        table = Table(title=self._title(), caption="\n".join(self.remarks()) or None)
         for column in COLUMNS:
             table.add_column(column)
         for row in self.rows():
@@ -78,8 +83,13 @@ class ConversionReport:
         return table
 
     def __str__(self) -> str:
-        left = [f"left alone: {one.name}: {one.why}" for one in self.left]
-        return "\n".join([self._title(), *(" · ".join(row) for row in self.rows()), *left])
+        return "\n".join([self._title(), *(" · ".join(row) for row in self.rows()), *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """Why experts stay modules, and why other lists were left alone."""
+        why = [f"{r.name} stay modules: {r.spec.why}" for r in self.replaced if r.spec.why]
+        left = [f"{one.name} was left alone: {one.why}" for one in self.left]
+        return why + left
 
     def _title(self) -> str:
         return (
@@ -88,4 +98,26 @@ class ConversionReport:
         )
 
 
-COLUMNS = ("experts", "family", "E, top-k", "home here", "dim x hidden", "activation", "dtype", "router kept")
+def _sizes(spec: ExpertsSpec) -> str:
+    """Those of an expert's input, of what is inside where that is known, and of its output if it is another."""
+    inside = [spec.hidden] if spec.bank == "feed-forward" else []
+    out = [spec.outputs] if spec.outputs != spec.dim else []
+    return " x ".join(map(str, [spec.dim, *inside, *out]))
+
+
+def _bank(spec: ExpertsSpec) -> str:
+    """What holds and runs the experts."""
+    return spec.bank if spec.bank != "feed-forward" else f"{spec.bank}: {spec.activation}{_BIASES[spec.bias]}"
+
+
+def _short(x: float) -> str:
+    """A figure with its prefix of thousands."""
+    for prefix in ("", "k", "M", "G"):
+        if x < 1000:
+            return f"{x:.3g} {prefix}"
+        x /= 1000
+    return f"{x:.3g} T"
+
+
+_BIASES: dict[Bias, str] = {True: " + bias", False: "", "in": " + bias in", "out": " + bias out"}
+COLUMNS = ("experts", "family", "E, top-k", "home here", "dim x hidden", "bank", "cost", "dtype", "router kept")

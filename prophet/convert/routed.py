@@ -1,6 +1,6 @@
 """Experts behind a router of the model's own.
 
-Shape legend: N tokens, K top-k, E experts, m experts of this rank, D model dim.
+Shape legend: N tokens, K top-k, E experts, m experts of this rank, D model dim, O output dim.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RoutedExperts(MoE):
     def forward(  # type: ignore[override]  # the one layer that does not route by itself
         self, x: Tensor, ids: Tensor, weights: Tensor, kept: Tensor | None = None
     ) -> Tensor:
-        """Apply the experts to `x` [..., D] of N rows in all; returns the same shape. Collective over the group.
+        """Apply the experts to `x` [..., D] of N rows in all; returns [..., O]. Collective over the group.
 
         ids, weights: [N, K] the experts of every row, and the factors of their outputs. kept: [N, K] booleans, False
         where a choice was dropped for lack of capacity; None keeps all.

@@ -8,7 +8,7 @@ that will run twice have cheap functions in the place of their experts; what tho
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace as changed
+from dataclasses import replace as with_fields
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from prophet.convert.copies import device_of, differences, globals_of, scramble, state_of, trying, twin_of
+from prophet.convert.copies import device_of, differences, globals_of, scramble, seed_all, state_of, trying, twin_of
 from prophet.convert.discover import Listing
 from prophet.convert.find import Found
 from prophet.convert.listed import Listed
@@ -82,6 +82,7 @@ def check_runs_twice(model: nn.Module, listing: Listing) -> None:
         for training in (False, True):
             for at, x in enumerate(_inputs(listing.shapes, device, listing.dtype)):
                 where = f"{listing.name}: tried in {_mode(training)} on {list(x.shape)}, the block around it"
+                before = once.attributes()
                 try:
                     want = once.run(x, at, training)
                 except Exception as error:
@@ -89,7 +90,9 @@ def check_runs_twice(model: nn.Module, listing: Listing) -> None:
                 try:
                     got = twice.run(x, at, training)
                 except WRONG as error:
-                    raise ConversionError(f"{where} fails when it runs twice: {error}") from error
+                    changed = ", ".join(sorted({place for place, _ in differences(before, once.attributes(), 0.0)}))
+                    also = f". A pass changes {changed}" if changed else ""
+                    raise ConversionError(f"{where} fails when it runs twice: {error}{also}") from error
                 _compare(want, got, limit, f"{where} does not run twice as it runs once", _meaning)
 
 
@@ -122,7 +125,7 @@ class _Copy:
         outer: Any = model.get_submodule(listing.tried)
         experts: Any = model.get_submodule(listing.name)
         self._tape = Tape(listing.name, listing.dim)
-        torch.manual_seed(1)
+        seed_all(1)
         self._stand_ins = with_stand_ins(experts, self._tape)
         self._module = scramble(twin_of(outer, {experts: self._stand_ins}), torch.float64).to(listing.dtype)
         shape = (len(experts), listing.dim, listing.out)
@@ -151,11 +154,16 @@ class _Copy:
         )
         return passes.run(self._forward, args, named)
 
+    def attributes(self) -> dict[str, Any]:
+        """What is on the modules beside parameters and buffers."""
+        known = {n for n, _ in (*self._module.named_parameters(), *self._module.named_buffers())}
+        return {k: v for k, v in state_of(self._module).items() if k not in known}
+
     def run(self, x: Tensor, seed: int, training: bool) -> dict[str, Any]:
         """Everything that comes out of a forward and a backward pass."""
         module = self._module.train(training)
         before = globals_of(module)
-        torch.manual_seed(seed)
+        seed_all(seed)
         if self._twice:
             found = _everything(module, module, x)
         else:
@@ -241,12 +249,12 @@ class _Beside:
     """Two copies of an adapter's block: as written, and converted for one rank."""
 
     def __init__(self, block: nn.Module, f: Found, dtype: torch.dtype) -> None:
-        self._f = changed(f, name="", where=f.adapter.experts_name)
+        self._f = with_fields(f, name="", where=f.adapter.experts_name)
         self._dtype, self._device = dtype, device_of(block)
         self._limit = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
         self._copies = []
         for _ in range(2):
-            torch.manual_seed(1)
+            seed_all(1)
             self._copies.append(scramble(twin_of(block), dtype))
         self._converted = False
 
@@ -304,7 +312,7 @@ class _Beside:
         block.train(training)
         if not experts_training and block is self._copies[0]:
             f.experts(block).eval()
-        torch.manual_seed(0)
+        seed_all(0)
         found = _everything(lambda given: f.run(block, given), block, x)
         inside = f"{f.where}."
         left = {k: v for k, v in found["what it leaves"].items() if not k.startswith(inside)}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prophet.convert.replay import Buffers
 from prophet.ranks.collective import Collective, Operation
 
 TOKENS = 16
@@ -41,9 +42,11 @@ class Trial:
     def _answer(self) -> list[Any]:
         block = self._block
         devices = [self._x.device] if self._x.is_cuda else []
+        buffers = Buffers(block.modules())  # some blocks count, or follow the load, in evaluation, too
         with torch.no_grad(), torch.random.fork_rng(devices=devices), _evaluating(block):
             torch.manual_seed(0)
             found = self._run(self._x.clone())
+        buffers.put_back()
         return list(found) if isinstance(found, tuple) else [found]
 
     def problem(self) -> str | None:

@@ -1,0 +1,54 @@
+"""Experts that every rank has initialised alike are noticed when an engine is attached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import prophet
+from prophet.errors import ConfigMismatch
+from tests.helpers.support import on_threads, seeded
+
+DIM, EXPERTS = 4, 4
+
+
+def init(m: nn.Module) -> None:
+    """As GPTs do it."""
+    if isinstance(m, nn.Linear):
+        nn.init.normal_(m.weight, std=0.02)
+
+
+def built(group: Any, how: str) -> nn.Module:
+    """A model whose layers are initialised once more, by `init`, as `how` says."""
+    make = (lambda: nn.Linear(DIM, DIM).apply(init)) if how == "inside" else (lambda: nn.Linear(DIM, DIM))
+    with seeded(1):
+        model = nn.Sequential(nn.Linear(DIM, DIM), prophet.MoE(DIM, num_experts=EXPERTS, expert=make, group=group))
+    with seeded(2):
+        if how == "afterwards":
+            model.apply(init)
+        elif how == "copies":
+            with torch.no_grad():
+                for p in model[1].experts.parameters():  # type: ignore[union-attr]
+                    p.fill_(0.1)
+    return model
+
+
+def test_init_after_building_is_refused_with_the_line_to_write() -> None:
+    def body(group: Any) -> None:
+        text = r"expert 0 of rank 0 and expert 2 of rank 1 have weights .* bit for bit.*expert=lambda: Expert\(\)"
+        with pytest.raises(ConfigMismatch, match=text):
+            prophet.attach(built(group, "afterwards"))
+
+    on_threads(2, body)
+
+
+def test_init_of_each_expert_is_what_it_says() -> None:
+    on_threads(2, lambda group: prophet.attach(built(group, "inside")).close())
+
+
+def test_copies_of_one_expert_are_a_warning() -> None:
+    with pytest.warns(UserWarning, match="all its experts are, so they may have been copied on purpose"):
+        on_threads(2, lambda group: prophet.attach(built(group, "copies")).close())
