@@ -151,6 +151,10 @@ class MoE(nn.Module):
         # called with this layer when its experts' backward pass begins, rows or not; the same on all ranks
         self.on_backward: Callable[[MoE], None] | None = None
 
+    def keys_prefix(self, name: str) -> str:
+        """What the experts' keys in a state dict begin with; name: of this layer, with a dot, or nothing."""
+        return f"{name}experts."
+
     def plain_port(self) -> Port:
         """A port that balances nothing."""
         return PlainPort(self.collective.size, self.num_experts)
