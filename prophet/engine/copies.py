@@ -15,6 +15,7 @@ from prophet.errors import ConfigMismatch
 from prophet.experts.bank import Bank
 from prophet.layer.moe import MoE
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.messages import tell
 
 SAMPLE = 64  # last numbers of an expert's largest parameter
 
@@ -29,8 +30,8 @@ def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
     if collective.size == 1 or any(p.is_meta for layer in layers for p in layer.experts.parameters()):
         return
     said = [_digest(layer.experts, local) for layer in layers for local in range(layer.experts.experts)]
-    mine = torch.tensor(said, dtype=torch.int64, device=layers[0].experts.device)
-    table = collective.all_gather(mine, op=Operation("comparison of experts")).cpu().tolist()
+    op, device = Operation("comparison of experts"), layers[0].experts.device
+    table = tell(collective, said, op=op, device=device).tolist()
     at = 0
     for number, layer in enumerate(layers):
         m = layer.experts.experts

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from prophet.ranks.collective import Channel, Collective, Done, Operation, Pending, check_rows
+from prophet.ranks.messages import HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,7 @@ class Recorded:
 
 
 class RecordingCollective(Collective):
-    """Remembers every call. Peers are imagined: they route as this rank does, to experts of their own, and send zeros."""
+    """Remembers every call. Peers are imagined: they route as this rank does, have other experts, and send zeros."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size, timeout_s=1.0)
@@ -55,7 +56,9 @@ class RecordingCollective(Collective):
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         self.calls.append(Recorded("all_gather", op, channel, (x.numel() * x.element_size(),) * self.size))
         if op.name == "comparison of experts":
-            return torch.stack([x + rank for rank in range(self.size)])
+            found = torch.stack([x] * self.size)
+            found[:, HEAD:] += torch.arange(self.size).unsqueeze(1)
+            return found
         return torch.stack([x] * self.size)
 
     def exchange(
