@@ -266,7 +266,7 @@ class Engine:
         return None if self.watch is None else self.watch.take(self.device)
 
     def first_counts(self) -> None:
-        """The first layer's counts are known: it is planned anew. In the first step, experts are compared over ranks."""
+        """The first layer's counts are known: it is planned anew. In the first step, ranks compare their experts."""
         self._confirmed = False
         if not self._experts_compared:  # not sooner: a checkpoint may be loaded after `attach`
             self._experts_compared = True

@@ -240,7 +240,9 @@ def test_experts_that_every_rank_has_initialised_alike() -> None:
         for p in model.parameters():
             torch.nn.init.normal_(p)
 
-    with pytest.raises(ConfigMismatch, match=r"MoE layer 0: expert 0 of rank 0 and expert 2 of rank 1 .* apply\(init\)"):
+    with pytest.raises(
+        ConfigMismatch, match=r"MoE layer 0: expert 0 of rank 0 and expert 2 of rank 1 .* apply\(init\)"
+    ):
         drawn_alike(alike)
 
 
