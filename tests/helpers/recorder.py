@@ -25,7 +25,7 @@ class Recorded:
 
 
 class RecordingCollective(Collective):
-    """Remembers every call. Peers are imagined: they route as this rank does, to experts of their own, and send zeros."""
+    """Remembers every call. Peers are imagined: they route as this rank does, have other experts, and send zeros."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size, timeout_s=1.0)
