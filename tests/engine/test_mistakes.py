@@ -241,7 +241,7 @@ def test_experts_that_every_rank_has_initialised_alike() -> None:
             torch.nn.init.normal_(p)
 
     with pytest.raises(
-        ConfigMismatch, match=r"MoE layer 0: expert \d of rank 0 and expert \d of rank 1 .* apply\(init\)"
+        ConfigMismatch, match=r"MoE layer 0: expert \d of rank 0 and expert \d of rank 1 .*apply\(init\)"
     ):
         drawn_alike(alike)
 
