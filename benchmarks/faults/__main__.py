@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from benchmarks.faults.processes import outcome
 from benchmarks.faults.program import FAULTS, GRACE_S, Fault
 
 _SHOWN = 270  # characters of an error
+_SCRATCH = re.compile(r"/\S*/prophet-faults-\w+/")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +47,8 @@ def row(fault: Fault, found: dict[str, Any], limit_s: float) -> str:
     by_text: dict[str, list[int]] = {}
     for rank, said in enumerate(found["said"]):
         if said is not None and rank not in fault.ranks:
-            text = said["text"].replace(f"rank {rank}: ", "").replace("\n", " ").partition(" ([")[0]
+            text = said["text"].replace(f"rank {rank}: ", "").replace(f"rank {rank} has: ", "this one has: ")
+            text = _SCRATCH.sub("", text.replace("\n", " ").partition(" ([")[0])
             by_text.setdefault(f"`{said['kind']}`: {text}", []).append(rank)
     cells = []
     for text, ranks in by_text.items():

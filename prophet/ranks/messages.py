@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 
 _NAME_WORDS = 6  # of eight bytes each
-_HEAD = 4 + _NAME_WORDS
+HEAD = 4 + _NAME_WORDS  # numbers in which a message says where its rank is
 _LEAST_WIDTH = 256  # numbers, head and padding included: two kilobytes
 _MOST_WIDTH = 1 << 16  # what is longer is announced every time
 PASSES = ("", "training", "recomputed", "evaluation")
@@ -46,7 +46,7 @@ class Head(NamedTuple):
 
     @classmethod
     def of(cls, row: Sequence[int]) -> Head:
-        numbers, place, forward, kind, *name = (int(n) for n in row[:_HEAD])
+        numbers, place, forward, kind, *name = (int(n) for n in row[:HEAD])
         return cls(numbers, place, forward, kind, tuple(name))
 
     def __str__(self) -> str:
@@ -122,14 +122,14 @@ def tell(
     frames = collective.frames
     head = frames.head(op, extent, place)
     width = frames.width
-    if _HEAD + extent > width:
-        width = 1 << (_HEAD + extent - 1).bit_length()
+    if HEAD + extent > width:
+        width = 1 << (HEAD + extent - 1).bit_length()
         if collective.size > 1:
             _told(collective, _frame(frames, head, (), frames.width, device), op)
         if width <= _MOST_WIDTH:
             frames.width = width
     table = _told(collective, _frame(frames, [*head, *numbers], tensors, width, device), op)
-    return table[:, _HEAD : _HEAD + extent]
+    return table[:, HEAD : HEAD + extent]
 
 
 def share(collective: Collective, x: Tensor, *, op: Operation) -> Tensor:
@@ -145,11 +145,11 @@ def share(collective: Collective, x: Tensor, *, op: Operation) -> Tensor:
     frame = _frame(frames, head, (x.view(torch.int64),), frames.width, x.device)
     frames.told += 1
     table = collective.gather_messages(frame, op=op)
-    found = table[:, _HEAD : _HEAD + x.numel()].contiguous().view(torch.float64)
+    found = table[:, HEAD : HEAD + x.numel()].contiguous().view(torch.float64)
     if table.device.type == "cpu":
         _check(table.numpy(), collective.rank)
         return found
-    same = (table[:, :_HEAD] == frame[:_HEAD]).all(dim=1, keepdim=True)
+    same = (table[:, :HEAD] == frame[:HEAD]).all(dim=1, keepdim=True)
     return found.where(same, torch.nan)
 
 
@@ -170,7 +170,7 @@ def _told(collective: Collective, frame: Tensor, op: Operation) -> IntArray:
 
 def _check(table: IntArray, rank: int) -> None:
     """Raise `OutOfStep` unless all rows [R, width] begin alike."""
-    heads = table[:, :_HEAD]
+    heads = table[:, :HEAD]
     if (heads == heads[rank]).all():
         return
     by_head: dict[Head, list[int]] = {}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from prophet.engine.copies import COMPARISON
 from prophet.ranks.collective import Channel, Collective, Done, Operation, Pending, check_rows
-from prophet.ranks.messages import _HEAD
+from prophet.ranks.messages import HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class RecordingCollective(Collective):
         self.calls.append(Recorded("all_gather", op, channel, (x.numel() * x.element_size(),) * self.size))
         rows = torch.stack([x] * self.size)
         if op.name == COMPARISON:  # peers have other experts
-            rows[:, _HEAD:] += torch.arange(self.size).unsqueeze(1)
+            rows[:, HEAD:] += torch.arange(self.size).unsqueeze(1)
         return rows
 
     def exchange(
