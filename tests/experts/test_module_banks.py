@@ -74,7 +74,7 @@ class MixedLoRA(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(D, D).requires_grad_(False).bfloat16()
-        self.scale = nn.Parameter(torch.randn(D).bfloat16())
+        self.scale = nn.Parameter(torch.randn(1).bfloat16())
         self.a, self.b = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ class MixedLoRA(nn.Module):
 def test_several_dtypes_travel_and_only_what_trains_comes_back() -> None:
     made = bank(MixedLoRA)
     assert (made.flat_dtype, made.grad_dtype) == (torch.uint8, torch.float32)
-    assert made.expert_numel == 2 * (D * D + D + D) + 4 * (2 * D + 2 * D)  # bytes
-    assert made.grad_numel == D + 2 * D + 2 * D
+    assert made.expert_numel == 2 * (D * D + D + 1) + 4 * (2 * D + 2 * D)  # bytes
+    assert made.grad_numel == 1 + 2 * D + 2 * D
     shape = made.shape()
     assert (shape.expert_bytes, shape.expert_grad_bytes) == (made.expert_numel, 4 * made.grad_numel)
 

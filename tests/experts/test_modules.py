@@ -101,8 +101,13 @@ def check(make: Callable[[], nn.Module], ranks: int, **options: object) -> None:
                 torch.testing.assert_close(got, x, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("kind", KINDS)
+EIGHT = [
+    pytest.param(kind, 8, marks=() if kind in ("linear", "lora", "checkpointed") else pytest.mark.slow)
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, ranks) for kind in KINDS for ranks in (1, 2, 4)), *EIGHT])
 def test_gradients_are_those_of_a_loop_over_the_experts(kind: str, ranks: int) -> None:
     check(KINDS[kind], ranks)
 
@@ -131,6 +136,28 @@ class AllAway(FixedPlanner):
         return Split(tokens)
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_rank_without_rows_takes_part_in_the_backward_pass(wanted: bool) -> None:
+    """wanted: whether the rows have gradients, as they have in all layers but a first one."""
+
+    def body(group: Collective) -> Tensor | None:
+        model = Stack(KINDS["linear"], group, experts=4, blocks=1)
+        with torch.no_grad():
+            model.layers[0].gate.weight.zero_()  # type: ignore[union-attr, operator]
+            model.layers[0].gate.weight[:2] = 1.0  # type: ignore[union-attr, index]
+        x = torch.ones(2, D, dtype=torch.float64, requires_grad=wanted)
+        loss_of(model(x)).backward()
+        grads = [p.grad for n, p in model.named_parameters() if "experts" in n]
+        assert [g is None for g in grads] == [group.rank == 1] * len(grads)
+        return x.grad
+
+    one, two = on_threads(2, body, timeout_s=10)
+    assert (one is not None) == (two is not None) == wanted
+    if one is not None and two is not None:
+        torch.testing.assert_close(one, two)
+        assert one.abs().sum() > 0
+
+
 @pytest.mark.parametrize("passes", [(2, 2), (2, 1, 2)])
 def test_gradients_accumulate_or_are_thrown_away_where_only_replicas_computed(passes: tuple[int, ...]) -> None:
     """Rank 1 computes both visited experts, which are rank 0's: neither rank's own experts have a gradient to see.
@@ -149,7 +176,7 @@ def test_gradients_accumulate_or_are_thrown_away_where_only_replicas_computed(pa
 
     def body(group: Collective) -> Grads:
         model = favour(Stack(KINDS["linear"], group, experts=4, blocks=1))
-        config = prophet.EngineConfig(planner=AllAway([(0, 1), (1, 1)]), slots_per_rank=2, accumulation_steps=2)
+        config = prophet.EngineConfig(planner=AllAway([(0, 1), (1, 1), (2, 0)]), slots_per_rank=2, accumulation_steps=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         engine = prophet.attach(model, optimizer, config=config)
         for backward_passes in passes:
