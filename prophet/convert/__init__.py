@@ -110,32 +110,14 @@ def convert(
 
     replaced: list[Replaced] = []
     for f in found:
-        block, held = f.block(model), f.experts(model)
-        trial = _trial(model, f, collective) if verify and f.spec.held == f.spec.num_experts else None
-        layer, methods = replace(model, f, collective, impl)
-        problem = trial.problem() if trial else None
-        if trial is not None and trial.anywhere(problem):
-            _undo(model, f, layer, held, carried[: len(replaced)])
-            raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
-        shape = layer.experts.shape()
-        before = sum(p.numel() for p in held.parameters())
-        layer.let_go_of_originals()
-        bank = layer.experts
-        replaced.append(
-            Replaced(
-                name=f.where,
-                family=f.adapter.family,
-                block=(layer.origin.block_class or type(block)).__name__,
-                spec=f.spec,
-                experts=range(bank.first_expert, bank.first_expert + bank.experts),
-                methods=methods,
-                dtype=str(bank.dtype).removeprefix("torch."),
-                params=sum(p.numel() for p in bank.parameters()),
-                params_before=before,
-                flops_per_row=shape.forward_flops_per_token,
-                expert_bytes=shape.expert_bytes,
-            )
-        )
+        try:
+            replaced.append(_convert_one(model, f, collective, impl, verify))
+        except ConversionError:
+            if replaced:
+                revert(model)
+            for one in carried[: len(replaced)]:
+                one.put_back(model.get_submodule(one.where))
+            raise
     for one in carried:
         one.move_to(model)
     _announce(model)
@@ -152,27 +134,6 @@ def _announce(model: nn.Module) -> None:
     leave_out_of_ddp(model)
 
 
-def _trial(model: nn.Module, f: Found, collective: Collective) -> Trial:
-    """Block `f` as it is now, to be compared."""
-    like = next(f.experts(model).parameters())
-    return Trial(partial(f.run, model), f.input_shape, f.block(model), like, collective)
-
-
-def _undo(model: nn.Module, f: Found, layer: RoutedExperts, held: nn.Module, carried: Sequence[Carried]) -> None:
-    """Back to what it was: block `f` from `held`, which is still there, and those before it from their homes.
-
-    carried: what the optimizer holds of those before it.
-    """
-    layer.undo()
-    setattr(f.holder(model), f.where.rpartition(".")[2], held)
-    if layer.origin.block_class is not None:
-        f.block(model).__class__ = layer.origin.block_class
-    if any(True for _ in converted(model)):
-        revert(model)
-    for one in carried:
-        one.put_back(model.get_submodule(one.where))
-
-
 def _checked(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Sequence[Found], left: Sequence[LeftAlone]
 ) -> tuple[list[Found], list[Carried]]:
@@ -185,6 +146,40 @@ def _checked(
     kept, carried = carry(optimizer, model, found)
     check_by_trying(model, kept)
     return kept, carried
+
+
+def _convert_one(model: nn.Module, f: Found, collective: Collective, impl: Impl, verify: bool) -> Replaced:
+    """Convert one block, or raise `ConversionError` on all ranks and leave it as it was; collective."""
+    block, held = f.block(model), f.experts(model)
+    trial = None
+    if verify and f.spec.held == f.spec.num_experts:
+        trial = Trial(partial(f.run, model), f.input_shape, block, next(held.parameters()), collective)
+    layer, methods = replace(model, f, collective, impl)
+    problem = trial.problem() if trial else None
+    if trial is not None and trial.anywhere(problem):
+        # back to what it was, from what is still there
+        layer.undo()
+        setattr(f.holder(model), f.where.rpartition(".")[2], held)
+        if layer.origin.block_class is not None:
+            block.__class__ = layer.origin.block_class
+        raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
+    before = sum(p.numel() for p in held.parameters())
+    layer.let_go_of_originals()
+    bank = layer.experts
+    shape = bank.shape()
+    return Replaced(
+        name=f.where,
+        family=f.adapter.family,
+        block=(layer.origin.block_class or type(block)).__name__,
+        spec=f.spec,
+        experts=range(bank.first_expert, bank.first_expert + bank.experts),
+        methods=methods,
+        dtype=str(bank.dtype).removeprefix("torch."),
+        params=sum(p.numel() for p in bank.parameters()),
+        params_before=before,
+        flops_per_row=shape.forward_flops_per_token,
+        expert_bytes=shape.expert_bytes,
+    )
 
 
 def revert(model: nn.Module) -> None:
