@@ -47,6 +47,8 @@ from prophet.scheduler.schedules import Schedule, depth_within, schedule_named
 from prophet.scheduler.windows import Stopwatch, predicted_window_us
 from prophet.spec import IntArray, PlanContext, Topology, Windows
 
+_SEEN = 4  # shared parameters whose gradients tell what the user has thrown away
+
 
 class Engine:
     """Balances the MoE layers of one model on one rank; made by `attach`.
@@ -113,6 +115,9 @@ class Engine:
 
     def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """From now on begin steps with the model's forward passes, and end them with the optimizer's steps."""
+        shared = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
+        shared = [p for p in shared if not getattr(p, "prophet_expert", False)]
+        self.runtime.shared = sorted(shared, key=lambda p: p.numel())[:_SEEN]
         self._hooks.append(
             # a copy of the model has the hook, too: it must not drive this engine
             model.register_forward_pre_hook(lambda m, _: self.ensure_step() if m is model and m.training else None)
