@@ -251,7 +251,7 @@ FAULTS: dict[str, Fault] = {
     "NaN": Fault(text="NaN in a gate", odd=nan, says=("RoutingError",), named="MoE layer 1, step 3"),
     "drop after forward": Fault(
         text="a step skipped by `continue` after the forward pass",
-        odd=drop_after_forward, says=_WAITED, named="rank(s) [2] at exchange of counts of layer 0", waits=True,
+        odd=drop_after_forward, says=_WAITED, named="rank(s) [2] in exchange of counts of layer 0", waits=True,
     ),
     "drop after backward": Fault(
         text="a step skipped by `continue` after the backward pass",
@@ -279,7 +279,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "repeat last layer": Fault(
         text="the last MoE layer run twice", odd=repeat_last_layer, says=_WAITED,
-        named="rank(s) [2] at exchange of counts of layer 2", waits=True,
+        named="rank(s) [2] in exchange of counts of layer 2", waits=True,
     ),
     "evaluate": Fault(
         text="evaluates while the others train", odd=evaluate, says=("OutOfStep",),
@@ -331,6 +331,7 @@ def run(name: str, folder: str, limit_s: float) -> None:
     """
     fault, path = FAULTS[name], Path(folder)
     odd = dist.get_rank() in fault.ranks
+    dist.barrier()
     began = time.monotonic()
     kind = text = ""
     try:

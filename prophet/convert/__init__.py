@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -20,6 +21,7 @@ from prophet.convert.checks import agree, check_model, check_no_optimizer, check
 from prophet.convert.deepspeed import DeepSpeedMoE
 from prophet.convert.discover import LeftAlone
 from prophet.convert.find import Found, device_of, find, find_all
+from prophet.convert.optimizer import Carried, carry, digest
 from prophet.convert.replace import replace
 from prophet.convert.report import ConversionReport, Replaced
 from prophet.convert.routed import RoutedExperts, converted
@@ -65,6 +67,7 @@ def standard_adapters() -> tuple[Adapter, ...]:
 def convert(
     model: nn.Module,
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     experts: str | Sequence[str] | None = None,
     group: dist.ProcessGroup | Collective | None = None,
     adapters: Sequence[Adapter] = (),
@@ -79,9 +82,12 @@ def convert(
     your own, asked before `standard_adapters()`. group, timeout_s, impl: as for `prophet.MoE`. verify: run every block
     on a few random tokens, in evaluation mode, before and after its conversion, and compare.
 
+    optimizer: one that was built before. Its states move bit for bit, its groups keep number and order. Experts that it
+    treats one by one, as one stacked parameter cannot be, stay modules, or it is refused.
+
     Every rank holds the whole model before, and of the experts only those it is home to afterwards. Convert before
-    building the optimizer and before wrapping the model in DistributedDataParallel. Raises `ConversionError`, the model
-    unchanged, where something would not be kept, and where the ranks' models differ.
+    building any other optimizer and before wrapping the model in DistributedDataParallel. Raises `ConversionError`, the
+    model unchanged, where something would not be kept, and where the ranks' models differ.
 
     Until `revert`, `model.save_pretrained(folder)` of a transformers model is a call for every rank, and writes the
     original layout; what would write one rank's experts raises `PartialStateError`.
@@ -90,69 +96,95 @@ def convert(
     patterns = [experts] if isinstance(experts, str) else experts
     found: list[Found] = []
     left: list[LeftAlone] = []
+    carried: list[Carried] = []
+    prints = 0, 0, 0
     error: Exception | None = None
     try:
         check_model(model)
         found, left = find_all(model, (*adapters, *standard_adapters()), patterns, collective.rank, collective.size)
-        if not found:
-            raise ConversionError(_nothing_found(model, left))
-        holders = [(f.name, f.experts(model)) for f in found]
-        check_not_shared(model, holders)
-        check_no_optimizer(p for _, held in holders for p in held.parameters())
-        check_by_trying(model, found)
-        prints = fingerprint([(f.name, f.spec, f.experts(model)) for f in found])
+        found, carried = _checked(model, optimizer, found, left)
+        prints = *fingerprint([(f.name, f.spec, f.experts(model)) for f in found]), digest(optimizer, carried)
     except ConversionError as caught:
-        error, prints = caught, (0, 0)
+        error = caught
     agree(collective, device_of(model), error, prints)
 
     replaced: list[Replaced] = []
     for f in found:
-        try:
-            replaced.append(_convert_one(model, f, collective, impl, verify))
-        except ConversionError:
-            if replaced:
-                revert(model)
-            raise
-    for *_, layer in converted(model):
-        layer.origin.model = weakref.ref(model)
-    write_original_layout(model)
-    share_overflows([layer for *_, layer in converted(model)])
-    leave_out_of_ddp(model)
+        block, held = f.block(model), f.experts(model)
+        trial = _trial(model, f, collective) if verify and f.spec.held == f.spec.num_experts else None
+        layer, methods = replace(model, f, collective, impl)
+        problem = trial.problem() if trial else None
+        if trial is not None and trial.anywhere(problem):
+            _undo(model, f, layer, held, carried[: len(replaced)])
+            raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
+        shape = layer.experts.shape()
+        before = sum(p.numel() for p in held.parameters())
+        layer.let_go_of_originals()
+        bank = layer.experts
+        replaced.append(
+            Replaced(
+                name=f.where,
+                family=f.adapter.family,
+                block=(layer.origin.block_class or type(block)).__name__,
+                spec=f.spec,
+                experts=range(bank.first_expert, bank.first_expert + bank.experts),
+                methods=methods,
+                dtype=str(bank.dtype).removeprefix("torch."),
+                params=sum(p.numel() for p in bank.parameters()),
+                params_before=before,
+                flops_per_row=shape.forward_flops_per_token,
+                expert_bytes=shape.expert_bytes,
+            )
+        )
+    for one in carried:
+        one.move_to(model)
+    _announce(model)
     return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left))
 
 
-def _convert_one(model: nn.Module, f: Found, collective: Collective, impl: Impl, verify: bool) -> Replaced:
-    """Convert one block, or raise `ConversionError` on all ranks and leave it as it was; collective."""
-    block, held = f.block(model), f.experts(model)
-    trial = None
-    if verify and f.spec.held == f.spec.num_experts:
-        trial = Trial(partial(f.run, model), f.input_shape, block, next(held.parameters()), collective)
-    layer, methods = replace(model, f, collective, impl)
-    problem = trial.problem() if trial else None
-    if trial is not None and trial.anywhere(problem):
-        # back to what it was, from what is still there
-        layer.undo()
-        setattr(f.holder(model), f.where.rpartition(".")[2], held)
-        if layer.origin.block_class is not None:
-            block.__class__ = layer.origin.block_class
-        raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
-    before = sum(p.numel() for p in held.parameters())
-    layer.let_go_of_originals()
-    bank = layer.experts
-    shape = bank.shape()
-    return Replaced(
-        name=f.where,
-        family=f.adapter.family,
-        block=(layer.origin.block_class or type(block)).__name__,
-        spec=f.spec,
-        experts=range(bank.first_expert, bank.first_expert + bank.experts),
-        methods=methods,
-        dtype=str(bank.dtype).removeprefix("torch."),
-        params=sum(p.numel() for p in bank.parameters()),
-        params_before=before,
-        flops_per_row=shape.forward_flops_per_token,
-        expert_bytes=shape.expert_bytes,
-    )
+def _announce(model: nn.Module) -> None:
+    """Tell what saves, scales losses and averages gradients that the model's experts are on several ranks now."""
+    layers = [layer for *_, layer in converted(model)]
+    for layer in layers:
+        layer.origin.model = weakref.ref(model)
+    write_original_layout(model)
+    share_overflows(layers)
+    leave_out_of_ddp(model)
+
+
+def _trial(model: nn.Module, f: Found, collective: Collective) -> Trial:
+    """Block `f` as it is now, to be compared."""
+    like = next(f.experts(model).parameters())
+    return Trial(partial(f.run, model), f.input_shape, f.block(model), like, collective)
+
+
+def _undo(model: nn.Module, f: Found, layer: RoutedExperts, held: nn.Module, carried: Sequence[Carried]) -> None:
+    """Back to what it was: block `f` from `held`, which is still there, and those before it from their homes.
+
+    carried: what the optimizer holds of those before it.
+    """
+    layer.undo()
+    setattr(f.holder(model), f.where.rpartition(".")[2], held)
+    if layer.origin.block_class is not None:
+        f.block(model).__class__ = layer.origin.block_class
+    if any(True for _ in converted(model)):
+        revert(model)
+    for one in carried:
+        one.put_back(model.get_submodule(one.where))
+
+
+def _checked(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Sequence[Found], left: Sequence[LeftAlone]
+) -> tuple[list[Found], list[Carried]]:
+    """What is converted how, and what `optimizer` holds of it; raises `ConversionError` for what would not be kept."""
+    if not found:
+        raise ConversionError(_nothing_found(model, left))
+    holders = [(f.name, f.experts(model)) for f in found]
+    check_not_shared(model, holders)
+    check_no_optimizer((p for _, held in holders for p in held.parameters()), but=optimizer)
+    kept, carried = carry(optimizer, model, found)
+    check_by_trying(model, kept)
+    return kept, carried
 
 
 def revert(model: nn.Module) -> None:

@@ -18,7 +18,30 @@ from torch import Tensor, nn
 
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.spec import Activation
+from prophet.spec import Activation, Bias
+
+
+@dataclass(frozen=True, slots=True)
+class RowOrder:
+    """How one matrix or bias of a gated expert holds the rows of its gate and of `up`.
+
+    up_first: those of `up` come first. interleaved: they take turns, row by row.
+    """
+
+    up_first: bool = False
+    interleaved: bool = False
+
+    def gate_first(self, rows: Tensor) -> Tensor:
+        """All rows of the gate, then all of `up`: the library's order. rows: [2H, ...]."""
+        gate, up = (rows[0::2], rows[1::2]) if self.interleaved else rows.chunk(2)
+        return torch.cat((up, gate) if self.up_first else (gate, up))
+
+    def back(self, rows: Tensor) -> Tensor:
+        """The inverse."""
+        gate, up = rows.chunk(2)
+        parts = (up, gate) if self.up_first else (gate, up)
+        return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
+
 
 RUNS_TWICE = "its own, runs twice"  # what reports call the router of a block that was found by trying
 
@@ -27,24 +50,35 @@ RUNS_TWICE = "its own, runs twice"  # what reports call the router of a block th
 class FfnNames:
     """Where a feed-forward module keeps its parameters, as names relative to it.
 
-    w_in: one name, or two for a gated module, the gate's first. Biases are None where the module has none.
+    w_in: one name, or two for a gated module, the gate's first. Biases are None where the module has none. rows: where
+    one matrix holds gate and `up`, in which order.
     """
 
     w_in: tuple[str, ...]
     w_out: str
     b_in: tuple[str, ...] | None = None
     b_out: str | None = None
+    rows: RowOrder = RowOrder()
 
     def all(self) -> tuple[str, ...]:
         """Every name."""
         return (*self.w_in, *(self.b_in or ()), self.w_out, *(() if self.b_out is None else (self.b_out,)))
+
+    def by_parameter(self) -> dict[str, tuple[str, ...]]:
+        """The names by the bank's parameter that holds them."""
+        found = {"w_in": self.w_in, "w_out": (self.w_out,)}
+        if self.b_in is not None and self.b_out is not None:
+            found |= {"bias_in": self.b_in, "bias_out": (self.b_out,)}
+        return found
 
     def unpack(self, state: Mapping[str, Tensor], prefix: str) -> ExpertWeights:
         """The parameters under `prefix`, in the library's layout."""
 
         def joined(names: tuple[str, ...]) -> Tensor:
             parts = [state[prefix + name] for name in names]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            if len(parts) > 1:
+                return torch.cat(parts)
+            return parts[0] if self.rows == RowOrder() else self.rows.gate_first(parts[0])
 
         return ExpertWeights(
             joined(self.w_in),
@@ -55,9 +89,15 @@ class FfnNames:
 
     def pack(self, weights: ExpertWeights, prefix: str) -> dict[str, Tensor]:
         """The inverse of `unpack`."""
-        parts = [*weights.w_in.chunk(len(self.w_in))]
+
+        def separate(rows: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
+            if len(names) == 1 and self.rows != RowOrder():
+                return (self.rows.back(rows),)
+            return rows.chunk(len(names))
+
+        parts = [*separate(weights.w_in, self.w_in)]
         if self.b_in is not None and weights.b_in is not None:
-            parts += weights.b_in.chunk(len(self.b_in))
+            parts += separate(weights.b_in, self.b_in)
         parts.append(weights.w_out)
         if self.b_out is not None and weights.b_out is not None:
             parts.append(weights.b_out)
@@ -70,9 +110,10 @@ class ExpertsSpec:
 
     num_experts: E. held: how many of them the module has here: all, or this rank's share of them where the model was
     built expert-parallel. form: "stacked" (one parameter for all experts) or "modules" (one module per expert).
-    router: how the router is called in reports. names: of an expert's parameters, for the form "modules" where the
-    experts are feed-forward networks. bank: what holds and runs them, "feed-forward" or "modules", and why: why not the
-    former; hidden, activation and bias have no meaning then.
+    bias: both, none, or only that "in" or "out". dim_out: elements of an expert's output; None: `dim`. router: how the
+    router is called in reports. names: of an expert's parameters, for the form "modules" where the experts are
+    feed-forward networks. bank: what holds and runs them, "feed-forward" or "modules", and why: why not the former;
+    hidden, activation and bias have no meaning then.
     """
 
     num_experts: int
@@ -81,18 +122,24 @@ class ExpertsSpec:
     dim: int
     hidden: int = 0
     activation: Activation = "gelu"
-    bias: bool = False
+    bias: Bias = False
     form: str
     router: str
     names: FfnNames | None = None
+    dim_out: int | None = None
     bank: str = "feed-forward"
     why: str = ""
+
+    @property
+    def outputs(self) -> int:
+        """Elements of an expert's output."""
+        return self.dim if self.dim_out is None else self.dim_out
 
     def signature(self) -> str:
         """What must be equal on all ranks, as text."""
         what = self.bank
         if what == "feed-forward":
-            what = f"hidden {self.hidden}, {self.activation}, bias {self.bias}, {self.form}"
+            what = f"hidden {self.hidden}, {self.activation}, bias {self.bias}, output {self.outputs}, {self.form}"
         return f"{self.num_experts} experts, top-{self.top_k}, dim {self.dim}, {what}"
 
 

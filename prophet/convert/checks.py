@@ -145,8 +145,11 @@ def check_not_shared(model: nn.Module, experts: Sequence[tuple[str, nn.Module]])
             homes[id(p)] = here
 
 
-def check_no_optimizer(params: Iterable[nn.Parameter]) -> None:
-    """Raise `ConversionError` where a living optimizer holds one of `params`: it would go on with dead parameters."""
+def check_no_optimizer(params: Iterable[nn.Parameter], but: object = None) -> None:
+    """Raise `ConversionError` where a living optimizer holds one of `params`: it would go on with dead parameters.
+
+    but: one that is converted, too.
+    """
     wanted = {id(p) for p in params}
     kinds: list[type] = [torch.optim.Optimizer]
     for kind in kinds:
@@ -159,6 +162,7 @@ def check_no_optimizer(params: Iterable[nn.Parameter]) -> None:
             o
             for o in gc.get_referrers(*kinds)
             if issubclass(type(o), torch.optim.Optimizer)
+            and o is not but
             and any(id(p) in wanted for group in getattr(o, "param_groups", ()) for p in group["params"])
         ]
 
@@ -168,7 +172,7 @@ def check_no_optimizer(params: Iterable[nn.Parameter]) -> None:
         if found:
             raise ConversionError(
                 f"{type(found[0]).__name__} was built before the conversion and would go on with the old experts: "
-                f"convert first, then build the optimizer"
+                f"prophet.convert(model, optimizer=optimizer) takes one along; or convert first, then build it"
             )
 
 
@@ -186,8 +190,11 @@ def fingerprint(found: Sequence[tuple[str, ExpertsSpec, nn.Module]]) -> tuple[in
     return int.from_bytes(what.digest(), "little"), int.from_bytes(values.digest(), "little")
 
 
-def agree(collective: Collective, device: torch.device, error: Exception | None, digests: tuple[int, int]) -> None:
-    """Raise this rank's `error`; else say which ranks have one, or differ in what they convert. Collective."""
+def agree(collective: Collective, device: torch.device, error: Exception | None, digests: tuple[int, ...]) -> None:
+    """Raise this rank's `error`; else say which ranks have one, or differ in what they convert. Collective.
+
+    digests: of the blocks, of the experts' parameters, and of what the optimizer holds of them.
+    """
     row = torch.tensor([int(error is not None), *digests], dtype=torch.int64, device=device)
     table = collective.all_gather(row, op=Operation("comparison of models to convert")).cpu().numpy()
     if error is not None:
@@ -198,6 +205,7 @@ def agree(collective: Collective, device: torch.device, error: Exception | None,
     for column, what, advice in (
         (1, "the MoE blocks", "all ranks must build the same model"),
         (2, "the experts' parameters", "seed all ranks alike, or load the same checkpoint"),
+        (3, "the optimizers", "build them alike, and load the same checkpoint"),
     ):
         differ = odd_ones_out(table[:, column])
         if differ:

@@ -117,7 +117,7 @@ def differences(want: Any, got: Any, tolerance: float, where: str = "") -> Itera
             if not gap <= tolerance:
                 yield where, f"it differs by {gap:.3g} of its largest value"
     elif isinstance(want, Mapping) and isinstance(got, Mapping):
-        for key in {**want, **got}:
+        for key in dict.fromkeys((*want, *got)):  # in an order that all ranks have
             place = f"{where}.{key}" if where else str(key)
             if key in want and key in got:
                 yield from differences(want[key], got[key], tolerance, place)

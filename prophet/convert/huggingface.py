@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
-from prophet.convert.probe import identify, is_silu
+from prophet.convert.base import Adapter, ExpertsSpec, RowOrder, check_shapes, child, class_named, integer
+from prophet.convert.probe import activation_of, identify
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_SLOPE
-from prophet.spec import Activation
+from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, QUICK_SLOPE
+from prophet.spec import Activation, bias_of
 
 # --- what replaces the loops of the old form ---
 
@@ -62,8 +62,8 @@ def _gpt_oss_dense_weights(block: Any, hidden_states: Tensor) -> tuple[Tensor, T
 
 
 @dataclass(frozen=True)
-class SwigluBlock(Adapter):
-    """Blocks of SwiGLU experts without biases: all the families but GPT-OSS.
+class GatedBlock(Adapter):
+    """Blocks of gated experts without biases: all the families but GPT-OSS.
 
     classes: names of the block's class. package: of transformers.models, where they are defined. loop: what replaces
     the method of this name in the old form, with experts in a list.
@@ -84,10 +84,8 @@ class SwigluBlock(Adapter):
             return modules_spec(experts, num_experts=len(experts), top_k=top_k, router=type(router).__name__)
         e, dim, hidden = (integer(experts, name) for name in ("num_experts", "hidden_dim", "intermediate_dim"))
         check_shapes(experts, {"gate_up_proj": (e, 2 * hidden, dim), "down_proj": (e, dim, hidden)})
-        act_fn = getattr(experts, "act_fn", None)
-        if not is_silu(act_fn):
-            raise ConversionError(f"hidden_act: expected silu in gated experts, got {type(act_fn).__name__}")
-        return _stacked_spec(router, e, top_k, dim, hidden, "swiglu")
+        activation = activation_of(getattr(experts, "act_fn", None), "hidden_act", gated=True)
+        return _stacked_spec(router, e, top_k, dim, hidden, activation)
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         if spec.names is not None:
@@ -130,7 +128,7 @@ def modules_spec(experts: nn.ModuleList, *, num_experts: int, top_k: int, router
     names, activation = identify(experts[0])
     state = dict(experts[0].named_parameters())
     first = names.unpack(state, "")
-    dim, hidden = first.w_out.shape
+    (out, hidden), dim = first.w_out.shape, first.w_in.shape[1]
     check_shapes(
         experts, {f"{e}.{name}": tuple(state[name].shape) for e in range(len(experts)) for name in names.all()}
     )
@@ -144,10 +142,11 @@ def modules_spec(experts: nn.ModuleList, *, num_experts: int, top_k: int, router
         dim=dim,
         hidden=hidden,
         activation=activation,
-        bias=first.b_in is not None,
+        bias=bias_of(first.b_in, first.b_out),
         form="modules",
         router=router,
         names=names,
+        dim_out=out,
     )
 
 
@@ -155,6 +154,9 @@ def pack_modules(spec: ExpertsSpec, experts: Sequence[ExpertWeights], prefix: st
     """The parameters of a list of expert modules."""
     names: Any = spec.names
     return {n: t for e, weights in enumerate(experts) for n, t in names.pack(weights, f"{prefix}{e}.").items()}
+
+
+_INTERLEAVED = RowOrder(interleaved=True)
 
 
 class GptOssBlock(Adapter):
@@ -167,7 +169,7 @@ class GptOssBlock(Adapter):
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts, router = child(block, "experts"), child(block, "router")
-        for attribute, served in (("alpha", CLAMP_SLOPE), ("limit", CLAMP_LIMIT)):
+        for attribute, served in (("alpha", QUICK_SLOPE), ("limit", CLAMP_LIMIT)):
             value = getattr(experts, attribute, None)
             if value != served:
                 raise ConversionError(f"swiglu_{attribute}: the clamped SwiGLU has {served}, got {value!r}")
@@ -179,19 +181,16 @@ class GptOssBlock(Adapter):
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         rows, bias = state["gate_up_proj"][expert].t(), state["gate_up_proj_bias"][expert]
         return ExpertWeights(
-            torch.cat([rows[0::2], rows[1::2]]),
+            _INTERLEAVED.gate_first(rows),
             state["down_proj"][expert].t(),
-            torch.cat([bias[0::2], bias[1::2]]),
+            _INTERLEAVED.gate_first(bias),
             state["down_proj_bias"][expert],
         )
 
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
-        def interleaved(x: Any) -> Tensor:
-            return torch.stack(x.chunk(2), dim=1).flatten(0, 1)
-
         return {
-            "gate_up_proj": torch.stack([interleaved(w.w_in).t() for w in experts]),
-            "gate_up_proj_bias": torch.stack([interleaved(w.b_in) for w in experts]),
+            "gate_up_proj": torch.stack([_INTERLEAVED.back(w.w_in).t() for w in experts]),
+            "gate_up_proj_bias": torch.stack([_INTERLEAVED.back(w.b_in) for w in experts if w.b_in is not None]),
             "down_proj": torch.stack([w.w_out.t() for w in experts]),
             "down_proj_bias": torch.stack([w.b_out for w in experts if w.b_out is not None]),
         }
@@ -207,11 +206,11 @@ class GptOssBlock(Adapter):
 def adapters() -> tuple[Adapter, ...]:
     """One adapter per family."""
     return (
-        SwigluBlock("Mixtral", ("MixtralSparseMoeBlock",), "mixtral"),
-        SwigluBlock("Qwen2-MoE", ("Qwen2MoeSparseMoeBlock",), "qwen2_moe"),
-        SwigluBlock("Qwen3-MoE", ("Qwen3MoeSparseMoeBlock",), "qwen3_moe"),
-        SwigluBlock("OLMoE", ("OlmoeSparseMoeBlock",), "olmoe"),
-        SwigluBlock("DeepSeek-V2", ("DeepseekV2Moe", "DeepseekV2MoE"), "deepseek_v2", ("moe", _experts_of_deepseek)),
-        SwigluBlock("DeepSeek-V3", ("DeepseekV3MoE",), "deepseek_v3", ("moe", _experts_of_deepseek)),
+        GatedBlock("Mixtral", ("MixtralSparseMoeBlock",), "mixtral"),
+        GatedBlock("Qwen2-MoE", ("Qwen2MoeSparseMoeBlock",), "qwen2_moe"),
+        GatedBlock("Qwen3-MoE", ("Qwen3MoeSparseMoeBlock",), "qwen3_moe"),
+        GatedBlock("OLMoE", ("OlmoeSparseMoeBlock",), "olmoe"),
+        GatedBlock("DeepSeek-V2", ("DeepseekV2Moe", "DeepseekV2MoE"), "deepseek_v2", ("moe", _experts_of_deepseek)),
+        GatedBlock("DeepSeek-V3", ("DeepseekV3MoE",), "deepseek_v3", ("moe", _experts_of_deepseek)),
         GptOssBlock(),
     )

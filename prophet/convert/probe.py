@@ -1,27 +1,26 @@
 """What does this feed-forward module compute? Found by trying: its output is compared with that of every candidate.
 
-The comparison runs on a copy in float64 with random parameters, so a module that is taken for a plain feed-forward
-network is one: another activation, a norm, a dropout in training mode or a different order of gate and up all differ.
+The comparison runs on a copy in float64 with random parameters and in training mode, so a module that is taken for a
+plain feed-forward network is one: another activation, a norm or a dropout makes a difference.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prophet.convert.base import FfnNames
+from prophet.convert.base import FfnNames, RowOrder
 from prophet.convert.copies import trying
 from prophet.errors import ConversionError
-from prophet.kernels.grouped_ffn.naive import ACTIVATIONS, GATED, Activation, activate, expert_ffn
+from prophet.kernels.grouped_ffn.naive import FUNCTIONS, expert_ffn
+from prophet.spec import ACTIVATION_PARTS, ACTIVATIONS, GATED, Activation
 
-ROWS = 6
+ROWS = 64  # a dropout of one in a hundred leaves no narrow expert's output as it was
 TOLERANCE = 1e-9
 
 
@@ -36,8 +35,8 @@ def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
             f"{who}: expected an expert of two linear layers, or three where it is gated, got "
             f"{len(linears)} ({', '.join(linears) or 'none'}) and the other parameters {foreign}"
         )
-    tried = _Tried(expert, next(iter(linears.values())).in_features)
-    for names, activation in _candidates(linears, tried.x.shape[1]):
+    tried = _Tried(expert, list(dict.fromkeys(m.in_features for m in linears.values())))
+    for names, activation in _candidates(linears, tried.x.shape[1], tried.y.shape[-1]):
         if tried.computes(names, activation):
             return names, activation
     raise ConversionError(
@@ -49,25 +48,30 @@ def identify(expert: nn.Module) -> tuple[FfnNames, Activation]:
 def check_computes(expert: nn.Module, names: FfnNames, activation: Activation) -> None:
     """Raise `ConversionError` unless `expert` is this feed-forward network."""
     dim = dict(expert.named_parameters())[names.w_in[0]].shape[1]
-    if not _Tried(expert, dim).computes(names, activation):
+    if not _Tried(expert, [dim]).computes(names, activation):
         raise ConversionError(f"{type(expert).__name__}: its output is not that of expert 0, which has {activation}")
 
 
 class _Tried:
-    """What a copy of an expert answers, its parameters being random."""
+    """What a copy of an expert answers to rows of the first of `dims` that it takes, its parameters being random."""
 
-    def __init__(self, expert: nn.Module, dim: int) -> None:
+    def __init__(self, expert: nn.Module, dims: Sequence[int]) -> None:
         generator = torch.Generator().manual_seed(0)
         who = type(expert).__name__
         twin = copy.deepcopy(expert).cpu().double()
+        errors = []
         with torch.no_grad(), trying(torch.device("cpu")):
             for p in twin.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / max(p.shape[-1], 1) ** 0.5)
-            self.x = 2 * torch.randn(ROWS, dim, generator=generator, dtype=torch.float64)
-            try:
-                self.y, trained = (_first(twin.train(mode)(self.x)) for mode in (False, True))
-            except (RuntimeError, TypeError, ValueError) as error:
-                raise ConversionError(f"{who}: it cannot be called with rows {[ROWS, dim]}: {error}") from error
+            for dim in dims:
+                self.x = 2 * torch.randn(ROWS, dim, generator=generator, dtype=torch.float64)
+                try:
+                    self.y, trained = (_first(twin.train(mode)(self.x.clone())) for mode in (False, True))
+                    break
+                except (RuntimeError, TypeError, ValueError) as error:
+                    errors.append(f"{who}: it cannot be called with rows {[ROWS, dim]}: {error}")
+            else:
+                raise ConversionError(errors[0])
         if not torch.equal(self.y, trained):
             random = ", ".join(str(m) for m in twin.modules() if isinstance(m, nn.modules.dropout._DropoutNd))
             raise ConversionError(
@@ -83,44 +87,46 @@ class _Tried:
 
 
 def _first(y: Any) -> Tensor:
-    first: Tensor = y[0] if isinstance(y, tuple) else y
+    first = y[0] if isinstance(y, tuple) else y
+    if not isinstance(first, Tensor):
+        raise TypeError(f"expected a tensor, got {type(first).__name__}")
     return first
 
 
-def _candidates(linears: dict[str, nn.Linear], dim: int) -> Iterator[tuple[FfnNames, Activation]]:
+def _candidates(linears: dict[str, nn.Linear], dim: int, dim_out: int) -> Iterator[tuple[FfnNames, Activation]]:
+    orders = [RowOrder(up_first=u, interleaved=i) for i in (False, True) for u in (False, True)]
     for order in itertools.permutations(linears.items()):
-        *first, last = order
-        if any(m.in_features != dim for _, m in first) or last[1].out_features != dim:
+        *first, (last_name, last) = order
+        if any(m.in_features != dim for _, m in first) or last.out_features != dim_out:
             continue
-        if any(m.out_features != last[1].in_features for _, m in first):
+        biased = {m.bias is not None for _, m in first}
+        if len({m.out_features for _, m in first}) > 1 or len(biased) > 1:
             continue
-        biased = {m.bias is not None for _, m in order}
-        if len(biased) != 1:
-            continue  # the library's experts have both biases or none
-        bias = biased.pop()
-        names = FfnNames(
-            tuple(f"{n}.weight" for n, _ in first),
-            f"{last[0]}.weight",
-            tuple(f"{n}.bias" for n, _ in first) if bias else None,
-            f"{last[0]}.bias" if bias else None,
-        )
-        for activation in ACTIVATIONS:
-            if (activation in GATED) == (len(first) == 2):
-                yield names, activation
+        widths = {1: last.in_features, 2: 2 * last.in_features}  # of a plain expert, and of a gated one
+        units = sum(m.out_features for _, m in first)
+        for gated in (False, True):
+            if units != widths[1 + gated] or (len(first) == 2 and not gated):
+                continue
+            for rows in orders if gated and len(first) == 1 else orders[:1]:
+                names = FfnNames(
+                    tuple(f"{n}.weight" for n, _ in first),
+                    f"{last_name}.weight",
+                    tuple(f"{n}.bias" for n, _ in first) if biased == {True} else None,
+                    None if last.bias is None else f"{last_name}.bias",
+                    rows,
+                )
+                yield from ((names, activation) for activation in ACTIVATIONS if (activation in GATED) == gated)
 
 
-def is_silu(act_fn: object) -> bool:
-    """Whether a function of tensors is silu, so that a gated module with it is SwiGLU."""
-    return callable(act_fn) and _alike(act_fn, F.silu)
-
-
-def plain_activation(function: Callable[[Tensor], Tensor]) -> Activation:
-    """The name of an element-wise activation. Raises `ConversionError` for one that the layer does not have."""
-    plain = [name for name in ACTIVATIONS if name not in GATED]
-    for name in plain:
-        if _alike(function, functools.partial(activate, activation=name)):
+def activation_of(function: object, what: str, *, gated: bool = False) -> Activation:
+    """The activation whose function of one number is `function`, or `ConversionError`, which calls it `what`."""
+    choices = {name: parts for name, parts in ACTIVATION_PARTS.items() if parts.gated == gated and not parts.clamped}
+    for name, parts in choices.items():
+        if callable(function) and _alike(function, FUNCTIONS[parts.function]):
             return name
-    raise ConversionError(f"activation_fn: expected one of {', '.join(plain)}, got another function")
+    expected = ", ".join(parts.function for parts in choices.values())
+    who = getattr(function, "__name__", type(function).__name__)
+    raise ConversionError(f"{what}: expected one of {expected}{' in gated experts' if gated else ''}, got {who}")
 
 
 @torch.no_grad()

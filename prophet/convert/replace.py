@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from prophet.convert.base import ExpertsSpec
 from prophet.convert.find import Found
 from prophet.convert.listed import Listed, ListedExperts, ListedModules, modules_bank
 from prophet.convert.routed import Origin, RoutedExperts
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.choice import Impl
+from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.ranks.collective import Collective
 
 
@@ -51,12 +54,28 @@ def _stacked(f: Found, params: Mapping[str, Tensor], collective: Collective) -> 
     m = spec.num_experts // collective.size
     first = collective.rank * m
     offset = first if spec.held == spec.num_experts else 0
+    weights = [f.adapter.unpack(spec, state, offset + i) for i in range(m)]
     bank = FeedForwardBank.from_weights(
-        [f.adapter.unpack(spec, state, offset + i) for i in range(m)],
+        weights,
         spec.activation,
         first_expert=first,
         total_experts=spec.num_experts,
         ep_size=collective.size,
+        names=_names(spec, state, weights[0], offset),
     )
     bank.requires_grad_(any(p.requires_grad for p in params.values()))
     return bank
+
+
+def _names(
+    spec: ExpertsSpec, state: Mapping[str, Tensor], first: ExpertWeights, offset: int
+) -> Mapping[str, Sequence[str]] | None:
+    """What a module per expert calls its parameters, where the bank holds them as they are."""
+    if spec.form != "modules" or spec.names is None:
+        return None
+    if not all(f"{offset}.{name}" in state for name in spec.names.all()):
+        return None
+    plain = spec.names.unpack(state, f"{offset}.")
+    pairs = zip(plain, first, strict=True)
+    alike = all(a is None or b is None or torch.equal(a, b) for a, b in pairs)
+    return spec.names.by_parameter() if alike else None

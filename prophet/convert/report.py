@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from prophet.convert.base import RUNS_TWICE, ExpertsSpec
 from prophet.convert.discover import LeftAlone
+from prophet.spec import Bias
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,7 +63,7 @@ class ConversionReport:
                 f"{r.family} ({r.spec.form})",
                 f"{r.spec.num_experts}" + ("" if r.spec.router == RUNS_TWICE else f", top-{r.spec.top_k}"),
                 f"{r.experts.start}-{r.experts.stop - 1}",
-                f"{r.spec.dim} x {r.spec.hidden}" if r.spec.bank == "feed-forward" else str(r.spec.dim),
+                _sizes(r.spec),
                 _bank(r.spec),
                 f"{_short(r.flops_per_row)}FLOP a row, {_short(r.expert_bytes)}B a replica",
                 r.dtype,
@@ -97,9 +98,16 @@ class ConversionReport:
         )
 
 
+def _sizes(spec: ExpertsSpec) -> str:
+    """Those of an expert's input, of what is inside where that is known, and of its output if it is another."""
+    inside = [spec.hidden] if spec.bank == "feed-forward" else []
+    out = [spec.outputs] if spec.outputs != spec.dim else []
+    return " x ".join(map(str, [spec.dim, *inside, *out]))
+
+
 def _bank(spec: ExpertsSpec) -> str:
     """What holds and runs the experts."""
-    return spec.bank if spec.bank != "feed-forward" else f"{spec.bank}: {spec.activation}" + " + bias" * spec.bias
+    return spec.bank if spec.bank != "feed-forward" else f"{spec.bank}: {spec.activation}{_BIASES[spec.bias]}"
 
 
 def _short(x: float) -> str:
@@ -111,4 +119,5 @@ def _short(x: float) -> str:
     return f"{x:.3g} T"
 
 
+_BIASES: dict[Bias, str] = {True: " + bias", False: "", "in": " + bias in", "out": " + bias out"}
 COLUMNS = ("experts", "family", "E, top-k", "home here", "dim x hidden", "bank", "cost", "dtype", "router kept")

@@ -21,8 +21,8 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     Every process calls it. Process 0 writes, to which the experts are gathered from their homes one block at a time,
     and all return once the files are there. options: for the model's own `save_pretrained`.
 
-    Raises `CollectiveTimeout` within five seconds where process 0 alone calls it, and `CheckpointError` on the other
-    ranks where process 0 could not write.
+    Raises `CollectiveTimeout` where some processes alone call it: on process 0 within five seconds, on others within
+    five seconds of the next forward pass. Raises `CheckpointError` on the others where process 0 could not write.
     """
     model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     layers = [layer for *_, layer in converted(model)]

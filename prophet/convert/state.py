@@ -21,7 +21,8 @@ def original_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Ten
     which the call is collective over all processes. keep: False on ranks that only take part, which get an empty
     dictionary.
 
-    Raises `CollectiveTimeout` within five seconds where rank 0 alone calls it.
+    Raises `CollectiveTimeout` where some ranks alone call it: on rank 0 within five seconds, on others within five
+    seconds of the next forward pass.
     """
     layers = {name: layer for name, _, _, layer in converted(model)}
     found: dict[str, Tensor] = {}

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
-from prophet.convert.probe import plain_activation
+from prophet.convert.probe import activation_of
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
+from prophet.spec import Bias, bias_of, has_biases
 
 NAMES = ("batched_fc1_w", "batched_fc2_w", "batched_fc1_bias", "batched_fc2_bias")
 
@@ -39,13 +40,9 @@ class TutelMoE(Adapter):
             if getattr(block, name, kept) != kept:
                 raise ConversionError(f"{name}: only {kept} is kept, got {getattr(block, name)!r}")
         held, hidden, dim = experts.batched_fc1_w.shape
-        if experts.output_dim != dim:
-            raise ConversionError(f"output_dim: expected that of the model, {dim}, got {experts.output_dim}")
-        bias = experts.batched_fc1_bias is not None
-        if bias != (experts.batched_fc2_bias is not None):
-            raise ConversionError("has_fc1_bias, has_fc2_bias: expected both or neither")
-        shapes = dict(zip(NAMES, ((held, hidden, dim), (held, hidden, dim), (held, hidden), (held, dim)), strict=True))
-        check_shapes(experts, {n: s for n, s in shapes.items() if bias or n.endswith("_w")})
+        out, bias = experts.output_dim, bias_of(experts.batched_fc1_bias, experts.batched_fc2_bias)
+        shapes = dict(zip(NAMES, ((held, hidden, dim), (held, hidden, out), (held, hidden), (held, out)), strict=True))
+        check_shapes(experts, {n: shapes[n] for n in _names(bias)})
         gates: Any = child(block, "gates")
         return ExpertsSpec(
             num_experts=int(block.num_global_experts),  # type: ignore[arg-type]
@@ -53,23 +50,30 @@ class TutelMoE(Adapter):
             top_k=integer(gates[0], "top_k"),
             dim=dim,
             hidden=hidden,
-            activation=plain_activation(experts.activation_fn),
+            activation=activation_of(experts.activation_fn, "activation_fn"),
             bias=bias,
             form="stacked",
             router=type(gates[0]).__name__,
+            dim_out=out,
         )
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
-        biases = (state[n][expert] if spec.bias else None for n in NAMES[2:])
+        biases = (state[n][expert] if n in _names(spec.bias) else None for n in NAMES[2:])
         return ExpertWeights(state[NAMES[0]][expert], state[NAMES[1]][expert].t(), *biases)
 
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
         columns: list[tuple[Any, ...]] = [(w.w_in, w.w_out.t(), w.b_in, w.b_out) for w in experts]
-        names = NAMES if spec.bias else NAMES[:2]
-        return {name: torch.stack(column) for name, column in zip(names, zip(*columns, strict=True), strict=False)}
+        by_name = dict(zip(NAMES, zip(*columns, strict=True), strict=True))
+        return {name: torch.stack(by_name[name]) for name in _names(spec.bias)}
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
         return {"forward": _forward, "_load_from_state_dict": _load_from_state_dict}
+
+
+def _names(bias: Bias) -> tuple[str, ...]:
+    """The parameters that experts with these biases have."""
+    present = True, True, *has_biases(bias)
+    return tuple(name for name, there in zip(NAMES, present, strict=True) if there)
 
 
 def _load_from_state_dict(block: Any, state_dict: dict[str, Any], prefix: str, *rest: Any, **named: Any) -> None:
@@ -137,7 +141,7 @@ def _forward(
         )
     kept = torch.stack(places, dim=1) < capacity
     y = block.experts(tokens, torch.stack(ids, dim=1), torch.stack(weights, dim=1), kept)
-    y = y.view(input.shape).to(input.dtype)
+    y = y.view(*input.shape[:-1], y.shape[-1]).to(input.dtype)
     block.l_aux = y.l_aux = l_aux
     result: Tensor = y if block.result_func is None else block.result_func(y)
     return result

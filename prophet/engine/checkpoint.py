@@ -252,7 +252,7 @@ class Training:
         self._optimizer = optimizer
         self._names = {id(p): n for n, p in self.model.named_parameters()}
         self.shares = shares_of(self.model)
-        self._expert_keys = {prefix + key for prefix, bank in banks_of(self.model) for key in bank.all_keys()}
+        self._expert_keys = {keys + key for keys, _, bank in banks_of(self.model) for key in bank.all_keys()}
 
     def name_of(self, p: Tensor) -> str:
         name = self._names.get(id(p))

@@ -60,11 +60,12 @@ class Engine:
         self.collective = ObservedCollective(collective)
         self.config, self.experiment = config, experiment
         self.replan = config.replan or EVERY_STEP
-        self.planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
+        with at_work("compiling the planner"):  # on a machine that has never done so, for minutes
+            self.planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
+            if collective.size > 1:
+                self.planner.warm()  # now, so that no step does
         if collective.size > 1:
-            with at_work("compiling the planner"):
-                self.planner.warm()  # compiles now, so that no step does
-            collective.meet(Operation("attaching of an engine"))  # a cold machine may need minutes for it
+            collective.meet(Operation("attaching of an engine"))
         self.compared = collective.size > 1 and self.planner.replicates
         contexts = [context_of(layer, collective.size, config) for layer in layers]
         contexts[0] = replace(contexts[0], windows=replace(config.windows, experts=False))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.experts.bank import Bank, Entry
+from prophet.layer.moe import MoE
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +28,21 @@ class Share:
     entry: Entry
 
 
-def banks_of(model: nn.Module) -> Iterator[tuple[str, Bank]]:
-    """The banks of `model`, each with what its names begin with."""
+def banks_of(model: nn.Module) -> Iterator[tuple[str, str, Bank]]:
+    """The banks of `model`, each with what its keys in a state dict and its parameters' names begin with."""
     for name, module in model.named_modules():
-        if isinstance(module, Bank):
-            yield f"{name}." if name else "", module
+        if isinstance(module, MoE):
+            own = f"{name}." if name else ""
+            yield module.keys_prefix(own), f"{own}experts.", module.experts
 
 
 def shares_of(model: nn.Module) -> dict[str, list[Share]]:
     """The shares of every parameter of experts, by the parameter's name."""
     found: dict[str, list[Share]] = {}
-    for prefix, bank in banks_of(model):
+    for keys, names, bank in banks_of(model):
         for entry in bank.entries():
-            share = Share(prefix + entry.key, prefix + entry.pattern, entry)
-            found.setdefault(prefix + entry.parameter, []).append(share)
+            share = Share(keys + entry.key, keys + entry.pattern, entry)
+            found.setdefault(names + entry.parameter, []).append(share)
     return found
 
 

@@ -4,7 +4,7 @@ An expert is one flat vector to those that move it: Trans brings its P parameter
 gradients of those that train back. What is in the vector, and how an expert computes, a bank alone knows.
 
 Shape legend: m experts of this rank, E experts, P parameters of one expert, G those of them that train, B rows, D model
-dim.
+dim, O output dim.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Entry:
 class Bank(nn.Module):
     """The m experts that live on this rank, `first_expert` and those that follow it, of `total_experts`.
 
-    dim, dim_out: D of the rows, and of the answers. grad_scale: factor on the gradients of home experts, once per
+    dim: D, of the rows. dim_out: O, of the answers. grad_scale: factor on the gradients of home experts, once per
     backward pass; 1 / ep_size makes sums over the ranks of a group means.
     """
 
@@ -95,7 +95,7 @@ class Bank(nn.Module):
     def run(
         self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
     ) -> Tensor:
-        """Answers to `rows` [B, D], which lie in groups of these sizes: the m home experts', then the replicas'."""
+        """Answers [B, O] to `rows` [B, D], in groups of these sizes: the m home experts', then the replicas'."""
 
     @abstractmethod
     def shape(self) -> LayerShape:

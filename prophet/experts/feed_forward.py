@@ -1,7 +1,7 @@
 """A bank of feed-forward networks: stacked parameters, on the grouped kernels.
 
-Shape legend: E experts, m experts per rank, D model dim, H hidden dim, P parameters of one expert, G those of them that
-train, B rows.
+Shape legend: E experts, m experts per rank, D model dim, H hidden dim, O output dim, P parameters of one expert, G
+those of them that train, B rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prophet.experts.bank import Bank, Entry
 from prophet.experts.replica import Replica, ReplicaPool
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
-from prophet.spec import GATED, Activation, LayerShape
+from prophet.spec import GATED, Activation, Bias, LayerShape, bias_of, has_biases
 
 # the stacked parameters in the order of an expert's flat vector, and what kernels call them
 _FIELDS = {"w_in": "w_in", "bias_in": "b_in", "w_out": "w_out", "bias_out": "b_out"}
@@ -26,8 +26,9 @@ _FIELDS = {"w_in": "w_in", "bias_in": "b_in", "w_out": "w_out", "bias_out": "b_o
 class FeedForwardBank(Bank):
     """The m experts that live on this rank, as stacked parameters.
 
-    w_in: [m, H, D] (gated: [m, 2H, D], gate rows first), w_out: [m, D, H]; bias_in [m H] (gated: [m 2H]) and bias_out
-    [m D] if `bias`. Biases are flat, and called so, for rules that tell an optimizer's groups by name or dimension.
+    w_in: [m, H, D] (gated: [m, 2H, D], gate rows first), w_out: [m, O, H]; bias_in [m H] (gated: [m 2H]) and bias_out
+    [m O] as `bias` says. dim_out: O, None for D. Biases are flat, and called so, for rules that tell an optimizer's
+    groups by name or dimension.
 
     `first_expert` is the global index of the first of them; `total_experts` is E. In a state dict every expert has
     entries of its own, so that checkpoints do not depend on the number of ranks: `<name>.<global index>`, or under
@@ -48,18 +49,19 @@ class FeedForwardBank(Bank):
         total_experts: int | None = None,
         ep_size: int = 1,
         activation: Activation = "gelu",
-        bias: bool = True,
+        bias: Bias = True,
+        dim_out: int | None = None,
         names: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         super().__init__(experts, first_expert=first_expert, total_experts=total_experts, ep_size=ep_size)
-        self.dim = self.dim_out = dim
-        self.hidden = hidden
+        b_in, b_out = has_biases(bias)
+        self.dim, self.dim_out, self.hidden = dim, dim if dim_out is None else dim_out, hidden
         self.activation: Activation = activation
         rows = 2 * hidden if activation in GATED else hidden
         self.w_in = nn.Parameter(torch.empty(experts, rows, dim))
-        self.w_out = nn.Parameter(torch.empty(experts, dim, hidden))
-        self.bias_in = nn.Parameter(torch.empty(experts * rows)) if bias else None
-        self.bias_out = nn.Parameter(torch.empty(experts * dim)) if bias else None
+        self.w_out = nn.Parameter(torch.empty(experts, self.dim_out, hidden))
+        self.bias_in = nn.Parameter(torch.empty(experts * rows)) if b_in else None
+        self.bias_out = nn.Parameter(torch.empty(experts * self.dim_out)) if b_out else None
         self._names = {name: tuple(names[name]) for name, _ in self._stacked()} if names else {}
         self._mark()
         self.reset_parameters()
@@ -76,17 +78,19 @@ class FeedForwardBank(Bank):
         names: Mapping[str, Sequence[str]] | None = None,
     ) -> FeedForwardBank:
         """A bank of copies of the `weights` of single experts, on their device and of their dtype."""
-        dim, hidden = weights[0].w_out.shape
+        first = weights[0]
+        dim_out, hidden = first.w_out.shape
         with torch.device("meta"):
             bank = cls(
-                dim,
+                first.w_in.shape[1],
                 hidden,
                 len(weights),
                 first_expert=first_expert,
                 total_experts=total_experts,
                 ep_size=ep_size,
                 activation=activation,
-                bias=weights[0].b_in is not None,
+                bias=bias_of(first.b_in, first.b_out),
+                dim_out=dim_out,
                 names=names,
             )
         for name, p in list(bank._stacked()):
@@ -142,8 +146,9 @@ class FeedForwardBank(Bank):
         return LayerShape.feed_forward(
             dim=self.dim,
             hidden=self.hidden,
+            dim_out=self.dim_out,
             activation=self.activation,
-            bias=self.bias_in is not None,
+            bias=bias_of(self.bias_in, self.bias_out),
             param_bytes=size,
             grad_bytes=size,
             token_element_bytes=size,
@@ -152,8 +157,8 @@ class FeedForwardBank(Bank):
     def signature(self) -> str:
         frozen = [name for name, p in self._stacked() if not p.requires_grad]
         return (
-            f"dim={self.dim} hidden={self.hidden} activation={self.activation} bias={self.bias_in is not None} "
-            f"dtype={self.dtype} frozen={frozen}"
+            f"dim={self.dim} hidden={self.hidden} dim_out={self.dim_out} activation={self.activation} "
+            f"bias={bias_of(self.bias_in, self.bias_out)} dtype={self.dtype} frozen={frozen}"
         )
 
     def row_dtype(self, x: Tensor) -> torch.dtype:

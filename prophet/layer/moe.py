@@ -1,7 +1,7 @@
 """The drop-in Mixture-of-Experts layer.
 
-Shape legend: N tokens on this rank, K top-k, E experts, m experts per rank, R ranks, D model dim, A choices
-sent, B rows received.
+Shape legend: N tokens on this rank, K top-k, E experts, m experts per rank, R ranks, D model dim, O output
+dim, A choices sent, B rows received.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prophet.layer.dispatch import Route, all_to_all, on_backward
 from prophet.layer.port import Pass, PlainPort, Port
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import collective_for
-from prophet.spec import ACTIVATIONS, Activation, IntArray, Split, check_experts_per_rank
+from prophet.spec import ACTIVATIONS, Activation, Bias, IntArray, Split, check_experts_per_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +69,13 @@ class LossBook:
 class MoE(nn.Module):
     """Feed-forward layer of `num_experts` experts, of which every token visits `top_k`.
 
-    dim: of a token. hidden, activation, bias: of feed-forward experts, their inner size, a name from
-    `prophet.spec.ACTIVATIONS`, and whether they have biases. expert: instead of these, a function that makes one
-    expert, a module from rows [n, dim] to rows [n, any]; expert e starts alike at any number of ranks. gate: how tokens
-    are routed. group: the expert-parallel group; None means all processes, or a single rank where `torch.distributed`
-    is not initialised. A `prophet.comm.Collective` may be given instead. impl: which kernels run ("auto": Triton on a
-    GPU, library products elsewhere; "naive": their definitions).
+    dim: of a token. hidden, activation, bias, dim_out: of feed-forward experts, their inner size, a name from
+    `prophet.spec.ACTIVATIONS`, whether they have biases ("in" or "out" for one alone), and the size of their answers,
+    None for `dim`. expert: instead of these, a function that makes one expert, a module from rows [n, dim] to rows
+    [n, any]; expert e starts alike at any number of ranks. gate: how tokens are routed. group: the expert-parallel
+    group; None means all processes, or a single rank where `torch.distributed` is not initialised. A
+    `prophet.comm.Collective` may be given instead. impl: which kernels run ("auto": Triton on a GPU, library products
+    elsewhere; "naive": their definitions).
 
     Every rank is home to num_experts / ranks experts. Under expert parallelism the ranks are data-parallel for all
     other parameters; expert gradients come out as the *mean* over ranks, as DDP leaves the others, so one optimizer
@@ -91,7 +92,8 @@ class MoE(nn.Module):
         *,
         expert: Callable[[], nn.Module] | None = None,
         activation: Activation = "gelu",
-        bias: bool = True,
+        bias: Bias = True,
+        dim_out: int | None = None,
         gate: GateConfig | None = None,
         group: dist.ProcessGroup | Collective | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -100,10 +102,14 @@ class MoE(nn.Module):
         super().__init__()
         if (hidden is None) == (expert is None):
             raise ValueError("expected either hidden, the size of feed-forward experts, or expert, which makes one")
-        if expert is not None and (activation, bias) != ("gelu", True):
-            raise ValueError("activation and bias belong to feed-forward experts: leave them out beside expert")
+        if expert is not None and (activation, bias, dim_out) != ("gelu", True, None):
+            raise ValueError(
+                "activation, bias and dim_out belong to feed-forward experts: leave them out beside expert"
+            )
         if dim < 1 or (hidden is not None and hidden < 1):
             raise ValueError(f"dim and hidden must be positive, got {dim} and {hidden}")
+        if dim_out is not None and dim_out < 1:
+            raise ValueError(f"dim_out must be positive, got {dim_out}")
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
         collective = collective_for(group, timeout_s=timeout_s)
@@ -125,6 +131,7 @@ class MoE(nn.Module):
                 ep_size=ranks,
                 activation=activation,
                 bias=bias,
+                dim_out=dim_out,
             )
         self._assemble(router, experts, top_k, collective, impl)
 
@@ -132,7 +139,7 @@ class MoE(nn.Module):
         """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
         self.collective = collective
         self.replicas: Collective | None = None  # the ranks with the same experts; `ExpertReplicas` sets it
-        self.dim = experts.dim
+        self.dim, self.dim_out = experts.dim, experts.dim_out
         self.num_experts, self.top_k = experts.total_experts, top_k
         self.impl: Impl = impl
         self.gate = router
@@ -143,6 +150,10 @@ class MoE(nn.Module):
         self._book: LossBook | None = None
         # called with this layer when its experts' backward pass begins, rows or not; the same on all ranks
         self.on_backward: Callable[[MoE], None] | None = None
+
+    def keys_prefix(self, name: str) -> str:
+        """What the experts' keys in a state dict begin with; name: of this layer, with a dot, or nothing."""
+        return f"{name}experts."
 
     def plain_port(self) -> Port:
         """A port that balances nothing."""
@@ -168,7 +179,7 @@ class MoE(nn.Module):
         self.experts.check_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the layer to `x` [..., D]; returns [..., D of the answers]. Collective over the group."""
+        """Apply the layer to `x` [..., D]; returns [..., O]. Collective over the group's ranks."""
         return self._apply_experts(x, self.gate)
 
     @torch._compile._disable_dynamo  # counts decide shapes: torch.compile compiles what is around the layer

@@ -74,12 +74,13 @@ def _words(name: str) -> tuple[int, ...]:
 class Frames:
     """What the messages of one communicator have in common on this rank.
 
-    forward, kind: the forward pass that its layers have reached, and what it is for, an index of `PASSES`.
+    forward, kind: the forward pass that its layers have reached, and what it is for, an index of `PASSES`. told: how
+    many messages this rank has begun.
     """
 
     def __init__(self) -> None:
         self.width = _LEAST_WIDTH
-        self.forward = self.kind = 0
+        self.forward = self.kind = self.told = 0
         self._layers = 0
         self._padding: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -142,6 +143,7 @@ def share(collective: Collective, x: Tensor, *, op: Operation) -> Tensor:
     frames = collective.frames
     head = frames.head(op, x.numel())
     frame = _frame(frames, head, (x.view(torch.int64),), frames.width, x.device)
+    frames.told += 1
     table = collective.gather_messages(frame, op=op)
     found = table[:, _HEAD : _HEAD + x.numel()].contiguous().view(torch.float64)
     if table.device.type == "cpu":
@@ -160,6 +162,7 @@ def _frame(
 
 
 def _told(collective: Collective, frame: Tensor, op: Operation) -> IntArray:
+    collective.frames.told += 1
     table: IntArray = collective.gather_messages(frame, op=op).cpu().numpy()
     _check(table, collective.rank)
     return table

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,10 +39,17 @@ class Store(Protocol):
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
+class Counter(Protocol):
+    """Counts the messages that this process has begun."""
+
+    told: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
     """What a process has said last. machine, process, started: which process it is. at: where it is. work: what others
-    may have to wait for, empty where it is nothing. failed: whether a collective of it has failed.
+    may have to wait for, empty where it is nothing. failed: whether a collective of it has failed. told: how many
+    messages it has begun, by the name of the group that they are for.
     """
 
     count: int
@@ -52,6 +59,7 @@ class Pulse:
     at: str
     work: str
     failed: bool
+    told: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,13 +80,15 @@ class Presence:
     """This process among those that share a store.
 
     find_store: the store, None once nobody uses it. machine: a number that processes on one machine have in common.
-    where: where this process is; its text is asked for from another thread.
+    where: where this process is; its text is asked for from another thread. counters: by the name of a group. Its ranks
+    all tell each other the same messages, so one that has begun more of them than another has left that one behind.
     """
 
     def __init__(self, find_store: Callable[[], Store | None], rank: int, machine: int) -> None:
         self.rank = rank
         self.find_store = find_store
         self.where: object = ""
+        self.counters: dict[str, Counter] = {}
         self._machine = machine
         self._who = (os.getpid(), _started(os.getpid()))
         self._work: list[str] = []
@@ -105,7 +115,10 @@ class Presence:
         with self._lock:
             self._count += 1
             said = [self._count, self._machine, *self._who, str(self.where), self._work[-1] if self._work else ""]
-            self.store.set(_pulse_key(self.rank), json.dumps([*said, self._failed]))
+            self.store.set(_pulse_key(self.rank), json.dumps([*said, self._failed, self._told()]))
+
+    def _told(self) -> dict[str, int]:
+        return {name: counter.told for name, counter in list(self.counters.items())}
 
     def close(self) -> None:
         """Fall silent."""
@@ -135,10 +148,8 @@ class Presence:
         """What that process has said last; None where it never has."""
         if not self.store.check([_pulse_key(rank)]):
             return None
-        count, machine, process, started, at, work, failed = json.loads(self.store.get(_pulse_key(rank)))
-        return Pulse(
-            count=count, machine=machine, process=process, started=started, at=at, work=work, failed=bool(failed)
-        )
+        said = json.loads(self.store.get(_pulse_key(rank)))
+        return Pulse(**dict(zip(_PULSE, said, strict=True)))
 
     def has_ended(self, pulse: Pulse) -> bool:
         """Whether it is known that the process has ended; never, of one on another machine."""
@@ -184,7 +195,8 @@ class Presence:
         """All `ranks`' words, by their order, once all have called this.
 
         limit_s: how long ranks are waited for that are not at work. hint: ends the message of such a wait. Raises
-        `Lost` with the same text on all that wait, as soon as one that is missing has ended, or the time is up.
+        `Lost` with the same text on all that wait, as soon as one that is missing has ended, or has gone on to another
+        message of a group that it shares with this process, or the time is up.
         """
         store = self.store
         name = f"prophet meeting for {what} of ranks {list(ranks)}"
@@ -223,21 +235,30 @@ class Presence:
                 look_at = now + every_s
                 missing = {r: self.pulse(r) for r in ranks if not store.check([f"{key}: {r}"])}
                 ended = {r: pulse for r, pulse in missing.items() if pulse is not None and self.has_ended(pulse)}
-                causes = [r for r, pulse in ended.items() if not pulse.failed] or list(ended)
+                causes = [r for r, pulse in ended.items() if not pulse.failed]
                 for r, pulse in missing.items():
                     if pulse is not None and pulse.work and heard.get(r) != pulse.count:
                         heard[r] = pulse.count
                         deadline = max(deadline, now + max(limit_s, 5 * PULSE_S))
-                if ended or (now >= deadline and missing):
+                ahead = [r for r, pulse in missing.items() if pulse is not None and self._is_ahead(pulse)]
+                if ended or ahead or (now >= deadline and missing):
                     text = f"rank {self.rank} waited {limit_s:g} s for rank(s) {list(missing)}"
                     if ended:
-                        text = f"rank(s) {causes} are gone, while rank {self.rank} waited"
+                        how = f"{causes} are gone" if causes else f"{list(ended)} have given up"
+                        text = f"rank(s) {how}, while rank {self.rank} waited"
+                    elif ahead:
+                        text = f"rank(s) {ahead} went on without this call, while rank {self.rank} waited"
                     text += "".join(f"; rank {r} {_doing(pulse)}" for r, pulse in missing.items() if pulse)
                     text += "" if ended else hint
                     return store.compare_set(result, "", json.dumps(["ended" if ended else "late", text]))
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 0.1)
         return store.get(result)
+
+    def _is_ahead(self, pulse: Pulse) -> bool:
+        """Whether a process that is missing from a meeting cannot come to it any more: it waits for this one's word."""
+        mine = self._told()
+        return any(told > mine[name] for name, told in pulse.told.items() if name in mine)
 
 
 class Lost(RuntimeError):
@@ -248,8 +269,11 @@ class Lost(RuntimeError):
         self.ended = ended
 
 
+_PULSE = tuple(field.name for field in fields(Pulse))
+
+
 def _doing(pulse: Pulse) -> str:
-    return f"was at {pulse.work or pulse.at or 'nothing yet'}"
+    return f"was at work: {pulse.work}" if pulse.work else f"was {pulse.at or 'not heard of yet'}"
 
 
 def _pulse_key(rank: int) -> str:

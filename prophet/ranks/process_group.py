@@ -90,7 +90,7 @@ class _At(NamedTuple):
 
     def __str__(self) -> str:
         name = f"{self.op}, {self.frames}" if self.frames.forward else str(self.op)
-        return name if self.within else f"what comes after {name}"
+        return f"in {name}" if self.within else f"after {name}"
 
 
 class ProcessGroupCollective(Collective):
@@ -129,6 +129,7 @@ class ProcessGroupCollective(Collective):
         }
         self._ranks = ranks
         self._presence = presence()
+        self._presence.counters[self._groups["tokens"].group_name] = self.frames
         self._broken: CollectiveError | None = None
         self._receive_first = receive_first
         if receive_first is None:
@@ -170,7 +171,7 @@ class ProcessGroupCollective(Collective):
         account = self._presence.account(self._ranks)
         reason = f"no answer within {self.timeout_s:g} s" if late else "a connection was closed"
         kind = CollectiveTimeout if late and not account.gone else PeerLost
-        return kind(self.rank, op, f"{reason}; {explained(account, self._ranks)} ({first})")
+        return kind(self.rank, op, f"{reason}; {explained(account, self._ranks, late=late)} ({first})")
 
     def all_to_all(
         self, x: Tensor, send_rows: Rows, recv_rows: Rows, *, op: Operation, channel: Channel = "tokens"
@@ -304,30 +305,32 @@ def presence() -> Presence:
     return _present[0]
 
 
-def explained(account: Account, ranks: Sequence[int]) -> str:
-    """What an error says of the others; `ranks` are the group's, by their numbers in it."""
+def explained(account: Account, ranks: Sequence[int], *, late: bool) -> str:
+    """What an error says of the others; `ranks` are the group's, by their numbers in it. late: that time was up."""
     number = {r: i for i, r in enumerate(ranks)}
 
     def named(some: Sequence[int]) -> list[int]:
         return sorted(number[r] for r in some)
 
+    def places(some: Sequence[int]) -> list[tuple[list[int], str]]:
+        by_place: dict[str, list[int]] = {}
+        for r in some:
+            by_place.setdefault(account.at.get(r) or "not heard of yet", []).append(r)
+        groups = sorted(by_place.items(), key=lambda item: (-len(item[1]), item[1]))
+        return [(named(there), at) for at, there in groups]
+
+    absent = [*account.gone, *account.silent]
     parts = []
-    if account.gone:
-        parts.append(f"rank(s) {named(account.gone)} are gone")
-    if account.silent:
-        parts.append(f"rank(s) {named(account.silent)} give no sign of life")
-    if account.gave_up and not parts:
+    for some, how in ((account.gone, "are gone"), (account.silent, "give no sign of life")):
+        if some:
+            last = ", ".join(f"{there} {at}" for there, at in places(some))
+            parts.append(f"rank(s) {named(some)} {how} (last heard of: {last})")
+    if account.gave_up and not absent and not late:
         parts.append(f"rank(s) {named(account.gave_up)} have given up")
-    by_place: dict[str, list[int]] = {}
-    for r, at in account.at.items():
-        by_place.setdefault(at, []).append(r)
-    groups = sorted(by_place.items(), key=lambda item: (-len(item[1]), item[1]))
-    parts += [f"rank(s) {named(there)} at {at or 'nothing yet'}" for at, there in groups]
-    text = "; ".join(parts)
-    absent = {*account.gone, *account.silent}
-    if len(groups) > 1 and not absent:
-        odd = [r for _, there in groups[1:] for r in there]
-        text += f". Did rank(s) {named(odd)} skip or repeat a step, a pass or a layer?"
+    present = places([r for r in ranks if r not in absent])
+    text = "; ".join([*parts, *(f"rank(s) {there} {at}" for there, at in present)])
+    if len(present) > 1 and not absent:
+        text += ". Did a rank skip or repeat a step, a pass or a layer?"
     return text
 
 
@@ -361,18 +364,23 @@ def meet(
     if processes() == 1:
         return [words]
     members = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+    here = presence()
+    here.where = f"in {op}"
     try:
-        return presence().meet(str(op), members, words, limit_s=timeout_s, hint=hint)
+        said = here.meet(str(op), members, words, limit_s=timeout_s, hint=hint)
     except Lost as lost:
         kind = PeerLost if lost.ended else CollectiveTimeout
         raise kind(dist.get_rank(), op, str(lost)) from None
+    here.where = f"after {op}"
+    return said
 
 
 def roll_call(op: Operation, ranks: Sequence[int] | None = None, *, patience_s: float = DEFAULT_TIMEOUT_S) -> None:
     """Return once all `ranks` (None: all processes) have called this; see `meet`.
 
-    The first of the ranks waits `ROLL_CALL_S`, since `if rank == 0:` is how one rank comes to be alone. The others wait
-    for it for `patience_s`: it may be writing a file before.
+    A rank that goes on instead is noticed with the next message that it begins, as in its next forward pass. Where it
+    begins none, the first of the ranks waits `ROLL_CALL_S`, since `if rank == 0:` is how one rank comes to be alone.
+    The others wait for the first for `patience_s`: it may be writing a file before.
     """
     first = ranks[0] if ranks is not None else 0
     limit_s = ROLL_CALL_S if process_rank() == first else patience_s

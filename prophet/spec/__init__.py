@@ -1,15 +1,30 @@
 """The values that flow between the rooms: frozen, validated when built, free of torch and of any process group."""
 
 from prophet.spec.arrays import BoolArray, FloatArray, IntArray, digest, odd_ones_out
-from prophet.spec.cost import ACTIVATIONS, GATED, Activation, LayerShape, Link, PlanContext, StepCost, Topology, Windows
+from prophet.spec.cost import LayerShape, Link, PlanContext, StepCost, Topology, Windows
+from prophet.spec.feed_forward import (
+    ACTIVATION_PARTS,
+    ACTIVATIONS,
+    GATED,
+    Activation,
+    ActivationParts,
+    Bias,
+    Function,
+    bias_of,
+    has_biases,
+)
 from prophet.spec.placement import Placement, Split, check_experts_per_rank, check_load
 
 __all__ = [
     "ACTIVATIONS",
+    "ACTIVATION_PARTS",
     "GATED",
     "Activation",
+    "ActivationParts",
+    "Bias",
     "BoolArray",
     "FloatArray",
+    "Function",
     "IntArray",
     "LayerShape",
     "Link",
@@ -19,8 +34,10 @@ __all__ = [
     "StepCost",
     "Topology",
     "Windows",
+    "bias_of",
     "check_experts_per_rank",
     "check_load",
     "digest",
+    "has_biases",
     "odd_ones_out",
 ]

@@ -56,6 +56,8 @@ def digest(*arrays: npt.NDArray[Any]) -> int:
 def odd_ones_out(values: npt.ArrayLike) -> list[int]:
     """Ranks whose entry of `values` [R] differs from the most common one (the smallest of several); [] if all agree."""
     array = np.asarray(values)
+    if (array == array[:1]).all():  # as in every step: looking for votes would take longer
+        return []
     found, votes = np.unique(array, return_counts=True)
     return [int(r) for r in np.flatnonzero(array != found[votes.argmax()])] if found.size > 1 else []
 

@@ -6,17 +6,13 @@ Shape legend: R ranks.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Literal, get_args
 
 import numpy as np
 
 from prophet.errors import SpecError
 from prophet.spec.arrays import FloatArray, IntArray, check_not_negative, check_positive
+from prophet.spec.feed_forward import ACTIVATIONS, GATED, Activation, Bias, has_biases
 from prophet.spec.placement import Placement
-
-Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "swiglu_clamped"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-GATED: tuple[Activation, ...] = ("swiglu", "swiglu_clamped")  # three matrices instead of two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,31 +41,35 @@ class LayerShape:
         *,
         dim: int,
         hidden: int,
+        dim_out: int | None = None,
         activation: Activation = "gelu",
-        bias: bool = True,
+        bias: Bias = True,
         param_bytes: int = 4,
         grad_bytes: int = 4,
         token_element_bytes: int = 4,
     ) -> LayerShape:
         """That of feed-forward networks: two matrices of dim x hidden, three where they are gated.
 
-        param_bytes, grad_bytes, token_element_bytes: of one parameter, one gradient, one element of a row.
+        dim_out: elements of an answer, to which the last matrix leads; None: `dim`. param_bytes, grad_bytes,
+        token_element_bytes: of one parameter, one gradient, one element of a row or an answer.
         """
-        if min(dim, hidden, param_bytes, grad_bytes, token_element_bytes) < 1:
+        out = dim if dim_out is None else dim_out
+        if min(dim, hidden, out, param_bytes, grad_bytes, token_element_bytes) < 1:
             raise SpecError(
-                f"LayerShape.feed_forward: expected positive sizes, got dim={dim}, hidden={hidden}, "
+                f"LayerShape.feed_forward: expected positive sizes, got dim={dim}, hidden={hidden}, dim_out={dim_out}, "
                 f"param_bytes={param_bytes}, grad_bytes={grad_bytes}, token_element_bytes={token_element_bytes}"
             )
         if activation not in ACTIVATIONS:
             raise SpecError(f"LayerShape.activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-        matrices = 3 if activation in GATED else 2
-        params = matrices * dim * hidden + ((matrices - 1) * hidden + dim if bias else 0)
+        b_in, b_out = has_biases(bias)
+        units = 2 * hidden if activation in GATED else hidden
+        params = units * (dim + b_in) + out * (hidden + b_out)
         return cls(
             expert_params=params,
             expert_bytes=params * param_bytes,
             expert_grad_bytes=params * grad_bytes,
-            token_bytes=dim * token_element_bytes,
-            forward_flops_per_token=2 * matrices * dim * hidden,
+            token_bytes=(dim + out) * token_element_bytes / 2,
+            forward_flops_per_token=2 * (units * dim + hidden * out),
         )
 
     @property

@@ -88,6 +88,10 @@ CASES: dict[str, tuple[nn.Module, dict[str, Any]]] = {
     "top2": (Mlp(nn.ReLU(), bias=False), {"k": 2, "capacity_factor": 0.6, "min_capacity": 1}),
     "top3": (Mlp(nn.GELU("tanh")), {"k": 3, "capacity_factor": 0.8, "min_capacity": 1}),
     "dropless": (GatedMlp(), {"k": 2, "drop_tokens": False}),
+    "linear": (
+        nn.Sequential(nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM, bias=False)),
+        {"k": 1, "capacity_factor": 0.7, "min_capacity": 1},
+    ),
     "residual": (Mlp(nn.GELU()), {"k": 1, "use_residual": True, "use_rts": False}),
     "noisy": (Mlp(nn.GELU()), {"k": 1, "noisy_gate_policy": "RSample", "min_capacity": 1}),
     "jitter": (Mlp(nn.GELU()), {"k": 1, "noisy_gate_policy": "Jitter", "min_capacity": 1}),

@@ -220,8 +220,17 @@ def test_frozen_experts_stay_frozen() -> None:
     assert not any(p.requires_grad for n, p in model.named_parameters() if "experts" in n)
 
 
+@pytest.mark.parametrize(
+    ("hidden_act", "found"), [("gelu", "geglu"), ("gelu_pytorch_tanh", "geglu_tanh"), ("relu", "reglu")]
+)
+def test_other_activations_of_the_table(hidden_act: str, found: str) -> None:
+    """`convert` compares every block before and after."""
+    report = prophet.convert(hugging_face("mixtral", hidden_act=hidden_act))
+    assert {r.spec.activation for r in report.replaced} == {found}
+
+
 def test_another_activation_is_refused_by_name() -> None:
-    model = hugging_face("mixtral", hidden_act="gelu")
+    model = hugging_face("mixtral", hidden_act="tanh")
     with pytest.raises(ConversionError, match=r"model.layers.0.*\(Mixtral\): .*(hidden_act|activations)"):
         prophet.convert(model)
     assert not list(converted(model))

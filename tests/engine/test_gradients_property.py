@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prophet.spec import ACTIVATIONS
 from tests.helpers.training import Case, check_on_threads
 
 
@@ -33,8 +34,9 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         experts_per_rank=per_rank,
         top_k=draw(st.sampled_from([k for k in (1, 2, 4) if k <= experts])),
         blocks=draw(st.sampled_from([1, 2, 3])),
-        activation=draw(st.sampled_from(["gelu", "swiglu"])),
-        bias=draw(st.booleans()),
+        activation=draw(st.sampled_from(["gelu", "swiglu", *ACTIVATIONS])),
+        bias=draw(st.sampled_from([True, False, True, False, "in", "out"])),
+        dim_out=draw(st.sampled_from([None, None, 3, 9])),
         gate=draw(gates()),
         favourites=favourites,
         shapes=shapes,

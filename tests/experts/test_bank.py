@@ -9,6 +9,7 @@ from prophet.errors import ReplicaMemoryError
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.experts.replica import ReplicaPool
 from prophet.kernels.grouped_ffn.naive import ExpertWeights, expert_ffn
+from prophet.spec import Activation, Bias
 
 
 def in_order(bank: FeedForwardBank) -> list[torch.nn.Parameter]:
@@ -17,15 +18,21 @@ def in_order(bank: FeedForwardBank) -> list[torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_flat_vector_is_the_parameters_one_after_another(activation: str, bias: bool) -> None:
-    bank = FeedForwardBank(3, 5, 2, activation=activation, bias=bias)  # type: ignore[arg-type]
+@pytest.mark.parametrize("bias", [True, False, "in", "out"])
+@pytest.mark.parametrize("dim_out", [None, 4])
+def test_flat_vector_is_the_parameters_one_after_another(
+    activation: Activation, bias: Bias, dim_out: int | None
+) -> None:
+    bank = FeedForwardBank(3, 5, 2, activation=activation, bias=bias, dim_out=dim_out)
     whole = torch.cat(bank.flat_views(1, 0, bank.expert_numel))
     assert torch.equal(whole, torch.cat([p.view(2, -1)[1] for p in in_order(bank)]))
     for cut in range(0, bank.expert_numel + 1, 4):
         parts = torch.cat(bank.flat_views(1, 0, cut) + bank.flat_views(1, cut, bank.expert_numel))
         assert torch.equal(parts, whole)
-    assert bank.expert_numel == bank.shape().expert_params
+    shape, size = bank.shape(), bank.w_in.element_size()
+    assert bank.expert_numel == shape.expert_params == sum(p.numel() for p in in_order(bank)) // 2
+    assert shape.forward_flops_per_token == 2 * (bank.w_in[0].numel() + bank.w_out[0].numel())
+    assert 2 * shape.token_bytes == size * (bank.w_in.shape[2] + bank.w_out.shape[1])  # there and back
 
 
 def test_flat_gradients_are_added_scaled_where_they_belong() -> None:

@@ -23,6 +23,7 @@ from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
 from prophet.kernels.permute import permute, unpermute
 from prophet.kernels.route import route
 from prophet.kernels.split_apply import send_order
+from prophet.spec import GATED, Activation, Bias, has_biases
 
 pytest.importorskip("triton", reason="Triton is not installed")
 ON_GPU = torch.cuda.is_available()
@@ -32,7 +33,6 @@ if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if ON_GPU else [])
 EXAMPLES = 6 if ON_GPU else 4  # every example compiles kernels of its own on a GPU
-Activation = Literal["gelu", "swiglu"]
 
 
 @pytest.fixture(autouse=True)
@@ -68,24 +68,29 @@ def check_ffn(
     dim: int,
     hidden: int,
     act: Activation,
-    bias: bool,
+    bias: Bias,
     dtype: torch.dtype,
     buffers: bool,
     recompute: bool = False,
+    out: int | None = None,
 ) -> None:
     """Outputs and all gradients against the definition in float64."""
-    units = 2 * hidden if act == "swiglu" else hidden
+    units, out = 2 * hidden if act in GATED else hidden, out or dim
+    b_in, b_out = has_biases(bias)
+    shapes = {"w_in": (units, dim), "w_out": (out, hidden)}
+    shapes |= {name: (n,) for name, there, n in (("b_in", b_in, units), ("b_out", b_out, out)) if there}
+    step = len(shapes)
 
-    def expert(seed: int, *lead: int) -> ExpertWeights:
-        shapes = [(units, dim), (dim, hidden), *([(units,), (dim,)] if bias else [])]
-        return ExpertWeights(*(normal(*lead, *s, dtype=dtype, seed=seed + i, scale=0.3) for i, s in enumerate(shapes)))
+    def expert(seed: int, *lead: int) -> list[Tensor]:
+        return [normal(*lead, *s, dtype=dtype, seed=seed + i, scale=0.3) for i, s in enumerate(shapes.values())]
 
-    home = expert(0, homes)
-    replicas = [expert(10 * (r + 1)) for r in range(len(sizes) - homes)]
+    def each(flat: list[Tensor]) -> list[ExpertWeights]:
+        return [ExpertWeights(**dict(zip(shapes, flat[i : i + step], strict=True))) for i in range(0, len(flat), step)]
+
+    params = expert(0, homes) + [p for r in range(len(sizes) - homes) for p in expert(10 * (r + 1))]
+    home, *replicas = each(params)
     x = normal(sum(sizes), dim, dtype=dtype, seed=5)
-    d_y = normal(sum(sizes), dim, dtype=dtype, seed=6).detach()
-    params = [p for w in (home, *replicas) for p in w if p is not None]
-    step = 4 if bias else 2
+    d_y = normal(sum(sizes), out, dtype=dtype, seed=6).detach()
     added = [torch.ones_like(p, dtype=torch.float32) for p in params[step:]] if buffers else []
     y = grouped_ffn(
         x,
@@ -93,7 +98,7 @@ def check_ffn(
         home,
         act,
         replicas=replicas,
-        replica_grads=[ExpertWeights(*added[i : i + step]) for i in range(0, len(added), step)],
+        replica_grads=each(added),
         grad_scale=0.5,
         recompute=recompute,
         impl="triton",
@@ -102,7 +107,7 @@ def check_ffn(
     found = [y, *torch.autograd.grad(y, wanted_from, d_y), *(a - 1 for a in added)]
 
     wide = [t.detach().double().requires_grad_() for t in (x, *params)]
-    experts = [ExpertWeights(*wide[1 + i : 1 + i + step]) for i in range(0, len(params), step)]
+    experts = each(wide[1:])
     exact = grouped_ffn(wide[0], sizes, experts[0], act, replicas=experts[1:], grad_scale=0.5, impl="naive")
     grads = torch.autograd.grad(exact, wide, d_y.double(), allow_unused=True, materialize_grads=True)
     for got, want in zip(found, [exact, *grads], strict=True):
@@ -118,6 +123,52 @@ def test_grouped_ffn(dtype: torch.dtype, act: Activation, bias: bool, buffers: b
     check_ffn(
         [20, 0, 3, 1], homes=3, dim=21, hidden=19, act=act, bias=bias, dtype=dtype, buffers=buffers, recompute=recompute
     )
+
+
+@pytest.mark.parametrize(
+    ("act", "bias", "out"),
+    [
+        ("identity", "out", 5),
+        ("relu", "in", 9),
+        ("relu2", False, 13),
+        ("gelu_tanh", True, 9),
+        ("silu", "in", 13),
+        ("quick_gelu", "out", 9),
+        ("reglu", "out", 5),
+        ("geglu", "in", 9),
+        ("geglu_tanh", False, 13),
+        ("swiglu_clamped", "in", 5),
+    ],
+)
+def test_grouped_ffn_with_other_activations_biases_and_outputs(act: Activation, bias: Bias, out: int) -> None:
+    check_ffn([6, 4], homes=1, dim=9, hidden=7, act=act, bias=bias, out=out, dtype=torch.float32, buffers=True)
+
+
+def test_a_clamp_holds_on_both_sides_and_passes_the_gradient_at_its_bound() -> None:
+    """Pre-activations are the rows themselves; the gradient of a bound does not depend on the release of torch."""
+    edges = torch.tensor([[7.0, -9.0, 9.0, 7.0, -7.0, 9.0]], device=DEVICE)  # three gates, three ups
+    w_in = torch.eye(6, device=DEVICE)[None]
+    w_out = torch.eye(3, device=DEVICE)[None]
+    found = []
+    for impl, dtype in (("triton", torch.float32), ("torch", torch.float64), ("naive", torch.float64)):
+        x = edges.to(dtype).requires_grad_()
+        home = ExpertWeights(w_in.to(dtype), w_out.to(dtype))
+        y = grouped_ffn(x, [1], home, "swiglu_clamped", impl=impl)  # type: ignore[arg-type]
+        found.append((y, torch.autograd.grad(y.sum(), x)[0]))
+    for y, d_x in found:
+        assert (d_x[0] != 0).tolist() == [True, True, False, True, True, False]
+        assert_near(y, found[-1][0], torch.float32)
+        assert_near(d_x, found[-1][1], torch.float32)
+
+
+@pytest.mark.parametrize("act", ["relu", "relu2", "reglu", "swiglu_clamped"])
+@pytest.mark.parametrize("impl", ["triton", "torch", "naive"])
+def test_bounds_let_nan_through(act: Activation, impl: Literal["triton", "torch", "naive"]) -> None:
+    """NaN in the gate of gated ones, where `up` is 1."""
+    b_in = torch.tensor([[float("nan"), float("nan"), 1.0, 1.0]], device=DEVICE)[:, : 4 if act in GATED else 2]
+    w_in = torch.ones(1, b_in.shape[1], 3, device=DEVICE)
+    home = ExpertWeights(w_in, torch.ones(1, 3, 2, device=DEVICE), b_in)
+    assert grouped_ffn(torch.zeros(1, 3, device=DEVICE), [1], home, act, impl=impl).isnan().all()
 
 
 @pytest.mark.parametrize("sizes", [[0, 0, 0], [0, 40, 0], [0, 0, 33]], ids=str)

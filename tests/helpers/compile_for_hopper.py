@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for an H100 on a machine without one, and prints what each takes as a line of JSON.
 
-`python -m tests.helpers.compile_for_hopper [DTYPE ...]` with bf16, fp16, fp32, tf32 (the grouped FFN's kernels) or
-others (the other ops'); all without one. Run it in a process of its own, because Triton reads its settings on import.
+`python -m tests.helpers.compile_for_hopper [NAME ...]` with bf16, fp16, fp32, tf32 (the grouped FFN's kernels),
+activations (all of them in large tiles) or others (the other ops, and all activations in small tiles); all without one.
+Run it in a process of its own, because Triton reads its settings on import.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from prophet.kernels.permute import kernel as permute
 from prophet.kernels.route import kernel as route
 from prophet.kernels.split_apply import kernel as split_apply
 from prophet.kernels.tuning import Config, rule
+from prophet.spec import ACTIVATION_PARTS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "tf32": torch.float32}
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -67,6 +69,12 @@ def shapes(kind: Any, dtype: torch.dtype) -> list[Config]:
     return list(dict.fromkeys([*ruled, *candidates(kind, dtype)]))
 
 
+def activation(name: Any) -> dict[str, Any]:
+    """What the rows kernel is told of an activation."""
+    parts = ACTIVATION_PARTS[name]
+    return {"FUNCTION": parts.function, "GATED": parts.gated, "CLAMPED": parts.clamped}
+
+
 def rows_launches(name: str) -> Iterator[tuple[str, Config, Any]]:
     dtype = "fp32" if name == "tf32" else name
     types = dict.fromkeys(("a", "out", "extra", "pre", "w_like"), f"*{dtype}")
@@ -85,7 +93,8 @@ def rows_launches(name: str) -> Iterator[tuple[str, Config, Any]]:
             stride = {"w_stride_k": "i32"} if transposed else {"w_stride_n": "i32"}
             one = "w_stride_n" if transposed else "w_stride_k"
             constants = {
-                "MODE": mode, "SWIGLU": gated, "BIASED": not transposed, "KEEP": mode == ffn.ACT, "ALIGNED": True,
+                "MODE": mode, **activation("swiglu" if gated else "gelu"), "BIASED": not transposed,
+                "KEEP": mode == ffn.ACT, "ALIGNED": True,
                 "PRECISION": "tf32" if name == "tf32" else "ieee",
                 "BM": c.rows, "BN": c.cols, "BK": c.depth, "SWIZZLE": c.swizzle, one: 1,
             }  # fmt: skip
@@ -105,12 +114,30 @@ def odd_launches() -> Iterator[tuple[str, Any]]:
     ):
         c = ffn.fitting(rule("rows", device, torch.bfloat16, (rows, 4096, 4096)), ffn.ACT, True)
         constants = {
-            "MODE": ffn.ACT, "SWIGLU": True, "BIASED": True, "KEEP": True, "ALIGNED": True, "PRECISION": "ieee",
+            "MODE": ffn.ACT, **activation("swiglu"), "BIASED": True, "KEEP": True, "ALIGNED": True, "PRECISION": "ieee",
             "BM": c.rows, "BN": c.cols, "BK": c.depth, "SWIZZLE": c.swizzle, "w_stride_k": 1, **more,
         }  # fmt: skip
         sizes = {} if more else {"n_cols": "i32"}
         kernel = compiled(ffn._rows_kernel, types | {"w_like": width} | sizes, constants, c.warps, c.stages)
         yield f"rows: {name}", kernel
+
+
+def other_activations(tile: Config) -> Iterator[tuple[str, Any]]:
+    """Both passes of every activation that `rows_launches` leaves out, in one tile shape."""
+    types = dict.fromkeys(("a", "out", "extra", "pre", "w_like"), "*bf16")
+    types |= dict.fromkeys(("sizes", "w_table", "b_table"), "*i64")
+    types |= dict.fromkeys(("groups", "n_cols", "depth", "a_stride", "out_stride", "extra_stride", "w_stride_n"), "i32")
+    for name, parts in ACTIVATION_PARTS.items():
+        for mode in (ffn.ACT, ffn.ACT_BACKWARD):
+            if name in ("gelu", "swiglu"):
+                continue
+            c = ffn.fitting(tile, mode, parts.gated)
+            constants = {
+                "MODE": mode, **activation(name), "BIASED": True, "KEEP": True, "ALIGNED": True, "PRECISION": "ieee",
+                "BM": c.rows, "BN": c.cols, "BK": c.depth, "SWIZZLE": c.swizzle, "w_stride_k": 1,
+            }  # fmt: skip
+            what = f"{name} backward" if mode == ffn.ACT_BACKWARD else name
+            yield f"rows: {what}", compiled(ffn._rows_kernel, types, constants, c.warps, c.stages)
 
 
 def weights_launches(name: str) -> Iterator[tuple[str, Config, Any]]:
@@ -159,14 +186,19 @@ def others() -> Iterator[tuple[str, Any]]:
 
 
 def main(names: list[str]) -> None:
-    for name in [n for n in names if n != "others"] if names else DTYPES:
+    for name in [n for n in names if n in DTYPES] if names else DTYPES:
         for what, c, built in (*rows_launches(name), *weights_launches(name)):
             shape = [c.rows, c.cols, c.depth, c.warps, c.stages]
             row = {"kernel": what, "dtype": name, "tile": shape, "shared_bytes": built.metadata.shared}
             row |= {"wgmma": "wgmma.mma" in built.asm["ptx"], "async": "cp.async" in built.asm["ptx"]}
             print(json.dumps(row | resources(built)), flush=True)
-    if not names or "others" in names:
-        for what, built in (*others(), *odd_launches()):
+    large = rule("rows", torch.device("cuda"), torch.bfloat16, (4096, 4096, 4096))
+    small = Config(rows=16, cols=32, depth=32, stages=2)
+    for name, launches in (
+        ("others", lambda: (*others(), *odd_launches(), *other_activations(small))),
+        ("activations", lambda: other_activations(large)),
+    ):
+        for what, built in launches() if not names or name in names else ():
             print(json.dumps({"kernel": what, "shared_bytes": built.metadata.shared} | resources(built)), flush=True)
 
 

@@ -4,7 +4,8 @@ Every expert is applied to every token and weighted by the gate's combine matrix
 does not
 visit an expert. Nothing is imported from the library: agreement with this file is evidence.
 
-Shape legend: N tokens of all ranks, D model dim, E experts, K top-k, V vocabulary.
+Shape legend: N tokens of all ranks, D model dim, H hidden dim, O output dim, E experts, K top-k,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,18 +38,52 @@ class OracleConfig:
     residual_uses: int = 1
 
 
+def _sigmoid(h: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-h))
+
+
+def _positive(h: Tensor) -> Tensor:
+    return torch.where(h > 0, h, torch.zeros_like(h))
+
+
+def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+    gate = torch.where(gate > 7, torch.full_like(gate, 7), gate)
+    up = torch.where(up.abs() > 7, 7 * torch.sign(up).detach(), up)
+    return gate * _sigmoid(1.702 * gate) * (up + 1)
+
+
+PLAIN = {
+    "identity": lambda h: h,
+    "relu": _positive,
+    "relu2": lambda h: _positive(h) ** 2,
+    "gelu": lambda h: h * 0.5 * (1 + torch.erf(h / math.sqrt(2.0))),
+    "gelu_tanh": lambda h: h * 0.5 * (1 + torch.tanh(math.sqrt(2.0 / math.pi) * (h + 0.044715 * h**3))),
+    "silu": lambda h: h * _sigmoid(h),
+    "quick_gelu": lambda h: h * _sigmoid(1.702 * h),
+}
+GATED = {
+    "reglu": lambda gate, up: PLAIN["relu"](gate) * up,
+    "geglu": lambda gate, up: PLAIN["gelu"](gate) * up,
+    "geglu_tanh": lambda gate, up: PLAIN["gelu_tanh"](gate) * up,
+    "swiglu": lambda gate, up: PLAIN["silu"](gate) * up,
+    "swiglu_clamped": _clamped,
+}
+
+
+def activate(h: Tensor, activation: str) -> Tensor:
+    """The activation of pre-activations `h` [N, H], or [N, 2H] with the gate in front."""
+    if activation in PLAIN:
+        return PLAIN[activation](h)
+    half = h.shape[1] // 2
+    return GATED[activation](h[:, :half], h[:, half:])
+
+
 def expert(x: Tensor, p: Params, name: str, e: int, activation: str) -> Tensor:
-    """f_e(x) for all rows of `x` [N, D]."""
+    """f_e(x) [N, O] for all rows of `x` [N, D]."""
     h = x @ p[f"{name}.experts.w_in.{e}"].T
     if f"{name}.experts.bias_in.{e}" in p:
         h = h + p[f"{name}.experts.bias_in.{e}"]
-    if activation == "gelu":
-        h = h * 0.5 * (1 + torch.erf(h / math.sqrt(2.0)))
-    else:
-        half = h.shape[1] // 2
-        gate, up = h[:, :half], h[:, half:]
-        h = gate / (1 + torch.exp(-gate)) * up
-    y = h @ p[f"{name}.experts.w_out.{e}"].T
+    y = activate(h, activation) @ p[f"{name}.experts.w_out.{e}"].T
     if f"{name}.experts.bias_out.{e}" in p:
         y = y + p[f"{name}.experts.bias_out.{e}"]
     return y
@@ -75,7 +110,7 @@ def within_capacity(ids: list[list[int]], rank_of: Sequence[int], c: OracleConfi
 
 
 def moe(x: Tensor, p: Params, name: str, c: OracleConfig, rank_of: Sequence[int]) -> tuple[Tensor, Tensor, int]:
-    """One layer on the tokens of all ranks: output [N, D], auxiliary loss (scalar), dropped choices."""
+    """One layer on the tokens of all ranks: output [N, O], auxiliary loss (scalar), dropped choices."""
     tokens = x.shape[0]
     logits = x @ p[f"{name}.gate.weight"].T
     if c.score == "softmax":
@@ -101,7 +136,7 @@ def moe(x: Tensor, p: Params, name: str, c: OracleConfig, rank_of: Sequence[int]
     if c.normalize:
         combine = combine / combine.sum(dim=1, keepdim=True)
     combine = combine * sent * c.scale
-    y = torch.zeros_like(x)
+    y = torch.zeros(tokens, p[f"{name}.experts.w_out.0"].shape[0], dtype=x.dtype)
     for e in range(c.num_experts):
         y = y + combine[:, e : e + 1] * expert(x, p, name, e, c.activation)
 
@@ -126,7 +161,9 @@ def tiny_model(p: Params, ids: Tensor, c: OracleConfig, rank_of: Sequence[int]) 
         x = x + torch.tanh(x @ p[f"mixes.{b}.weight"].T + p[f"mixes.{b}.bias"])
         for _ in range(c.residual_uses):
             y, extra, lost = moe(x, p, f"moes.{b}", c, rank_of)
-            x, aux = x + y, aux + extra
+            width = min(x.shape[1], y.shape[1])  # an output of another size is added as far as it goes
+            x = torch.cat([x[:, :width] + y[:, :width], x[:, width:]], dim=1)
+            aux = aux + extra
             dropped.append(lost)
     return x @ p["head.weight"].T + p["head.bias"], aux, dropped
 

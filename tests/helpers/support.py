@@ -153,9 +153,11 @@ class TinyModel(nn.Module):
             x = x + torch.tanh(mix(x))
             for _ in range(self.uses):
                 if self.checkpointing is None:
-                    x = x + moe(x)
+                    y = moe(x)
                 else:
-                    x = x + checkpoint(moe, x, use_reentrant=self.checkpointing == "reentrant")
+                    y = checkpoint(moe, x, use_reentrant=self.checkpointing == "reentrant")
+                more = x.shape[-1] - y.shape[-1]  # an output of another size is added as far as it goes
+                x = x + (y if more == 0 else nn.functional.pad(y, (0, more)))
         out: Tensor = self.head(x)
         return out
 

@@ -19,6 +19,7 @@ from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import collective_for
 from prophet.ranks.threads import ThreadWorld
+from prophet.spec import Bias
 from tests.helpers import oracle
 from tests.helpers.support import (
     RandomPlanner,
@@ -46,7 +47,8 @@ class Case:
     top_k: int = 2
     blocks: int = 2
     activation: str = "gelu"
-    bias: bool = True
+    bias: Bias = True
+    dim_out: int | None = None
     gate: dict[str, Any] = field(default_factory=dict)
     favourites: tuple[int, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ((2, 3), (2, 3))
@@ -107,6 +109,7 @@ class Case:
             checkpointing=self.checkpointing,
             activation=self.activation,
             bias=self.bias,
+            dim_out=self.dim_out,
             gate=self.gate_config(),
             impl=self.impl,
         ).to(self.device, dtype)

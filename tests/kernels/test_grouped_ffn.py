@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
 from prophet.kernels.grouped_ffn.blocked import tiles
-from prophet.kernels.grouped_ffn.naive import GATED, Activation, activate
+from prophet.kernels.grouped_ffn.naive import activate
+from prophet.spec import ACTIVATIONS, GATED, Activation, Bias, has_biases
 
 D, H = 5, 7
 
 
-def expert(*lead: int, act: Activation, bias: bool, dtype: torch.dtype, seed: int) -> ExpertWeights:
+def expert(
+    *lead: int, act: Activation, bias: Bias, out: int = D, dtype: torch.dtype = torch.float64, seed: int
+) -> ExpertWeights:
     g = torch.Generator().manual_seed(seed)
     u = 2 * H if act in GATED else H
-    shapes = [(u, D), (D, H)] + ([(u,), (D,)] if bias else [])
-    made = [torch.randn(*lead, *s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
-    return ExpertWeights(*made)
+    present = True, True, *has_biases(bias)
+    made = [
+        torch.randn(*lead, *s, generator=g, dtype=torch.float64).to(dtype).requires_grad_() if there else None
+        for there, s in zip(present, [(u, D), (out, H), (u,), (out,)], strict=True)
+    ]
+    return ExpertWeights(*made)  # type: ignore[arg-type]
 
 
 def build(
-    act: Activation, bias: bool, *, homes: int = 3, replicas: int = 2, dtype: torch.dtype = torch.float64
+    act: Activation, bias: Bias, out: int = D, *, homes: int = 3, replicas: int = 2, dtype: torch.dtype = torch.float64
 ) -> tuple[ExpertWeights, list[ExpertWeights]]:
-    home = expert(homes, act=act, bias=bias, dtype=dtype, seed=1)
-    return home, [expert(act=act, bias=bias, dtype=dtype, seed=2 + r) for r in range(replicas)]
+    home = expert(homes, act=act, bias=bias, out=out, dtype=dtype, seed=1)
+    return home, [expert(act=act, bias=bias, out=out, dtype=dtype, seed=2 + r) for r in range(replicas)]
 
 
 def flat(home: ExpertWeights, replicas: list[ExpertWeights]) -> list[Tensor]:
@@ -44,28 +52,41 @@ def grads(y: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 SIZES = [[2, 0, 3, 1, 0], [0, 0, 0, 0, 0], [0, 9, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 4]]
-CASES: list[tuple[Activation, bool]] = [("gelu", True), ("gelu", False), ("swiglu", True), ("swiglu", False)]
-CASES += [("gelu_tanh", True), ("relu", False), ("swiglu_clamped", True), ("swiglu_clamped", False)]
+# every activation, every choice of biases with and without a gate, outputs of another size
+CASES: list[tuple[Activation, Bias, int]] = [("gelu", True, D), ("gelu", False, D), ("swiglu", True, D)]
+CASES += [("swiglu", False, D), ("swiglu_clamped", True, D), ("identity", True, 3), ("relu", "in", D)]
+CASES += [("relu2", "out", D), ("gelu_tanh", False, 8), ("silu", "in", 3), ("quick_gelu", True, D)]
+CASES += [("reglu", "in", D), ("geglu", "out", 3), ("geglu_tanh", False, D), ("swiglu_clamped", "out", 8)]
 
 
-@pytest.mark.parametrize(("act", "bias"), CASES)
+def test_the_cases_cover_the_table() -> None:
+    assert {act for act, _, _ in CASES} == set(ACTIVATIONS)
+    for gated in (True, False):
+        assert {bias for act, bias, _ in CASES if (act in GATED) == gated} == {True, False, "in", "out"}
+
+
+@pytest.mark.parametrize(("act", "bias", "out"), CASES)
 @pytest.mark.parametrize("impl", ["torch", "naive"])
-def test_gradcheck(impl: Literal["torch", "naive"], act: Activation, bias: bool) -> None:
-    home, replicas = build(act, bias)
-    step = 4 if bias else 2
+def test_gradcheck(impl: Literal["torch", "naive"], act: Activation, bias: Bias, out: int) -> None:
+    home, replicas = build(act, bias, out)
+    names = [name for name, p in zip(ExpertWeights._fields, home, strict=True) if p is not None]
+    step = len(names)
 
     def run(x: Tensor, *params: Tensor) -> Tensor:
-        ws = [ExpertWeights(*params[i : i + step]) for i in range(0, len(params), step)]
+        ws = [ExpertWeights(**dict(zip(names, params[i : i + step], strict=True))) for i in range(0, len(params), step)]
         return grouped_ffn(x, [2, 0, 1, 1, 0], ws[0], act, replicas=ws[1:], impl=impl)
 
     assert torch.autograd.gradcheck(run, (rows(4), *flat(home, replicas)))
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("act", "bias"), CASES)
-@pytest.mark.parametrize("how", ["list", "tensor", "recompute"])
-def test_agrees_with_the_definition(sizes: list[int], act: Activation, bias: bool, how: str) -> None:
-    home, replicas = build(act, bias)
+@pytest.mark.parametrize(
+    ("act", "bias", "out", "how"),
+    [(*case, how) for case in CASES[:5] for how in ("list", "tensor", "recompute")]
+    + [(*case, how) for case, how in zip(CASES[5:], itertools.cycle(["list", "recompute"]))],
+)
+def test_agrees_with_the_definition(sizes: list[int], act: Activation, bias: Bias, out: int, how: str) -> None:
+    home, replicas = build(act, bias, out)
     x = rows(sum(sizes))
     inputs = [x, *flat(home, replicas)]
     given = torch.tensor(sizes) if how == "tensor" else sizes
@@ -93,19 +114,10 @@ def test_the_clamp_holds_in_both_directions() -> None:
     assert (edges.grad != 0).tolist() == [[True, False, True, True, False, False]]
 
 
-def test_triton_has_two_activations_and_says_so() -> None:
-    from prophet.kernels.grouped_ffn.op import _serving
-
-    assert _serving("triton", "auto", "swiglu") == "triton"
-    assert _serving("triton", "auto", "relu") == "torch"
-    with pytest.raises(ValueError, match="activations 'gelu' and 'swiglu', got 'relu'"):
-        _serving("triton", "triton", "relu")
-
-
 @pytest.mark.parametrize("impl", ["torch", "naive"])
-@pytest.mark.parametrize(("act", "bias"), CASES)
-def test_buffers_are_added_to_in_place(impl: Literal["torch", "naive"], act: Activation, bias: bool) -> None:
-    home, replicas = build(act, bias)
+@pytest.mark.parametrize(("act", "bias", "out"), CASES)
+def test_buffers_are_added_to_in_place(impl: Literal["torch", "naive"], act: Activation, bias: Bias, out: int) -> None:
+    home, replicas = build(act, bias, out)
     sizes = [2, 0, 3, 1, 0]
     x = rows(6)
     params = flat(home, replicas)
@@ -160,9 +172,9 @@ def test_frozen_parameters_get_no_gradient_and_cost_none() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("act", "bias"), CASES)
-def test_lower_precision_stays_close_to_float64(dtype: torch.dtype, act: Activation, bias: bool) -> None:
-    home, replicas = build(act, bias, dtype=dtype)
+@pytest.mark.parametrize(("act", "bias", "out"), CASES)
+def test_lower_precision_stays_close_to_float64(dtype: torch.dtype, act: Activation, bias: Bias, out: int) -> None:
+    home, replicas = build(act, bias, out, dtype=dtype)
     x = rows(40, dtype)
     sizes = [17, 0, 20, 3, 0]
     y = grouped_ffn(x, sizes, home, act, replicas=replicas)
@@ -248,10 +260,12 @@ def test_the_result_depends_on_everything_even_when_no_row_arrives() -> None:
         ({"sizes": [2, 0, 3, 2, -1]}, "groups"),
         ({"sizes": torch.tensor([2, 0, 3, 1, 1])}, "7 in all, do not match 6 rows"),
         ({"sizes": torch.tensor([2.0, 0, 3, 1, 0])}, "int64"),
-        ({"activation": "tanh"}, "one of gelu, .*, got 'tanh'"),
+        ({"activation": "tanh"}, "one of identity, .*, got 'tanh'"),
         ({"impl": "cuda"}, "impl must be"),
         ({"x": torch.zeros(6, D + 1, dtype=torch.float64)}, "experts of dim 5"),
-        ({"replicas": build("gelu", False)[1]}, "both biases or none"),
+        ({"replicas": build("gelu", False)[1]}, "expected all experts to have b_in or none, and replica 0 differs"),
+        ({"replicas": build("gelu", "in")[1]}, "expected all experts to have b_out or none, and replica 0 differs"),
+        ({"replicas": build("gelu", True, 3)[1]}, r"replica 0 w_out: expected shape \[5, 7\], got \[3, 7\]"),
         ({"replicas": build("swiglu", True)[1]}, "replica 0 w_in: expected shape"),
         ({"replica_grads": [build("gelu", True)[1][0]]}, "one buffer for each"),
     ],
@@ -267,9 +281,9 @@ def test_bad_input_is_refused(change: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("buffered", [False, True])
 def test_compiles_to_one_graph_that_serves_all_counts(buffered: bool) -> None:
-    home, replicas = build("swiglu", True)
+    home, replicas = build("swiglu", "in", 4)
     params = flat(home, replicas)
-    buffers = [ExpertWeights(*(torch.zeros_like(p) for p in w)) for w in replicas]  # type: ignore[arg-type]
+    buffers = [ExpertWeights(*(None if p is None else torch.zeros_like(p) for p in w)) for w in replicas]  # type: ignore[arg-type]
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
@@ -289,8 +303,7 @@ def test_compiles_to_one_graph_that_serves_all_counts(buffered: bool) -> None:
         torch._dynamo.mark_dynamic(x, 0)
         results = []
         for run in (compiled, layer):
-            for b in (t for w in buffers for t in w):
-                assert b is not None
+            for b in (t for w in buffers for t in w if t is not None):
                 b.zero_()
             for p in (x, *params):
                 p.grad = None
@@ -306,6 +319,13 @@ def test_compiles_to_one_graph_that_serves_all_counts(buffered: bool) -> None:
         for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got, want)
     assert len(graphs) == 1
+
+
+def test_the_sizes_of_outputs_are_known_without_running() -> None:
+    with FakeTensorMode():
+        home = ExpertWeights(torch.empty(2, 2 * H, D), torch.empty(2, 3, H))
+        y = grouped_ffn(torch.empty(6, D), torch.empty(2, dtype=torch.int64), home, "geglu")
+    assert y.shape == (6, 3)
 
 
 def test_tiles_cover_every_row_once_and_respect_the_limit() -> None:

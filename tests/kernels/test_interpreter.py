@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from prophet.spec import ACTIVATIONS
 from tests.helpers.pretend_device import SUPPORTED
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -110,5 +111,17 @@ def test_every_tile_shape_compiles_for_hopper_and_fits(dtype: str) -> None:
 
 def test_the_other_kernels_compile_for_hopper() -> None:
     rows = hopper("others")
-    assert len(rows) == 16
+    kernels = {row["kernel"] for row in rows}
+    passes = {f"rows: {name}{end}" for name in ACTIVATIONS for end in ("", " backward")}
+    assert passes - kernels == {"rows: gelu", "rows: gelu backward", "rows: swiglu", "rows: swiglu backward"}
+    assert len(rows) == 16 + len(passes & kernels)
     assert all(row["shared_bytes"] <= SHARED_LIMIT for row in rows)
+
+
+@pytest.mark.slow
+def test_every_activation_fits_into_registers_in_large_tiles() -> None:
+    rows = hopper("activations")
+    assert len(rows) == 2 * (len(ACTIVATIONS) - 2)
+    for row in rows:
+        assert 0 < row["shared_bytes"] <= SHARED_LIMIT, row
+        assert row["spilled_bytes"] <= 128, row  # the two accumulators of gated ones fill the registers

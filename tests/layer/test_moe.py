@@ -141,8 +141,10 @@ def test_nothing_is_dropped_unless_asked_for(path: Path) -> None:
         {"microbatches": 2, "gate": {"normalize": False, "z_loss_weight": 0.1}},
         {"refetch": True, "gate": {"capacity_factor": 0.7}},
         {"checkpointing": "non-reentrant", "favourites": (3,)},
+        {"activation": "geglu_tanh", "bias": "in", "dim_out": 4},
+        {"activation": "relu2", "bias": "out", "dim_out": 9, "microbatches": 2},
     ],
-    ids=["swiglu", "accumulation", "refetch", "checkpointing"],
+    ids=["swiglu", "accumulation", "refetch", "checkpointing", "smaller output", "larger output"],
 )
 def test_training_with_replicas_agrees_with_the_oracle(options: dict[str, Any], path: Path) -> None:
     case = Case(ranks=2, shapes=((5,), (2,)), steps=2, density=1.0, lr=0.01, impl=path.impl, **options)
@@ -280,7 +282,7 @@ def test_autocast_under_checkpointing() -> None:
         ({"top_k": 0}, "top_k must be between 1"),
         ({"dim": 0}, "dim and hidden must be positive"),
         ({"hidden": -1}, "dim and hidden must be positive"),
-        ({"activation": "tanh"}, "activation must be one of gelu, .*, got 'tanh'"),
+        ({"activation": "tanh"}, "activation must be one of identity, .*, got 'tanh'"),
     ],
 )
 def test_impossible_layers(options: dict[str, Any], text: str) -> None:

@@ -22,12 +22,12 @@ from tests.helpers.moe_models import batches, hugging_face, loss_of
 ALONE_S = 5.0
 
 
-def alone(folder: str) -> list[tuple[str, float]]:
-    """Rank 0 tries one way after the other by itself, rank 1 goes on; then both save."""
+def alone(folder: str, lone: int) -> list[tuple[str, float]]:
+    """One rank tries one way after the other by itself, the other goes on; then both save."""
     model: Any = hugging_face("mixtral")
     prophet.convert(model, timeout_s=30)
     found = []
-    if dist.get_rank() == 0:
+    if dist.get_rank() == lone:
         tries: list[Any] = [
             lambda: model.save_pretrained(f"{folder}/alone"),
             lambda: original_state_dict(model),
@@ -39,22 +39,30 @@ def alone(folder: str) -> list[tuple[str, float]]:
             with pytest.raises((CollectiveTimeout, PartialStateError)) as caught:
                 attempt()
             found.append((str(caught.value), time.monotonic() - started))
+    elif lone == 0:
+        time.sleep(ALONE_S - 0.5)  # rank 1 says nothing for as long as rank 0 waits for it
     loss_of(model, batches(2)[dist.get_rank()])[0].backward()  # nothing is broken
     model.save_pretrained(f"{folder}/together")
-    if dist.get_rank() == 0:
+    if dist.get_rank() == lone == 0:
         time.sleep(ALONE_S + 1)  # a file that rank 0 writes alone: the other waits for it
     model.save_pretrained(f"{folder}/late")
     return found
 
 
-def test_one_rank_alone_is_refused_soon(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lone", [0, 1])
+def test_one_rank_alone_is_refused_soon(lone: int, tmp_path: Path) -> None:
     state = hugging_face("mixtral").state_dict()
-    said, nothing = on_processes(2, alone, str(tmp_path), timeout_s=90)
-    assert not nothing
+    by_rank = on_processes(2, alone, str(tmp_path), lone, timeout_s=90)
+    said = by_rank[lone]
+    assert not by_rank[1 - lone]
     for text, took in said:
         assert "every rank" in text
         assert took < ALONE_S
-    assert "rank 0: save_pretrained failed: rank 0 waited 4 s for rank(s) [1]" in said[0][0]
+    if lone == 0:
+        assert "rank 0: save_pretrained failed: rank 0 waited 4 s for rank(s) [1]" in said[0][0]
+    else:
+        wanted = "rank 1: save_pretrained failed: rank(s) [0] went on without this call, while rank 1 waited; rank 0"
+        assert f"{wanted} was at exchange of counts, forward pass" in said[0][0]
     for name in ("together", "late"):
         loaded: Any = type(hugging_face("mixtral"))
         found = loaded.from_pretrained(tmp_path / name).state_dict()

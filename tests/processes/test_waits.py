@@ -97,4 +97,4 @@ def test_the_process_that_exports_is_killed(tmp_path: Path) -> None:
     took, _, text = str(survivor.result).partition(" ")
     assert float(took) < NOTICED_S
     assert "rank 1: end of save_pretrained failed: rank(s) [0] are gone" in text
-    assert "rank 0 was at writing" in text
+    assert "rank 0 was at work: writing" in text

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -73,13 +74,30 @@ def test_all_words_arrive_again_and_again(there: Callable[..., Presence]) -> Non
 
 def test_one_that_does_not_come_is_named(there: Callable[..., Presence]) -> None:
     here, away = there(0), there(1)
-    away.where = "dispatch of layer 3"
+    away.where = "in dispatch of layer 3"
     away.beat()
-    with pytest.raises(
-        Lost, match=r"rank 0 waited 0\.2 s for rank\(s\) \[1\]; rank 1 was at dispatch of layer 3; call"
-    ):
+    with pytest.raises(Lost) as caught:
         here.meet("test", [0, 1], "", limit_s=0.2, hint="; call it")
-    assert meetings([here, away])[0] != "late", "the next meeting is another one"
+    assert str(caught.value) == "rank 0 waited 0.2 s for rank(s) [1]; rank 1 was in dispatch of layer 3; call it"
+    assert not caught.value.ended
+    assert meetings([here, away]) == [["I am 0", "I am 1"]] * 2, "the next meeting is another one"
+
+
+def test_one_that_has_gone_on_is_not_waited_for(there: Callable[..., Presence]) -> None:
+    """It has begun a message that this one has to answer; messages of other groups say nothing."""
+    here, away = there(0), there(1)
+    here.counters = {"both": SimpleNamespace(told=3), "others": SimpleNamespace(told=0)}
+    ours, theirs = SimpleNamespace(told=3), SimpleNamespace(told=9)
+    away.counters, away.where = {"both": ours, "elsewhere": theirs}, "gradient norm"
+    away.beat()
+    with pytest.raises(Lost, match=r"rank 0 waited 0\.5 s for"):
+        here.meet("test", [0, 1], "", limit_s=0.5)
+    ours.told += 1
+    with pytest.raises(
+        Lost, match=r"rank\(s\) \[1\] went on without this call, while rank 0 waited; rank 1 was at gradient norm; hint"
+    ) as caught:
+        here.meet("test", [0, 1], "", limit_s=PATIENT_S, hint="; hint")
+    assert not caught.value.ended
 
 
 def test_work_is_waited_for_as_long_as_it_takes(there: Callable[..., Presence]) -> None:
@@ -128,7 +146,9 @@ def test_work_of_a_process_that_has_ended_is_not_waited_for(
     belongs_to(away, other)
     threading.Timer(0.3, other.kill).start()
     began = time.monotonic()
-    with pytest.raises(Lost, match=r"rank\(s\) \[1\] are gone, while rank 0 waited; rank 1 was at writing") as caught:
+    with pytest.raises(
+        Lost, match=r"rank\(s\) \[1\] are gone, while rank 0 waited; rank 1 was at work: writing"
+    ) as caught:
         here.meet("test", [0, 1], "", limit_s=PATIENT_S)
     assert caught.value.ended
     assert time.monotonic() - began < PATIENT_S / 2
@@ -136,7 +156,7 @@ def test_work_of_a_process_that_has_ended_is_not_waited_for(
 
 def test_an_account_of_the_others(there: Callable[..., Presence], other: subprocess.Popen[bytes]) -> None:
     here, healthy, dead, silent, failed = (there(r, MACHINE + (r == 3)) for r in range(5))
-    healthy.where = "gradient norm"
+    healthy.where = "in gradient norm"
     belongs_to(dead, other)
     other.kill()
     other.wait()
@@ -144,7 +164,7 @@ def test_an_account_of_the_others(there: Callable[..., Presence], other: subproc
     failed.account([4], grace_s=0.0)
     found = here.account(range(5), grace_s=1.0)
     assert (found.gone, found.silent, found.gave_up) == ((2,), (3,), (4,))
-    assert found.at[1] == "gradient norm"
+    assert found.at[1] == "in gradient norm"
     assert sorted(found.at) == list(range(5))
 
 

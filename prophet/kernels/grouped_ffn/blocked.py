@@ -4,7 +4,8 @@ Rows are visited in tiles of consecutive rows. A tile holds many small groups or
 work is done in one call for all its groups, on scratch that is reused and stays in cache, and each group costs one
 matrix product per weight, straight into its slice of the result. Nothing is padded, stacked or copied.
 
-Shape legend: T rows of all groups, G groups, D model dim, H hidden dim, U rows of w_in (H, or 2H where gated).
+Shape legend: T rows of all groups, G groups, D model dim, H hidden dim, U rows of w_in (H, or 2H where gated), O output
+dim.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_SLOPE, GATED, Activation, ExpertWeights
+from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, QUICK_SLOPE, ExpertWeights
+from prophet.spec import ACTIVATION_PARTS, GATED, Activation, Function
 
 SCRATCH_BYTES = 8 << 20  # per scratch buffer; past the caches larger tiles gain nothing
 
@@ -64,23 +66,55 @@ def _tile_plan(sizes: Sequence[int], hidden: int, dtype: torch.dtype) -> tuple[l
     return plan, max((tile[-1].stop - tile[0].start for tile in plan), default=0)
 
 
+_GELU = {"gelu": "none", "gelu_tanh": "tanh"}
+
+
+def _value(x: Tensor, function: Function, out: Tensor) -> None:
+    """out = f(x)."""
+    if function == "identity":
+        out.copy_(x)
+    elif function == "relu":
+        torch.clamp(x, min=0, out=out)
+    elif function == "relu2":
+        torch.clamp(x, min=0, out=out).square_()
+    elif function == "silu":
+        torch.ops.aten.silu.out(x, out=out)
+    elif function == "quick_gelu":
+        torch.mul(x, QUICK_SLOPE, out=out).sigmoid_().mul_(x)
+    else:
+        torch.ops.aten.gelu.out(x, approximate=_GELU[function], out=out)
+
+
+def _derivative(x: Tensor, d: Tensor, function: Function, out: Tensor) -> None:
+    """out = d · f'(x); `out` may be `d` itself."""
+    if function == "identity":
+        if out.data_ptr() != d.data_ptr():
+            out.copy_(d)
+    elif function == "relu":
+        torch.mul(d, x > 0, out=out)
+    elif function == "relu2":
+        torch.mul(d, x.clamp(min=0).mul_(2), out=out)
+    elif function == "silu":
+        torch.ops.aten.silu_backward.grad_input(d, x, grad_input=out)
+    elif function == "quick_gelu":
+        sigmoid = torch.mul(x, QUICK_SLOPE).sigmoid_()
+        slope = (1 - sigmoid).mul_(x).mul_(QUICK_SLOPE).add_(1).mul_(sigmoid)
+        torch.mul(d, slope, out=out)
+    else:
+        torch.ops.aten.gelu_backward.grad_input(d, x, approximate=_GELU[function], grad_input=out)
+
+
 def _act(hidden: Tensor, activation: Activation, out: Tensor) -> Tensor:
     """Activation of pre-activations `hidden` [n, U] into `out` [n, H]."""
-    if activation == "relu":
-        return torch.clamp(hidden, min=0, out=out)
-    if activation not in GATED:
-        torch.ops.aten.gelu.out(hidden, approximate=_GELU[activation], out=out)
+    parts = ACTIVATION_PARTS[activation]
+    if not parts.gated:
+        _value(hidden, parts.function, out)
         return out
     gate, up = hidden.chunk(2, dim=1)
-    if activation == "swiglu":
-        torch.ops.aten.silu.out(gate, out=out)
-        return out.mul_(up)
-    gate = gate.clamp(max=CLAMP_LIMIT)
-    torch.sigmoid(gate * CLAMP_SLOPE, out=out)
-    return out.mul_(gate).mul_(up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1))
-
-
-_GELU: dict[str, str] = {"gelu": "none", "gelu_tanh": "tanh"}
+    if parts.clamped:
+        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1)
+    _value(gate, parts.function, out)
+    return out.mul_(up)
 
 
 def _act_backward(hidden: Tensor, d_act: Tensor, activation: Activation, act: Tensor, d_hidden: Tensor) -> None:
@@ -88,31 +122,25 @@ def _act_backward(hidden: Tensor, d_act: Tensor, activation: Activation, act: Te
 
     Writes `act` [n, H] and `d_hidden` [n, U]; overwrites `d_act`, which is `d_hidden` itself where nothing is gated.
     """
-    if activation not in GATED:
-        _act(hidden, activation, act)
-        if activation == "relu":
-            torch.mul(d_act, hidden > 0, out=d_hidden)
-        else:
-            torch.ops.aten.gelu_backward.grad_input(d_act, hidden, approximate=_GELU[activation], grad_input=d_hidden)
+    parts = ACTIVATION_PARTS[activation]
+    if not parts.gated:
+        _value(hidden, parts.function, act)
+        _derivative(hidden, d_act, parts.function, d_hidden)
         return
     gate, up = hidden.chunk(2, dim=1)
     d_gate, d_up = d_hidden.chunk(2, dim=1)
-    if activation == "swiglu_clamped":
-        clamped = gate.clamp(max=CLAMP_LIMIT)
-        sigmoid = torch.sigmoid(clamped * CLAMP_SLOPE)
-        shifted = up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1)
-        torch.mul(clamped, sigmoid, out=act)
-        # a clamp passes the gradient at its bound and nothing beyond it
-        torch.mul(act * (up.abs() <= CLAMP_LIMIT), d_act, out=d_up)
-        slope = sigmoid * (1 + CLAMP_SLOPE * clamped * (1 - sigmoid)) * (gate <= CLAMP_LIMIT)
-        torch.mul(slope.mul_(shifted), d_act, out=d_gate)
-        act.mul_(shifted)
-        return
-    torch.ops.aten.silu.out(gate, out=act)
+    beyond = None
+    if parts.clamped:  # a bound passes the gradient at it and nothing beyond it
+        beyond = gate > CLAMP_LIMIT, up.abs() > CLAMP_LIMIT
+        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1)
+    _value(gate, parts.function, act)
     torch.mul(act, d_act, out=d_up)
     act.mul_(up)
     d_act.mul_(up)
-    torch.ops.aten.silu_backward.grad_input(d_act, gate, grad_input=d_gate)
+    _derivative(gate, d_act, parts.function, d_gate)
+    if beyond is not None:
+        d_gate.masked_fill_(beyond[0], 0)
+        d_up.masked_fill_(beyond[1], 0)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,7 +180,7 @@ def _add_sum(out: Tensor, rows: Tensor, scale: float, fresh: bool) -> None:
 def forward(
     x: Tensor, sizes: Sequence[int], weights: Sequence[ExpertWeights], activation: Activation, *, keep: bool
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [T, D] and, if `keep`, pre-activations [T, U] for the backward pass (else an empty tensor)."""
+    """Outputs [T, O] and, if `keep`, pre-activations [T, U] for the backward pass (else an empty tensor)."""
     first = weights[0]
     units = first.w_in.shape[0]
     width = units // 2 if activation in GATED else units

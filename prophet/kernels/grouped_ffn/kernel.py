@@ -4,7 +4,8 @@ Two kernels do everything. The rows kernel multiplies each group's rows by its w
 or an activation's derivative fused behind the product. The weights kernel sums outer products over each group's rows
 and writes or adds them to that group's gradient. Group sizes are read on the device: the host never waits for them.
 
-Shape legend: T rows of all groups, G groups, D model dim, H hidden dim, U rows of w_in (H, or 2H for SwiGLU).
+Shape legend: T rows of all groups, G groups, D model dim, H hidden dim, U rows of w_in (H, or 2H where gated), O
+output dim.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -24,14 +25,16 @@ from torch import Tensor
 
 from prophet.kernels.choice import on_its_device
 from prophet.kernels.grouped_ffn.blocked import GradTarget
+from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, QUICK_SLOPE, ExpertWeights
 from prophet.kernels.tuning import Config, config_for, rule, shape_class
+from prophet.spec import ACTIVATION_PARTS, Activation, ActivationParts
 
 PLAIN, ACT, ACT_BACKWARD = 0, 1, 2
+_NO_ACTIVATION = ACTIVATION_PARTS["identity"]
 
 
-@triton.jit
-def _gelu(x):
-    return 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+_QUICK = tl.constexpr(QUICK_SLOPE)
+_LIMIT = tl.constexpr(CLAMP_LIMIT)
 
 
 @triton.jit
@@ -40,38 +43,89 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _finish_backward(d_act, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride, SWIGLU: tl.constexpr):
+def _value_and_slope(x, FUNCTION: tl.constexpr):
+    """f(x) and f'(x); what nobody uses of it is not computed. NaN stays NaN."""
+    if FUNCTION == "identity":
+        value = x
+        slope = x * 0.0 + 1.0
+    elif FUNCTION == "relu":
+        value = tl.where(x <= 0.0, 0.0, x)
+        slope = tl.where(x <= 0.0, 0.0, 1.0)
+    elif FUNCTION == "relu2":
+        above = tl.where(x <= 0.0, 0.0, x)
+        value = above * above
+        slope = 2.0 * above
+    elif FUNCTION == "gelu":
+        below = 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
+        value = x * below
+        slope = below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif FUNCTION == "gelu_tanh":  # (1 + tanh(z)) / 2 is sigmoid(2z)
+        square = 0.044715 * x * x
+        below = _sigmoid(1.5957691216057308 * x * (1.0 + square))
+        value = x * below
+        slope = below + value * (1.0 - below) * 1.5957691216057308 * (1.0 + 3.0 * square)
+    elif FUNCTION == "silu":
+        below = _sigmoid(x)
+        value = x * below
+        slope = below + value * (1.0 - below)
+    else:
+        tl.static_assert(FUNCTION == "quick_gelu")
+        below = _sigmoid(x * _QUICK)
+        value = x * below
+        slope = below + value * (1.0 - below) * _QUICK
+    return value, slope
+
+
+@triton.jit
+def _bounded(gate, up):
+    """Gate and `up` of a clamped activation."""
+    up = tl.clamp(up, -_LIMIT, _LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(gate, _LIMIT, propagate_nan=tl.PropagateNan.ALL), up + 1.0
+
+
+@triton.jit
+def _finish_backward(
+    d_act, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride,
+    FUNCTION: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+):  # fmt: skip
     """From pre-activations `pre` and the activation's gradient: the activation to `out`, and the gradient with respect
     to the pre-activations to `extra`, which may be `pre` itself."""
     mask = live[:, None] & (col < n_cols)[None, :]
     out_at = out + row[:, None] * out_stride + col[None, :]
     within = row[:, None] * extra_stride + col[None, :]
     gate = tl.load(pre + within, mask=mask, other=0.0).to(tl.float32)
-    if SWIGLU:
+    if GATED:
         up = tl.load(pre + within + n_cols, mask=mask, other=0.0).to(tl.float32)
-        slope = _sigmoid(gate)
-        silu = gate * slope
-        tl.store(out_at, silu * up, mask=mask)
-        tl.store(extra + within, d_act * up * (slope + silu * (1.0 - slope)), mask=mask)
-        tl.store(extra + within + n_cols, d_act * silu, mask=mask)
+        if CLAMPED:
+            inner, factor = _bounded(gate, up)
+        else:
+            inner, factor = gate, up
+        value, slope = _value_and_slope(inner, FUNCTION)
+        tl.store(out_at, value * factor, mask=mask)
+        d_gate = d_act * factor * slope
+        d_up = d_act * value
+        if CLAMPED:  # a bound passes the gradient at it and nothing beyond it
+            d_gate = tl.where(gate > _LIMIT, 0.0, d_gate)
+            d_up = tl.where(tl.abs(up) > _LIMIT, 0.0, d_up)
+        tl.store(extra + within, d_gate, mask=mask)
+        tl.store(extra + within + n_cols, d_up, mask=mask)
     else:
-        below = 0.5 * (1.0 + tl.math.erf(gate * 0.7071067811865476))
-        density = 0.3989422804014327 * tl.exp(-0.5 * gate * gate)
-        tl.store(out_at, gate * below, mask=mask)
-        tl.store(extra + within, d_act * (below + gate * density), mask=mask)
+        value, slope = _value_and_slope(gate, FUNCTION)
+        tl.store(out_at, value, mask=mask)
+        tl.store(extra + within, d_act * slope, mask=mask)
 
 
 @triton.jit
 def _rows_kernel(
     a, out, extra, pre, sizes, w_table, b_table, w_like,
     groups, n_cols, depth, a_stride, out_stride, extra_stride, w_stride_n, w_stride_k,
-    MODE: tl.constexpr, SWIGLU: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    MODE: tl.constexpr, FUNCTION: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    BIASED: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWIZZLE: tl.constexpr,
 ):  # fmt: skip
     """out[rows of g, n] = a[rows of g, :] · w_g[n, :], for n < n_cols, then what MODE says.
 
-    ACT: out is the activation of the product (SwiGLU: of columns n and n + n_cols); extra, if KEEP, the product itself.
+    ACT: out is the activation of the product (gated: of columns n and n + n_cols); extra, if KEEP, the product itself.
     ACT_BACKWARD: the product is the activation's gradient; `pre` holds pre-activations, extra becomes the gradient with
     respect to them, and out the activation itself, computed again.
     """
@@ -104,7 +158,7 @@ def _rows_kernel(
             a_at = a + row[:, None] * a_stride + k[None, :]
             w_at = w + col[None, :].to(tl.int64) * w_stride_n + k[:, None].to(tl.int64) * w_stride_k
             total = tl.zeros((BM, BN), tl.float32)
-            if SWIGLU and MODE == 1:
+            if GATED and MODE == 1:
                 up_at = w_at + tl.cast(n_cols, tl.int64) * w_stride_n  # a constant where it is 1
                 total_up = tl.zeros((BM, BN), tl.float32)
             for start in range(0, depth, BK):
@@ -113,7 +167,7 @@ def _rows_kernel(
                 w_mask = deep[:, None] & inside[None, :]
                 right = tl.load(w_at, mask=w_mask, other=0.0).to(left.dtype)
                 total = tl.dot(left, right, total, input_precision=PRECISION)
-                if SWIGLU and MODE == 1:
+                if GATED and MODE == 1:
                     right_up = tl.load(up_at, mask=w_mask, other=0.0).to(left.dtype)
                     total_up = tl.dot(left, right_up, total_up, input_precision=PRECISION)
                     up_at += BK * w_stride_k
@@ -122,7 +176,7 @@ def _rows_kernel(
             if BIASED:
                 b = tl.load(b_table + g).to(tl.pointer_type(w_like.dtype.element_ty))
                 total += tl.load(b + col, mask=inside, other=0.0).to(tl.float32)[None, :]
-                if SWIGLU and MODE == 1:
+                if GATED and MODE == 1:
                     total_up += tl.load(b + n_cols + col, mask=inside, other=0.0).to(tl.float32)[None, :]
             mask = live[:, None] & inside[None, :]
             out_at = out + row[:, None] * out_stride + col[None, :]
@@ -132,21 +186,31 @@ def _rows_kernel(
             elif MODE == 1:
                 if KEEP:
                     tl.store(extra_at, total, mask=mask)
-                if SWIGLU:
+                if GATED:
                     if KEEP:
                         tl.store(extra_at + n_cols, total_up, mask=mask)
-                    tl.store(out_at, total * _sigmoid(total) * total_up, mask=mask)
-                else:
-                    tl.store(out_at, _gelu(total), mask=mask)
+                    if CLAMPED:
+                        total, total_up = _bounded(total, total_up)
+                value, _ = _value_and_slope(total, FUNCTION)
+                if GATED:
+                    value = value * total_up
+                tl.store(out_at, value, mask=mask)
             elif BN >= 64:  # in two halves: a whole tile of each of these values would not fit into registers
                 lower, upper = total.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
                 half = n * BN + tl.arange(0, BN // 2)
-                _finish_backward(lower, pre, out, extra, row, half, live, n_cols, out_stride, extra_stride, SWIGLU)
                 _finish_backward(
-                    upper, pre, out, extra, row, half + BN // 2, live, n_cols, out_stride, extra_stride, SWIGLU
-                )
+                    lower, pre, out, extra, row, half, live, n_cols, out_stride, extra_stride,
+                    FUNCTION, GATED, CLAMPED,
+                )  # fmt: skip
+                _finish_backward(
+                    upper, pre, out, extra, row, half + BN // 2, live, n_cols, out_stride, extra_stride,
+                    FUNCTION, GATED, CLAMPED,
+                )  # fmt: skip
             else:
-                _finish_backward(total, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride, SWIGLU)
+                _finish_backward(
+                    total, pre, out, extra, row, col, live, n_cols, out_stride, extra_stride,
+                    FUNCTION, GATED, CLAMPED,
+                )  # fmt: skip
             tile += programs
         first_tile = after
         first_row += size
@@ -214,9 +278,9 @@ def _weights_kernel(
                     tl.store(grad_b + row, before + value_b, mask=row < n_rows)
 
 
-def fitting(c: Config, mode: int, swiglu: bool) -> Config:
+def fitting(c: Config, mode: int, gated: bool) -> Config:
     """The tile shape that is launched where `c` is chosen."""
-    if mode == ACT and swiglu and c.rows * c.cols > 128 * 128:  # two accumulators share the registers
+    if mode == ACT and gated and c.rows * c.cols > 128 * 128:  # two accumulators share the registers
         return replace(c, cols=c.cols // 2)
     return c
 
@@ -244,29 +308,33 @@ def _to_device(values: list[Any], dtype: torch.dtype, device: torch.device) -> T
     return host.to(device, non_blocking=True)
 
 
+def _contiguous(p: Tensor | None) -> Any:
+    return None if p is None else p.contiguous()
+
+
 class _Launch:
     """What the launches of one pass share: sizes, addresses and strides of the weights, and the tile shapes."""
 
-    def __init__(self, x: Tensor, sizes: Tensor, home: Sequence[Tensor], replicas: Sequence[Tensor]) -> None:
-        step, m = len(home), home[0].shape[0]
-        self.groups = m + len(replicas) // step
+    def __init__(self, x: Tensor, sizes: Tensor, home: ExpertWeights, replicas: Sequence[ExpertWeights]) -> None:
+        m = home.w_in.shape[0]
+        self.groups = m + len(replicas)
         self.device, self.dtype = x.device, x.dtype
         self.sizes = sizes.contiguous()
-        dtypes = {p.dtype for p in (*home, *replicas)}
+        self.home = ExpertWeights(*map(_contiguous, home))
+        self.replicas = [ExpertWeights(*map(_contiguous, w)) for w in replicas]
+        dtypes = {p.dtype for w in (home, *replicas) for p in w if p is not None}
         if len(dtypes) > 1:
             raise ValueError(f"expected all experts' parameters in one dtype, got {sorted(map(str, dtypes))}")
-        self.home = [p.contiguous() for p in home]
-        self.replicas = [p.contiguous() for p in replicas]
-        rows = []
-        for i, p in enumerate(self.home):
-            stride = p.stride(0) * p.element_size()
-            rows += [p.data_ptr() + e * stride for e in range(m)]
-            rows += [q.data_ptr() for q in self.replicas[i::step]]
-        self.table = _to_device(rows, torch.int64, x.device).view(step, self.groups)
-        per_weight = [rows[i : i + self.groups] for i in range(0, len(rows), self.groups)]
-        self.aligned = [all(a % 16 == 0 for a in addresses) for addresses in per_weight]
-        self.biased = step == 4
-        self.like = self.home[0]
+        rows: list[list[int]] = []
+        self.row_of: dict[str, int] = {}
+        for name, stacked, *single in zip(ExpertWeights._fields, self.home, *self.replicas, strict=True):
+            if stacked is not None:
+                self.row_of[name] = len(rows)
+                stride = stacked.stride(0) * stacked.element_size()
+                rows.append([stacked.data_ptr() + e * stride for e in range(m)] + [p.data_ptr() for p in single])
+        self.table = _to_device(rows, torch.int64, x.device)
+        self.aligned = [all(a % 16 == 0 for a in addresses) for addresses in rows]
+        self.like = self.home.w_in
         self.precision = float32_precision() if x.dtype == torch.float32 else "ieee"  # other dtypes have one
 
     def rows(
@@ -276,15 +344,15 @@ class _Launch:
         out: Tensor,
         extra: Tensor,
         *,
-        weight: int,
+        weight: str,
         strides: tuple[int, int],
         cols: int,
-        swiglu: bool = False,
-        bias: int | None = None,
+        act: ActivationParts = _NO_ACTIVATION,
+        bias: str = "",
         keep: bool = False,
         pre: Tensor | None = None,
     ) -> None:
-        """Launch the rows kernel with weight number `weight` of each expert, whose [n, k] strides are given."""
+        """Launch the rows kernel with each expert's `weight`, whose [n, k] strides are given, and its `bias` if any."""
         if a.shape[0] == 0:
             return
         shape = a.shape[0] // self.groups, cols, a.shape[1]
@@ -292,13 +360,14 @@ class _Launch:
             c = config_for("rows", self.device, self.dtype, *shape)
         else:  # wider weights take more shared memory than what was measured
             c = rule("rows", self.device, self.dtype, shape_class(*shape))
-        c = fitting(c, mode, swiglu)
-        b_table = self.table[0 if bias is None else bias]
+        c = fitting(c, mode, act.gated)
+        row, b_row = self.row_of[weight], self.row_of.get(bias)
+        tables = self.table[row], self.table[b_row or 0], self.like
         _rows_kernel[(_programs(self.device),)](
-            a, out, extra, extra if pre is None else pre, self.sizes, self.table[weight], b_table, self.like,
+            a, out, extra, extra if pre is None else pre, self.sizes, *tables,
             self.groups, cols, a.shape[1], a.stride(0), out.stride(0), extra.stride(0), *strides,
-            MODE=mode, SWIGLU=swiglu, BIASED=bias is not None, KEEP=keep, ALIGNED=self.aligned[weight],
-            PRECISION=self.precision,
+            MODE=mode, FUNCTION=act.function, GATED=act.gated, CLAMPED=act.clamped,
+            BIASED=b_row is not None, KEEP=keep, ALIGNED=self.aligned[row], PRECISION=self.precision,
             BM=c.rows, BN=c.cols, BK=c.depth, SWIZZLE=c.swizzle, num_warps=c.warps, num_stages=c.stages,
         )  # fmt: skip
 
@@ -343,27 +412,30 @@ class _Modes:
 
 @on_its_device
 def forward(
-    x: Tensor, sizes: Tensor, home: Sequence[Tensor], replicas: Sequence[Tensor], swiglu: bool, *, keep: bool
+    x: Tensor,
+    sizes: Tensor,
+    home: ExpertWeights,
+    replicas: Sequence[ExpertWeights],
+    activation: Activation,
+    *,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [T, D] and, if `keep`, pre-activations [T, U] (else an empty tensor)."""
+    """Outputs [T, O] and, if `keep`, pre-activations [T, U] (else an empty tensor)."""
     launch = _Launch(x, sizes, home, replicas)
     x = x if x.stride(1) == 1 else x.contiguous()
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    act, kept = _activations(launch, x, swiglu, keep=keep)
-    hidden, dim = act.shape[1], y.shape[1]
-    bias = 3 if launch.biased else None
-    launch.rows(PLAIN, act, y, y, weight=1, strides=(hidden, 1), cols=dim, bias=bias)
+    out, hidden = home.w_out.shape[1:]
+    y = x.new_empty((x.shape[0], out))
+    act, kept = _activations(launch, x, ACTIVATION_PARTS[activation], keep=keep)
+    launch.rows(PLAIN, act, y, y, weight="w_out", strides=(hidden, 1), cols=out, bias="b_out")
     return y, kept
 
 
-def _activations(launch: _Launch, x: Tensor, swiglu: bool, *, keep: bool) -> tuple[Tensor, Tensor]:
+def _activations(launch: _Launch, x: Tensor, parts: ActivationParts, *, keep: bool) -> tuple[Tensor, Tensor]:
     """Activations [T, H] and, if `keep`, pre-activations [T, U]."""
-    units, dim = launch.home[0].shape[1:]
-    hidden = units // 2 if swiglu else units
+    (units, dim), hidden = launch.home.w_in.shape[1:], launch.home.w_out.shape[2]
     act = x.new_empty((x.shape[0], hidden))
     kept = x.new_empty((x.shape[0] if keep else 0, units))
-    bias = 2 if launch.biased else None
-    launch.rows(ACT, x, act, kept, weight=0, strides=(dim, 1), cols=hidden, swiglu=swiglu, bias=bias, keep=keep)
+    launch.rows(ACT, x, act, kept, weight="w_in", strides=(dim, 1), cols=hidden, act=parts, bias="b_in", keep=keep)
     return act, kept
 
 
@@ -373,28 +445,27 @@ def backward(
     x: Tensor,
     kept: Tensor,
     sizes: Tensor,
-    home: Sequence[Tensor],
-    replicas: Sequence[Tensor],
+    home: ExpertWeights,
+    replicas: Sequence[ExpertWeights],
     targets: Sequence[GradTarget],
-    swiglu: bool,
+    activation: Activation,
     *,
     d_x: Tensor | None,
 ) -> None:
     """Fill the experts' gradients, and that of `x` into `d_x` [T, D] if there is one."""
-    launch = _Launch(x, sizes, home, replicas)
+    launch, parts = _Launch(x, sizes, home, replicas), ACTIVATION_PARTS[activation]
     x = x if x.stride(1) == 1 else x.contiguous()
     d_y = d_y if d_y.stride(1) == 1 else d_y.contiguous()
-    units, dim = home[0].shape[1:]
-    hidden = units // 2 if swiglu else units
+    dim, hidden = home.w_in.shape[2], home.w_out.shape[2]
     if kept.shape[0] != x.shape[0]:
-        act, kept = _activations(launch, x, swiglu, keep=True)
+        act, kept = _activations(launch, x, parts, keep=True)
         d_hidden = kept  # in place
     else:  # a second backward pass through the same graph needs what was kept
         act, d_hidden = x.new_empty((x.shape[0], hidden)), torch.empty_like(kept)
-    # d_act[r, h] = sum over d of d_y[r, d] w_out[d, h]
-    launch.rows(ACT_BACKWARD, d_y, act, d_hidden, weight=1, strides=(1, hidden), cols=hidden, swiglu=swiglu, pre=kept)
+    # d_act[r, h] = sum over o of d_y[r, o] w_out[o, h]
+    launch.rows(ACT_BACKWARD, d_y, act, d_hidden, weight="w_out", strides=(1, hidden), cols=hidden, act=parts, pre=kept)
     if d_x is not None:
-        launch.rows(PLAIN, d_hidden, d_x, d_x, weight=0, strides=(1, dim), cols=dim)
+        launch.rows(PLAIN, d_hidden, d_x, d_x, weight="w_in", strides=(1, dim), cols=dim)
     modes = _Modes(launch.sizes, targets)
     launch.weights(d_hidden, x, [t.w_in for t in targets], [t.b_in for t in targets], modes)
     launch.weights(d_y, act, [t.w_out for t in targets], [t.b_out for t in targets], modes)

@@ -1,26 +1,26 @@
 """The definition of the grouped feed-forward network: one expert after another.
 
-Shape legend: T rows of all groups, G groups, D model dim, H hidden dim (2H rows in w_in for SwiGLU).
+Shape legend: T rows of all groups, G groups, D model dim, H hidden dim, U rows of w_in (H, or 2H where gated), O output
+dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "swiglu", "swiglu_clamped"]
-ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
-GATED: tuple[Activation, ...] = ("swiglu", "swiglu_clamped")  # w_in has 2H rows, the gate's first
+from prophet.spec import ACTIVATION_PARTS, Activation, Function
 
-CLAMP_SLOPE, CLAMP_LIMIT = 1.702, 7.0  # of GPT-OSS (OpenAI 2025), the one model that clamps
+QUICK_SLOPE = 1.702  # of the sigmoid that stands for the normal distribution in quick GELU
+CLAMP_LIMIT = 7.0  # of GPT-OSS (OpenAI 2025), the one model that clamps
 
 
 class ExpertWeights(NamedTuple):
-    """One expert: w_in [H, D] (gated: [2H, D], gate rows first), w_out [D, H], biases [H] or [2H], and [D]."""
+    """One expert: w_in [U, D] (gated: [2H, D], gate rows first), w_out [O, H]; b_in [U] and b_out [O], or None."""
 
     w_in: Tensor
     w_out: Tensor
@@ -28,23 +28,32 @@ class ExpertWeights(NamedTuple):
     b_out: Tensor | None = None
 
 
-def activate(h: Tensor, activation: Activation) -> Tensor:
-    """The activation of pre-activations `h` [n, H], or [n, 2H] where it is gated.
+FUNCTIONS: Mapping[Function, Callable[[Tensor], Tensor]] = {
+    "identity": lambda h: h,
+    "relu": F.relu,
+    "relu2": lambda h: F.relu(h).square(),  # So et al. 2021 (Primer)
+    "gelu": F.gelu,
+    "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "silu": F.silu,
+    "quick_gelu": lambda h: h * torch.sigmoid(QUICK_SLOPE * h),  # Hendrycks and Gimpel 2016
+}
 
-    "swiglu" is silu(gate)·up (Shazeer 2020, Eq. 6). "swiglu_clamped" bounds the gate from above and `up` on both
-    sides by 7, and is gate·sigmoid(1.702·gate)·(up + 1).
+
+def activate(h: Tensor, activation: Activation) -> Tensor:
+    """The activation of pre-activations `h` [n, U]; returns [n, H].
+
+    Gated ones are f(gate)·up (Shazeer 2020, Eq. 5 and 6). A clamped one bounds the gate from above and `up` on both
+    sides by 7, and is f(gate)·(up + 1); the gradient passes at a bound, whatever torch's own `clamp` does there.
     """
-    if activation == "gelu":
-        return F.gelu(h)
-    if activation == "gelu_tanh":
-        return F.gelu(h, approximate="tanh")
-    if activation == "relu":
-        return F.relu(h)
+    parts = ACTIVATION_PARTS[activation]
+    function = FUNCTIONS[parts.function]
+    if not parts.gated:
+        return function(h)
     gate, up = h.chunk(2, dim=-1)
-    if activation == "swiglu":
-        return F.silu(gate) * up
-    gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
-    return gate * torch.sigmoid(CLAMP_SLOPE * gate) * (up + 1)
+    if parts.clamped:
+        gate = gate.masked_fill(gate > CLAMP_LIMIT, CLAMP_LIMIT)
+        up = up.masked_fill(up > CLAMP_LIMIT, CLAMP_LIMIT).masked_fill(up < -CLAMP_LIMIT, -CLAMP_LIMIT) + 1
+    return function(gate) * up
 
 
 def expert_ffn(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
@@ -54,7 +63,7 @@ def expert_ffn(x: Tensor, weights: ExpertWeights, activation: Activation) -> Ten
 
 
 def grouped_ffn(x: Tensor, sizes: Sequence[int], weights: Sequence[ExpertWeights], activation: Activation) -> Tensor:
-    """Apply expert g to the g-th run of `sizes[g]` consecutive rows of `x` [T, D]; returns [T, D].
+    """Apply expert g to the g-th run of `sizes[g]` consecutive rows of `x` [T, D]; returns [T, O].
 
     Empty groups cost nothing, but the first group is always run, so that the result depends on `x` and on some
     weight even where no rank sent a token: the backward pass then has the same collectives on every rank.

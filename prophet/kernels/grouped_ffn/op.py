@@ -1,13 +1,13 @@
 """The grouped feed-forward network as one differentiable operator over home experts and replicas.
 
 Shape legend: T rows of all groups, G groups = m home experts then n replicas, D model dim, H hidden dim, U rows of w_in
-(H, or 2H where gated).
+(H, or 2H where gated), O output dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch import Tensor
 from prophet.kernels.choice import Impl, choose
 from prophet.kernels.grouped_ffn import blocked, naive
 from prophet.kernels.grouped_ffn.blocked import GradTarget
-from prophet.kernels.grouped_ffn.naive import ACTIVATIONS, GATED, Activation, ExpertWeights
+from prophet.kernels.grouped_ffn.naive import ExpertWeights
+from prophet.spec import ACTIVATIONS, GATED, Activation
 
 
 def grouped_ffn(
@@ -31,15 +32,16 @@ def grouped_ffn(
     recompute: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
-    """Apply expert g to the g-th run of `sizes[g]` consecutive rows of `x` [T, D]; returns [T, D] in the dtype of `x`.
+    """Apply expert g to the g-th run of `sizes[g]` consecutive rows of `x` [T, D]; returns [T, O] in the dtype of `x`.
 
-    home: stacked parameters of the m home experts, w_in [m, U, D], w_out [m, D, H], biases [m, U] and [m, D] or None.
+    home: stacked parameters of the m home experts, w_in [m, U, D], w_out [m, O, H], b_in [m, U] and b_out [m, O], None
+    for a bias that no expert has.
     replicas: parameters of single experts, read where they are. sizes: m + n integers whose sum is T, as a sequence, or
     as an int64 tensor on the device of `x`, which a compiled graph needs to stay valid while the counts change.
     grad_scale: factor on the gradients of the home parameters. home_grads, replica_grads: buffers shaped like the
     parameters to which the backward pass adds in place, instead of returning those gradients; they may have a dtype of
-    their own. activation: see `naive.activate`; Triton serves "gelu" and "swiglu", "auto" takes library calls for the
-    others. recompute: keep `x` only, and compute the pre-activations again in the backward pass.
+    their own. activation: see `naive.activate`. recompute: keep `x` only, and compute the pre-activations again in the
+    backward pass.
 
     On a GPU float32 products are tf32 where `torch.backends.cuda.matmul` allows torch's own to be, and exact otherwise.
     Parameters may be wider than `x`: products run in the dtype of `x` (under autocast: in autocast's). The result
@@ -49,7 +51,7 @@ def grouped_ffn(
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     _check(x, sizes, home, replicas, activation)
-    chosen = _serving(choose(impl, x), impl, activation)
+    chosen = choose(impl, x)
     if chosen == "naive":
         return _naive(x, sizes, home, activation, replicas, home_grads, replica_grads, grad_scale)
     if not isinstance(sizes, Tensor):
@@ -57,31 +59,22 @@ def grouped_ffn(
         if chosen == "triton":
             sizes = sizes.to(x.device, non_blocking=True)
     flat_home, flat_replicas = _flat(home), [p for w in replicas for p in _flat(w)]
+    biases = _biases(home)
     wants_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *flat_home, *flat_replicas))
     y: Tensor = _forward_op(
         x,
         sizes,
         flat_home,
         flat_replicas,
-        _buffers(flat_home, [] if home_grads is None else [home_grads], "home_grads"),
-        _buffers(flat_replicas, replica_grads, "replica_grads"),
+        _buffers(flat_home, [] if home_grads is None else [home_grads], biases, "home_grads"),
+        _buffers(flat_replicas, replica_grads, biases, "replica_grads"),
+        biases,
         activation,
         grad_scale,
         wants_grad and not recompute,
         chosen,
     )[0]
     return y
-
-
-def _serving(
-    chosen: Literal["naive", "torch", "triton"], impl: Impl, activation: Activation
-) -> Literal["naive", "torch", "triton"]:
-    """The implementation to run: Triton knows two activations."""
-    if chosen != "triton" or activation in ("gelu", "swiglu"):
-        return chosen
-    if impl == "triton":
-        raise ValueError(f"impl='triton' has the activations 'gelu' and 'swiglu', got {activation!r}")
-    return "torch"
 
 
 def _check(
@@ -91,17 +84,16 @@ def _check(
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     if x.ndim != 2 or home.w_in.ndim != 3 or home.w_out.ndim != 3:
         raise ValueError(
-            f"expected x [T, D], w_in [m, U, D] and w_out [m, D, H], got shapes {list(x.shape)}, "
+            f"expected x [T, D], w_in [m, U, D] and w_out [m, O, H], got shapes {list(x.shape)}, "
             f"{list(home.w_in.shape)} and {list(home.w_out.shape)}"
         )
     m, units, dim = home.w_in.shape
-    hidden = units // 2 if activation in GATED else units
-    expected = ExpertWeights((m, units, dim), (m, dim, hidden), (m, units), (m, dim))  # type: ignore[arg-type]
-    biased = home.b_in is not None
+    hidden, out = units // 2 if activation in GATED else units, home.w_out.shape[1]
+    expected = ExpertWeights((m, units, dim), (m, out, hidden), (m, units), (m, out))  # type: ignore[arg-type]
     for name, shape, *parts in zip(ExpertWeights._fields, expected, home, *replicas, strict=True):
         for i, p in enumerate(parts):
-            if (p is not None) != (biased or name.startswith("w")):
-                raise ValueError("experts have both biases or none, and all experts the same: b_in and b_out differ")
+            if (p is None) != (parts[0] is None):
+                raise ValueError(f"expected all experts to have {name} or none, and replica {i - 1} differs from home")
             wanted = tuple(shape)[1:] if i else tuple(shape)
             if p is not None and tuple(p.shape) != wanted:
                 who = f"replica {i - 1}" if i else "home"
@@ -120,13 +112,28 @@ def _flat(weights: ExpertWeights) -> list[Tensor]:
     return [p for p in weights if p is not None]
 
 
-def _buffers(params: list[Tensor], grads: Sequence[ExpertWeights], name: str) -> list[Tensor]:
+# which of an expert's four parameters are in a flat list, by the biases it has
+_COLUMNS = {"": (0, 1), "in": (0, 1, 2), "out": (0, 1, 3), "in, out": (0, 1, 2, 3)}
+
+
+def _biases(weights: ExpertWeights) -> str:
+    return ", ".join(name[2:] for name in ("b_in", "b_out") if getattr(weights, name) is not None)
+
+
+def _unflat(parts: Sequence[Tensor | None], biases: str) -> ExpertWeights:
+    """The inverse of `_flat`, for one expert or for the stacked ones."""
+    slots: list[Any] = [None] * 4
+    for column, part in zip(_COLUMNS[biases], parts, strict=True):
+        slots[column] = part
+    return ExpertWeights(*slots)
+
+
+def _buffers(params: list[Tensor], grads: Sequence[ExpertWeights], biases: str, name: str) -> list[Tensor]:
     """The buffers of `params`, or none at all; a parameter without one has an empty tensor in its place."""
     if not grads:
         return []
-    flat = [g for weights in grads for g in weights]
-    if len(flat) == 2 * len(params):  # experts without biases
-        flat = [g for i, g in enumerate(flat) if i % 4 < 2]
+    columns = _COLUMNS[biases]
+    flat = [weights[c] for weights in grads for c in columns]
     if len(flat) != len(params):
         raise ValueError(f"{name}: expected one buffer for each of {len(params)} parameters, got {len(flat)}")
     for p, g in zip(params, flat, strict=True):
@@ -190,30 +197,29 @@ def _naive(
 # --- the operators ----------------------------------------------------------------------------------------------------
 
 
-def _experts(home: Sequence[Tensor], replicas: Sequence[Tensor]) -> list[ExpertWeights]:
+def _each(replicas: Sequence[Any], biases: str) -> list[ExpertWeights]:
+    """Single experts from their parameters in a row."""
+    step = len(_COLUMNS[biases])
+    return [_unflat(replicas[i : i + step], biases) for i in range(0, len(replicas), step)]
+
+
+def _experts(home: Sequence[Tensor], replicas: Sequence[Tensor], biases: str) -> list[ExpertWeights]:
     """Parameters of every group, homes first, as views."""
-    step = len(home)
-    experts = [ExpertWeights(*parts) for parts in zip(*(p.unbind(0) for p in home), strict=True)]
-    return experts + [ExpertWeights(*replicas[i : i + step]) for i in range(0, len(replicas), step)]
+    return [_unflat(p, biases) for p in zip(*(p.unbind(0) for p in home), strict=True)] + _each(replicas, biases)
 
 
 def _targets(
     home: Sequence[Tensor | None],
     replicas: Sequence[Tensor | None],
-    step: int,
+    biases: str,
     m: int,
     fresh: tuple[bool, bool],
     scale: float,
 ) -> list[GradTarget]:
     """Where every group's gradients go, homes first."""
-    pad: list[Tensor | None] = [None] * (4 - step)
-    rows = list(zip(*([None] * m if p is None else p.unbind(0) for p in home), strict=True))
-    rows += [tuple(replicas[i : i + step]) for i in range(0, len(replicas), step)]
-    found = []
-    for group, row in enumerate(rows):
-        how = (fresh[0], scale) if group < m else (fresh[1], 1.0)
-        found.append(GradTarget._make([*row, *pad, *how]))
-    return found
+    rows = zip(*([None] * m if p is None else p.unbind(0) for p in home), strict=True)
+    homes = [GradTarget(*_unflat(row, biases), fresh[0], scale) for row in rows]
+    return homes + [GradTarget(*grads, fresh[1], 1.0) for grads in _each(replicas, biases)]
 
 
 def _host(sizes: Tensor, rows: int) -> list[int]:
@@ -231,24 +237,28 @@ def _forward_op(
     replicas: list[Tensor],
     home_grads: list[Tensor],
     replica_grads: list[Tensor],
+    biases: str,
     activation: str,
     grad_scale: float,
     keep: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [T, D] and pre-activations [T, U] (none unless `keep`). The buffers are for the backward pass only."""
+    """Outputs [T, O] and pre-activations [T, U] (none unless `keep`). The buffers are for the backward pass only.
+
+    biases: which of them `home` and `replicas` have, see `_COLUMNS`.
+    """
+    act = cast("Activation", activation)  # operators take plain strings
     if impl == "triton":
         import prophet.kernels.grouped_ffn.kernel as triton_path
 
-        return triton_path.forward(x, sizes, home, replicas, activation == "swiglu", keep=keep)
-    act = cast("Activation", activation)  # operators take plain strings
-    return blocked.forward(x.contiguous(), _host(sizes, x.shape[0]), _experts(home, replicas), act, keep=keep)
+        return triton_path.forward(x, sizes, _unflat(home, biases), _each(replicas, biases), act, keep=keep)
+    return blocked.forward(x.contiguous(), _host(sizes, x.shape[0]), _experts(home, replicas, biases), act, keep=keep)
 
 
 @_forward_op.register_fake
 def _(*given: Any) -> tuple[Tensor, Tensor]:
     x, _, home, *_, keep, _ = given
-    return x.new_empty(x.shape), x.new_empty((x.shape[0] if keep else 0, home[0].shape[1]))
+    return x.new_empty((x.shape[0], home[1].shape[1])), x.new_empty((x.shape[0] if keep else 0, home[0].shape[1]))
 
 
 @torch.library.custom_op("prophet::grouped_ffn_backward", mutates_args=("d_x", "d_home", "d_replicas"))
@@ -264,6 +274,7 @@ def _backward_op(
     d_replicas: list[Tensor],
     fresh_home: bool,
     fresh_replicas: bool,
+    biases: str,
     activation: str,
     grad_scale: float,
     impl: str,
@@ -275,42 +286,43 @@ def _backward_op(
 
     m = home[0].shape[0]
     fresh = fresh_home, fresh_replicas
-    targets = _targets(wanted(d_home, home), wanted(d_replicas, replicas), len(home), m, fresh, grad_scale)
+    targets = _targets(wanted(d_home, home), wanted(d_replicas, replicas), biases, m, fresh, grad_scale)
     into = d_x if d_x.shape == x.shape else None
+    act = cast("Activation", activation)
     if impl == "triton":
         import prophet.kernels.grouped_ffn.kernel as triton_path
 
-        triton_path.backward(d_y, x, kept, sizes, home, replicas, targets, activation == "swiglu", d_x=into)
+        stacked, single = _unflat(home, biases), _each(replicas, biases)
+        triton_path.backward(d_y, x, kept, sizes, stacked, single, targets, act, d_x=into)
         return
-    hosted, experts = _host(sizes, x.shape[0]), _experts(home, replicas)
-    act = cast("Activation", activation)
+    hosted, experts = _host(sizes, x.shape[0]), _experts(home, replicas, biases)
     blocked.backward(d_y.contiguous(), x.contiguous(), kept, hosted, experts, targets, act, d_x=into)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, sizes, home, replicas, home_grads, replica_grads, activation, grad_scale, keep, impl = inputs
+    x, sizes, home, replicas, home_grads, replica_grads, *plain, keep, impl = inputs
     ctx.set_materialize_grads(False)
     kept = output[1] if keep else x.new_empty((0, home[0].shape[1]))
     ctx.save_for_backward(x, kept, sizes, *home, *replicas)
     # not saved as inputs: other passes may add to these buffers before this one does
     ctx.buffers = home_grads, replica_grads
-    ctx.plain = len(home), activation, grad_scale, impl
+    ctx.plain = len(home), *plain, impl
 
 
 def _backward(ctx: Any, d_y: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
     x, kept, sizes, *params = ctx.saved_tensors
-    step, activation, grad_scale, impl = ctx.plain
+    step, *how = ctx.plain
     home_grads, replica_grads = ctx.buffers
     home, replicas = params[:step], params[step:]
     needs = ctx.needs_input_grad
-    blank = [None] * len(home_grads), [None] * len(replica_grads), None, None, None, None
+    blank = [None] * len(home_grads), [None] * len(replica_grads), None, None, None, None, None
     if d_y is None:
         return None, None, [None] * step, [None] * len(replicas), *blank
     d_x = x.new_empty(x.shape if needs[0] else 0)
     d_home = _destinations(home, needs[2], home_grads)
     d_replicas = _destinations(replicas, needs[3], replica_grads)
     fresh = not home_grads, not replica_grads
-    _backward_op(d_y, x, kept, sizes, home, replicas, d_x, d_home, d_replicas, *fresh, activation, grad_scale, impl)
+    _backward_op(d_y, x, kept, sizes, home, replicas, d_x, d_home, d_replicas, *fresh, *how)
 
     def returned(grads: list[Tensor], needed: Sequence[bool], fresh: bool) -> list[Tensor | None]:
         return [g if n and fresh else None for g, n in zip(grads, needed, strict=True)]

@@ -1,0 +1,71 @@
+"""Is an optimizer's step element by element? Found by trying it on small tensors, whole and in pieces.
+
+Lamb scales by norms of whole parameters, Muon makes a matrix orthogonal, Adafactor sums over rows: for them a stacked
+parameter is something else than its parts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.convert.copies import trying
+
+STEPS = 2
+LR = 0.01  # whatever the scheduler says now: a warm-up may be at 0
+TOLERANCE = 1e-3  # of a piece's largest change; vectorised loops round ends of tensors otherwise than their middle
+
+
+def is_elementwise(optimizer: torch.optim.Optimizer, group: int, like: Tensor) -> bool:
+    """Whether a step with the settings of group number `group` treats a tensor as it treats its pieces.
+
+    like: a parameter, on whose device it is tried. The optimizer, its hooks and the random state are left alone.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = 2, 6, 4  # two experts, each of a gate and an `up` of [3, 4]
+
+    def drawn() -> Tensor:
+        # pieces of very different norms
+        scale = torch.tensor([1.0, 10.0, 0.1, 100.0]).repeat_interleave(3).view(2, 6, 1)
+        return (torch.randn(shape, generator=generator) * scale).to(like.device)
+
+    start = drawn()
+    whole = nn.Parameter(start.clone())
+    pieces = [nn.Parameter(piece.clone()) for piece in _cut(start)]
+    twin = _twin(optimizer, group, [whole], pieces)
+    step = inspect.unwrap(type(optimizer).step)  # past hooks and profilers
+    with torch.no_grad(), trying(like.device):
+        for _ in range(STEPS):
+            whole.grad = drawn()
+            for piece, grad in zip(pieces, _cut(whole.grad), strict=True):
+                piece.grad = grad.clone()
+            try:
+                step(twin)
+            except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError, AttributeError):
+                return False  # it takes no tensors of three dimensions, or no pieces
+        return all(
+            (piece - part).abs().max() <= TOLERANCE * (part - before).abs().max()
+            for piece, part, before in zip(pieces, _cut(whole), _cut(start), strict=True)
+        )
+
+
+def _cut(whole: Tensor) -> list[Tensor]:
+    return [piece for expert in whole.detach() for piece in expert.chunk(2)]
+
+
+def _twin(optimizer: torch.optim.Optimizer, group: int, *params: list[nn.Parameter]) -> Any:
+    """Such an optimizer without a state, one group for each of `params` with the settings of group number `group`."""
+    twin: Any = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        twin.__dict__[name] = value.copy() if isinstance(value, dict | list | set) else value
+    twin.__dict__.pop("step", None)  # an LR scheduler's, which would call the original's
+    settings = {name: value for name, value in optimizer.param_groups[group].items() if name != "param_names"}
+    if "lr" in settings:
+        settings["lr"] = torch.full_like(settings["lr"], LR) if isinstance(settings["lr"], Tensor) else LR
+    twin.state = defaultdict(dict)
+    twin.param_groups = [{**settings, "params": group_params} for group_params in params]
+    return twin

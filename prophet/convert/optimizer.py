@@ -1,0 +1,248 @@
+"""An optimizer that exists: its states go with the experts they belong to, and its groups stay where they are.
+
+LR schedulers keep a figure per group, so groups keep their number and order, even one that is left without parameters.
+A state moves as its parameter does, expert by expert, by the adapter's pure movement of numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from prophet.convert.base import Adapter, ExpertsSpec
+from prophet.convert.elementwise import is_elementwise
+from prophet.convert.find import Found
+from prophet.convert.listed import Listed
+from prophet.errors import ConversionError
+from prophet.experts.bank import Entry
+from prophet.experts.feed_forward import FeedForwardBank
+from prophet.kernels.grouped_ffn import ExpertWeights
+
+LATER = "build the optimizer after prophet.convert"
+# by name: importing them would import packages that nobody may have
+_REFUSED = {
+    "LBFGS": "keeps one flat history of all parameters",
+    "ZeroRedundancyOptimizer": "keeps each state on one rank only",
+}
+
+
+def check_kind(optimizer: object) -> None:
+    """Raise `ConversionError` for an optimizer whose states cannot be moved, whatever its parameters are."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConversionError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _REFUSED:
+            raise ConversionError(f"optimizer: {kind.__name__} {_REFUSED[kind.__name__]}: {LATER}")
+        if isinstance(vars(kind).get("param_groups"), property):
+            raise ConversionError(f"optimizer: {kind.__name__} stands for another one: pass that one")
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """What an optimizer holds of one block's experts, before their conversion.
+
+    where: name of the experts' module in the model. params: its parameters by name, the objects in the optimizer.
+    """
+
+    optimizer: torch.optim.Optimizer
+    where: str
+    adapter: Adapter
+    spec: ExpertsSpec
+    params: Mapping[str, nn.Parameter]
+
+    def why_apart(self) -> str | None:
+        """Why one stacked parameter cannot take the place of all experts', or None if it can."""
+        groups = {name: self._group_of(p) for name, p in self.params.items()}
+        for index in sorted({g for g in groups.values() if g is not None}):
+            if not is_elementwise(self.optimizer, index, next(iter(self.params.values()))):
+                return f"{type(self.optimizer).__name__} treats a stacked parameter otherwise than its parts"
+        for sources in self._sources().values():
+            first, *others = sorted(sources)
+            for name in (first, *others):
+                for key, value in self._state_of(name).items():
+                    if isinstance(value, Tensor) and value.ndim and value.shape != self.params[name].shape:
+                        return f"the state {key!r} of {name} has shape {list(value.shape)}"
+            for name in others:
+                if groups[name] != groups[first]:
+                    return f"{first} is in group {groups[first]} of the optimizer, and {name} in group {groups[name]}"
+                a, b = self._plain(first), self._plain(name)
+                different = sorted({key for key in (*a, *b) if a.get(key, _MISSING) != b.get(key, _MISSING)})
+                if different:
+                    key = different[0]
+                    one, two = a.get(key, _MISSING), b.get(key, _MISSING)
+                    return f"the state {key!r} of {first} is {one}, and that of {name} {two}"
+        return None
+
+    def digest(self) -> Iterator[bytes]:
+        """What must be equal on all ranks: groups, numbers, and a sample of every state where all ranks hold it."""
+        for name, p in self.params.items():
+            yield f"{self.where}.{name}: {self._group_of(p)} {sorted(self._plain(name).items())}; ".encode()
+            for _, value in sorted(self._state_of(name).items()):
+                if isinstance(value, Tensor) and value.ndim and self.spec.held == self.spec.num_experts:
+                    yield value.detach().reshape(-1)[-_SAMPLE:].to("cpu", torch.float64).numpy().tobytes()
+
+    @torch.no_grad()
+    def move_to(self, model: nn.Module) -> None:
+        """Put the parameters of the converted experts, and their states, where the experts' were."""
+        name = f"{self.where}.experts"
+        bank = model.get_submodule(name)
+        new: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        kept = {id(p): f"{name}.{part}" for part, p in bank.named_parameters()}
+        if isinstance(bank, FeedForwardBank):
+            states = self._states_in(bank)
+            for part, (first, state) in states.items():
+                p = bank.get_parameter(part)
+                if self._group_of(self.params[first]) is None:
+                    continue
+                new.setdefault(id(self.params[first]), []).append((f"{name}.{part}", p))
+                if state:
+                    self.optimizer.state[p] = state
+        gone = {id(p) for p in self.params.values()} - kept.keys()
+        for group in self.optimizer.param_groups:
+            names = group.get("param_names") or [""] * len(group["params"])
+            pairs: list[tuple[str, nn.Parameter]] = []
+            for own, p in zip(names, group["params"], strict=True):
+                pairs += new.get(id(p), ())
+                if id(p) not in gone:
+                    pairs.append((kept.get(id(p), own), p))
+            group["params"][:] = [p for _, p in pairs]
+            if "param_names" in group:
+                group["param_names"][:] = [own for own, _ in pairs]
+        for p in self.params.values():
+            if id(p) in gone:
+                self.optimizer.state.pop(p, None)
+
+    def put_back(self, experts: nn.Module) -> None:
+        """Undo: the parameters that the optimizer has are those of `experts` again."""
+        for name, p in self.params.items():
+            holder, _, attribute = name.rpartition(".")
+            experts.get_submodule(holder)._parameters[attribute] = p
+
+    # --- parts ---
+
+    def _group_of(self, p: nn.Parameter) -> int | None:
+        for index, group in enumerate(self.optimizer.param_groups):
+            if any(q is p for q in group["params"]):
+                return index
+        return None
+
+    def _state_of(self, name: str) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.optimizer.state.get(self.params[name], {})
+        return found
+
+    def _plain(self, name: str) -> dict[str, object]:
+        """The state but for tensors of the parameter's shape, of which only the place is kept."""
+        return {
+            key: (str(value.dtype) if value.ndim else value.item()) if isinstance(value, Tensor) else value
+            for key, value in self._state_of(name).items()
+        }
+
+    def _unpacked(self, values: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        return self.adapter.unpack(self.spec, values, expert)
+
+    def _sources(self) -> dict[str, set[str]]:
+        """By part of an expert, the names of the parameters that all experts' parts come from.
+
+        Asked of a graph of tensors without values: whatever moved there has its beginning in a leaf.
+        """
+        leaves = {n: torch.empty_like(p, device="meta").requires_grad_() for n, p in self.params.items()}
+        found: dict[str, set[str]] = {}
+        with torch.enable_grad():
+            for expert in range(self.spec.held):
+                for part, value in self._unpacked(leaves, expert)._asdict().items():
+                    if value is not None:
+                        found.setdefault(part, set()).update(_names_of(value, leaves))
+        return found
+
+    def _states_in(self, bank: FeedForwardBank) -> dict[str, tuple[str, dict[str, Any]]]:
+        """By parameter of the bank: the first of its sources, and its state."""
+        blank = {n: torch.empty_like(p, device="meta") for n, p in self.params.items()}
+        sources: dict[str, set[str]] = {}
+        with torch.enable_grad():
+            leaves = {n: t.clone().requires_grad_() for n, t in blank.items()}
+            for entry, value in self._entries(bank, leaves):
+                sources.setdefault(entry.parameter, set()).update(_names_of(value, leaves))
+        found: dict[str, tuple[str, dict[str, Any]]] = {}
+        for part, p in bank.named_parameters():
+            names = [n for n in self.params if n in sources[part]]
+            state: dict[str, Any] = {}
+            for key, value in self._state_of(names[0]).items():
+                if not isinstance(value, Tensor) or not value.ndim:
+                    state[key] = value.clone() if isinstance(value, Tensor) else value
+                    continue
+                state[key] = torch.empty_like(p, dtype=value.dtype, device=value.device)
+                for entry, moved in self._entries(bank, blank | {n: self._state_of(n)[key] for n in names}):
+                    if entry.parameter == part:
+                        entry.of(state[key]).copy_(moved)
+            found[part] = names[0], state
+        return found
+
+    def _entries(self, bank: FeedForwardBank, values: Mapping[str, Tensor]) -> Iterator[tuple[Entry, Tensor]]:
+        """What the bank holds of every home expert, with its value where the experts' parameters have `values`."""
+        whole = self.spec.held == self.spec.num_experts
+        own: dict[int, dict[str, Tensor]] = {}
+        for local in range(bank.experts):
+            number = bank.first_expert + local
+            own[number] = bank.as_entries(local, self._unpacked(values, number if whole else local))
+        for entry in bank.entries():
+            yield entry, own[entry.expert][entry.key]
+
+
+def carry(
+    optimizer: torch.optim.Optimizer | None, model: nn.Module, found: Sequence[Found]
+) -> tuple[list[Found], list[Carried]]:
+    """What `optimizer` holds of the experts of each of `found`, and these, with experts that stay modules where the
+    optimizer has to keep them apart. Nothing is carried without an optimizer.
+
+    Raises `ConversionError` where it cannot go along.
+    """
+    if optimizer is None:
+        return [*found], []
+    check_kind(optimizer)
+    kept, carried = [], []
+    for f in found:
+        one = Carried(optimizer, f.where, f.adapter, f.spec, dict(f.experts(model).named_parameters()))
+        why = None if f.spec.bank == "modules" else one.why_apart()
+        if why is not None and not isinstance(f.adapter, Listed):
+            raise ConversionError(f"{f.where}: {why}: {LATER}")
+        kept.append(f if why is None else replace(f, spec=replace(f.spec, bank="modules", why=why)))
+        carried.append(one)
+    return kept, carried
+
+
+_MISSING = "missing"
+_SAMPLE = 64  # elements of a state that are compared between ranks
+
+
+def digest(optimizer: torch.optim.Optimizer | None, carried: Sequence[Carried]) -> int:
+    """56 bits of what must be equal on all ranks; 0 without an optimizer."""
+    if optimizer is None:
+        return 0
+    found = hashlib.blake2b(f"{type(optimizer).__name__} {len(optimizer.param_groups)} ".encode(), digest_size=7)
+    for one in carried:
+        for part in one.digest():
+            found.update(part)
+    return int.from_bytes(found.digest(), "little")
+
+
+def _names_of(value: Tensor, leaves: Mapping[str, Tensor]) -> set[str]:
+    """Which of `leaves` a value depends on, by its graph; the one that it is, if it has none."""
+    name_of = {id(leaf): name for name, leaf in leaves.items()}
+    if value.grad_fn is None:
+        return {name_of[id(value)]}
+    found: set[str] = set()
+    ahead, seen = [value.grad_fn], set()
+    while ahead:
+        node: Any = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(name_of[id(node.variable)])
+        ahead += [following for following, _ in node.next_functions]
+    return found
