@@ -38,7 +38,7 @@ def is_elementwise(optimizer: torch.optim.Optimizer, group: int, like: Tensor) -
     pieces = [nn.Parameter(piece.clone()) for piece in _cut(start)]
     twin = _twin(optimizer, group, [whole], pieces)
     step = inspect.unwrap(type(optimizer).step)  # past hooks and profilers
-    with torch.no_grad(), trying(like.device):
+    with torch.no_grad(), trying():
         for _ in range(STEPS):
             whole.grad = drawn()
             for piece, grad in zip(pieces, _cut(whole.grad), strict=True):
