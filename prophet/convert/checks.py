@@ -13,6 +13,7 @@ from torch import nn
 from prophet.convert.base import Adapter, ExpertsSpec, child
 from prophet.errors import ConversionError
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.messages import tell
 from prophet.spec import check_experts_per_rank, odd_ones_out
 
 SAMPLE = 64  # numbers of an expert that are compared over ranks
@@ -195,8 +196,8 @@ def agree(collective: Collective, device: torch.device, error: Exception | None,
 
     digests: of the blocks, of the experts' parameters, and of what the optimizer holds of them.
     """
-    row = torch.tensor([int(error is not None), *digests], dtype=torch.int64, device=device)
-    table = collective.all_gather(row, op=Operation("comparison of models to convert")).cpu().numpy()
+    row = [int(error is not None), *digests]
+    table = tell(collective, row, op=Operation("comparison of models to convert"), device=device)
     if error is not None:
         raise error
     failed = table[:, 0].nonzero()[0].tolist()

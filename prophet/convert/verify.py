@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from prophet.convert.replay import Buffers
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.messages import tell
 
 TOKENS = 16
 # of the largest output: what a re-ordered sum may differ by, products included
@@ -70,8 +71,8 @@ class Trial:
 
     def anywhere(self, problem: str | None) -> bool:
         """Whether any rank has a problem; collective."""
-        flag = torch.tensor([int(problem is not None)], device=self._x.device)
-        return bool(self._collective.all_gather(flag, op=Operation("check of a converted block")).any())
+        op = Operation("check of a converted block")
+        return bool(tell(self._collective, [int(problem is not None)], op=op, device=self._x.device).any())
 
 
 @contextmanager

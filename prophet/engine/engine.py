@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from prophet.engine.balanced_layer import BalancedLayer, StepCounts
 from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of
+from prophet.engine.copies import check_not_copies
 from prophet.engine.gradient_watch import GradientWatch
 from prophet.engine.overflow import Following
 from prophet.engine.parallel import clip_grad_norm_, update_biases
@@ -94,7 +95,7 @@ class Engine:
         self.balanced = [BalancedLayer(self, i, *both) for i, both in enumerate(zip(layers, contexts, strict=True))]
         early = {a.block for a in self.schedule if a.kind == "TRANS" and a.window == Window("START")}
         self._can_confirm = len(layers) > 1 and early <= {0}
-        self._confirmed = False
+        self._confirmed = self._experts_compared = False
         self._closed = False
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
@@ -265,8 +266,11 @@ class Engine:
         return None if self.watch is None else self.watch.take(self.device)
 
     def first_counts(self) -> None:
-        """The first layer's counts are known: it is planned anew."""
+        """The first layer's counts are known: it is planned anew. In the first step, ranks compare their experts."""
         self._confirmed = False
+        if not self._experts_compared:  # not sooner: a checkpoint may be loaded after `attach`
+            self._experts_compared = True
+            check_not_copies(self.layers, self.collective)
 
     # --- for the user ---
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +19,7 @@ import torch._dynamo
 import torch.fx
 
 import prophet
-from prophet.errors import CollectiveError, GradientMismatch, PlanMismatch
+from prophet.errors import CollectiveError, ConfigMismatch, GradientMismatch, PlanMismatch
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.support import FixedPlanner, TinyModel, everywhere, on_threads
@@ -27,6 +28,7 @@ from tests.helpers.training import Case, Run, Step, compare, expected
 ROOT = Path(__file__).resolve().parents[2]
 CASE = Case(ranks=2, steps=4, blocks=2, seed=8)
 STATIC = prophet.EngineConfig(planner="static")
+DRAWING = threading.Lock()  # ranks that are threads share one random state
 
 ELSEWHERE = {
     "experts do not divide by the group": "convert/test_convert.py::test_wrong_group_size",
@@ -210,6 +212,48 @@ def test_ranks_that_start_differently() -> None:
     found = drifting(start)
     assert re.search(r"rank\(s\) \[[01]\] differs", found[0])
     assert "start alike" in found[0]
+
+
+# --- experts that every rank has drawn alike ---
+
+
+def drawn_alike(initialise: Callable[[TinyModel], None]) -> list[str]:
+    """Warnings of a step after `initialise(model)` ran on two ranks from one random state."""
+
+    def body(group: Collective) -> None:
+        model = TinyModel(group=group)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = prophet.attach(model, optimizer, config=STATIC)
+        with DRAWING:
+            torch.manual_seed(1)
+            initialise(model)
+        model(torch.arange(3)).sum().backward()
+        engine.close()
+
+    return warned(lambda: on_threads(2, body))
+
+
+def test_experts_that_every_rank_has_initialised_alike() -> None:
+    """As after `model.apply(init)`: each rank draws for its own experts what the others draw for theirs."""
+
+    def alike(model: TinyModel) -> None:
+        for p in model.parameters():
+            torch.nn.init.normal_(p)
+
+    with pytest.raises(
+        ConfigMismatch, match=r"MoE layer 0: expert \d of rank 0 and expert \d of rank 1 .*apply\(init\)"
+    ):
+        drawn_alike(alike)
+
+
+def test_experts_that_are_all_copies_of_one_may_be_meant() -> None:
+    def copies(model: TinyModel) -> None:
+        for name, p in model.named_parameters():
+            if ".experts." in name:
+                torch.nn.init.constant_(p, 0.1)
+
+    assert any("may have been copied on purpose" in w for w in drawn_alike(copies))
+    assert not any("copied" in w for w in drawn_alike(lambda model: None))
 
 
 # --- in the loop ---

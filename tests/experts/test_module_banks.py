@@ -354,7 +354,7 @@ def test_an_expert_that_answers_otherwise_later_is_named() -> None:
     [
         ({}, "expected either hidden, the size of feed-forward experts, or expert"),
         ({"hidden": 4, "expert": KINDS["silu"]}, "expected either hidden"),
-        ({"expert": KINDS["silu"], "bias": False}, "activation and bias belong to feed-forward experts"),
+        ({"expert": KINDS["silu"], "bias": False}, "belong to feed-forward experts: leave them out"),
         ({"expert": lambda: "x"}, "expected a function that makes a new torch.nn.Module every time, got str"),
     ],
 )

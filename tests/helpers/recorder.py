@@ -9,7 +9,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from prophet.engine.copies import COMPARISON
 from prophet.ranks.collective import Channel, Collective, Done, Operation, Pending, check_rows
+from prophet.ranks.messages import _HEAD
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Recorded:
 
 
 class RecordingCollective(Collective):
-    """Remembers every call. Peers are imagined: they route as this rank does and send zeros."""
+    """Remembers every call. Peers are imagined: they route as this rank does, have other experts, and send zeros."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size, timeout_s=1.0)
@@ -54,7 +56,10 @@ class RecordingCollective(Collective):
 
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         self.calls.append(Recorded("all_gather", op, channel, (x.numel() * x.element_size(),) * self.size))
-        return torch.stack([x] * self.size)
+        rows = torch.stack([x] * self.size)
+        if op.name == COMPARISON:  # peers have other experts
+            rows[:, _HEAD:] += torch.arange(self.size).unsqueeze(1)
+        return rows
 
     def exchange(
         self,

@@ -94,7 +94,7 @@ def test_one_that_has_gone_on_is_not_waited_for(there: Callable[..., Presence]) 
         here.meet("test", [0, 1], "", limit_s=0.5)
     ours.told += 1
     with pytest.raises(
-        Lost, match=r"rank\(s\) \[1\] went on without this call, while rank 0 waited; rank 1 was at gradient norm; hint"
+        Lost, match=r"rank\(s\) \[1\] went on without this call, while rank 0 waited; rank 1 was gradient norm; hint"
     ) as caught:
         here.meet("test", [0, 1], "", limit_s=PATIENT_S, hint="; hint")
     assert not caught.value.ended
