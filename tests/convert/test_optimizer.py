@@ -466,6 +466,14 @@ def test_trying_an_optimizer_leaves_it_and_its_scheduler_alone() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_muon_is_not_elementwise() -> None:
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [(torch.optim.Muon, False), (torch.optim.Adafactor, False), (Lamb, False), (torch.optim.RAdam, True)],
+)
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_an_optimizer_that_treats_matrices_as_a_whole_is_told_by_trying(kind: Any, wanted: bool, warm_up: bool) -> None:
     p = nn.Parameter(torch.randn(4, 3))
-    assert not is_elementwise(torch.optim.Muon([p]), 0, p)
+    optimizer = kind([p], lr=0.01)
+    if warm_up:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, float)  # begins at 0
+    assert is_elementwise(optimizer, 0, p) == wanted
