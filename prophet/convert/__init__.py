@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from prophet.convert import huggingface
-from prophet.convert.base import Adapter, ExpertsSpec, FfnNames
+from prophet.convert.base import Adapter, ExpertsSpec, FfnNames, RowOrder
 from prophet.convert.checks import agree, check_model, check_no_optimizer, check_not_shared, fingerprint
 from prophet.convert.deepspeed import DeepSpeedMoE
 from prophet.convert.discover import LeftAlone
@@ -49,6 +49,7 @@ __all__ = [
     "LeftAlone",
     "Replaced",
     "RoutedExperts",
+    "RowOrder",
     "convert",
     "converted",
     "find",

@@ -64,11 +64,15 @@ class FfnNames:
         """Every name."""
         return (*self.w_in, *(self.b_in or ()), self.w_out, *(() if self.b_out is None else (self.b_out,)))
 
-    def by_parameter(self) -> dict[str, tuple[str, ...]]:
-        """The names by the bank's parameter that holds them."""
+    def by_parameter(self) -> dict[str, tuple[str, ...]] | None:
+        """The names by the bank's parameter that holds them, None where the bank's rows are in another order."""
+        if self.rows != RowOrder():
+            return None
         found = {"w_in": self.w_in, "w_out": (self.w_out,)}
-        if self.b_in is not None and self.b_out is not None:
-            found |= {"bias_in": self.b_in, "bias_out": (self.b_out,)}
+        if self.b_in is not None:
+            found["bias_in"] = self.b_in
+        if self.b_out is not None:
+            found["bias_out"] = (self.b_out,)
         return found
 
     def unpack(self, state: Mapping[str, Tensor], prefix: str) -> ExpertWeights:

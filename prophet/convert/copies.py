@@ -24,9 +24,9 @@ _DEPTH = 4  # of values inside values that are compared
 
 
 @contextmanager
-def trying(device: torch.device, seed: int = 0) -> Iterator[None]:
+def trying(seed: int = 0) -> Iterator[None]:
     """Inside, the generators start from `seed`; afterwards they are as before. One thread at a time."""
-    devices = [device] if device.type == "cuda" else []
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     with _ALONE, torch.random.fork_rng(devices=devices):
         seed_all(seed)
         yield

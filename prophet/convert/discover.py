@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from prophet.convert.copies import device_of, distance, scramble, seed_all, trying, twin_of
 from prophet.convert.replay import Note, Tape, same, with_stand_ins
+from prophet.convert.verify import TOLERANCE
 from prophet.errors import ConversionError
 
 ROWS = 12
 SHAPES = ((2, 24), (56,))  # of the inputs that a block is tried with, without their last dimension
 LEVELS_UP = 3  # from the module that holds the list, to one that can be called with one tensor
 MOST_PARAMETERS = 1 << 28  # of a module around experts that is copied in float64
-PRECISE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +121,7 @@ def _tried(model: nn.Module, name: str, modules: nn.ModuleList, named: bool) -> 
         if sum(p.numel() for p in outer.parameters() if id(p) not in inside) > MOST_PARAMETERS:
             break
         for dim in _widths(modules[0]):
-            with trying(device_of(outer)):
+            with trying():
                 out = _answer_dim(modules[0], dim)
                 if out is None:
                     continue
@@ -209,19 +209,25 @@ def _answer_dim(expert: nn.Module, dim: int) -> int | None:
 @torch.no_grad()
 def _check_row_wise(expert: nn.Module, dim: int, noted: Sequence[Note]) -> None:
     """Raise `_Not` unless every row of the answer depends on the same row of the input alone."""
-    twin = scramble(twin_of(expert), torch.float64).eval()
     deepest = max(note.rows.ndim for note in noted)
-    x = torch.randn(ROWS, dim, dtype=torch.float64, device=device_of(expert))
-    try:
-        y = twin(x)
-        order = torch.randperm(ROWS, device=x.device)
-        others = [(twin(x[order]), y[order]), (twin(x[: ROWS // 2]), y[: ROWS // 2])]
-        shape = (*(1 for _ in range(deepest - 2)), ROWS)
-        others.append((twin(x.view(*shape, dim)), y.view(*shape, -1)))
-    except Exception as error:
-        raise _Not(f"its modules fail in float64: {error}") from error
-    if any(got.shape != want.shape or distance(want, got) > PRECISE for got, want in others):
-        raise _Not("its modules are not row-wise: an answer's row depends on other rows")
+    failed: Exception | None = None
+    for dtype in dict.fromkeys((torch.float64, next(expert.parameters()).dtype)):
+        twin = scramble(twin_of(expert), dtype).eval()
+        x = torch.randn(ROWS, dim, dtype=torch.float64).to(device_of(expert), dtype)
+        try:
+            y = twin(x)
+            order = torch.randperm(ROWS, device=x.device)
+            others = [(twin(x[order]), y[order]), (twin(x[: ROWS // 2]), y[: ROWS // 2])]
+            shape = (*(1 for _ in range(deepest - 2)), ROWS)
+            others.append((twin(x.view(*shape, dim)), y.view(*shape, -1)))
+        except Exception as error:
+            failed = failed or error
+            continue
+        limit = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
+        if any(got.shape != want.shape or distance(want, got) > limit for got, want in others):
+            raise _Not("its modules are not row-wise: an answer's row depends on other rows")
+        return
+    raise _Not(f"its modules fail: {failed}")
 
 
 class _CannotRun(Exception):

@@ -26,19 +26,17 @@ def is_elementwise(optimizer: torch.optim.Optimizer, group: int, like: Tensor) -
     like: a parameter, on whose device it is tried. The optimizer, its hooks and the random state are left alone.
     """
     generator = torch.Generator().manual_seed(0)
-    shape = 2, 6, 4  # two experts, each of a gate and an `up` of [3, 4]
 
     def drawn() -> Tensor:
-        # pieces of very different norms
-        scale = torch.tensor([1.0, 10.0, 0.1, 100.0]).repeat_interleave(3).view(2, 6, 1)
-        return (torch.randn(shape, generator=generator) * scale).to(like.device)
+        """Two experts, each of a gate and an `up` of [3, 4]."""
+        return torch.randn(2, 6, 4, generator=generator).to(like.device)
 
     start = drawn()
     whole = nn.Parameter(start.clone())
     pieces = [nn.Parameter(piece.clone()) for piece in _cut(start)]
     twin = _twin(optimizer, group, [whole], pieces)
     step = inspect.unwrap(type(optimizer).step)  # past hooks and profilers
-    with torch.no_grad(), trying(like.device):
+    with torch.no_grad(), trying():
         for _ in range(STEPS):
             whole.grad = drawn()
             for piece, grad in zip(pieces, _cut(whole.grad), strict=True):
@@ -62,7 +60,6 @@ def _twin(optimizer: torch.optim.Optimizer, group: int, *params: list[nn.Paramet
     twin: Any = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         twin.__dict__[name] = value.copy() if isinstance(value, dict | list | set) else value
-    twin.__dict__.pop("step", None)  # an LR scheduler's, which would call the original's
     settings = {name: value for name, value in optimizer.param_groups[group].items() if name != "param_names"}
     if "lr" in settings:
         settings["lr"] = torch.full_like(settings["lr"], LR) if isinstance(settings["lr"], Tensor) else LR

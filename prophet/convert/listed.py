@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from prophet.convert.base import RUNS_TWICE, Adapter, ExpertsSpec
 from prophet.convert.checks import check_stackable
-from prophet.convert.copies import device_of, trying
+from prophet.convert.copies import trying
 from prophet.convert.discover import Listing
 from prophet.convert.huggingface import modules_spec, pack_modules
 from prophet.convert.probe import check_computes
@@ -55,7 +55,7 @@ class Listed(Adapter):
                 check_computes(expert, names, spec.activation)
         except ConversionError as no:
             check_alike(dict(enumerate(experts)))
-            with trying(device_of(experts)):
+            with trying():
                 ExpertTrial(experts[self._first], listing.dim)
             return ExpertsSpec(
                 num_experts=len(experts),
@@ -155,7 +155,8 @@ class ListedExperts(RoutedExperts):
         ids = torch.tensor([note.expert for note in notes], dtype=torch.int64)
         ids = ids.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(device, non_blocking=True)
         y = self.routed(rows, ids.unsqueeze(1), rows.new_ones(len(rows), 1)).to(self._answer_dtype(rows))
-        return [part.view(*note.rows.shape[:-1], self._out) for part, note in zip(y.split(sizes), notes, strict=True)]
+        parts = torch.unsafe_split_with_sizes(y, sizes)  # some blocks write to answers, which views would not allow
+        return [part.view(*note.rows.shape[:-1], self._out) for part, note in zip(parts, notes, strict=True)]
 
 
 class ListedModules(ListedExperts):
@@ -214,7 +215,7 @@ def modules_bank(experts: nn.ModuleList, dim: int, rank: int, ranks: int) -> Mod
     m = len(experts) // ranks
     home = range(rank * m, rank * m + m)
     given = {e: expert if e in home else _without_values(expert) for e, expert in enumerate(experts)}
-    with trying(device_of(experts)):  # it runs an expert
+    with trying():  # it runs an expert
         return ModulesBank(given, dim=dim, first_expert=home.start, held=m, total_experts=len(experts), ep_size=ranks)
 
 

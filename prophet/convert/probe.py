@@ -60,7 +60,7 @@ class _Tried:
         who = type(expert).__name__
         twin = copy.deepcopy(expert).cpu().double()
         errors = []
-        with torch.no_grad(), trying(torch.device("cpu")):
+        with torch.no_grad(), trying():
             for p in twin.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / max(p.shape[-1], 1) ** 0.5)
             for dim in dims:

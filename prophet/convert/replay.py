@@ -138,7 +138,7 @@ class Buffers:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._kept = [
-            (module, name, buffer, buffer.detach().clone(), buffer._version)
+            (module, name, buffer, buffer.detach().clone(), -1 if buffer.is_inference() else buffer._version)
             for module in modules
             for name, buffer in module._buffers.items()
             if buffer is not None
@@ -148,8 +148,8 @@ class Buffers:
     def put_back(self) -> None:
         """Every buffer is the tensor that it was, with the values that it had."""
         for module, name, buffer, value, version in self._kept:
-            module._buffers[name] = buffer
-            if buffer._version != version:
+            module._buffers[name] = value if buffer.is_inference() else buffer  # which may not be written to
+            if not buffer.is_inference() and buffer._version != version:
                 # its value is what noted rows were computed from: their graph need not be told
                 with _unsafe_preserve_version_counter(buffer):
                     buffer.copy_(value)

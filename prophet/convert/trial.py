@@ -77,7 +77,7 @@ def check_runs_twice(model: nn.Module, listing: Listing) -> None:
     """Raise `ConversionError` unless the block around `listing` may run twice; nothing is changed."""
     device = device_of(model.get_submodule(listing.tried))
     limit = TOLERANCE.get(listing.dtype, TOLERANCE[torch.float32])
-    with trying(device):
+    with trying():
         once, twice = _Copy(model, listing, twice=False), _Copy(model, listing, twice=True)
         for training in (False, True):
             for at, x in enumerate(_inputs(listing.shapes, device, listing.dtype)):
@@ -139,8 +139,8 @@ class _Copy:
         self._parts = [m for m in block.modules() if m not in set(self._stand_ins.modules())]
 
     def _expert(self, expert: int, rows: Tensor) -> Tensor:
-        y: Tensor = (rows @ self._maps[expert]).tanh()
-        return y
+        y: Tensor = rows.tanh() @ self._maps[expert]
+        return y  # no gradient needs it: the block may write to it
 
     def _answer(self, notes: Sequence[Note], like: Tensor | None) -> list[Tensor]:
         return [self._expert(*note) for note in notes]
@@ -232,7 +232,7 @@ def _check_adapter(model: nn.Module, f: Found) -> None:
     size = sum(p.numel() for p in block.parameters())
     own = next(f.experts(model).parameters()).dtype
     for dtype in dict.fromkeys((torch.float64 if size <= MOST_PARAMETERS else own, own)):
-        with trying(device_of(block)):
+        with trying():
             try:
                 beside = _Beside(block, f, dtype)
                 beside.original(next(beside.inputs()), training=False)

@@ -9,7 +9,6 @@ from torch import nn
 
 from prophet.engine.balanced_layer import BalancedLayer
 from prophet.engine.config import EngineConfig, Experiment, check_equal, check_optimizer
-from prophet.engine.copies import check_not_copies
 from prophet.engine.engine import Engine
 from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp
@@ -69,7 +68,6 @@ def attach(
     if optimizer is not None:
         check_optimizer(model, optimizer)
     check_equal(layers, config, experiment, first)
-    check_not_copies(layers, first)
     collective = first if config.timeout_s is None else first.with_timeout(config.timeout_s)
     engine = Engine(layers, collective, config, experiment)
     engine.follow(model, optimizer)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from prophet.engine.balanced_layer import BalancedLayer, StepCounts
 from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of
+from prophet.engine.copies import check_not_copies
 from prophet.engine.gradient_watch import GradientWatch
 from prophet.engine.overflow import Following
 from prophet.engine.parallel import clip_grad_norm_, update_biases
@@ -45,6 +46,8 @@ from prophet.scheduler.runtime import Runtime, Step
 from prophet.scheduler.schedules import Schedule, depth_within, schedule_named
 from prophet.scheduler.windows import Stopwatch, predicted_window_us
 from prophet.spec import IntArray, PlanContext, Topology, Windows
+
+_SEEN = 4  # shared parameters whose gradients tell what the user has thrown away
 
 
 class Engine:
@@ -94,7 +97,7 @@ class Engine:
         self.balanced = [BalancedLayer(self, i, *both) for i, both in enumerate(zip(layers, contexts, strict=True))]
         early = {a.block for a in self.schedule if a.kind == "TRANS" and a.window == Window("START")}
         self._can_confirm = len(layers) > 1 and early <= {0}
-        self._confirmed = False
+        self._confirmed = self._experts_compared = False
         self._closed = False
         self._hooks: list[Any] = []
         self._originals = [(layer.collective, layer._port) for layer in layers]
@@ -112,6 +115,9 @@ class Engine:
 
     def follow(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         """From now on begin steps with the model's forward passes, and end them with the optimizer's steps."""
+        shared = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
+        shared = [p for p in shared if not getattr(p, "prophet_expert", False)]
+        self.runtime.shared = sorted(shared, key=lambda p: p.numel())[:_SEEN]
         self._hooks.append(
             # a copy of the model has the hook, too: it must not drive this engine
             model.register_forward_pre_hook(lambda m, _: self.ensure_step() if m is model and m.training else None)
@@ -265,8 +271,11 @@ class Engine:
         return None if self.watch is None else self.watch.take(self.device)
 
     def first_counts(self) -> None:
-        """The first layer's counts are known: it is planned anew."""
+        """The first layer's counts are known: it is planned anew. In the first step, ranks compare their experts."""
         self._confirmed = False
+        if not self._experts_compared:  # not sooner: a checkpoint may be loaded after `attach`
+            self._experts_compared = True
+            check_not_copies(self.layers, self.collective)
 
     # --- for the user ---
 

@@ -10,7 +10,7 @@ dim, O output dim.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -146,9 +146,6 @@ class Bank(nn.Module):
     @abstractmethod
     def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
         """Add `piece`, elements start..stop of G gradients, not scaled, to the gradients of home expert `local`."""
-
-    def need_grads(self, experts: Iterable[int]) -> None:
-        """Give those home experts among `experts` that train a gradient, zero where they have none yet."""
 
     # --- names ---
 

@@ -12,7 +12,7 @@ dim.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
@@ -220,12 +220,6 @@ class ModulesBank(Bank):
                 p.grad = p.grad.contiguous()
             p.grad.view(-1)[a:b].add_(piece[offset : offset + b - a], alpha=self.grad_scale)
             offset += b - a
-
-    def need_grads(self, experts: Iterable[int]) -> None:
-        for expert in set(experts) & set(range(self.first_expert, self.first_expert + self.experts)):
-            for part, p in self._of(expert - self.first_expert):
-                if part.trains and p.grad is None:
-                    p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
 
     # --- names ---
 

@@ -15,7 +15,7 @@ round sends what has accumulated since the last one and starts again from zero, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -32,6 +32,7 @@ from prophet.scheduler.windows import Stopwatch
 from prophet.spec import Placement
 
 _ALL = sys.maxsize  # launches every chunk that is left
+_NONE = (0, 0)  # of no gradient
 
 
 class State(Enum):
@@ -61,7 +62,29 @@ def in_backward() -> bool:
 
 def _identity(grad: Tensor | None) -> tuple[int, int]:
     """Changes when a gradient is replaced or written to."""
-    return (0, 0) if grad is None else (id(grad), grad._version)
+    return _NONE if grad is None else (id(grad), grad._version)
+
+
+class GradsSeen:
+    """Gradients as the last backward pass left them, to see whether somebody has thrown them away since.
+
+    parameters: gives those that are looked at.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self._parameters = parameters
+        self._seen: list[tuple[int, int]] = []
+
+    def remember(self) -> None:
+        """A backward pass has ended."""
+        self._seen = [_identity(p.grad) for p in self._parameters()]
+
+    def zeroed(self) -> bool | None:
+        """Whether all that there were are None or zero now; None where there was none."""
+        there = [(p.grad, was) for p, was in zip(self._parameters(), self._seen, strict=False) if was != _NONE]
+        if not there:
+            return None
+        return all(g is None or (_identity(g) != was and not g.any()) for g, was in there)
 
 
 class BlockReplicas:
@@ -84,7 +107,7 @@ class BlockReplicas:
         self._agg: Agg | None = None
         self.unsent = False
         self._backward_runs = 0
-        self._grads_seen: list[tuple[int, int]] = []  # the home gradients as the last backward pass left them
+        self._home_grads = GradsSeen(bank.parameters)
         self._agg_rest = Launch("AGG", block, _ALL, Window("UPDATE"))
 
     # --- parameters ---
@@ -236,32 +259,25 @@ class BlockReplicas:
                 self._agg = None
 
     def backward_ended(self) -> None:
-        """Remember the home gradients as they are now.
+        """Remember the home gradients as they are now."""
+        self._home_grads.remember()
 
-        Where only replicas have computed so far, that of the home is a zero: it can be thrown away, and that be seen.
+    def forget(self, *, failed: bool, zeroed: bool | None) -> None:
+        """Forget gradients that the user has thrown away: of a failed backward pass, or zeroed at home since.
+
+        zeroed: what is known of other gradients; where no home expert has had rows, there is nothing to be seen here.
         """
-        if self.unsent and self._visited:
-            replicated = {e for e, _ in self.placement.replicas()}
-            self._bank.need_grads(self._visited & replicated)
-        self._grads_seen = [_identity(p.grad) for p in self._bank.parameters()]
-
-    def forget(self, *, failed: bool) -> None:
-        """Forget gradients that the user has thrown away: of a failed backward pass, or zeroed at home since."""
         if failed and self._agg is not None:
             self._agg.abandon()
             self._agg = None
-        if failed or (self.unsent and self._zeroed()):
+        if self.unsent and not failed:
+            here = self._home_grads.zeroed()
+            zeroed = zeroed if here is None else here
+        if failed or (self.unsent and zeroed):
             for replica in self._replicas or ():
                 replica.collect_grads()
                 replica.grads.zero_()
             self._backward_runs, self.unsent = 0, False
-
-    def _zeroed(self) -> bool:
-        """Whether the home gradients were set to None or to zero since the last backward pass."""
-        grads = [p.grad for p in self._bank.parameters()]
-        return all(
-            g is None or (_identity(g) != was and not g.any()) for g, was in zip(grads, self._grads_seen, strict=False)
-        )
 
     # --- the step's end ---
 

@@ -18,7 +18,7 @@ from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Action, Launch, Window
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.recording import Recording
-from prophet.scheduler.replicas import BlockReplicas, Carrier, in_backward
+from prophet.scheduler.replicas import BlockReplicas, Carrier, GradsSeen, in_backward
 from prophet.scheduler.schedules import Schedule, by_window
 from prophet.scheduler.windows import Stopwatch, WindowClock
 from prophet.spec import Placement
@@ -61,6 +61,7 @@ class Runtime:
         self.table = {w: [Launch.of(a) for a in actions] for w, actions in by_window(schedule).items()}
         self.sync_gradients = True
         self.recording: Recording | None = None
+        self.shared: Sequence[torch.Tensor] = ()  # parameters that all ranks train, by which to see what was zeroed
         self.step: Step | None = None
 
     @property
@@ -106,6 +107,7 @@ class Step:
             for i, (block, placement, form) in enumerate(zip(runtime.blocks, placements, forms, strict=True))
         ]
         self._graph_task = -1  # the backward pass whose end is being waited for
+        self._shared_grads = GradsSeen(lambda: runtime.shared)
 
     def enter(self, window: Window) -> None:
         """Launch the transfers that belong to `window`, which is about to start."""
@@ -133,8 +135,9 @@ class Step:
         if in_backward():
             return
         failed, self._graph_task = self._graph_task != -1, -1  # a pass that ends well leaves -1
+        zeroed = self._shared_grads.zeroed() if any(block.unsent for block in self.blocks) else None
         for block in self.blocks:
-            block.forget(failed=failed)
+            block.forget(failed=failed, zeroed=zeroed)
 
     def finish_gradients(self) -> bool:
         """Bring home whatever is still away; whether there was anything."""
@@ -174,6 +177,7 @@ class Step:
             return
         runtime.windows.close()
         self._finish([block for block in self.blocks if self._final(block)])
+        self._shared_grads.remember()
         for block in self.blocks:
             block.backward_ended()
         if runtime.recording is not None:

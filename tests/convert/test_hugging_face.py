@@ -245,6 +245,28 @@ def test_another_clamp_is_refused_by_name() -> None:
         prophet.convert(model)
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "qwen2"])
+def test_weight_decay_is_for_the_parameters_that_it_was_for(family: str) -> None:
+    """Trainer's rule, by name, and nanoGPT's, by dimension: as many numbers are decayed as before."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    model = hugging_face(family)
+
+    def decayed() -> list[int]:
+        params = dict(model.named_parameters())
+        trainer = transformers.Trainer.get_decay_parameter_names(None, model)
+        return [
+            sum(params[name].numel() for name in trainer),
+            sum(p.numel() for n, p in params.items() if "expert" in n and p.dim() >= 2 and "bias" not in n),
+            sum(p.numel() for n, p in params.items() if "expert" in n and p.dim() < 2),
+        ]
+
+    before = decayed()
+    if family == "gpt_oss":  # whose own biases have two dimensions
+        before[2] = sum(p.numel() for n, p in model.named_parameters() if "expert" in n and "bias" in n)
+    prophet.convert(model)
+    assert decayed() == before
+
+
 def test_low_precision() -> None:
     model = hugging_face("mixtral", intermediate_size=16).bfloat16()
     state = {n: t.clone() for n, t in model.state_dict().items()}

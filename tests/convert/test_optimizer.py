@@ -21,7 +21,8 @@ from tests.helpers.expert_lists import EXPERTS, DeepseekV3MoE, Net, net_loss
 from tests.helpers.hand_written import DIM, FloatSoftmax, HandWritten
 from tests.helpers.hand_written import EXPERTS as EIGHT
 from tests.helpers.moe_models import batches, hugging_face, loss_of
-from tests.helpers.support import on_threads
+from tests.helpers.support import RandomPlanner, on_threads
+from tests.helpers.training import average
 
 Made = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -39,14 +40,17 @@ def grouped(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, scaler: Any = None) -> float:
+def step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, scaler: Any = None, group: Any = None
+) -> float:
     optimizer.zero_grad()
     loss = net_loss(model, ids)[0]
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if group is not None:
+        average(model, group, loss.detach())
     if scaler is None:
-        loss.backward()
         optimizer.step()
     else:
-        scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
     return float(loss.detach())
@@ -78,7 +82,10 @@ def own_state(layer: Any, optimizer: torch.optim.Optimizer, name: str, local: in
     return {k: v[local][rows] if isinstance(v, Tensor) and v.ndim else v for k, v in state.items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+USUAL = ("AdamW", "AdamW fused", "SGD momentum")
+
+
+@pytest.mark.parametrize("kind", [k if k in USUAL else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_states_move_bit_for_bit_and_the_run_goes_on(kind: str) -> None:
     """On two ranks for the states, on one for the steps that follow, in float64 against a run that is not converted."""
     ids = [batches(1, s)[0] for s in range(5)]
@@ -137,9 +144,10 @@ def test_states_move_bit_for_bit_and_the_run_goes_on(kind: str) -> None:
 
 @pytest.mark.parametrize("case", ["LambdaLR", "OneCycleLR", "GradScaler", "foreach", "fused"])
 def test_losses_are_those_of_an_optimizer_that_is_built_afterwards(case: str) -> None:
-    def losses(after: bool) -> list[float]:
-        model = Net()
+    """On two ranks that are balanced, but for the scaler, whose overflows thread ranks do not share."""
+    ranks = 1 if case == "GradScaler" else 2
 
+    def run(model: nn.Module, after: bool, group: Collective) -> list[float]:
         def built() -> tuple[torch.optim.Optimizer, Any, Any]:
             optimizer = adamw([{"params": list(model.parameters())}], **({case: True} if case.islower() else {}))
             scheduler: Any = None
@@ -150,17 +158,23 @@ def test_losses_are_those_of_an_optimizer_that_is_built_afterwards(case: str) ->
             return optimizer, scheduler, torch.amp.GradScaler("cpu", 64.0) if case == "GradScaler" else None
 
         optimizer, scheduler, scaler = (None, None, None) if after else built()
-        prophet.convert(model, optimizer=optimizer)
+        prophet.convert(model, optimizer=optimizer, group=group)
         if optimizer is None:
             optimizer, scheduler, scaler = built()
+        engine = prophet.attach(model, optimizer, config=prophet.EngineConfig(planner=RandomPlanner(0, 0.6)))
         found = []
         for s in range(6):
-            found.append(step(model, optimizer, batches(1, s)[0], scaler))
+            found.append(step(model, optimizer, batches(ranks, s)[group.rank], scaler, group))
             if scheduler is not None:
                 scheduler.step()
+        engine.close()
         return found
 
-    assert losses(after=False) == losses(after=True)
+    before, after = (
+        on_threads(ranks, lambda group, m=models, a=a: run(m[group.rank], a, group))
+        for a, models in ((a, [Net() for _ in range(ranks)]) for a in (False, True))
+    )
+    assert before == after
 
 
 def test_a_stacked_form_that_is_transposed_and_interleaved() -> None:
@@ -452,6 +466,14 @@ def test_trying_an_optimizer_leaves_it_and_its_scheduler_alone() -> None:
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_a_muon_is_not_elementwise() -> None:
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [(torch.optim.Muon, False), (torch.optim.Adafactor, False), (Lamb, False), (torch.optim.RAdam, True)],
+)
+@pytest.mark.parametrize("warm_up", [False, True])
+def test_an_optimizer_that_treats_matrices_as_a_whole_is_told_by_trying(kind: Any, wanted: bool, warm_up: bool) -> None:
     p = nn.Parameter(torch.randn(4, 3))
-    assert not is_elementwise(torch.optim.Muon([p]), 0, p)
+    optimizer = kind([p], lr=0.01)
+    if warm_up:
+        torch.optim.lr_scheduler.LambdaLR(optimizer, float)  # begins at 0
+    assert is_elementwise(optimizer, 0, p) == wanted

@@ -171,6 +171,9 @@ def test_there_and_back_is_exact(kind: type[nn.Module]) -> None:
         mine = copies[group.rank]
         kinds = [type(m) for m in mine.modules()]
         prophet.convert(mine, group=group, verify=kind is not NoisyDropout, **options_of(kind))
+        here = range(group.rank * EXPERTS // 2, (group.rank + 1) * EXPERTS // 2)
+        elsewhere = tuple(f"blocks.{b}.experts.{e}." for b in range(2) for e in range(EXPERTS) if e not in here)
+        assert set(mine.state_dict()) == {n for n in state if not n.startswith(elsewhere)}
         with torch.no_grad():
             for p in mine.parameters():
                 p.add_(1.0)

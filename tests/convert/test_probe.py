@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import prophet
+from prophet.convert import original_state_dict
 from prophet.convert.base import RowOrder
 from prophet.convert.probe import activation_of, identify
 from prophet.errors import ConversionError, SpecError
@@ -192,3 +194,49 @@ def test_biases_have_a_name(b_in: bool, b_out: bool) -> None:
 def test_a_bias_that_is_none_of_the_four_is_refused() -> None:
     with pytest.raises(SpecError, match="bias must be True, False, 'in' or 'out', got 'both'"):
         has_biases("both")  # type: ignore[arg-type]
+
+
+# --- names in a state dict ---
+
+
+class Block(nn.Module):
+    """Top-2 of four experts, by a loop."""
+
+    def __init__(self, expert: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, 4)
+        self.experts = nn.ModuleList(expert() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(dim=-1).topk(2, dim=-1)
+        y = torch.zeros_like(x)
+        for e, expert in enumerate(self.experts):
+            at, place = torch.where(ids == e)
+            if len(at):
+                y[at] += weights[at, place, None] * expert(x[at])
+        return y
+
+
+@pytest.mark.parametrize(
+    ("expert", "kept"),
+    [
+        (lambda: Two(F.silu, True, False), True),
+        (lambda: Two(F.relu, False, True), True),
+        (lambda: Three(F.gelu, True, False), True),
+        (lambda: Fused(lambda g, u: F.gelu(g) * u, RowOrder()), True),
+        (lambda: Fused(lambda g, u: F.gelu(g) * u, RowOrder(up_first=True)), False),
+        (lambda: Fused(lambda g, u: F.gelu(g) * u, RowOrder(interleaved=True), bias=False), False),
+    ],
+)
+def test_a_key_of_the_original_holds_the_original(expert: Callable[[], nn.Module], kept: bool) -> None:
+    """Rows in another order than the kernels' have the library's names; `original_state_dict` has the originals."""
+    model = nn.Sequential(Block(expert))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = prophet.convert(model)
+    assert report.replaced[0].spec.bank == "feed-forward"
+    own, originals = ({n: v for n, v in state.items() if ".experts." in n} for state in (model.state_dict(), before))
+    assert set(own) == set(originals) if kept else not set(own) & set(originals)
+    assert all(torch.equal(own[n], originals[n]) for n in own if n in originals)
+    now = original_state_dict(model)
+    assert set(now) == set(before)
+    assert all(torch.equal(now[n], v) for n, v in before.items())

@@ -22,6 +22,7 @@ from tests.helpers.hand_written import (
     ExpertChoice,
     FloatSoftmax,
     HandWritten,
+    NoisyDropout,
     Swiglu,
     SwitchCapacity,
     TwoPaths,
@@ -111,6 +112,21 @@ class FirstCall(Plain):
         return tokens * self.table
 
 
+class InPlace(Plain):
+    """Writes the weights into the experts' answers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, DIM)
+        top, ids = self.gate(tokens).topk(TOP_K, dim=-1)
+        weights, y = top.softmax(dim=-1), torch.zeros_like(tokens)
+        for e, expert in enumerate(self.experts):
+            at, place = torch.where(ids == e)
+            rows = expert(tokens[at])
+            rows *= weights[at, place, None]
+            y.index_add_(0, at, rows)
+        return y.view(x.shape)
+
+
 class Container(nn.Module):
     """Holds the experts, and is told by the block around it which ones to run."""
 
@@ -170,7 +186,7 @@ def loss_of(model: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     return (y - 1).square().mean() + 0.1 * extra, y
 
 
-@pytest.mark.parametrize("kind", [Jitter, ScaledInputs, FirstCall, Nested, InAList])
+@pytest.mark.parametrize("kind", [Jitter, ScaledInputs, FirstCall, InPlace, Nested, InAList])
 def test_two_passes_are_one(kind: type[nn.Module]) -> None:
     ranks, model = 2, HandWritten(kind)
     steps = [tokens_of(ranks, s) for s in range(2)]
@@ -218,6 +234,21 @@ def test_random_numbers_go_on_where_the_block_would_have_left_them() -> None:
             one(x)
             drawn.append(torch.rand(3))
     assert torch.equal(*drawn)
+
+
+def test_what_experts_have_drawn_is_not_drawn_again() -> None:
+    x, states = tokens_of(1, 0)[0], []
+    for p in (0.0, 0.1):
+        model = HandWritten(NoisyDropout)
+        for m in model.modules():
+            if isinstance(m, nn.Dropout):
+                m.p = p
+        prophet.convert(model)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            model(x)
+            states.append(torch.get_rng_state())
+    assert not torch.equal(*states)
 
 
 # --- state that two passes would change otherwise ---
@@ -332,8 +363,59 @@ def test_a_rank_without_tokens_takes_part() -> None:
     torch.testing.assert_close(full, model(x)[0], rtol=0, atol=TOLERANCE)
 
 
-def test_autocast_gives_what_the_block_gives() -> None:
-    model = HandWritten(FloatSoftmax).float()
+class FloatOnly(Plain):
+    """Makes tensors of torch's own dtype, so that it runs in no other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, DIM)
+        top, ids = self.gate(tokens).topk(TOP_K, dim=-1)
+        y = torch.zeros(len(tokens), DIM)
+        for e, expert in enumerate(self.experts):
+            at, place = torch.where(ids == e)
+            y.index_add_(0, at, expert(tokens[at]) * top[at, place, None])
+        return y.view(x.shape)
+
+
+def test_inference_mode_and_a_block_that_runs_in_one_dtype() -> None:
+    for kind in (FloatOnly, Balanced):
+        model = HandWritten(kind).float()
+        twin = copy.deepcopy(model)
+        prophet.convert(twin)
+        for step in range(3):
+            with torch.inference_mode():
+                x = tokens_of(1, step)[0].float()
+                torch.testing.assert_close(twin(x)[0], model(x)[0], rtol=1e-4, atol=1e-4)
+
+
+class ToFloat(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+class NormFirst(Plain):
+    """Experts that begin with a norm and give float32, whatever they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(DIM), *feed_forward(), ToFloat()) for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, DIM)
+        top, ids = self.gate(tokens).topk(TOP_K, dim=-1)
+        y = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.experts):
+            at, place = torch.where(ids == e)
+            y.index_add_(0, at, (expert(tokens[at]) * top[at, place, None]).to(y.dtype))
+        return y.view(x.shape)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes"), [(FloatSoftmax, ("bfloat16", "bfloat16")), (NormFirst, ("bfloat16", "float32"))]
+)
+def test_autocast_gives_what_the_block_gives(kind: type[nn.Module], dtypes: tuple[str, str]) -> None:
+    model = HandWritten(kind).float()
     twin = copy.deepcopy(model)
     prophet.convert(twin)
     seen: list[tuple[torch.dtype, ...]] = []
@@ -345,7 +427,7 @@ def test_autocast_gives_what_the_block_gives() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             found.append(one(x)[0])
         handle.remove()
-    assert set(seen) == {(torch.bfloat16, torch.bfloat16)}
+    assert {tuple(str(t).removeprefix("torch.") for t in pair) for pair in seen} == {dtypes}
     assert found[0].dtype == found[1].dtype
     torch.testing.assert_close(found[1], found[0], rtol=0.02, atol=0.02)
 
@@ -363,6 +445,15 @@ def test_experts_are_called_by_their_block_alone() -> None:
         layer[2](x[0, 0, :3], mode="fast")
 
 
+class ChangesItsRows(Plain):
+    """Gives its experts what others have answered, after it was converted."""
+
+    odd = False
+
+    def rows_of(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        return tokens + self.experts[0](tokens).mean() if self.odd else tokens
+
+
 class ChangesItsMind(FloatSoftmax):
     """Calls its experts another way after it was converted."""
 
@@ -374,8 +465,9 @@ class ChangesItsMind(FloatSoftmax):
         return super().forward(hidden_states)
 
 
-def test_rows_that_depend_on_answers_are_an_error_at_run_time() -> None:
-    model: Any = HandWritten(ChangesItsMind)
+@pytest.mark.parametrize("kind", [ChangesItsMind, ChangesItsRows])
+def test_rows_that_depend_on_answers_are_an_error_at_run_time(kind: type[nn.Module]) -> None:
+    model: Any = HandWritten(kind)
     prophet.convert(model)
     x = tokens_of(1, 0)[0]
     model(x)

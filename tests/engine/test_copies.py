@@ -1,4 +1,4 @@
-"""Experts that every rank has initialised alike are noticed when an engine is attached."""
+"""Experts that every rank has initialised alike are noticed in the first step."""
 
 from __future__ import annotations
 
@@ -36,19 +36,38 @@ def built(group: Any, how: str) -> nn.Module:
     return model
 
 
+def first_step(model: nn.Module) -> None:
+    engine = prophet.attach(model)
+    try:
+        model(torch.ones(3, DIM)).sum().backward()
+    finally:
+        engine.close()
+
+
 def test_init_after_building_is_refused_with_the_line_to_write() -> None:
     def body(group: Any) -> None:
         text = r"expert 0 of rank 0 and expert 2 of rank 1 have weights .* bit for bit.*expert=lambda: Expert\(\)"
         with pytest.raises(ConfigMismatch, match=text):
-            prophet.attach(built(group, "afterwards"))
+            first_step(built(group, "afterwards"))
+
+    on_threads(2, body)
+
+
+def test_a_checkpoint_may_be_loaded_after_attaching() -> None:
+    def body(group: Any) -> None:
+        model, other = built(group, "afterwards"), built(group, "inside")
+        engine = prophet.attach(model)
+        model.load_state_dict(other.state_dict())
+        model(torch.ones(3, DIM)).sum().backward()
+        engine.close()
 
     on_threads(2, body)
 
 
 def test_init_of_each_expert_is_what_it_says() -> None:
-    on_threads(2, lambda group: prophet.attach(built(group, "inside")).close())
+    on_threads(2, lambda group: first_step(built(group, "inside")))
 
 
 def test_copies_of_one_expert_are_a_warning() -> None:
     with pytest.warns(UserWarning, match="all its experts are, so they may have been copied on purpose"):
-        on_threads(2, lambda group: prophet.attach(built(group, "copies")).close())
+        on_threads(2, lambda group: first_step(built(group, "copies")))

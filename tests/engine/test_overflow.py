@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -152,9 +153,12 @@ def test_a_rank_without_gradients_follows_the_others() -> None:
 def test_without_an_engine(attached: str) -> None:
     """Of a model that was converted, or whose engine was closed, the ranks act alike as well."""
 
+    with seeded(3):
+        built = nn.Sequential(nn.Linear(DIM, DIM), MixtralSparseMoeBlock())
+    models = [built, copy.deepcopy(built)]
+
     def body(group: Collective) -> float:
-        with seeded(3):
-            model = nn.Sequential(nn.Linear(DIM, DIM), MixtralSparseMoeBlock())
+        model = models[group.rank]
         prophet.convert(model, group=group)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         if attached == "no longer":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -74,7 +75,7 @@ class MixedLoRA(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(D, D).requires_grad_(False).bfloat16()
-        self.scale = nn.Parameter(torch.randn(D).bfloat16())
+        self.scale = nn.Parameter(torch.randn(1).bfloat16())
         self.a, self.b = nn.Linear(D, 2, bias=False), nn.Linear(2, D, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,8 +86,8 @@ class MixedLoRA(nn.Module):
 def test_several_dtypes_travel_and_only_what_trains_comes_back() -> None:
     made = bank(MixedLoRA)
     assert (made.flat_dtype, made.grad_dtype) == (torch.uint8, torch.float32)
-    assert made.expert_numel == 2 * (D * D + D + D) + 4 * (2 * D + 2 * D)  # bytes
-    assert made.grad_numel == D + 2 * D + 2 * D
+    assert made.expert_numel == 2 * (D * D + D + 1) + 4 * (2 * D + 2 * D)  # bytes
+    assert made.grad_numel == 1 + 2 * D + 2 * D
     shape = made.shape()
     assert (shape.expert_bytes, shape.expert_grad_bytes) == (made.expert_numel, 4 * made.grad_numel)
 
@@ -254,6 +255,31 @@ def test_a_parameter_that_is_put_in_later_is_refused() -> None:
         made.check_parameters()
 
 
+def test_adapters_of_peft_come_before_the_layer() -> None:
+    """On experts that a layer is made of they train, and travel alone; put on later they are refused."""
+    peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
+    config = peft.LoraConfig(target_modules=["w1", "w2"], r=2)
+
+    def adapted() -> nn.Module:
+        expert: nn.Module = peft.inject_adapter_in_model(config, KINDS["silu"]())
+        return expert
+
+    made = bank(adapted)
+    made.check_parameters()
+    assert made.grad_numel == 2 * (D + 12) * 2
+    made.run(torch.ones(1, D), [1, 0]).sum().backward()
+    trained = [n for n, p in made.named_parameters() if p.grad is not None]
+    assert trained == [f"2.w{i}.lora_{a}.default.weight" for i in (1, 2) for a in "AB"]
+    layer = prophet.MoE(D, num_experts=2, expert=KINDS["silu"], group=ThreadWorld(1).collective(0))
+    whole = nn.Sequential(OrderedDict(first=nn.Linear(D, D), moe=layer))
+    model = peft.get_peft_model(whole, peft.LoraConfig(target_modules=["first"], r=2))
+    model(torch.ones(2, D)).sum().backward()  # elsewhere they may be: the experts are frozen
+    assert layer.experts.grad_numel == 0
+    late = peft.get_peft_model(nn.Sequential(layer), config)
+    with pytest.raises(ValueError, match=r"expert 0: parameter w1\.lora_A.* put adapters on the experts before"):
+        late(torch.ones(2, D))
+
+
 # --- refusals ---
 
 
@@ -354,7 +380,7 @@ def test_an_expert_that_answers_otherwise_later_is_named() -> None:
     [
         ({}, "expected either hidden, the size of feed-forward experts, or expert"),
         ({"hidden": 4, "expert": KINDS["silu"]}, "expected either hidden"),
-        ({"expert": KINDS["silu"], "bias": False}, "activation and bias belong to feed-forward experts"),
+        ({"expert": KINDS["silu"], "bias": False}, "belong to feed-forward experts: leave them out"),
         ({"expert": lambda: "x"}, "expected a function that makes a new torch.nn.Module every time, got str"),
     ],
 )

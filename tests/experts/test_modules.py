@@ -12,8 +12,9 @@ import prophet
 from prophet.engine.config import Experiment
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
+from prophet.spec import IntArray, Placement, PlanContext, Split
 from tests.helpers.expert_kinds import KINDS, Checkpointed, D, Reference, Stack
-from tests.helpers.support import RandomPlanner, on_threads
+from tests.helpers.support import FixedPlanner, RandomPlanner, on_threads
 
 TOKENS, STEPS, LR = 6, 3, 0.1
 Grads = dict[str, Tensor | None]
@@ -100,8 +101,13 @@ def check(make: Callable[[], nn.Module], ranks: int, **options: object) -> None:
                 torch.testing.assert_close(got, x, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize("kind", KINDS)
+EIGHT = [
+    pytest.param(kind, 8, marks=() if kind in ("linear", "lora", "checkpointed") else pytest.mark.slow)
+    for kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, ranks) for kind in KINDS for ranks in (1, 2, 4)), *EIGHT])
 def test_gradients_are_those_of_a_loop_over_the_experts(kind: str, ranks: int) -> None:
     check(KINDS[kind], ranks)
 
@@ -116,3 +122,78 @@ def test_with_gradient_accumulation_and_parameters_that_are_fetched_again(
 
 def test_an_expert_that_recomputes_with_reentrant_checkpointing() -> None:
     check(lambda: Checkpointed(use_reentrant=True), 2)
+
+
+class AllAway(FixedPlanner):
+    """Every row of an expert that has a replica goes there."""
+
+    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
+        tokens = Split.to_homes(load, placement).tokens.copy()
+        for expert, rank in placement.replicas():
+            home = int(placement.home[expert])
+            tokens[:, expert, rank] += tokens[:, expert, home]
+            tokens[:, expert, home] = 0
+        return Split(tokens)
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_a_rank_without_rows_takes_part_in_the_backward_pass(wanted: bool) -> None:
+    """wanted: whether the rows have gradients, as they have in all layers but a first one."""
+
+    def body(group: Collective) -> Tensor | None:
+        model = Stack(KINDS["linear"], group, experts=4, blocks=1)
+        with torch.no_grad():
+            model.layers[0].gate.weight.zero_()  # type: ignore[union-attr, operator]
+            model.layers[0].gate.weight[:2] = 1.0  # type: ignore[union-attr, index]
+        x = torch.ones(2, D, dtype=torch.float64, requires_grad=wanted)
+        loss_of(model(x)).backward()
+        grads = [p.grad for n, p in model.named_parameters() if "experts" in n]
+        assert [g is None for g in grads] == [group.rank == 1] * len(grads)
+        return x.grad
+
+    one, two = on_threads(2, body, timeout_s=10)
+    assert (one is not None) == (two is not None) == wanted
+    if one is not None and two is not None:
+        torch.testing.assert_close(one, two)
+        assert one.abs().sum() > 0
+
+
+@pytest.mark.parametrize("passes", [(2, 2), (2, 1, 2)])
+def test_gradients_accumulate_or_are_thrown_away_where_only_replicas_computed(passes: tuple[int, ...]) -> None:
+    """Rank 1 computes both visited experts, which are rank 0's: neither rank's own experts have a gradient to see.
+
+    The step of one backward pass is given up in the middle: zero_grad throws away what the replicas have not sent.
+    """
+
+    def favour(model: Stack) -> Stack:
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.gate.weight.zero_()  # type: ignore[union-attr, operator]
+                layer.gate.weight[:2] = 1.0  # type: ignore[union-attr, index]
+        return model
+
+    x = torch.ones(2, D, dtype=torch.float64)
+
+    def body(group: Collective) -> Grads:
+        model = favour(Stack(KINDS["linear"], group, experts=4, blocks=1))
+        config = prophet.EngineConfig(planner=AllAway([(0, 1), (1, 1), (2, 0)]), slots_per_rank=2, accumulation_steps=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        engine = prophet.attach(model, optimizer, config=config)
+        for backward_passes in passes:
+            model.zero_grad()
+            for _ in range(backward_passes):
+                loss_of(model(x)).backward()
+            if backward_passes == 2:
+                optimizer.step()
+        engine.close()
+        return {n: p.grad for n, p in model.named_parameters() if "experts" in n}
+
+    alone = favour(Stack(KINDS["linear"], ThreadWorld(1).collective(0), experts=4, blocks=1))
+    for _ in range(2):
+        loss_of(alone(x)).backward()
+    for found in on_threads(2, body):
+        for name, grad in found.items():
+            want = alone.get_parameter(name).grad
+            assert (grad is None) == (want is None), name
+            if grad is not None and want is not None:
+                torch.testing.assert_close(grad, want, rtol=0, atol=1e-12)

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from prophet.engine.copies import COMPARISON
 from prophet.ranks.collective import Channel, Collective, Done, Operation, Pending, check_rows
 from prophet.ranks.messages import HEAD
 
@@ -55,11 +56,10 @@ class RecordingCollective(Collective):
 
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         self.calls.append(Recorded("all_gather", op, channel, (x.numel() * x.element_size(),) * self.size))
-        if op.name == "comparison of experts":
-            found = torch.stack([x] * self.size)
-            found[:, HEAD:] += torch.arange(self.size).unsqueeze(1)
-            return found
-        return torch.stack([x] * self.size)
+        rows = torch.stack([x] * self.size)
+        if op.name == COMPARISON:  # peers have other experts
+            rows[:, HEAD:] += torch.arange(self.size).unsqueeze(1)
+        return rows
 
     def exchange(
         self,

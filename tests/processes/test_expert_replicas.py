@@ -165,3 +165,28 @@ def test_balancing_biases_follow_the_choices_of_all_groups() -> None:
 def test_a_model_without_experts() -> None:
     with pytest.raises(ValueError, match=r"has no prophet\.MoE layer"):
         ExpertReplicas(torch.nn.Linear(2, 2), ThreadWorld(1).collective(0))
+
+
+def test_experts_without_rows_keep_no_process_waiting() -> None:
+    """Two copies of a layer of modules: one has no tokens at all, and one expert is visited by neither."""
+
+    def body(replicas: Any) -> Any:
+        with seeded(3):
+            layer = prophet.MoE(4, num_experts=3, top_k=1, expert=lambda: torch.nn.Linear(4, 4), group=alone)
+            with torch.no_grad():
+                layer.gate.weight.zero_()
+                layer.gate.weight[0, 0], layer.gate.weight[1, 0] = 1.0, -1.0
+        averager = ExpertReplicas(layer, replicas)
+        x = torch.tensor([[1.0, 2, 3, 4], [-1.0, 2, 3, 4]])[: 2 * (1 - replicas.rank)]
+        layer(x.requires_grad_()).sum().backward()
+        averager.close()
+        return [[None if p.grad is None else p.grad.clone() for p in e.parameters()] for e in layer.experts.children()]
+
+    from tests.helpers.support import on_threads
+
+    alone = ThreadWorld(1).collective(0)
+    one, two = on_threads(2, body, timeout_s=10)
+    assert one[2] == two[2] == [None, None]
+    for a, b in zip(one[:2], two[:2], strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+        assert torch.equal(a[1], torch.full((4,), 0.5))  # the mean of one row's gradient and of none

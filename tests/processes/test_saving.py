@@ -62,7 +62,7 @@ def test_one_rank_alone_is_refused_soon(lone: int, tmp_path: Path) -> None:
         assert "rank 0: save_pretrained failed: rank 0 waited 4 s for rank(s) [1]" in said[0][0]
     else:
         wanted = "rank 1: save_pretrained failed: rank(s) [0] went on without this call, while rank 1 waited; rank 0"
-        assert f"{wanted} was at exchange of counts, forward pass" in said[0][0]
+        assert f"{wanted} was in exchange of counts, forward pass" in said[0][0]
     for name in ("together", "late"):
         loaded: Any = type(hugging_face("mixtral"))
         found = loaded.from_pretrained(tmp_path / name).state_dict()

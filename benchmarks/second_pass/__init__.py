@@ -1,0 +1,1 @@
+"""What it costs that a block of somebody's own code runs twice."""
