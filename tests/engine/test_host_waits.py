@@ -17,8 +17,10 @@ import torch
 
 import prophet
 from prophet.engine.parallel import clip_grad_norm_, update_biases
+from prophet.errors import OutOfStep
 from prophet.kernels.choice import triton_available
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.messages import share, tell
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.paths import INTERPRETED, one_kernel_at_a_time
 from tests.helpers.pretend_device import NAME, SUPPORTED, kernels_in_the_interpreter, on_pretended_device, values
@@ -115,6 +117,27 @@ def test_biases_of_several_replicas_are_updated_without_waiting() -> None:
             return watch.waits
 
     assert on_threads(2, rank) == [[], []]
+
+
+def test_what_a_rank_says_in_another_operation_is_no_norm() -> None:
+    """The rank that asks for the norm does not look, and so cannot raise: it gets NaN. The other one raises."""
+
+    def rank(group: Collective) -> list[list[float]]:
+        with on_pretended_device() as watch:
+            if group.rank == 1:
+                with pytest.raises(OutOfStep, match=r"rank\(s\) \[0\] at gradient norm"):
+                    tell(group, [1], op=Operation("exchange of counts", 0), device=torch.device(NAME))
+                return []
+            mine = torch.ones(2, dtype=torch.float64).to(NAME)
+            watch.waits.clear()
+            found = share(group, mine, op=Operation("gradient norm"))
+            assert watch.waits == []
+            table: list[list[float]] = values(found).tolist()
+            return table
+
+    ours, theirs = on_threads(2, rank)[0]
+    assert ours == [1.0, 1.0]
+    assert all(value != value for value in theirs)
 
 
 def waited(body: Any) -> int:
