@@ -22,6 +22,7 @@ from tests.helpers.hand_written import (
     ExpertChoice,
     FloatSoftmax,
     HandWritten,
+    NoisyDropout,
     Swiglu,
     SwitchCapacity,
     TwoPaths,
@@ -235,6 +236,21 @@ def test_random_numbers_go_on_where_the_block_would_have_left_them() -> None:
     assert torch.equal(*drawn)
 
 
+def test_what_experts_have_drawn_is_not_drawn_again() -> None:
+    x, states = tokens_of(1, 0)[0], []
+    for p in (0.0, 0.1):
+        model = HandWritten(NoisyDropout)
+        for m in model.modules():
+            if isinstance(m, nn.Dropout):
+                m.p = p
+        prophet.convert(model)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            model(x)
+            states.append(torch.get_rng_state())
+    assert not torch.equal(*states)
+
+
 # --- state that two passes would change otherwise ---
 
 
@@ -429,6 +445,15 @@ def test_experts_are_called_by_their_block_alone() -> None:
         layer[2](x[0, 0, :3], mode="fast")
 
 
+class ChangesItsRows(Plain):
+    """Gives its experts what others have answered, after it was converted."""
+
+    odd = False
+
+    def rows_of(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        return tokens + self.experts[0](tokens).mean() if self.odd else tokens
+
+
 class ChangesItsMind(FloatSoftmax):
     """Calls its experts another way after it was converted."""
 
@@ -440,8 +465,9 @@ class ChangesItsMind(FloatSoftmax):
         return super().forward(hidden_states)
 
 
-def test_rows_that_depend_on_answers_are_an_error_at_run_time() -> None:
-    model: Any = HandWritten(ChangesItsMind)
+@pytest.mark.parametrize("kind", [ChangesItsMind, ChangesItsRows])
+def test_rows_that_depend_on_answers_are_an_error_at_run_time(kind: type[nn.Module]) -> None:
+    model: Any = HandWritten(kind)
     prophet.convert(model)
     x = tokens_of(1, 0)[0]
     model(x)
