@@ -114,7 +114,7 @@ def _check_alone_in_its_block(listing: Listing, found: list[Listing]) -> None:
 def _tried(model: nn.Module, name: str, modules: nn.ModuleList, named: bool) -> Listing:
     """The list as experts. Raises `_Not` where it holds none."""
     _check_alike(modules)
-    why = "no module around it could be run"
+    why = "its modules do not take one tensor of rows, or none around it takes one of tokens"
     for tried in _around(name):
         outer = model.get_submodule(tried)
         inside = {id(p) for p in modules.parameters()}
