@@ -107,7 +107,7 @@ def deepspeed_layer(sizes: Sizes, state: Mapping[str, Tensor], first: int, exper
         for j, own in enumerate(inner.experts.deepspeed_experts):
             for index, suffix in ((0, "in"), (2, "out")):
                 own[index].weight.copy_(state[f"experts.w_{suffix}.{first + j}"])
-                own[index].bias.copy_(state[f"experts.b_{suffix}.{first + j}"])
+                own[index].bias.copy_(state[f"experts.bias_{suffix}.{first + j}"])
     return layer  # type: ignore[no-any-return]
 
 

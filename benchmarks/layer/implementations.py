@@ -21,12 +21,13 @@ from prophet.experts.gate import GateConfig
 from prophet.ranks.collective import Collective
 from prophet.spec import Topology
 
-OURS = ("prophet", "static")
+MODULES = ("modules", "modules-static")  # experts that are modules of the user's own, with and without replicas
+OURS = ("prophet", "static", *MODULES)
 INSTALL = {
     "deepspeed": "pip install deepspeed",
     "tutel": "NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel",
 }
-PEERS = ("static", *INSTALL)
+PEERS = ("static", *MODULES, *INSTALL)
 NAMES = ("prophet", *PEERS)
 # where the time of one of our steps goes: column, and what the layer and the engine call it
 PARTS = {
@@ -107,6 +108,10 @@ class Implementation:
     def gradients(self) -> dict[str, Tensor]:
         """Gradients of the last step: the gate's [E, D], w_in [m, H, D] and w_out [m, D, H] as means over ranks."""
         inner: Any = self.layer
+        if self.name in MODULES:
+            own = inner.experts.home_experts()
+            w_in, w_out = (torch.stack([_or_zero(e[i].weight) for e in own]) for i in (0, 2))
+            return {"gate": inner.gate.weight.grad, "w_in": w_in, "w_out": w_out}
         if self.name in OURS:
             return {"gate": inner.gate.weight.grad, "w_in": inner.experts.w_in.grad, "w_out": inner.experts.w_out.grad}
         inner = inner.layer
@@ -135,9 +140,34 @@ def build(
         return Implementation(name, Peer(make(sizes, state, collective.rank * m, m, ranks)), ranks)
     # of one choice the peers keep the probability as its weight
     gate = GateConfig(normalize=sizes.top_k > 1)
-    layer = prophet.MoE(sizes.dim, sizes.hidden, sizes.experts, sizes.top_k, gate=gate, group=collective)
-    layer.load_state_dict(dict(state))
+    if name in MODULES:
+        layer = prophet.MoE(
+            sizes.dim,
+            num_experts=sizes.experts,
+            top_k=sizes.top_k,
+            expert=lambda: nn.Sequential(
+                nn.Linear(sizes.dim, sizes.hidden), nn.GELU(), nn.Linear(sizes.hidden, sizes.dim)
+            ),
+            gate=gate,
+            group=collective,
+        )
+        layer.load_state_dict({_as_modules(key): value for key, value in state.items()})
+    else:
+        layer = prophet.MoE(sizes.dim, sizes.hidden, sizes.experts, sizes.top_k, gate=gate, group=collective)
+        layer.load_state_dict(dict(state))
     engine = None
-    if name == "prophet":
+    if name in ("prophet", "modules"):
         engine = prophet.attach(layer, config=prophet.EngineConfig(planner="prophet", topology=topology))
     return Implementation(name, layer, ranks, engine)
+
+
+def _as_modules(key: str) -> str:
+    """What the experts' entry `key` of `prophet.MoE` is called where they are modules."""
+    names = {"w_in": "0.weight", "bias_in": "0.bias", "w_out": "2.weight", "bias_out": "2.bias"}
+    parts = key.split(".")
+    return f"experts.{parts[2]}.{names[parts[1]]}" if parts[0] == "experts" else key
+
+
+def _or_zero(p: nn.Parameter) -> Tensor:
+    """Its gradient; an expert without rows has none."""
+    return torch.zeros_like(p) if p.grad is None else p.grad

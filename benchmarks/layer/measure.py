@@ -80,6 +80,15 @@ def difference(name: str, got: Tensor | None, expected: Tensor | None) -> str | 
     return None
 
 
+def padding(static: Implementation, sizes: Sizes) -> float:
+    """Rows that DeepSpeed computes without dropping over rows that were chosen, in the last step: every rank sends as
+    many for every expert as any rank has for any.
+    """
+    stats = getattr(static.layer, "stats", None)
+    load = np.zeros((1, 1)) if stats is None else stats.load
+    return float(load.max() * load.size / load.sum())
+
+
 def anywhere(collective: Collective, problem: str | None) -> str | None:
     """A rank's problem, told to all; collective."""
     flags = collective.all_gather(torch.tensor([int(problem is not None)]), op=Operation("check of a layer"))
@@ -122,6 +131,7 @@ def measure(
             problem = wrong(one, built["static"], batches, d_y) if name != "static" else None
             if (told := anywhere(collective, problem)) is not None:
                 bad[name] = told
+        padded = padding(built["static"], sizes)
         right = [built[n] for n in names if n in built and n not in bad]
         timed = time_all(collective, right, batches, d_y, repetitions)
         ours_ms = timed.get("prophet", {}).get("fwd_bwd_ms")
@@ -133,6 +143,8 @@ def measure(
                 row["wrong"] = bad[name]
             else:
                 row |= timed[name]
+                if name == "deepspeed":
+                    row["rows_padded"] = padded
                 row["ratio_to_prophet"] = row["fwd_bwd_ms"] / ours_ms if ours_ms else None
             rows.append(row)
         for one in built.values():

@@ -37,16 +37,17 @@ def show(rows: Sequence[Row], console: Console | None = None) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("ranks", "skew", "implementation"):
         table.add_column(name, no_wrap=True)
-    for name in ("fwd ms", "fwd+bwd ms", "ratio", "max/mean", "replicas"):
+    for name in ("fwd ms", "fwd+bwd ms", "ratio", "max/mean", "replicas", "rows"):
         table.add_column(name, justify="right")
     for r in rows:
         words = r.get("wrong") or r.get("note")
-        cells = [words or "", *[""] * 4]
+        cells = [words or "", *[""] * 5]
         if words is None:
             ratio = r["ratio_to_prophet"]
             cells = [f"{r['fwd_ms']:.2f}", f"{r['fwd_bwd_ms']:.2f}", "" if ratio is None else f"{ratio:.2f}"]
             cells.append(f"{r['max_mean']:.2f}" if "max_mean" in r else "")
             cells.append(f"{r['replicas']:g}" if "replicas" in r else "")
+            cells.append(f"{r['rows_padded']:.1f}x" if "rows_padded" in r else "")
         table.add_row(str(r["ranks"]), r["skew"], r.get("impl", ""), *cells)
     out.print(table)
     ours = [r for r in rows if "breakdown_ms" in r]

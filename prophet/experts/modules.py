@@ -88,7 +88,7 @@ class ModulesBank(Bank):
 
     def home_experts(self) -> list[nn.Module]:
         """The m modules that live here, in order."""
-        return [self.get_submodule(str(e)) for e in range(self.first_expert, self.first_expert + self.experts)]
+        return list(self.children())
 
     # --- computing ---
 

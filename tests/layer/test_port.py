@@ -80,3 +80,13 @@ def test_a_recomputed_pass_says_so(use_reentrant: bool) -> None:
     again = port.calls[7:]
     assert again[:6] == forward(Pass.AGAIN)[:6]
     assert again[-2:] == ["BEC", "BNEC"]
+
+
+def test_a_recomputed_pass_has_the_number_of_the_pass_that_it_repeats() -> None:
+    port = PlainPort(1, EXPERTS)
+    said = []
+    for what in (Pass.TRAINING, Pass.TRAINING, Pass.AGAIN, Pass.AGAIN, Pass.EVALUATION):
+        port.begin(what)
+        row = port.tell()
+        said.append((row.forward, row.kind))
+    assert said == [(1, "training"), (2, "training"), (2, "recomputed"), (2, "recomputed"), (3, "evaluation")]
