@@ -114,17 +114,18 @@ def _check_alone_in_its_block(listing: Listing, found: list[Listing]) -> None:
 def _tried(model: nn.Module, name: str, modules: nn.ModuleList, named: bool) -> Listing:
     """The list as experts. Raises `_Not` where it holds none."""
     _check_alike(modules)
-    why = "no module around it could be run"
+    with trying():
+        sizes = [(dim, out) for dim in _widths(modules[0]) if (out := _answer_dim(modules[0], dim)) is not None]
+    if not sizes:
+        raise _Not("its modules do not take one tensor of rows")
+    why = f"what is around it has more than {MOST_PARAMETERS:,} parameters"
     for tried in _around(name):
         outer = model.get_submodule(tried)
         inside = {id(p) for p in modules.parameters()}
         if sum(p.numel() for p in outer.parameters() if id(p) not in inside) > MOST_PARAMETERS:
             break
-        for dim in _widths(modules[0]):
+        for dim, out in sizes:
             with trying():
-                out = _answer_dim(modules[0], dim)
-                if out is None:
-                    continue
                 experiment = _Experiment(outer, name.removeprefix(f"{tried}." if tried else ""), modules, dim, out)
                 try:
                     experiment.find_input()
@@ -185,6 +186,7 @@ def _widths(expert: nn.Module) -> list[int]:
     return list(dict.fromkeys([s[-1] for s in shapes] + [s[0] for s in shapes] + [d for s in shapes for d in s]))[:8]
 
 
+@torch.no_grad()
 def _answer_dim(expert: nn.Module, dim: int) -> int | None:
     """O for rows of this D; None where the expert does not take them. Computes no values where it can do without."""
     put: dict[Any, Any] = {}
@@ -194,8 +196,11 @@ def _answer_dim(expert: nn.Module, dim: int) -> int | None:
     like = next(expert.parameters())
     try:
         y = twin_of(expert, put)(torch.empty(ROWS, dim, dtype=like.dtype, device="meta"))
-    except Exception:  # whatever a module raises that does not take these rows, or cannot do without values
-        try:
+    except Exception as error:  # whatever a module raises that does not take these rows
+        size = sum(p.numel() for p in expert.parameters())
+        if size > MOST_PARAMETERS or not (isinstance(error, NotImplementedError) or "meta" in str(error)):
+            return None
+        try:  # it cannot do without values
             y = twin_of(expert)(torch.zeros(ROWS, dim, dtype=like.dtype, device=like.device))
         except Exception:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -86,10 +87,13 @@ class ConversionReport:
         return "\n".join([self._title(), *(" · ".join(row) for row in self.rows()), *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """Why experts stay modules, and why other lists were left alone."""
-        why = [f"{r.name} stay modules: {r.spec.why}" for r in self.replaced if r.spec.why]
-        left = [f"{one.name} was left alone: {one.why}" for one in self.left]
-        return why + left
+        """Why experts stay modules, and why other lists were left alone; once for layers that differ in numbers."""
+        said = [(r.name, f"stay modules: {r.spec.why}") for r in self.replaced if r.spec.why]
+        said += [(one.name, f"was left alone: {one.why}") for one in self.left]
+        alike: dict[str, list[str]] = {}
+        for name, why in said:
+            alike.setdefault(re.sub(r"\b\d+\b", "*", f"{name} {why}"), []).append(f"{name} {why}")
+        return [lines[0] + (f" (and {len(lines) - 1} like it)" if lines[1:] else "") for lines in alike.values()]
 
     def _title(self) -> str:
         return (

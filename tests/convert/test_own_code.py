@@ -231,6 +231,8 @@ def test_the_report_says_which_bank_why_and_what_it_costs() -> None:
         r"lora.blocks.0.experts stay modules: some of the experts' parameters are frozen .*\(0.0.base", text
     )
     assert "lora.mixes was left alone: " in text
+    assert text.count("stay modules") == 1
+    assert "(and 1 like it)" in text
     one = report.replaced[0]
     assert one.expert_bytes == 8 * sum(p.numel() for p in TopKThenSoftmaxLora().experts[0].parameters())  # type: ignore[union-attr]
 
