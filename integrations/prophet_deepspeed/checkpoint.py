@@ -164,7 +164,7 @@ class Checkpoints:
             tag = latest.read_text(encoding="utf-8").strip()
         folder = Path(load_dir) / str(tag)
         states = self._states()
-        with on_all_ranks(f"reading of {folder}", said="could not read it", timeout_s=limit_of(ds.module)):
+        with on_all_ranks("reading of", folder, said="could not read it", timeout_s=limit_of(ds.module)):
             dense = layout.read_dense(folder)
             wanted = states if load_optimizer_states and not load_module_only else None
             module, values, settings = self._read(folder, dense, wanted)

@@ -173,7 +173,7 @@ class Checkpoints:
 
     def _load_model(self, inner: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> None:
         folder = Path(resume_from_checkpoint)
-        with self._together(f"reading of the model from {folder}"):
+        with self._together("reading of the model from", folder):
             wrong = flaw(folder)
             if wrong is not None:
                 beside = [p.name for p in whole_checkpoints(folder.parent)]
@@ -184,7 +184,7 @@ class Checkpoints:
     def _load_best(self, inner: Any, *args: Any, **kwargs: Any) -> None:
         folder = Path(self._trainer.state.best_model_checkpoint)
         self._before_best()
-        with self._together(f"reading of the best model from {folder}"):
+        with self._together("reading of the best model from", folder):
             self._read_model(folder, lambda: inner(*args, **kwargs))
 
     def _read_model(self, folder: Path, inner: Callable[[], Any]) -> None:
@@ -217,7 +217,7 @@ class Checkpoints:
             inner(checkpoint, *args, **kwargs)
             return
         folder = Path(checkpoint)
-        with self._together(f"reading of the optimizer's state from {folder}"):
+        with self._together("reading of the optimizer's state from", folder):
             with self._by_name(folder) as optimizer:
                 try:
                     inner(checkpoint, *args, **kwargs)
@@ -268,7 +268,7 @@ class Checkpoints:
 
     def _save_optimizer(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
         folder = Path(output_dir)
-        with self._together(f"writing of the optimizer's state to {folder}"):
+        with self._together("writing of the optimizer's state to", folder):
             with self._by_name(folder) as optimizer:
                 inner(output_dir, *args, **kwargs)
             parts = optimizer.parts
@@ -278,7 +278,7 @@ class Checkpoints:
 
     def _save_rng(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
         """Every rank writes a file, and rank 0 may go on to delete older checkpoints: not before all have."""
-        with self._together(f"writing of random states to {output_dir}"):
+        with self._together("writing of random states to", output_dir):
             inner(output_dir, *args, **kwargs)
         if process_rank() == 0:
             _list_files(Path(output_dir))
@@ -296,8 +296,8 @@ class Checkpoints:
         finally:
             trainer.optimizer = optimizer
 
-    def _together(self, what: str) -> AbstractContextManager[None]:
-        return on_all_ranks(what, timeout_s=float(self._trainer.args.ddp_timeout))
+    def _together(self, what: str, where: object) -> AbstractContextManager[None]:
+        return on_all_ranks(what, where, timeout_s=float(self._trainer.args.ddp_timeout))
 
 
 class _OptimizerByName:

@@ -36,16 +36,19 @@ def failure_of(call: Callable[[], None], *, run: bool = True) -> Exception | Non
 
 @contextmanager
 def on_all_ranks(
-    what: str, *, said: str = "failed, their errors say why", timeout_s: float = DEFAULT_TIMEOUT_S
+    what: str, where: object = "", *, said: str = "failed, their errors say why", timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> Iterator[None]:
     """Go on when every process has done what stands under `with`, however long that takes.
 
-    Where one fails it raises its error, and the others `CheckpointError`: `what`, the ranks and `said`. Where one ends
+    what: the same on all ranks, by which they meet; where may differ, as folders that somebody has mixed up.
+
+    Where one fails it raises its error, and the others `CheckpointError`: both, the ranks and `said`. Where one ends
     the others raise `PeerLost`; `CollectiveTimeout` where one has not begun after `timeout_s`.
     """
+    text = f"{what} {where}".strip()
     error: Exception | None = None
     try:
-        with at_work(what):
+        with at_work(text):
             yield
     except Exception as caught:
         error = caught
@@ -54,7 +57,9 @@ def on_all_ranks(
     if error is not None:
         raise error
     if failed:
-        raise CheckpointError(f"{what}: rank(s) {failed} {said}")
+        raise CheckpointError(
+            f"{what} {where}: rank(s) {failed} {said}" if where else f"{what}: rank(s) {failed} {said}"
+        )
 
 
 def short(error: BaseException) -> str:
