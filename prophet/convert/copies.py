@@ -64,15 +64,18 @@ def scramble(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """`module` itself, in `dtype`, with random parameters and buffers and nothing frozen.
 
     A zero gate ties its experts, and a zero bias hides. Buffers of one number are left: they are settings, not state.
+    The numbers are the same in every call, whoever else draws.
     """
     module.to(dtype)
+    generator = torch.Generator().manual_seed(0)
     for p in module.parameters():
         if p.is_floating_point():
             p.requires_grad_(True)
-            p.copy_(torch.randn_like(p) * (0.5 if p.ndim < 2 else 2 / max(p.shape[-1], 1) ** 0.5))
+            drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+            p.copy_(drawn * (0.5 if p.ndim < 2 else 2 / max(p.shape[-1], 1) ** 0.5))
     for b in module.buffers():
         if b.is_floating_point() and b.numel() > 1:
-            b.copy_(torch.rand_like(b) + 0.1)
+            b.copy_(torch.rand(b.shape, generator=generator, dtype=torch.float64) + 0.1)
     return module
 
 

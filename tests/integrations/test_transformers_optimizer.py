@@ -12,7 +12,7 @@ import prophet
 from prophet.convert import converted
 from prophet.errors import CheckpointError
 from prophet.ranks.collective import Collective
-from tests.helpers.support import on_threads
+from tests.helpers.support import on_threads, seeded
 
 pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-prophet[hf]'")
@@ -24,7 +24,8 @@ def start(group: Collective, whole: dict[str, torch.Tensor], kind: Any) -> tuple
     """A converted model, an optimizer of two groups, and its parts."""
     from prophet_transformers.optimizer_parts import OptimizerParts
 
-    model = small_mixtral()
+    with seeded(0):  # it draws, and transformers replaces functions of torch's meanwhile
+        model = small_mixtral()
     model.load_state_dict(whole)
     prophet.convert(model, group=group)  # type: ignore[arg-type]
     named = list(model.named_parameters())
