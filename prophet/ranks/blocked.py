@@ -14,7 +14,7 @@ from typing import Any
 
 _CALLS = "torch.distributed.distributed_c10d"
 _WRAPPER = "torch.nn.parallel.distributed"
-_OF_WRAPPER = "_sync_buffers"  # DDP sends its buffers before a forward pass
+_OF_WRAPPER = "_pre_forward"  # in which DDP sends buffers, and once what it has in each bucket
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def blocked() -> Blocked | None:
             found = f"torch.distributed.{frame.f_code.co_name}", frame.f_locals.get("group")
         elif home == _WRAPPER and frame.f_code.co_name == _OF_WRAPPER:
             found = "DistributedDataParallel", getattr(frame.f_locals.get("self"), "process_group", None)
-        elif home.split(".")[0] != "torch":
+        elif home.split(".", maxsplit=1)[0] != "torch":
             break
         frame = frame.f_back
     if found is None or frame is None or str(frame.f_globals.get("__name__", "")).split(".")[0] == "prophet":
