@@ -13,8 +13,12 @@ from types import FrameType
 from typing import Any
 
 _CALLS = "torch.distributed.distributed_c10d"
-_WRAPPER = "torch.nn.parallel.distributed"
-_OF_WRAPPER = "_pre_forward"  # in which DDP sends buffers, and once what it has in each bucket
+# (module, function): what messages call it, and the attribute of its object that holds the group
+_METHODS = {
+    # DDP sends buffers, and once what it has in each bucket
+    ("torch.nn.parallel.distributed", "_pre_forward"): ("DistributedDataParallel", "process_group"),
+    ("torch.distributed.algorithms.join", "__exit__"): ("join()", "_process_group"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,9 @@ def blocked() -> Blocked | None:
         home = str(frame.f_globals.get("__name__", ""))
         if home == _CALLS:
             found = f"torch.distributed.{frame.f_code.co_name}", frame.f_locals.get("group")
-        elif home == _WRAPPER and frame.f_code.co_name == _OF_WRAPPER:
-            found = "DistributedDataParallel", getattr(frame.f_locals.get("self"), "process_group", None)
+        elif (home, frame.f_code.co_name) in _METHODS:
+            name, group = _METHODS[home, frame.f_code.co_name]
+            found = name, getattr(frame.f_locals.get("self"), group, None)
         elif home.split(".", maxsplit=1)[0] != "torch":
             break
         frame = frame.f_back

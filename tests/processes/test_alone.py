@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prophet
 from prophet.errors import CollectiveError, OutOfStep
-from tests.helpers.launch import on_processes
+from tests.helpers.launch import on_processes, process_outcomes
 
 LIMIT_S = 60.0  # of every wait, unless the ranks notice
 SOON_S = 10.0  # it takes two to four seconds where nobody else uses the machine
@@ -74,6 +74,24 @@ def test_a_forward_pass_on_one_rank_is_named_soon(case: str) -> None:
     assert f"rank(s) [1] wait for rank 0 in {where} (test_alone.py, line " in said
     assert "call evaluate(model) on every rank" in said
     assert "as many batches" in said
+
+
+def joined() -> None:
+    """One rank has a batch more, and DDP's `join` is meant to help."""
+    model = Net()
+    prophet.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    wrapped: Any = DistributedDataParallel(model)
+    with wrapped.join():
+        for _ in range(3 if dist.get_rank() else 2):
+            wrapped(torch.ones(3, 4)).sum().backward()
+
+
+def test_joining_does_not_help_and_says_so() -> None:
+    more = process_outcomes(2, joined, timeout_s=LIMIT_S, grace_s=1.0)[1]
+    assert more.seconds < 2 * SOON_S
+    assert more.error is not None
+    assert "OutOfStep: rank 1: " in more.error
+    assert "rank(s) [0] wait for rank 1 in join() (test_alone.py, line " in more.error
 
 
 def patient(_: Any = None) -> bool:
