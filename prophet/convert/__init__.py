@@ -211,7 +211,8 @@ def _nothing_found(model: nn.Module, left: Sequence[LeftAlone]) -> str:
     families = ", ".join(a.family for a in standard_adapters())
     if any(isinstance(m, MoE) for m in model.modules()):
         return "the model's MoE layers are prophet.MoE already: there is nothing to convert"
-    lists = "".join(f"; {one.name} was left alone: {one.why}" for one in left)
+    first = sorted(left, key=lambda one: "expert" not in one.name.lower())  # what was meant, if anything was
+    lists = "".join(f"; {one.name} was left alone: {one.why}" for one in first)
     if lists:
         return f"no MoE block found that is one of {families}, or a list of experts{lists}"
     suspects = _suspects(model)

@@ -68,14 +68,22 @@ def check_movable(experts: nn.Module) -> None:
     for name, p in params.items():
         if p.is_meta:
             raise ConversionError(f"{name} is on the meta device: load the parameters before converting")
-        if not p.is_floating_point() or p.is_sparse:
-            raise ConversionError(f"{name} has dtype {p.dtype}: quantised or sparse experts cannot be trained")
-        if type(p.data) is not torch.Tensor:
-            raise ConversionError(f"{name} is a {type(p.data).__name__}: convert before sharding or quantising")
+        check_plain(name, p)
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ConversionError(f"{name} has a hook, as of an optimizer in backward, which would never be called")
         if p.grad is not None:
             raise ConversionError(f"{name} holds a gradient, which would be lost: optimizer.zero_grad() first")
+
+
+def check_plain(name: str, p: nn.Parameter) -> None:
+    """Raise `ConversionError` for a parameter that is quantised, sparse or sharded."""
+    if not p.is_floating_point() or p.is_sparse:
+        raise ConversionError(
+            f"{name} has dtype {p.dtype}: quantised or sparse experts cannot be trained. Load the model without "
+            f"quantization_config, as with from_pretrained(..., dtype=torch.bfloat16), then prophet.convert(model)"
+        )
+    if type(p.data) is not torch.Tensor:
+        raise ConversionError(f"{name} is a {type(p.data).__name__}: convert before sharding or quantising")
 
 
 def check_stackable(experts: nn.Module) -> None:

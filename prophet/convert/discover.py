@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from prophet.convert.checks import check_plain
 from prophet.convert.copies import device_of, distance, scramble, seed_all, trying, twin_of
 from prophet.convert.replay import Note, Tape, same, with_stand_ins
 from prophet.convert.verify import TOLERANCE
@@ -167,6 +168,11 @@ def _check_alike(modules: nn.ModuleList) -> None:
         raise _Not("its modules have no parameters")
     for e, other in enumerate(modules):
         own = dict(other.named_parameters())
+        for n, p in own.items():
+            try:
+                check_plain(f"{e}.{n}", p)
+            except ConversionError as no:
+                raise _Not(str(no)) from no
         for n in [*first, *own]:
             if n not in first or n not in own:
                 has, lacks = (e, 0) if n in own else (0, e)

@@ -38,13 +38,22 @@ def leave_out_of_ddp(model: nn.Module) -> None:
             )
         return
     known = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    model._ddp_params_and_buffers_to_ignore = sorted(known | names)  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = sorted(known | _compiled_or_not(names))  # type: ignore[assignment]
 
 
 def put_back_into_ddp(model: nn.Module, names: Iterable[str]) -> None:
     """Undo `leave_out_of_ddp` for parameters that are no experts' any more."""
     known = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
-    model._ddp_params_and_buffers_to_ignore = sorted(known - set(names))  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = sorted(known - _compiled_or_not(names))  # type: ignore[assignment]
+
+
+def _compiled_or_not(names: Iterable[str]) -> set[str]:
+    """The names that parameters have in the model, and in what `torch.compile` makes of it: DDP may wrap either."""
+    bare = [name.removeprefix(_COMPILED) for name in names]
+    return {*bare, *(_COMPILED + name for name in bare)}
+
+
+_COMPILED = "_orig_mod."
 
 
 def clip_grad_norm_(

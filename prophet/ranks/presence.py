@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -49,7 +49,8 @@ class Counter(Protocol):
 class Pulse:
     """What a process has said last. machine, process, started: which process it is. at: where it is. work: what others
     may have to wait for, empty where it is nothing. failed: whether a collective of it has failed. told: how many
-    messages it has begun, by the name of the group that they are for.
+    messages it has begun, by the name of the group that they are for. blocked: in which call of the user's it waits for
+    other processes, empty where it does not, and by: which ones.
     """
 
     count: int
@@ -60,6 +61,8 @@ class Pulse:
     work: str
     failed: bool
     told: dict[str, int]
+    blocked: str
+    by: list[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +85,7 @@ class Presence:
     find_store: the store, None once nobody uses it. machine: a number that processes on one machine have in common.
     where: where this process is; its text is asked for from another thread. counters: by the name of a group. Its ranks
     all tell each other the same messages, so one that has begun more of them than another has left that one behind.
+    find_blocked: the call of the user's in which this process waits for others, and for which; from another thread.
     """
 
     def __init__(self, find_store: Callable[[], Store | None], rank: int, machine: int) -> None:
@@ -89,6 +93,7 @@ class Presence:
         self.find_store = find_store
         self.where: object = ""
         self.counters: dict[str, Counter] = {}
+        self.find_blocked: Callable[[], tuple[str, list[int]]] = lambda: ("", [])
         self._machine = machine
         self._who = (os.getpid(), _started(os.getpid()))
         self._work: list[str] = []
@@ -97,6 +102,7 @@ class Presence:
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._calls: dict[str, int] = {}
+        self._thread: threading.Thread | None = None
         self.beat()
         self._thread = threading.Thread(target=_renew, args=(weakref.ref(self), self._stop), daemon=True)
         self._thread.name = f"pulse of rank {rank}"
@@ -115,7 +121,8 @@ class Presence:
         with self._lock:
             self._count += 1
             said = [self._count, self._machine, *self._who, str(self.where), self._work[-1] if self._work else ""]
-            self.store.set(_pulse_key(self.rank), json.dumps([*said, self._failed, self._told()]))
+            blocked = self.find_blocked() if threading.current_thread() is self._thread else ("", [])
+            self.store.set(_pulse_key(self.rank), json.dumps([*said, self._failed, self._told(), *blocked]))
 
     def _told(self) -> dict[str, int]:
         return {name: counter.told for name, counter in list(self.counters.items())}
@@ -123,7 +130,7 @@ class Presence:
     def close(self) -> None:
         """Fall silent."""
         self._stop.set()
-        if self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(2 * PULSE_S)
 
     # --- work that others wait for ---
@@ -188,6 +195,23 @@ class Presence:
         if now is not None and (first is None or now.count > first.count):
             return "heard"
         return "silent" if over else None
+
+    def stuck(self, ranks: Sequence[int], name: str) -> dict[int, Pulse]:
+        """Those of `ranks` that have not begun this process's last message of the group `name`, by their pulses, where
+        each of them waits, in a call of the user's, for this process among others; nothing otherwise.
+        """
+        mine = self._told()[name]
+        found: dict[int, Pulse] = {}
+        for r in ranks:
+            pulse = self.pulse(r) if r != self.rank else None
+            if pulse is None or pulse.told.get(name, 0) >= mine:
+                if pulse is None and r != self.rank:
+                    return {}
+                continue
+            if self.rank not in pulse.by:
+                return {}
+            found[r] = pulse
+        return found
 
     # --- meeting ---
 
@@ -259,6 +283,45 @@ class Presence:
         """Whether a process that is missing from a meeting cannot come to it any more: it waits for this one's word."""
         mine = self._told()
         return any(told > mine[name] for name, told in pulse.told.items() if name in mine)
+
+
+def explained(account: Account, ranks: Sequence[int], *, late: bool) -> str:
+    """What an error says of the others; `ranks` are the group's, by their numbers in it. late: that time was up."""
+    number = {r: i for i, r in enumerate(ranks)}
+
+    def named(some: Sequence[int]) -> list[int]:
+        return sorted(number[r] for r in some)
+
+    def places(some: Sequence[int]) -> list[tuple[list[int], str]]:
+        by_place: dict[str, list[int]] = {}
+        for r in some:
+            by_place.setdefault(account.at.get(r) or "not heard of yet", []).append(r)
+        groups = sorted(by_place.items(), key=lambda item: (-len(item[1]), item[1]))
+        return [(named(there), at) for at, there in groups]
+
+    absent = [*account.gone, *account.silent]
+    parts = []
+    for some, how in ((account.gone, "are gone"), (account.silent, "give no sign of life")):
+        if some:
+            last = ", ".join(f"{there} {at}" for there, at in places(some))
+            parts.append(f"rank(s) {named(some)} {how} (last heard of: {last})")
+    if account.gave_up and not absent and not late:
+        parts.append(f"rank(s) {named(account.gave_up)} have given up")
+    present = places([r for r in ranks if r not in absent])
+    text = "; ".join([*parts, *(f"rank(s) {there} {at}" for there, at in present)])
+    if len(present) > 1 and not absent:
+        text += ". Did a rank skip or repeat a step, a pass or a layer?"
+    return text
+
+
+def crossed(others: Mapping[int, Pulse], rank: int) -> str:
+    """What an error says where `others` wait for this rank in calls of the user's, while it waits for them."""
+    calls = ", ".join(sorted({pulse.blocked for pulse in others.values()}))
+    return (
+        f"rank(s) {sorted(others)} wait for rank {rank} in {calls}, while it waits for them. Every rank must run every "
+        f"forward pass: give all ranks as many batches, as DistributedSampler does, and call evaluate(model) on every "
+        f"rank, with nothing but its result under `if rank == 0:`"
+    )
 
 
 class Lost(RuntimeError):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prophet.errors import CollectiveError, CollectiveTimeout, PeerLost
+from prophet.errors import CollectiveError, CollectiveTimeout, OutOfStep, PeerLost
+from prophet.ranks.blocked import blocked
 from prophet.ranks.collective import (
     DEFAULT_TIMEOUT_S,
     Channel,
@@ -40,11 +42,12 @@ from prophet.ranks.collective import (
     check_rows,
 )
 from prophet.ranks.messages import Frames
-from prophet.ranks.presence import Account, Lost, Presence
+from prophet.ranks.presence import Lost, Presence, Pulse, crossed, explained
 from prophet.ranks.threads import ThreadWorld
 from prophet.ranks.waiting import Waiter
 
 T = TypeVar("T")
+LOOK_S = 1.2  # after which a rank that waits looks whether the others can come; a little more than a pulse
 _TAGS = 1 << 20  # tags of single messages come again after so many all-to-alls
 
 
@@ -156,6 +159,9 @@ class ProcessGroupCollective(Collective):
         here.where = _At(True, op, self.frames)
         try:
             result = call()
+        except OutOfStep as error:
+            self._broken = CollectiveError(self.rank, op, str(error))
+            raise
         except RuntimeError as error:
             self._broken = self._failure(str(error) or type(error).__name__, op)
             raise self._broken from error
@@ -250,6 +256,40 @@ class ProcessGroupCollective(Collective):
         self.guard(gather, op)
         return out
 
+    def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
+        """See `Collective`. Raises `OutOfStep` soon where the others cannot come: they wait for this rank elsewhere.
+
+        Ranks that compute, load or write are waited for, whatever they do. On a device the host does not wait here.
+        """
+        if self.size == 1 or x.device.type != "cpu":
+            return super().gather_messages(x, op=op)
+        source = x.contiguous()
+        out = x.new_empty((self.size, *x.shape))
+        group = self._groups["tokens"]
+
+        def gather() -> None:
+            work = _all_gather_single(out.view(-1), source.view(-1), group=group, async_op=True)
+            deadline = time.monotonic() + self.timeout_s
+            before: dict[int, Pulse] = {}
+            while time.monotonic() + LOOK_S < deadline:
+                try:
+                    work.wait(timedelta(seconds=max(LOOK_S, self.size / 100)))
+                except RuntimeError:
+                    if work.is_completed():
+                        raise
+                else:
+                    return
+                here = self._presence.stuck(self._ranks, group.group_name)
+                again = [r for r, p in here.items() if r in before and before[r].blocked == p.blocked]
+                if here and len(again) == len(here) and all(p.count > before[r].count for r, p in here.items()):
+                    text = crossed({self._ranks.index(r): p for r, p in here.items()}, self.rank)
+                    raise OutOfStep(f"rank {self.rank}: {op}, {self.frames}: {text}")
+                before = here
+            work.wait()
+
+        self.guard(gather, op)
+        return out
+
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         group = self._groups[channel]
         peers = dist.get_process_group_ranks(group)
@@ -302,36 +342,19 @@ def presence() -> Presence:
         for before in _present:
             before.close()
         _present[:] = [Presence(find_store, dist.get_rank(), _machine())]
+        _present[0].find_blocked = _find_blocked
     return _present[0]
 
 
-def explained(account: Account, ranks: Sequence[int], *, late: bool) -> str:
-    """What an error says of the others; `ranks` are the group's, by their numbers in it. late: that time was up."""
-    number = {r: i for i, r in enumerate(ranks)}
-
-    def named(some: Sequence[int]) -> list[int]:
-        return sorted(number[r] for r in some)
-
-    def places(some: Sequence[int]) -> list[tuple[list[int], str]]:
-        by_place: dict[str, list[int]] = {}
-        for r in some:
-            by_place.setdefault(account.at.get(r) or "not heard of yet", []).append(r)
-        groups = sorted(by_place.items(), key=lambda item: (-len(item[1]), item[1]))
-        return [(named(there), at) for at, there in groups]
-
-    absent = [*account.gone, *account.silent]
-    parts = []
-    for some, how in ((account.gone, "are gone"), (account.silent, "give no sign of life")):
-        if some:
-            last = ", ".join(f"{there} {at}" for there, at in places(some))
-            parts.append(f"rank(s) {named(some)} {how} (last heard of: {last})")
-    if account.gave_up and not absent and not late:
-        parts.append(f"rank(s) {named(account.gave_up)} have given up")
-    present = places([r for r in ranks if r not in absent])
-    text = "; ".join([*parts, *(f"rank(s) {there} {at}" for there, at in present)])
-    if len(present) > 1 and not absent:
-        text += ". Did a rank skip or repeat a step, a pass or a layer?"
-    return text
+def _find_blocked() -> tuple[str, list[int]]:
+    """The call of the user's in which this process waits for others, and for which of all processes."""
+    found = blocked()
+    if found is None:
+        return "", []
+    group = dist.group.WORLD if found.group is None else found.group
+    with suppress(RuntimeError, ValueError, KeyError):  # the group may be gone by now
+        return str(found), dist.get_process_group_ranks(group)
+    return "", []
 
 
 @contextmanager

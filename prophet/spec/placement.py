@@ -5,6 +5,7 @@ Shape legend: R ranks, E experts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +23,10 @@ def check_experts_per_rank(experts: int, ranks: int) -> int:
         raise SpecError(f"experts and ranks must be at least 1, got {experts} experts on {ranks} ranks")
     if experts % ranks:
         raise SpecError(
-            f"{experts} experts cannot be divided among {ranks} expert-parallel ranks: "
-            f"num_experts must be a multiple of the group's size"
+            f"{experts} experts cannot be divided among {ranks} expert-parallel ranks: num_experts must be a multiple "
+            f"of the group's size. Make smaller groups: ep, replicas = "
+            f"prophet.parallel.expert_groups({math.gcd(experts, ranks)}), then pass group=ep, and before attach "
+            f"prophet.parallel.ExpertReplicas(model, replicas)"
         )
     return experts // ranks
 

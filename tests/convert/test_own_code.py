@@ -270,6 +270,14 @@ class Greedy(TokenByToken):
         return y
 
 
+def quantised(expert: nn.Module) -> nn.Module:
+    """As a four-bit linear layer keeps its weight: half as many bytes, in one column."""
+    for linear in (m for m in expert.modules() if isinstance(m, nn.Linear)):
+        packed = torch.zeros(linear.weight.numel() // 2, 1, dtype=torch.uint8)
+        linear.weight = nn.Parameter(packed, requires_grad=False)
+    return expert
+
+
 def with_experts(*experts: nn.Module) -> HandWritten:
     model: Any = HandWritten(FloatSoftmax)
     for e, expert in enumerate(experts):
@@ -298,6 +306,10 @@ def with_experts(*experts: nn.Module) -> HandWritten:
             lambda: with_experts(*[Mixes() for _ in range(EXPERTS)]),
             "an answer's row depends on other rows",
         ),
+        (
+            lambda: with_experts(*[quantised(feed_forward()) for _ in range(EXPERTS)]),
+            r"0.0.weight has dtype torch.uint8: quantised .* without quantization_config",
+        ),
         (lambda: HandWritten(Greedy), r"index k out of range \(there are 8 modules in the list\)"),
     ],
 )
@@ -309,6 +321,15 @@ def test_experts_that_cannot_be_are_an_error(make: Any, text: str) -> None:
         prophet.convert(model, experts=NAMES)
     assert [type(m) for m in model.modules()] == kinds
     assert all(torch.equal(model.state_dict()[n], t) for n, t in state.items())
+
+
+def test_where_nothing_is_found_lists_of_experts_come_first() -> None:
+    model: Any = HandWritten(FloatSoftmax)
+    for block in model.blocks:
+        for expert in block.experts:
+            quantised(expert)
+    with pytest.raises(ConversionError, match=r"a list of experts; blocks.0.experts was left alone: 0.w1.weight has"):
+        prophet.convert(model)
 
 
 def test_names_that_fit_nothing() -> None:

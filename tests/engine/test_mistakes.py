@@ -48,6 +48,10 @@ ELSEWHERE = {
     ),
     "evaluation in training mode": "engine/test_steps.py::test_a_forward_without_gradients_in_training_mode",
     "evaluation on one rank only": "engine/test_agreement.py::test_one_rank_evaluates_while_the_others_train",
+    "evaluation on one rank while the others wait": (
+        "processes/test_alone.py::test_a_forward_pass_on_one_rank_is_named_soon"
+    ),
+    "an average of the model": "processes/test_copied_and_compiled.py::test_averages_and_copies",
     "an auxiliary loss that nobody adds": "layer/test_moe.py::test_auxiliary_losses_that_nobody_collects",
     "another configuration on one rank": "engine/test_agreement.py::test_another_engine_configuration",
     "a step that nobody ends": "engine/test_steps.py::test_a_step_that_nobody_ends",

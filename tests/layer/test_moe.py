@@ -277,6 +277,7 @@ def test_autocast_under_checkpointing() -> None:
     ("options", "text"),
     [
         ({"num_experts": 6}, "6 experts cannot be divided among 4 expert-parallel ranks"),
+        ({"group": RecordingCollective(5, 16)}, r"ep, replicas = prophet.parallel.expert_groups\(8\), then pass group"),
         ({"num_experts": 0}, "experts and ranks must be at least 1"),
         ({"top_k": 9}, r"top_k must be between 1 and num_experts \(8\), got 9"),
         ({"top_k": 0}, "top_k must be between 1"),
