@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +23,7 @@ from prophet.experts.replica import Replica, ReplicaPool
 from prophet.kernels.choice import Impl
 from prophet.spec import LayerShape
 
+_T = TypeVar("_T", bound=Tensor)
 _averaged: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 
@@ -198,3 +199,26 @@ class Bank(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._mark()  # a copied parameter has lost its attributes
+
+
+def overlaps(parts: Sequence[_T], start: int, stop: int, *, shares: int = 1) -> Iterator[tuple[_T, int, int]]:
+    """Those of `parts`, laid end to end, that are in elements start..stop, and from where to where.
+
+    shares: how many experts each of the parts is of, in equal shares; the elements are one expert's.
+    """
+    base = 0
+    for part in parts:
+        n = part.numel() // shares
+        a, b = max(start - base, 0), min(stop - base, n)
+        if a < b:
+            yield part, a, b
+        base += n
+
+
+def gradient_of(p: nn.Parameter) -> Tensor:
+    """The gradient of `p`, contiguous; zeros where it had none."""
+    if p.grad is None:
+        p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
+    elif not p.grad.is_contiguous():
+        p.grad = p.grad.contiguous()
+    return p.grad

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.experts.bank import Bank, Entry
+from prophet.experts.bank import Bank, Entry, gradient_of, overlaps
 from prophet.experts.replica import Replica, ReplicaPool
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
@@ -199,31 +199,17 @@ class FeedForwardBank(Bank):
 
     def flat_views(self, local: int, start: int, stop: int) -> list[Tensor]:
         every = [p for _, p in self._stacked()]
-        return [self._of(p.detach(), local).reshape(-1)[a:b] for p, a, b in self._overlaps(every, start, stop)]
+        found = overlaps(every, start, stop, shares=self.experts)
+        return [self._of(p.detach(), local).reshape(-1)[a:b] for p, a, b in found]
 
     @torch.no_grad()
     def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
         offset = 0
-        for p, a, b in self._overlaps([p for _, p in self._stacked() if p.requires_grad], start, stop):
-            n = b - a
-            if p.grad is None:
-                p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
-            elif not p.grad.is_contiguous():
-                p.grad = p.grad.contiguous()
-            self._of(p.grad, local).view(-1)[a:b].add_(piece[offset : offset + n], alpha=self.grad_scale)
-            offset += n
-
-    def _overlaps(
-        self, stacked: Sequence[nn.Parameter], start: int, stop: int
-    ) -> Iterator[tuple[nn.Parameter, int, int]]:
-        """The parameters in elements start..stop of an expert's flat vector of them, and from where to where."""
-        base = 0
-        for p in stacked:
-            n = p.numel() // self.experts
-            a, b = max(start - base, 0), min(stop - base, n)
-            if a < b:
-                yield p, a, b
-            base += n
+        trained = [p for _, p in self._stacked() if p.requires_grad]
+        for p, a, b in overlaps(trained, start, stop, shares=self.experts):
+            mine = self._of(gradient_of(p), local).view(-1)[a:b]
+            mine.add_(piece[offset : offset + b - a], alpha=self.grad_scale)
+            offset += b - a
 
     # --- checkpoints that do not depend on the number of ranks ---
 

@@ -14,19 +14,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from prophet.experts.bank import Bank, Entry
+from prophet.experts.bank import Bank, Entry, gradient_of, overlaps
 from prophet.experts.likeness import Part, check_alike, parts_of, strip
 from prophet.experts.replica import Replica, ReplicaPool
 from prophet.experts.trial import Trial
 from prophet.kernels.choice import Impl
 from prophet.spec import LayerShape
-
-_T = TypeVar("_T", bound=Tensor)
 
 
 @dataclass(slots=True)
@@ -207,18 +205,14 @@ class ModulesBank(Bank):
     def flat_views(self, local: int, start: int, stop: int) -> list[Tensor]:
         flat = self.flat_dtype
         vectors = [p.detach().reshape(-1).view(flat) for _, p in self._of(local)]
-        return [v[a:b] for v, a, b in _overlaps(vectors, start, stop)]
+        return [v[a:b] for v, a, b in overlaps(vectors, start, stop)]
 
     @torch.no_grad()
     def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
         offset = 0
         trained = [p for part, p in self._of(local) if part.trains]
-        for p, a, b in _overlaps(trained, start, stop):
-            if p.grad is None:
-                p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
-            elif not p.grad.is_contiguous():
-                p.grad = p.grad.contiguous()
-            p.grad.view(-1)[a:b].add_(piece[offset : offset + b - a], alpha=self.grad_scale)
+        for p, a, b in overlaps(trained, start, stop):
+            gradient_of(p).view(-1)[a:b].add_(piece[offset : offset + b - a], alpha=self.grad_scale)
             offset += b - a
 
     # --- names ---
@@ -325,14 +319,3 @@ class _Scaled:
     def __call__(self, grad: Tensor) -> Tensor | None:
         bank = self._bank()
         return None if bank is None or bank.grad_scale == 1.0 else grad * bank.grad_scale
-
-
-def _overlaps(parts: Sequence[_T], start: int, stop: int) -> Iterator[tuple[_T, int, int]]:
-    """Those of `parts`, laid end to end, that are in elements start..stop, and from where to where."""
-    base = 0
-    for p in parts:
-        n = p.numel()
-        a, b = max(start - base, 0), min(stop - base, n)
-        if a < b:
-            yield p, a, b
-        base += n
