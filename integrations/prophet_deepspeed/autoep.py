@@ -31,7 +31,7 @@ from prophet.engine.shared_errors import on_all_ranks
 from prophet.errors import ConversionError
 from prophet.files import shown
 from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, QUICK_SLOPE
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import collective_for
 from prophet.spec import Activation
 from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection, check_keys
@@ -263,12 +263,14 @@ def _forward(block: Any, hidden_states: Tensor) -> Any:
 # --- AutoEP runs, and its experts change places ---
 
 
-def configure(ds: Any, model: nn.Module, replace: Callable[[], Any], section: ProphetSection) -> Any:
+def configure(
+    ds: Any, model: nn.Module, replace: Callable[[], Any], section: ProphetSection, *, group: Collective | None = None
+) -> Any:
     """Let AutoEP replace the blocks of `model`, and put balanced experts behind its routers; collective.
 
     ds: the DeepSpeed engine that is being made. replace: its `_configure_expert_parallel`, arguments given. Returns
     what that returns, the sources of new parameters, in which ours have taken the place of AutoEP's. Sets
-    `ds.prophet_report`.
+    `ds.prophet_report`. group: the ranks that share the experts; None takes DeepSpeed's group of AutoEP's size.
 
     Raises `ConversionError`, on every process and with the model unchanged, for what would not be kept.
     """
@@ -282,12 +284,14 @@ def configure(ds: Any, model: nn.Module, replace: Callable[[], Any], section: Pr
             raise ConfigError(f"{KEY}: AutoEP detects no MoE layer in this model")
         blocks = {one.moe_module_name: Before.read(model, one) for one in detected}
     sources = replace()
-    groups: Any = importlib.import_module("deepspeed.utils.groups")
-    group = groups._get_expert_parallel_group(f"ep_size_{config.autoep_size}")
+    if group is None:
+        groups: Any = importlib.import_module("deepspeed.utils.groups")
+        own = groups._get_expert_parallel_group(f"ep_size_{config.autoep_size}")
+        group = collective_for(own, timeout_s=timeout_s)
     experts = {name: dict(model.get_submodule(f"{name}.experts").named_parameters()) for name in blocks}
     ds.prophet_report = prophet.convert(
         model,
-        group=collective_for(group, timeout_s=timeout_s),
+        group=group,
         adapters=(AutoEPBlock(),),
         experts=(),
         verify=section.verify,

@@ -99,12 +99,12 @@ def prepare() -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes a minute
     importlib.import_module("logging").getLogger("DeepSpeed").setLevel("ERROR")
     deepspeed.init_distributed()
-    _let_autoep_read_the_registry()
+    let_autoep_read_the_registry()
     gc.freeze()  # converting a model looks through all objects that are not
     return deepspeed
 
 
-def _let_autoep_read_the_registry() -> None:
+def let_autoep_read_the_registry() -> None:
     """AutoEP 0.19.8 asks by a class's name, and with a default; transformers 5.23 asks by a model."""
     capturing: Any = importlib.import_module("transformers.utils.output_capturing")
     kind = type(capturing._CAN_RECORD_REGISTRY)
