@@ -15,7 +15,7 @@ from typing import Any
 from prophet_deepspeed.section import ProphetSection, has_section, read_config
 from prophet_deepspeed.start import Start, has_experts
 
-_default: ProphetSection | None = None
+_default: list[ProphetSection] = []  # one at most
 
 
 def install(section: Mapping[str, Any] | None = None) -> None:
@@ -24,8 +24,7 @@ def install(section: Mapping[str, Any] | None = None) -> None:
     section: for configurations without one, as it would stand there; models without experts are left alone then. None
     leaves configurations without a section alone. The latest call counts. Raises `ConfigError` for a wrong section.
     """
-    global _default
-    _default = None if section is None else ProphetSection.parse(section)
+    _default[:] = [] if section is None else [ProphetSection.parse(section)]
     engine_class: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     plain = engine_class.__init__
     if hasattr(plain, "__wrapped__"):
@@ -51,7 +50,7 @@ def _start(ds: Any, given: Mapping[str, Any]) -> Start | None:
     if not isinstance(config, Mapping):
         config = given["config_class"]._param_dict
     own = has_section(config)
-    if not own and (_default is None or not has_experts(model)):
+    if not own and not (_default and has_experts(model)):
         return None
     plain, section = read_config(config)
-    return Start(ds, plain, section if own or _default is None else _default, given)
+    return Start(ds, plain, section if own else _default[0], given)

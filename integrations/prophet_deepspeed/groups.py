@@ -74,16 +74,10 @@ def _separated(groups: list[Group], largest: float) -> list[tuple[int, Group]]:
             for name in sorted({p.group_name for p in experts})
             for chunk in _chunks([p for p in experts if p.group_name == name], largest)
         ]
-        if not experts:
-            kept.append((at, group))
-            continue
         own = {k: v for k, v in group.items() if k not in ("params", "moe", "name")}
-        if dense:
-            group["params"] = dense
-            kept.append((at, group))
-        else:
-            group |= parts.pop(0)
-            kept.append((at, group))
+        if experts:  # in place: schedulers may hold the groups themselves
+            group.update({"params": dense} if dense else parts.pop(0))
+        kept.append((at, group))
         apart += [(at, own | part) for part in parts]
     return kept + apart
 

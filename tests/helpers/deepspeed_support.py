@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import prophet_deepspeed  # noqa: F401  (deepspeed.initialize heeds the section)
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,7 +24,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import prophet
-import prophet_deepspeed  # noqa: F401  (deepspeed.initialize heeds the section)
 from prophet.convert import original_state_dict
 from prophet.engine.config import Experiment
 from tests.helpers.support import RandomPlanner, seeded
