@@ -135,15 +135,21 @@ def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
         found = copy.deepcopy(dict(config))
     else:
         raise ConfigError(f"config: expected a dictionary or the path of a JSON file, got {type(config).__name__}")
-    for key in found:
-        if key != SECTION and difflib.get_close_matches(SECTION, [str(key).lower()[:_LONGEST_KEY]], 1, 0.8):
-            raise ConfigError(f"{str(key)[:_LONGEST_KEY]}: unknown section; did you mean {SECTION!r}?")
+    has_section(found)
     section = found.pop(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{SECTION}: expected an object, got {type(section).__name__}")
     parsed = ProphetSection.parse(section)
     check_deepspeed(found)
     return found, parsed
+
+
+def has_section(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration has the section; raises `ConfigError` for one whose name is nearly that."""
+    for key in config:
+        if key != SECTION and difflib.get_close_matches(SECTION, [str(key).lower()[:_LONGEST_KEY]], 1, 0.8):
+            raise ConfigError(f"{str(key)[:_LONGEST_KEY]}: unknown section; did you mean {SECTION!r}?")
+    return SECTION in config
 
 
 def check_deepspeed(config: Mapping[str, Any]) -> None:
@@ -187,6 +193,10 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     ):
         if any(part(name).get(k) for k in ("enabled", "deepcompile")):
             raise ConfigError(f"{name}: not supported: {why}")
+    if part("checkpoint").get("load_universal"):
+        raise ConfigError(
+            "checkpoint.load_universal: not supported: a checkpoint here fits any number of ranks as it is"
+        )
     if part("tensor_parallel").get("autotp_size", 0) not in (0, 1):
         raise ConfigError("tensor_parallel.autotp_size: not supported: experts are not cut by tensor parallelism")
     if config.get("sequence_parallel_size", 1) not in (0, 1):
