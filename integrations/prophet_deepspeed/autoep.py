@@ -264,18 +264,22 @@ def _forward(block: Any, hidden_states: Tensor) -> Any:
 
 
 def configure(
-    ds: Any, model: nn.Module, replace: Callable[[], Any], section: ProphetSection, *, group: Collective | None = None
-) -> Any:
+    config: Any,
+    model: nn.Module,
+    replace: Callable[[], Any],
+    section: ProphetSection,
+    *,
+    group: Collective | None = None,
+) -> tuple[Any, ConversionReport]:
     """Let AutoEP replace the blocks of `model`, and put balanced experts behind its routers; collective.
 
-    ds: the DeepSpeed engine that is being made. replace: its `_configure_expert_parallel`, arguments given. Returns
-    what that returns, the sources of new parameters, in which ours have taken the place of AutoEP's. Sets
-    `ds.prophet_report`. group: the ranks that share the experts; None takes DeepSpeed's group of AutoEP's size.
+    config: AutoEP's. replace: `_configure_expert_parallel` of the DeepSpeed engine that is being made, arguments given.
+    Returns what that returns, the sources of new parameters, in which ours have taken the place of AutoEP's, and what
+    was converted. group: the ranks that share the experts; None takes DeepSpeed's group of AutoEP's size.
 
     Raises `ConversionError`, on every process and with the model unchanged, for what would not be kept.
     """
     timeout_s = section.engine.timeout_s or DEFAULT_TIMEOUT_S
-    config = ds._config.expert_parallel_config
     with on_all_ranks("check of the blocks for AutoEP", timeout_s=timeout_s):
         check_model(model)
         detection: Any = importlib.import_module("deepspeed.module_inject.auto_ep")
@@ -289,7 +293,7 @@ def configure(
         own = groups._get_expert_parallel_group(f"ep_size_{config.autoep_size}")
         group = collective_for(own, timeout_s=timeout_s)
     experts = {name: dict(model.get_submodule(f"{name}.experts").named_parameters()) for name in blocks}
-    ds.prophet_report = prophet.convert(
+    report = prophet.convert(
         model,
         group=group,
         adapters=(AutoEPBlock(),),
@@ -297,7 +301,7 @@ def configure(
         verify=section.verify,
     )
     _take_over(model, blocks, experts, sources)
-    return sources
+    return sources, report
 
 
 def _take_over(
@@ -343,6 +347,3 @@ def _mark(new: nn.Parameter, old: nn.Parameter, num_experts: int) -> None:
     placed = affine.autoep_placement_to_affine_map(found[constants.AUTOEP_EXPERT_PLACEMENT], shape)
     found |= {constants.AUTOEP_PARAM_LOGICAL_SHAPE: shape, constants.AFFINE_MAP: placed.to_dict()}
     setattr(target, constants.DS_AUTOEP_UC_META, found)
-
-
-__all__ = ["AutoEPBlock", "ConversionReport", "check_config", "configure", "in_use"]

@@ -96,6 +96,7 @@ def prepare() -> Any:
     """Import deepspeed for CPUs, and let AutoEP replace Mixtral's blocks under the transformers that is installed."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
     deepspeed: Any = importlib.import_module("deepspeed")
+    importlib.import_module("prophet_deepspeed")  # deepspeed.initialize heeds the section
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiling it takes a minute
     importlib.import_module("logging").getLogger("DeepSpeed").setLevel("ERROR")
     deepspeed.init_distributed()

@@ -46,17 +46,15 @@ def autoep_config(**changes: Any) -> Any:
 
 
 def take_over(model: nn.Module, group: Collective, *, sources: bool = False, **changes: Any) -> Any:
-    """AutoEP's replacement and ours on one rank; what `configure` gives, and the engine that it was told of."""
+    """AutoEP's replacement and ours on one rank; what `configure` gives."""
     config = autoep_config(autoep_size=group.size, **changes)
-    ds = SimpleNamespace(_config=SimpleNamespace(expert_parallel_config=config))
     detection: Any = importlib.import_module("deepspeed.module_inject.auto_ep")
 
     def replace() -> Any:
         found = detection.AutoEP(model, config)
         return found.replace_moe_layers(found.ep_parser(), group.size, group.rank, collect_sources=sources)
 
-    given = autoep.configure(ds, model, replace, ProphetSection(), group=group)
-    return given, ds
+    return autoep.configure(config, model, replace, ProphetSection(), group=group)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -75,7 +73,7 @@ def together(models: Sequence[nn.Module], steps: list[list[Tensor]], group: Coll
     """Train one rank's model with placements at random."""
     model = models[group.rank]
     names = {n for n, p in model.named_parameters() if p.requires_grad}
-    _, ds = take_over(model, group)
+    _, report = take_over(model, group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     config = prophet.EngineConfig(planner=RandomPlanner(3, 0.7), slots_per_rank=4)
     engine = prophet.attach(model, optimizer, config=config, experiment=Experiment(check_every=1))
@@ -93,7 +91,7 @@ def together(models: Sequence[nn.Module], steps: list[list[Tensor]], group: Coll
     step = engine.runtime.step
     assert step is not None
     counts = [block.tokens_per_expert.clone() for _, block, *_ in converted(model)]
-    seen.extra = sum(a.kind == "AGG" for a in step.actions), counts, ds.prophet_report
+    seen.extra = sum(a.kind == "AGG" for a in step.actions), counts, report
     engine.close()
     return seen
 
