@@ -58,7 +58,7 @@ class Case:
         return hash(repr(self))
 
     def plainly(self) -> Case:
-        return replace(self, plain=True)
+        return replace(self, plain=True, optimizer="config")  # AutoEP wants experts in groups of an object apart
 
     def deepspeed_config(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -151,6 +151,12 @@ def train(engine: Any, steps: int) -> list[float]:
 def moved(engine: Any) -> int:
     """Replicas that the last step used on all ranks; the tests want some."""
     return int(engine.prophet.last_step.copies.sum())
+
+
+def counts(engine: Any) -> Array:
+    """What AutoEP counts of this rank's choices, layer by layer, [L, E]."""
+    blocks = [m for m in engine.module.modules() if hasattr(m, "tokens_per_expert")]
+    return torch.stack([m.tokens_per_expert for m in blocks]).numpy().copy()
 
 
 def state(engine: Any) -> dict[str, Array]:

@@ -141,7 +141,7 @@ def test_a_state_dict_of_before_can_be_loaded(family: str) -> None:
             load_original_state_dict(own, given | {"unknown": torch.zeros(1)})
         with pytest.raises(RuntimeError, match="model.norm.weight"):
             load_original_state_dict(own, {k: v for k, v in given.items() if k != "model.norm.weight"})
-        with pytest.raises(ConversionError, match="AutoEP has replaced .* cannot be put back"):
+        with pytest.raises(ConversionError, match=r"AutoEP has replaced .* cannot be put back"):
             prophet.revert(own)
         return original_state_dict(own)
 
@@ -253,7 +253,7 @@ def test_experts_are_read_as_autoep_reads_them_and_written_back(experts: Any, st
     assert set(back) == set(state)
     assert all(torch.equal(back[n], state[n]) for n in state)
     module.register_parameter("bias", nn.Parameter(torch.zeros(3)))
-    with pytest.raises(ConversionError, match="expected the parameters .* got .*bias"):
+    with pytest.raises(ConversionError, match=r"expected the parameters .* got .*bias"):
         autoep.SourceExperts.of(detected, module)
 
 
@@ -276,7 +276,10 @@ def config_of(changes: dict[str, Any], **others: Any) -> dict[str, Any]:
         (config_of({"autoep_size": 0}), r"expert_parallel\.autoep_size: expected a number of ranks, got 0"),
         (config_of({}, prophet={"ep_size": 4}), r"prophet\.ep_size: 4, but expert_parallel\.autoep_size is 2"),
         (config_of({}, prophet={"convert": False}), r"prophet\.convert: only true"),
-        (config_of({}, zero_optimization={"stage": 3}), r"zero_optimization\.stage: 3 .* frees parameters between uses"),
+        (
+            config_of({}, zero_optimization={"stage": 3}),
+            r"zero_optimization\.stage: 3 .* frees parameters between uses",
+        ),
         (config_of({}, tensor_parallel={"autotp_size": 2}), r"tensor_parallel\.autotp_size: not supported"),
     ],
 )
