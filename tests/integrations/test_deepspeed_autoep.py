@@ -139,7 +139,7 @@ def test_a_state_dict_of_before_can_be_loaded(family: str) -> None:
         load_original_state_dict(own, given)
         with pytest.raises(RuntimeError, match="unknown"):
             load_original_state_dict(own, given | {"unknown": torch.zeros(1)})
-        with pytest.raises(RuntimeError, match="model.norm.weight"):
+        with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):
             load_original_state_dict(own, {k: v for k, v in given.items() if k != "model.norm.weight"})
         with pytest.raises(ConversionError, match=r"AutoEP has replaced .* cannot be put back"):
             prophet.revert(own)
