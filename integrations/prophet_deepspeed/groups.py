@@ -99,7 +99,8 @@ def _chunks(params: list[nn.Parameter], largest: float) -> Iterator[list[nn.Para
 def _schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
     """All schedulers of an optimizer, which does not know them."""
     kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    return [one for one in gc.get_objects() if isinstance(one, kinds) and getattr(one, "optimizer", None) is optimizer]
+    found = (one for one in gc.get_objects() if issubclass(type(one), kinds))  # isinstance wakes lazy objects
+    return [one for one in found if getattr(one, "optimizer", None) is optimizer]
 
 
 def _utils() -> Any:

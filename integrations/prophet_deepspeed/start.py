@@ -29,6 +29,7 @@ from prophet_deepspeed.checkpoint import Checkpoints
 from prophet_deepspeed.gradients import Binding
 from prophet_deepspeed.groups import Groups, separate_experts
 from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection
+from prophet_deepspeed.views import show_experts
 
 
 class Start:
@@ -129,6 +130,7 @@ class Start:
             balancer = prophet.attach(self._model, config=self._section.engine)
         if ds.optimizer is not None:
             Binding(ds, balancer)
+        show_experts(self._model)
         ds.prophet, ds.prophet_report = balancer, self._report
         checkpoints = Checkpoints(ds, balancer)
         ds.save_checkpoint, ds.load_checkpoint = checkpoints.save, checkpoints.load

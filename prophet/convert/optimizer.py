@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.elementwise import is_elementwise
 from prophet.convert.find import Found
-from prophet.convert.listed import Listed
 from prophet.errors import ConversionError
 from prophet.experts.bank import Entry
 from prophet.experts.feed_forward import FeedForwardBank
@@ -208,7 +207,7 @@ def carry(
     for f in found:
         one = Carried(optimizer, f.where, f.adapter, f.spec, dict(f.experts(model).named_parameters()))
         why = None if f.spec.bank == "modules" else one.why_apart()
-        if why is not None and not isinstance(f.adapter, Listed):
+        if why is not None and f.adapter.list_prefix is None:
             raise ConversionError(f"{f.where}: {why}: {LATER}")
         kept.append(f if why is None else replace(f, spec=replace(f.spec, bank="modules", why=why)))
         carried.append(one)

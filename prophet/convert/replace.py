@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
 from prophet.convert.find import Found
-from prophet.convert.listed import Listed, ListedExperts, ListedModules, modules_bank
+from prophet.convert.listed import Listed, ListedExperts, ListedModules
+from prophet.convert.modules import RoutedModules, list_in, modules_bank
 from prophet.convert.routed import Origin, RoutedExperts
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.choice import Impl
@@ -31,10 +32,10 @@ def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> t
         methods = f.adapter.methods(block)
     layer: RoutedExperts
     if spec.bank == "modules":
-        modules: Any = experts
-        layer = ListedModules(
-            modules_bank(modules, spec.dim, collective.rank, collective.size), origin, collective, impl
-        )
+        modules = list_in(experts, f.adapter.list_prefix or "")
+        kept: type[RoutedModules] = ListedModules if isinstance(f.adapter, Listed) else RoutedModules
+        bank: Any = modules_bank(modules, spec, collective.rank, collective.size)
+        layer = kept(bank, origin, collective, impl)
     else:
         kind_of_layer = ListedExperts if isinstance(f.adapter, Listed) else RoutedExperts
         layer = kind_of_layer(_stacked(f, params, collective), origin, collective, impl)
