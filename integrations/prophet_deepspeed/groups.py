@@ -68,7 +68,11 @@ def _separated(groups: list[Group], largest: float) -> list[tuple[int, Group]]:
     kept: list[tuple[int, Group]] = []
     apart: list[tuple[int, Group]] = []
     for at, group in enumerate(groups):
-        dense, experts = _utils().split_params_into_shared_and_expert_params(group["params"])
+        # frozen experts stay where they are: ZeRO takes no group without a parameter to train
+        trained = [p for p in group["params"] if p.requires_grad]
+        experts = _utils().split_params_into_shared_and_expert_params(trained)[1]
+        apart_now = {id(p) for p in experts}
+        dense = [p for p in group["params"] if id(p) not in apart_now]
         parts = [
             {"params": chunk, "moe": True, "name": name}
             for name in sorted({p.group_name for p in experts})

@@ -63,7 +63,7 @@ class ProphetSection:
         """The section as JSON has it; raises `ConfigError` that names the key."""
         own = [f for f in fields(cls) if f.name != "engine"]
         balancing = [f for f in fields(EngineConfig) if f.name not in _NOT_A_KEY]
-        _check_keys(SECTION, found, [f.name for f in (*own, *balancing)])
+        check_keys(SECTION, found, [f.name for f in (*own, *balancing)])
         for f in (*own, *balancing):
             if f.name in found:
                 _check_kind(f, found[f.name])
@@ -89,7 +89,7 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
     planner, topology, replan = (options.get(name) for name in ("planner", "topology", "replan"))
     if planner is not None and planner not in PLANNER_NAMES:
         raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {shown(planner)}")
-    _check_keys(f"{SECTION}.replan", replan or {}, [f.name for f in fields(ReplanConfig)])
+    check_keys(f"{SECTION}.replan", replan or {}, [f.name for f in fields(ReplanConfig)])
     try:
         if topology is not None:
             options["topology"] = read_topology(topology)
@@ -110,7 +110,8 @@ def _named(text: str) -> str:
     return f"{SECTION}: {text}"
 
 
-def _check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:
+def check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:
+    """Raise `ConfigError` for a key of the section `name` that is not known, with the nearest one that is."""
     for key in found:
         if key not in known:
             text = str(key)[:_LONGEST_KEY]
@@ -162,8 +163,8 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
         raise ConfigError(
-            f"zero_optimization.stage: {shown(stage)} is not supported, expected 0, 1 or 2. Stage 3 cuts every expert "
-            f"over the ranks and gathers it for each use, so there is no whole expert at a home to send to replicas"
+            f"zero_optimization.stage: {shown(stage)} is not supported, expected 0, 1 or 2. Stage 3 frees parameters "
+            f"between uses, so there is no whole expert in memory at its home to send to replicas"
         )
     for key in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(key), Mapping) and zero[key].get("device", "none") != "none":

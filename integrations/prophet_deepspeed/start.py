@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Mapping
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import prophet
-from prophet.convert import Adapter, ConversionReport, find, standard_adapters
+from prophet.convert import ConversionReport, find, standard_adapters
 from prophet.convert.find import find_all
 from prophet.engine.balanced_layer import BalancedLayer
 from prophet.errors import ConversionError
 from prophet.layer.moe import moe_layers
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import collective_for, processes
+from prophet_deepspeed import autoep
 from prophet_deepspeed.checkpoint import Checkpoints
 from prophet_deepspeed.gradients import Binding
 from prophet_deepspeed.groups import Groups, separate_experts
@@ -42,13 +43,15 @@ class Start:
         self._ds, self._section = ds, section
         self._model: nn.Module = given["model"]
         self._parameters = given.get("model_parameters")
-        self._autoep = _autoep(config)
+        self._autoep = autoep.in_use(config)
         self._report: ConversionReport | None = None
         self._ep_size = 0
         self._groups: Groups | None = None
         _check_model(self._model)
         if given.get("mpu") is not None or given.get("mesh_device") is not None:
             raise ConfigError("mpu, mesh_param: tensor and sequence parallelism are not supported")
+        if self._autoep:
+            autoep.check_config(config, section)
 
     def __enter__(self) -> None:
         # before DeepSpeed's __init__ has run, its object takes no attribute but by its dictionary
@@ -68,33 +71,43 @@ class Start:
     def _convert(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
         """In place of `_configure_expert_parallel`: as that, then the experts become ours."""
         ds, section = self._ds, self._section
-        sources = self._configure_experts(model, collect_sources=collect_sources)
-        adapters: tuple[Adapter, ...] = ()
-        if self._autoep is not None:
-            sources = self._autoep.after_replacement(ds, model, sources)
-            adapters = self._autoep.adapters()
-            self._ep_size = self._autoep.ep_size(ds, section)
+        replace = partial(self._configure_experts, model, collect_sources=collect_sources)
+        if self._autoep:
+            self._ep_size = ds._config.expert_parallel_config.autoep_size
+            self._check_topology()
+            sources, self._report = autoep.configure(ds._config.expert_parallel_config, model, replace, section)
         else:
+            sources = replace()
             self._ep_size = built_for(model, section)
-        ep = _expert_group(self._ep_size, section.engine.timeout_s or DEFAULT_TIMEOUT_S)
-        if (topology := section.engine.topology) is not None and topology.ranks != self._ep_size:
-            raise ConfigError(f"{SECTION}.topology: {topology.name} is of {topology.ranks} ranks, expected {ep.size}")
+            self._check_topology()
+            self._convert_experts(model)
+        layers = _layers(model, self._group())
+        if not ds.has_moe_layers:  # DeepSpeed looks for layers of its own class only
+            ds.has_moe_layers = True
+            ds.num_experts.append(layers[0].num_experts)
+        return sources
+
+    def _group(self) -> Collective:
+        return _expert_group(self._ep_size, self._section.engine.timeout_s or DEFAULT_TIMEOUT_S)
+
+    def _check_topology(self) -> None:
+        topology = self._section.engine.topology
+        if topology is not None and topology.ranks != self._ep_size:
+            raise ConfigError(
+                f"{SECTION}.topology: {topology.name} is of {topology.ranks} ranks, expected {self._ep_size}"
+            )
+
+    def _convert_experts(self, model: nn.Module) -> None:
+        ds, section, ep = self._ds, self._section, self._group()
         optimizer = ds.client_optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             optimizer = None
             if self._parameters is not None:
                 self._groups = Groups(self._parameters)
                 optimizer = self._groups.optimizer
-        if section.convert and (find(model, (*adapters, *standard_adapters())) or not moe_layers(model)):
-            self._report = prophet.convert(
-                model, group=ep, adapters=adapters, optimizer=optimizer, verify=section.verify
-            )
+        if section.convert and (find(model, standard_adapters()) or not moe_layers(model)):
+            self._report = prophet.convert(model, group=ep, optimizer=optimizer, verify=section.verify)
             _announce(model, self._ep_size)
-        layers = _layers(model, ep)
-        if not ds.has_moe_layers:  # DeepSpeed looks for layers of its own class only
-            ds.has_moe_layers = True
-            ds.num_experts.append(layers[0].num_experts)
-        return sources
 
     def _optimize(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         """In place of `_configure_optimizer`: experts get groups of their own, which DeepSpeed knows by their marks."""
@@ -132,20 +145,6 @@ def has_experts(model: nn.Module) -> bool:
         return bool(find_all(model, (), None, 0, 1)[0])
     except ConversionError:  # there is something: it is said what is wrong with it when it is converted
         return True
-
-
-def _autoep(config: Mapping[str, Any]) -> ModuleType | None:
-    """The module that knows AutoEP's blocks, if DeepSpeed is to replace the model's by these.
-
-    It has `check(config)`, which raises `ConfigError`; `adapters()`, for `prophet.convert`; `ep_size(ds, section)`; and
-    `after_replacement(ds, model, sources)`, called with what `_configure_expert_parallel` gave, for what that gives.
-    """
-    part = config.get("expert_parallel")
-    if not isinstance(part, Mapping) or not part.get("enabled"):
-        return None
-    module = importlib.import_module("prophet_deepspeed.autoep")
-    module.check(config)
-    return module
 
 
 def _check_model(model: Any) -> None:
