@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 
 import prophet
 from prophet.ranks.process_group import processes
@@ -87,7 +87,7 @@ def _check_parallelism(accelerator: Any) -> None:
             "fsdp_plugin.cpu_ram_efficient_loading: rank 0 alone would have the experts' values, and every rank gives "
             "some away; expected False"
         )
-    if plugin.cpu_offload:
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
         raise ValueError("fsdp_plugin.cpu_offload: experts stay on the device; expected False")
     if plugin.activation_checkpointing:
         raise ValueError(

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+)
 from torch import Tensor, nn
 
 import prophet
@@ -37,7 +42,7 @@ def fresh_accelerator(kind: str, **options: Any) -> Accelerator:
     os.environ.update({"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())})
     os.environ.update({"WORLD_SIZE": str(dist.get_world_size()), "LOCAL_WORLD_SIZE": str(dist.get_world_size())})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"})
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2) if kind == "fsdp2" else None
+    plugin = _fsdp2() if kind == "fsdp2" else None
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **options)
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     if plugin is not None:
@@ -46,6 +51,10 @@ def fresh_accelerator(kind: str, **options: Any) -> Accelerator:
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
     return accelerator
+
+
+def _fsdp2() -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
 
 
 def microbatch(step: int, number: int) -> Tensor:
@@ -77,7 +86,10 @@ class Loop:
 
     def __post_init__(self) -> None:
         self.accelerator = fresh_accelerator(
-            self.kind, gradient_accumulation_steps=self.accumulation, **self.options
+            self.kind,
+            gradient_accumulation_steps=self.accumulation,
+            dataloader_config=DataLoaderConfiguration(split_batches=True),  # one step of a schedule per update
+            **self.options,
         )
         if self.density is not None:
             planner = self.planner or RandomPlanner(3, self.density)
@@ -85,7 +97,7 @@ class Loop:
             self.balanced = prophet_accelerate.balance(self.accelerator, config=config, ep_size=self.ep_size)
         model = hugging_face("mixtral", output_router_logits=False)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (1.0 + 0.1 * n / dist.get_world_size()))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (1.0 + 0.1 * n))
         self.prepared(self)
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, optimizer, schedule)
 

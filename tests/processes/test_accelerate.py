@@ -27,9 +27,9 @@ def both(kind: str, steps: int, **settings: Any) -> dict[str, Any]:
 
 def check(by_rank: list[dict[str, Any]]) -> None:
     for found in by_rank:
-        for what in ("losses", "norms"):
+        for what, tolerance in (("losses", 1e-6), ("norms", 1e-5)):
             wanted, got = found[what]
-            assert got == pytest.approx(wanted, rel=1e-6, abs=1e-6), what
+            assert got == pytest.approx(wanted, rel=tolerance), what
         assert found["norms"][1] == by_rank[0]["norms"][1]
         assert found["copies"] > 0
         assert found["drift"] == 0.0
