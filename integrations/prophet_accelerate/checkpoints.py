@@ -135,7 +135,7 @@ class States:
             raise CheckpointError(
                 f"{path} is missing: expected a folder that save_state() of a balanced run has written to its end"
             )
-        said = read_json(
+        said: dict[str, Any] = read_json(
             path, most_bytes=_MAX_BYTES, expected="the file that save_state() writes", error=CheckpointError
         )
         mine = self._described()

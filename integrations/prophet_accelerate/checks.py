@@ -75,9 +75,9 @@ def _check_parallelism(accelerator: Any) -> None:
         raise ValueError(
             "dynamo_plugin.use_regional_compilation: it trains copies of the model's blocks; expected False"
         )
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if accelerator.distributed_type != DistributedType.FSDP:
         return
+    plugin = accelerator.state.fsdp_plugin
     if plugin.fsdp_version != 2:
         raise ValueError(
             f"fsdp_plugin.fsdp_version: expected 2, got {plugin.fsdp_version}: FSDP1 flattens all parameters of a block"

@@ -68,7 +68,7 @@ def microbatch(step: int, number: int) -> Tensor:
 class Loop:
     """One training script. kind: "ddp" or "fsdp2". balanced: None trains plainly.
 
-    losses: means over ranks, by step; norms: before clipping, by step.
+    losses: means over ranks, by step; norms: before clipping, by step. skipped: steps that a scaler has left out.
     """
 
     kind: str
@@ -82,6 +82,7 @@ class Loop:
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     copies: int = 0
+    skipped: int = 0
     balanced: prophet_accelerate.Balanced | None = None
 
     def __post_init__(self) -> None:
@@ -119,6 +120,7 @@ class Loop:
                     if a.sync_gradients:
                         self.norms.append(float(a.clip_grad_norm_(self.model.parameters(), self.clip)))
                     self.optimizer.step()
+                    self.skipped += a.sync_gradients and a.optimizer_step_was_skipped
                     self.schedule.step()
                     self.optimizer.zero_grad()
             self.losses.append(float(a.reduce(total, "mean")))
