@@ -152,6 +152,7 @@ class Adapter(ABC):
 
     family: str
     experts_name: str = "experts"
+    takes_lora = False  # whether it describes experts that PEFT has put LoRA on
 
     @abstractmethod
     def matches(self, block: nn.Module) -> bool:

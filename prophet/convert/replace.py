@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from prophet.convert.base import ExpertsSpec
 from prophet.convert.find import Found
 from prophet.convert.listed import Listed, ListedExperts, ListedModules, modules_bank
+from prophet.convert.lora import LoraBlock
+from prophet.convert.lora_layer import lora_layer
 from prophet.convert.routed import Origin, RoutedExperts
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.choice import Impl
@@ -30,7 +32,9 @@ def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> t
     else:
         methods = f.adapter.methods(block)
     layer: RoutedExperts
-    if spec.bank == "modules":
+    if spec.bank == "modules" and isinstance(f.adapter, LoraBlock):
+        layer = lora_layer(f.adapter, experts, origin, collective, impl)
+    elif spec.bank == "modules":
         modules: Any = experts
         layer = ListedModules(
             modules_bank(modules, spec.dim, collective.rank, collective.size), origin, collective, impl

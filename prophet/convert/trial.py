@@ -238,7 +238,8 @@ def _check_adapter(model: nn.Module, f: Found) -> None:
                 beside.original(next(beside.inputs()), training=False)
             except WRONG:
                 continue  # it cannot be copied, or needs its own dtype; it is run for real in any case
-            beside.check_packing(who)
+            if f.spec.bank != "modules":
+                beside.check_packing(who)
             for training in (False, True):
                 for x in beside.inputs():
                     beside.check(x, training, who)
