@@ -62,7 +62,7 @@ def adapter_files(folder: Path) -> dict[str, Tensor]:
         ("qwen3", {**ALL, "use_rslora": True, "lora_alpha": 5}),
         ("gpt_oss", {**SOME, "lora_alpha": 1, "rank_pattern": {r".*\.down_proj": 3}}),
         pytest.param("mixtral", ALL, marks=pytest.mark.slow),
-        pytest.param("qwen2", ALL, marks=pytest.mark.slow),
+        pytest.param("qwen2", SOME, marks=pytest.mark.slow),
         pytest.param("olmoe", ALL, marks=pytest.mark.slow),
         pytest.param("deepseek_v3", {**SOME, "target_modules": ["o_proj"]}, marks=pytest.mark.slow),
         pytest.param("mixtral", {**ALL, "target_parameters": ["experts.down_proj"]}, marks=pytest.mark.slow),
@@ -75,7 +75,7 @@ def test_logits_and_gradients(family: str, options: dict[str, Any]) -> None:
     copies = pair(model)
     found = on_threads(2, lambda group: together(copies[group.rank], steps, group))
     compare(alone(model, steps), found)
-    assert any(s.extra for s in found), "no replica sent gradients home: the placements were not random"
+    assert all(s.extra for s in found), "no replica sent gradients home: the placements were not random"
     trained = [n for n, g in found[0].gradients.items() if ".experts." in n and bool(g.any())]
     assert trained
     assert all("lora_" in n for n in trained)
