@@ -157,6 +157,7 @@ class Adapter(ABC):
     family: str
     experts_name: str = "experts"
     list_prefix: str | None = None
+    takes_lora = False  # whether it describes experts that PEFT has put LoRA on
 
     @abstractmethod
     def matches(self, block: nn.Module) -> bool:

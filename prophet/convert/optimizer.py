@@ -205,6 +205,8 @@ def carry(
     check_kind(optimizer)
     kept, carried = [], []
     for f in found:
+        if f.adapter.takes_lora and f.spec.bank == "modules":
+            raise ConversionError(f"{f.where}: LoRA's factors are cut by expert, and their states are not: {LATER}")
         one = Carried(optimizer, f.where, f.adapter, f.spec, dict(f.experts(model).named_parameters()))
         why = None if f.spec.bank == "modules" else one.why_apart()
         if why is not None and f.adapter.list_prefix is None:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from prophet.convert.base import ExpertsSpec
 from prophet.convert.find import Found
 from prophet.convert.listed import Listed, ListedExperts, ListedModules
+from prophet.convert.lora import LoraBlock
+from prophet.convert.lora_layer import lora_layer
 from prophet.convert.modules import RoutedModules, list_in, modules_bank
 from prophet.convert.routed import Origin, RoutedExperts
 from prophet.experts.feed_forward import FeedForwardBank
@@ -31,7 +33,9 @@ def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> t
     else:
         methods = f.adapter.methods(block)
     layer: RoutedExperts
-    if spec.bank == "modules":
+    if spec.bank == "modules" and isinstance(f.adapter, LoraBlock):
+        layer = lora_layer(f.adapter, experts, origin, collective, impl)
+    elif spec.bank == "modules":
         modules = list_in(experts, f.adapter.list_prefix or "")
         kept: type[RoutedModules] = ListedModules if isinstance(f.adapter, Listed) else RoutedModules
         bank: Any = modules_bank(modules, spec, collective.rank, collective.size)

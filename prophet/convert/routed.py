@@ -131,6 +131,10 @@ class RoutedExperts(MoE):
         whole = self.origin.spec.held == self.num_experts
         return self.packed(self.gathered() if whole else self.local_experts())
 
+    def adapters(self) -> dict[str, Tensor]:
+        """Those of `originals` that PEFT has put on them; collective as `originals` is."""
+        return {}
+
     @torch.no_grad()
     def module_of_originals(self) -> nn.Module:
         """The module they come from, with the values that they have now; collective as `originals` is."""
