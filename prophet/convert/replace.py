@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
+from prophet.convert.cut import CutExperts, cut_bank
 from prophet.convert.find import Found
 from prophet.convert.listed import Listed, ListedExperts, ListedModules, modules_bank
 from prophet.convert.routed import Origin, RoutedExperts
@@ -30,11 +31,13 @@ def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> t
     else:
         methods = f.adapter.methods(block)
     layer: RoutedExperts
-    if spec.bank == "modules":
+    rank, ranks = collective.rank, collective.size
+    if spec.places:
+        bank: Any = cut_bank(experts, block, spec, rank, ranks)
+        layer = CutExperts(bank, origin, collective, impl)
+    elif spec.bank == "modules":
         modules: Any = experts
-        layer = ListedModules(
-            modules_bank(modules, spec.dim, collective.rank, collective.size), origin, collective, impl
-        )
+        layer = ListedModules(modules_bank(modules, spec.dim, rank, ranks), origin, collective, impl)
     else:
         kind_of_layer = ListedExperts if isinstance(f.adapter, Listed) else RoutedExperts
         layer = kind_of_layer(_stacked(f, params, collective), origin, collective, impl)
