@@ -154,7 +154,7 @@ def _convert_one(model: nn.Module, f: Found, collective: Collective, impl: Impl,
     block, held = f.block(model), f.experts(model)
     trial = None
     if verify and f.spec.held == f.spec.num_experts:
-        trial = Trial(partial(f.run, model), f.input_shape, block, next(held.parameters()), collective)
+        trial = Trial(partial(f.run, model), f.input_shape, block, model, next(held.parameters()), collective)
     layer, methods = replace(model, f, collective, impl)
     problem = trial.problem() if trial else None
     if trial is not None and trial.anywhere(problem):

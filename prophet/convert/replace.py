@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
+from prophet.convert.cut import CutExperts, cut_bank
 from prophet.convert.find import Found
 from prophet.convert.listed import Listed, ListedExperts, ListedModules
+from prophet.convert.lora import LoraBlock
+from prophet.convert.lora_layer import lora_layer
 from prophet.convert.modules import RoutedModules, list_in, modules_bank
 from prophet.convert.routed import Origin, RoutedExperts
 from prophet.experts.feed_forward import FeedForwardBank
@@ -31,10 +34,16 @@ def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> t
     else:
         methods = f.adapter.methods(block)
     layer: RoutedExperts
-    if spec.bank == "modules":
+    rank, ranks = collective.rank, collective.size
+    if spec.bank == "modules" and isinstance(f.adapter, LoraBlock):
+        layer = lora_layer(f.adapter, experts, origin, collective, impl)
+    elif spec.places:
+        cut: Any = cut_bank(experts, block, spec, rank, ranks)
+        layer = CutExperts(cut, origin, collective, impl)
+    elif spec.bank == "modules":
         modules = list_in(experts, f.adapter.list_prefix or "")
         kept: type[RoutedModules] = ListedModules if isinstance(f.adapter, Listed) else RoutedModules
-        bank: Any = modules_bank(modules, spec, collective.rank, collective.size)
+        bank: Any = modules_bank(modules, spec, rank, ranks)
         layer = kept(bank, origin, collective, impl)
     else:
         kind_of_layer = ListedExperts if isinstance(f.adapter, Listed) else RoutedExperts

@@ -126,10 +126,27 @@ class RoutedExperts(MoE):
         origin = self.origin
         return {n: t.contiguous() for n, t in origin.adapter.pack(origin.spec, experts).items()}
 
+    def here(self) -> dict[str, Tensor]:
+        """This rank's experts as the parameters of the module they come from."""
+        return self.packed(self.local_experts())
+
+    def entries_of(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters of the module they come from under the keys that the bank's state dict has for this rank's."""
+        spec, bank = self.origin.spec, self.experts
+        first = bank.first_expert if spec.held == self.num_experts else 0
+        found: dict[str, Tensor] = {}
+        for local in range(bank.experts):
+            found |= bank.as_entries(local, self.origin.adapter.unpack(spec, given, first + local))
+        return found
+
     def originals(self) -> dict[str, Tensor]:
         """The parameters of the module they come from; collective where it held the experts of all ranks."""
         whole = self.origin.spec.held == self.num_experts
         return self.packed(self.gathered() if whole else self.local_experts())
+
+    def adapters(self) -> dict[str, Tensor]:
+        """Those of `originals` that PEFT has put on them; collective as `originals` is."""
+        return {}
 
     @torch.no_grad()
     def module_of_originals(self) -> nn.Module:

@@ -14,12 +14,12 @@ from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import cut_like, roll_call
 
 
-def original_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+def original_state_dict(model: nn.Module, *, keep: bool = True, adapters_only: bool = False) -> dict[str, Tensor]:
     """The state dict that `model` would have had it never been converted; collective over the experts' homes.
 
     Experts are gathered one block at a time and moved to the CPU. So are parameters that `fully_shard` has cut, with
     which the call is collective over all processes. keep: False on ranks that only take part, which get an empty
-    dictionary.
+    dictionary. adapters_only: of the experts, only what PEFT has put on them.
 
     Raises `CollectiveTimeout` where some ranks alone call it: on rank 0 within five seconds, on others within five
     seconds of the next forward pass.
@@ -39,7 +39,7 @@ def original_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Ten
                 found[before.get(key, key)] = whole.cpu() if cut else whole
         elif name not in done:
             done.add(name)
-            originals = layers[name].originals()
+            originals = layers[name].adapters() if adapters_only else layers[name].originals()
             if keep:
                 found |= {f"{name}.{part}": t.cpu() for part, t in originals.items()}
     return found
