@@ -23,6 +23,8 @@ def both(kind: str, steps: int, *, ep_size: int | None = None, **settings: Any) 
         "skipped": (plain.skipped, ours.skipped),
         "copies": ours.copies,
         "drift": ours.drift(),
+        "evaluated": (plain.evaluate(), ours.evaluate()),
+        "travelled": ours.travelled(),
     }
     ours.accelerator.free_memory()
     return found
@@ -35,7 +37,9 @@ def check(by_rank: list[dict[str, Any]], losses: float = 1e-6, norms: float = 1e
             assert got == pytest.approx(wanted, rel=tolerance, nan_ok=True), what
         assert repr(found["norms"][1]) == repr(by_rank[0]["norms"][1])  # bit by bit; one may be nan
         assert found["skipped"][1] == found["skipped"][0]
+        assert found["evaluated"][1] == pytest.approx(found["evaluated"][0], rel=losses)
         assert found["copies"] > 0
+        assert found["travelled"] == 1  # with the last of two microbatches
         assert found["drift"] == 0.0
 
 
