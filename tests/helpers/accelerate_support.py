@@ -97,7 +97,7 @@ class Loop:
             planner = self.planner or RandomPlanner(3, self.density)
             config = prophet.EngineConfig(planner=planner)
             self.balanced = prophet_accelerate.balance(self.accelerator, config=config, ep_size=self.ep_size)
-        model = hugging_face("mixtral", output_router_logits=False)
+        model = hugging_face("mixtral", output_router_logits=False, intermediate_size=16)  # by eight, for bfloat16
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (1.0 + 0.1 * n))
         self.prepared(self)

@@ -88,7 +88,7 @@ def model_alone(folder: str, saved_by: Loop) -> dict[str, float]:
         ("save_model", load_file(f"{folder}/model/model.safetensors")),
         ("save_pretrained", None),
     ):
-        plain = hugging_face("mixtral", output_router_logits=False)
+        plain = hugging_face("mixtral", output_router_logits=False, intermediate_size=16)
         if values is None:
             plain = type(plain).from_pretrained(f"{folder}/pretrained")
         else:
