@@ -189,11 +189,14 @@ def revert(model: nn.Module) -> None:
     Afterwards every rank holds what it held before the conversion: all experts, unless the model was built
     expert-parallel. The parameters are new objects, so build the optimizer again. Where an engine is attached, call
     `engine.close()` first: that ends balancing, and this undoes the conversion. Raises `ConversionError` where nothing
-    is converted, or where an engine is attached.
+    is converted, where an engine is attached, and for blocks that DeepSpeed's AutoEP has replaced.
     """
     found = list(converted(model))
     if not found:
         raise ConversionError("nothing in this model has been converted")
+    staying = [layer.origin.stays for *_, layer in found if layer.origin.stays]
+    if staying:
+        raise ConversionError(staying[0])
     if any(layer._port.index is not None for *_, layer in found):
         raise ConversionError(
             "an engine is attached to this model: call engine.close() first, which ends balancing and leaves the "

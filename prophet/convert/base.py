@@ -150,10 +150,16 @@ class ExpertsSpec:
 
 
 class Adapter(ABC):
-    """Reads one kind of block. `family` names it; `experts_name` is the block's attribute that holds the experts."""
+    """Reads one kind of block. `family` names it; `experts_name` is the block's attribute that holds the experts.
+
+    list_prefix: what the names of the experts' parameters begin with there, before their numbers, where the experts may
+    stay the modules that they are; None where they may not.
+    """
 
     family: str
     experts_name: str = "experts"
+    list_prefix: str | None = None
+    takes_lora = False  # whether it describes experts that PEFT has put LoRA on
 
     @abstractmethod
     def matches(self, block: nn.Module) -> bool:

@@ -18,7 +18,6 @@ from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.cut import CutExperts, cut
 from prophet.convert.elementwise import is_elementwise
 from prophet.convert.find import Found
-from prophet.convert.listed import Listed
 from prophet.errors import ConversionError
 from prophet.experts.bank import Entry
 from prophet.experts.feed_forward import FeedForwardBank
@@ -232,9 +231,11 @@ def carry(
     check_kind(optimizer)
     kept, carried = [], []
     for f in found:
+        if f.adapter.takes_lora and f.spec.bank == "modules":
+            raise ConversionError(f"{f.where}: LoRA's factors are cut by expert, and their states are not: {LATER}")
         one = Carried(optimizer, f.where, f.adapter, f.spec, dict(f.experts(model).named_parameters()))
         why = None if f.spec.bank == "modules" and not f.spec.places else one.why_apart()
-        if why is not None and not isinstance(f.adapter, Listed):
+        if why is not None and f.adapter.list_prefix is None:
             raise ConversionError(f"{f.where}: {why}: {LATER}")
         kept.append(f if why is None else replace(f, spec=replace(f.spec, bank="modules", why=why)))
         carried.append(one)

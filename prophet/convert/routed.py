@@ -6,7 +6,7 @@ Shape legend: N tokens, K top-k, E experts, m experts of this rank, D model dim,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,8 @@ class Origin:
 
     skeleton: the module that held them, its parameters on the meta device. attributes: what was set on its parameters.
     block_class: the block's class, where methods of it were replaced. around: how many modules up that block is from
-    the one that holds the experts. model: what was converted.
+    the one that holds the experts. model: what was converted. renamed: of the holder's other parameters and buffers,
+    those that had another name before, and that name. stays: why it cannot be put back, if it cannot.
     """
 
     adapter: Adapter
@@ -40,6 +41,8 @@ class Origin:
     block_class: type | None = None
     around: int = 0
     model: weakref.ref[nn.Module] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    stays: str = ""
 
 
 class RoutedExperts(MoE):
@@ -140,6 +143,10 @@ class RoutedExperts(MoE):
         """The parameters of the module they come from; collective where it held the experts of all ranks."""
         whole = self.origin.spec.held == self.num_experts
         return self.packed(self.gathered() if whole else self.local_experts())
+
+    def adapters(self) -> dict[str, Tensor]:
+        """Those of `originals` that PEFT has put on them; collective as `originals` is."""
+        return {}
 
     @torch.no_grad()
     def module_of_originals(self) -> nn.Module:

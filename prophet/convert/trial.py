@@ -244,7 +244,8 @@ def _check_adapter(model: nn.Module, f: Found) -> None:
                         if not beside.draws(x):
                             beside.check(x, False, who)
                 return
-            beside.check_packing(who)
+            if f.spec.bank != "modules":
+                beside.check_packing(who)
             for training in (False, True):
                 for x in beside.inputs():
                     beside.check(x, training, who)
@@ -298,7 +299,7 @@ class _Beside:
         with rounding:
             want = self.original(x, training=training)
         where = f"{who}: tried in {_mode(training)} on {list(x.shape)}"
-        if training:
+        if training and self._f.spec.bank != "modules":
             active = self.original(x, training=True, experts_training=True)
             if next(differences(want, active, self._limit), None):
                 experts = self._f.experts(self._copies[0])
@@ -326,8 +327,9 @@ class _Beside:
     ) -> dict[str, Any]:
         f = self._f
         block.train(training)
-        if not experts_training and block is self._copies[0]:
-            f.experts(block).eval()
+        if not experts_training:
+            held: Any = f.experts(block)
+            (held if block is self._copies[0] or not self._converted else held.experts).eval()
         seed_all(seed)
         found = _everything(lambda given: f.run(block, given), block, x)
         inside = f"{f.where}."
