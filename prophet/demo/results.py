@@ -68,20 +68,20 @@ def outcome_of(results: Results, config: LaunchConfig, *, cores: int) -> Outcome
     """What came out. The first of several pairs of a seed is its warm-up."""
     runs = results.values()
     pairs = None
-    block = config.train.block
-    if cores >= config.ranks and config.train.steps // block > 1:
+    turn = config.train.turn
+    if cores >= config.ranks and config.train.steps // turn > 1:
         pairs = Pairs(
             names=[f"seed {seed}" for seed in results],
-            before_s=np.stack([block_medians(r["off"].step_s, block) for r in runs]),
-            after_s=np.stack([block_medians(r["on"].step_s, block) for r in runs]),
+            before_s=np.stack([turn_medians(r["off"].step_s, turn) for r in runs]),
+            after_s=np.stack([turn_medians(r["on"].step_s, turn) for r in runs]),
         )
     return Outcome(results=results, ranks=config.ranks, cores=cores, pairs=pairs)
 
 
-def block_medians(step_s: np.ndarray[Any, Any], block: int) -> np.ndarray[Any, Any]:
-    """The median step of every whole block, [P], from the seconds of all steps, [T]."""
-    whole = len(step_s) // block
-    medians: np.ndarray[Any, Any] = np.median(step_s[: whole * block].reshape(whole, block), axis=1)
+def turn_medians(step_s: np.ndarray[Any, Any], turn: int) -> np.ndarray[Any, Any]:
+    """The median step of every whole turn, [P], from the seconds of all steps, [T]."""
+    whole = len(step_s) // turn
+    medians: np.ndarray[Any, Any] = np.median(step_s[: whole * turn].reshape(whole, turn), axis=1)
     return medians
 
 
@@ -97,14 +97,16 @@ def headline(outcome: Outcome) -> str:
     if pairs is None or pairs.interval is None:
         return "No difference measurable: too few steps to compare times."
     low, high = pairs.interval
-    counted = f"{pairs.counted.size} pairs of blocks, {_count(len(pairs.names), 'seed')}"
-    interval = f"{CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}, {counted}"
+    counted = f"{pairs.counted.size} pairs of turns, {_count(len(pairs.names), 'seed')}"
     if not pairs.measurable:
-        return f"No difference measurable in time: a step's {interval}, spans 1."
+        return (
+            f"No difference measurable in time: with balancing a step takes {low:.3f} to {high:.3f} of the time "
+            f"without ({CONFIDENCE:.0%} interval, {counted})."
+        )
     before, after = pairs.steps_s
     return (
-        f"With balancing a step takes {pairs.median:.3f} of the time without ({interval}); "
-        f"{1e3 * before:.0f} → {1e3 * after:.0f} ms."
+        f"With balancing a step takes {pairs.median:.3f} of the time without ({CONFIDENCE:.0%} interval {low:.3f} to "
+        f"{high:.3f}, {counted}): {1e3 * before:.0f} → {1e3 * after:.0f} ms."
     )
 
 
@@ -117,7 +119,7 @@ def balance_line(outcome: Outcome) -> str:
 def loss_line(outcome: Outcome) -> str:
     """That the losses are equal, in one sentence."""
     seeds = _count(len(outcome.results), "seed")
-    return f"The losses do not change: they differ by {outcome.difference():.1e} of themselves at most ({seeds})."
+    return f"The losses do not change: their largest relative difference is {outcome.difference():.1e} ({seeds})."
 
 
 def _count(n: int, thing: str) -> str:
@@ -145,15 +147,15 @@ def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
             "real machines differ."
         )
         warm_up = [
-            f"The first pair of blocks of each seed is the warm-up, and no ratio or interval counts it. A block has "
-            f"{_count(train.block, 'step')}. The interval treats all pairs as independent. Pairs of one seed are "
+            f"The first pair of turns of each seed is the warm-up, and no ratio or interval counts it. A turn has "
+            f"{_count(train.turn, 'step')}. The interval treats all pairs as independent. Pairs of one seed are "
             "alike, so another seed may lie outside."
         ]
     return (
         time,
         *warm_up,
         f"The seeds are {seeds}: nobody picked them. The router has no bias; it learns from its random start.",
-        "Load by rank, the experts, the similarity of routing and the two blocks are those of the first seed.",
+        "Load by rank and the figures after the losses are those of the first seed.",
         "With balancing on, each rank computes more different experts on fewer tokens each, and parameters travel "
         "between processes through the cores that compute.",
         *(() if outcome.pairs is None else ("Times in all-to-all include waiting for the slowest rank.",)),
@@ -319,7 +321,7 @@ def make_report(outcome: Outcome, config: LaunchConfig, predictions: Sequence[Pr
         others=[(off, on) for off, on in others],
         counts=on.counts,
         pairs=outcome.pairs,
-        spans=on.spans,
+        spans=() if outcome.pairs is None else on.spans,
         figures=(
             *_time_tiles(outcome),
             (
@@ -340,8 +342,9 @@ def _time_tiles(outcome: Outcome) -> list[tuple[str, str]]:
         return []
     low, high = pairs.interval
     before, after = pairs.steps_s
-    share = f"{pairs.median:.3f}" if pairs.measurable else "no difference measurable"
-    return [
-        (share, f"of a step's time, with balancing ({CONFIDENCE:.0%} interval {low:.3f} to {high:.3f})"),
-        (f"{1e3 * before:.0f} → {1e3 * after:.0f} ms", "step time on this machine, median"),
-    ]
+    interval = f"{CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}"
+    if pairs.measurable:
+        share = (f"{pairs.median:.3f}", f"of the step time without balancing ({interval})")
+    else:
+        share = ("no difference measurable", f"in step time, with balancing over without ({interval})")
+    return [share, (f"{1e3 * before:.0f} → {1e3 * after:.0f} ms", "step time on this machine, median")]

@@ -1,10 +1,9 @@
 """One rank's training loop with `prophet.attach`, as a user would write it, for several equal models side by side.
 
-They differ in their planner alone and train on the same tokens, in blocks of steps that alternate: so each block of one
-has a block of every other beside it that begins in an equal state, a few seconds apart on a machine that has not
-changed.
+They differ in their planner alone, train on the same tokens, and take turns of a few steps. So each turn of one has a
+turn of every other beside it that begins in an equal state, a few seconds apart on a machine that has not changed.
 
-Shape legend: T steps, P blocks of steps, L layers, R ranks, E experts.
+Shape legend: T steps, L layers, R ranks, E experts.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ ACTIVITIES = ("gate", "counts", "a2a", "expert", "exposed_trans", "exposed_agg",
 class TrainConfig:
     """What is trained, and for how long.
 
-    steps: of each model. block: steps of one model before it is another one's turn. sequences_per_rank: of one step.
+    steps: of each model. turn: steps of one model before another one's. sequences_per_rank: of one step.
     held_out_sequences_per_rank: rows of held-out text. timeout_s: limit on every wait for another rank.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     steps: int = 40
-    block: int = 4
+    turn: int = 4
     sequences_per_rank: int = 32
     held_out_sequences_per_rank: int = 32
     learning_rate: float = 1e-3
@@ -55,7 +54,7 @@ class TrainConfig:
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
-        for name in ("steps", "block", "sequences_per_rank", "held_out_sequences_per_rank"):
+        for name in ("steps", "turn", "sequences_per_rank", "held_out_sequences_per_rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig.{name} must be at least 1, got {getattr(self, name)}")
         if not self.learning_rate > 0 or not self.timeout_s > 0:
@@ -137,10 +136,10 @@ def train(
     listeners: Iterable[Listener] = (),
     tell: Callable[[str], None] = lambda doing: None,
 ) -> dict[str, RunResult]:
-    """Train a model with each of `planners`, from `config.seed`, in alternating blocks; collective over `group`.
+    """Train a model with each of `planners`, from `config.seed`, in turns; collective over `group`.
 
     Everything that differs between runs is the planner: the data and the initial parameters follow from the seed. The
-    order within a round of blocks rotates, and begins elsewhere for the next seed. `tell` hears what begins now.
+    order within a round rotates, and begins elsewhere for the next seed. `tell` hears what begins now.
     """
     ranks = collective_for(group, timeout_s=config.timeout_s)
     listeners = list(listeners)
@@ -148,10 +147,10 @@ def train(
         tell(f"building {len(planners)} equal models")
         runs = [stack.enter_context(closing(_Run(config, n, p, ranks))) for n, p in planners.items()]
         tell("training")
-        for block, start in enumerate(range(0, config.steps, config.block)):
-            first = (config.seed + block) % len(runs)
+        for turn, start in enumerate(range(0, config.steps, config.turn)):
+            first = (config.seed + turn) % len(runs)
             for run in runs[first:] + runs[:first]:
-                for step in range(start, min(start + config.block, config.steps)):
+                for step in range(start, min(start + config.turn, config.steps)):
                     result = run.step(corpus, step)
                     for listener in listeners:
                         listener(result)

@@ -1,6 +1,6 @@
-"""What balancing gains in time: step times of two runs that alternated in blocks, their ratio, and the picture of both.
+"""What balancing gains in time: step times of two runs that took turns, their ratio, and the picture of both.
 
-Shape legend: S seeds, P pairs of blocks.
+Shape legend: S seeds, P pairs of turns, a few steps each.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def median_interval(values: FloatArray, confidence: float = CONFIDENCE) -> Inter
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Pairs:
-    """Step times of two runs that alternated in blocks.
+    """Step times of two runs that took turns.
 
-    names: of the S seeds. before_s, after_s: [S, P], seconds of a block's median step. warm_up: pairs at the beginning
+    names: of the S seeds. before_s, after_s: [S, P], seconds of a turn's median step. warm_up: pairs at the beginning
     of each seed that do not count.
     """
 
@@ -96,7 +96,7 @@ class Pairs:
 
     @property
     def steps_s(self) -> tuple[float, float]:
-        """The median counted block of each run."""
+        """The median counted turn of each run."""
         before, after = (float(np.median(t[:, self.warm_up :])) for t in (self.before_s, self.after_s))
         return before, after
 
@@ -114,14 +114,16 @@ def draw_gain(pairs: Pairs, names: tuple[str, str]) -> str:
                 label = name if seed == 0 else None
                 bottom.plot(at[seed], 1e3 * times[seed], color=colour, marker=".", markersize=4, label=label)
         bottom.set(ylabel="step, ms", ylim=(0, None))
-        bottom.legend(loc="lower right", ncols=2)
         for axes in (top, bottom):
             axes.grid(visible=False, axis="x")
         bottom.set_xticks(at.mean(axis=1), pairs.names)
         bottom.tick_params(axis="x", length=0)
-        bottom.set_xlabel("pairs of blocks, in the order of time")
+        bottom.set_xlabel("pairs of turns, in the order of time")
+        parts = [axes.get_legend_handles_labels() for axes in (top, bottom)]
+        handles, labels = ([*above, *below] for above, below in zip(*parts, strict=True))
+        figure.legend(handles, labels, loc="outside upper center", ncols=2)
 
-    return draw_figure(draw, height_in=3.6, label="Step time with balancing over step time without, by pair")
+    return draw_figure(draw, height_in=3.9, label="Step time with balancing over step time without, by pair")
 
 
 def _draw_ratios(axes: Any, pairs: Pairs, at: FloatArray) -> None:
@@ -137,5 +139,3 @@ def _draw_ratios(axes: Any, pairs: Pairs, at: FloatArray) -> None:
     )
     axes.set(ylabel="with / without")
     axes.margins(y=0.15)
-    handles, labels = axes.get_legend_handles_labels()
-    axes.figure.legend(handles, labels, loc="outside upper center", ncols=2)

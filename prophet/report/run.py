@@ -268,9 +268,9 @@ def _gain(report: Report) -> str:
 
 _SECTIONS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
     (
-        "How much shorter is a step?",
-        "Two equal models train side by side on the same tokens, one with balancing. They take turns in blocks of "
-        "steps, and the order alternates. A point is one pair of blocks: the median step with balancing over the "
+        "Does a step get shorter?",
+        "Two equal models train side by side on the same tokens, one with balancing. They take turns of a few "
+        "steps, and the order alternates. A point is one pair of turns: the median step with balancing over the "
         "median step without. Below 1 (dashed), balancing gains time.",
         _gain,
     ),

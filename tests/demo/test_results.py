@@ -14,12 +14,12 @@ from rich.console import Console
 
 from prophet.demo import main
 from prophet.demo.launch import LaunchConfig, Results, default_ranks
-from prophet.demo.results import block_medians, headline, make_report, outcome_of, remarks, summarise
+from prophet.demo.results import headline, make_report, outcome_of, remarks, summarise, turn_medians
 from prophet.demo.train import ACTIVITIES, RunResult, TrainConfig
 from prophet.report import render_report
 
-STEPS, BLOCK, LAYERS, RANKS, EXPERTS = 12, 2, 2, 2, 4
-CONFIG = LaunchConfig(out=Path("unused"), ranks=RANKS, seeds=(0, 1), train=TrainConfig(steps=STEPS, block=BLOCK))
+STEPS, TURN, LAYERS, RANKS, EXPERTS = 12, 2, 2, 2, 4
+CONFIG = LaunchConfig(out=Path("unused"), ranks=RANKS, seeds=(0, 1), train=TrainConfig(steps=STEPS, turn=TURN))
 
 
 def run(name: str, step_s: float, *, noise: float = 0.0, seed: int = 0) -> RunResult:
@@ -53,15 +53,15 @@ def test_a_rank_per_core(cores: int, ranks: int) -> None:
     assert default_ranks(cores, experts=16) == ranks
 
 
-def test_a_block_is_worth_its_median_step() -> None:
-    assert block_medians(np.array([1, 2, 9, 4, 4, 4, 7.0]), 3).tolist() == [2, 4]
+def test_a_turn_is_worth_its_median_step() -> None:
+    assert turn_medians(np.array([1, 2, 9, 4, 4, 4, 7.0]), 3).tolist() == [2, 4]
 
 
 def test_the_gain_comes_first() -> None:
     outcome = outcome_of(results(0.4), CONFIG, cores=2)
     assert headline(outcome) == (
-        "With balancing a step takes 0.800 of the time without (90% interval 0.800 to 0.800, 10 pairs of blocks, "
-        "2 seeds); 500 → 400 ms."
+        "With balancing a step takes 0.800 of the time without (90% interval 0.800 to 0.800, 10 pairs of turns, "
+        "2 seeds): 500 → 400 ms."
     )
     summary = summarise(outcome)
     assert summary["step_ratio"]["warm_up_pairs_left_out"] == 2
@@ -72,7 +72,7 @@ def test_the_gain_comes_first() -> None:
     )
     headings = re.findall(r"<section><h2>(.*?)</h2>", page)
     assert headings[:4] == [
-        "How much shorter is a step?",
+        "Does a step get shorter?",
         "How much busier is the busiest rank?",
         "Load by rank",
         "The loss does not notice",
@@ -117,7 +117,7 @@ def test_on_shared_cores_no_time_is_shown_anywhere(tmp_path: Path, monkeypatch: 
     text, page, summary = shown(1)
     assert text.startswith("Time shows nothing here: 2 ranks share 1 core.\n")
     assert "Time shows nothing here: 2 ranks share 1 core." in page
-    assert "How much shorter" not in page
+    assert "Does a step get shorter?" not in page
     assert not words_of_time(text)
     assert not words_of_time(page)
     assert not {"step_ratio", "step_s_median", "tokens_per_s"} & set(re.findall(r"\w+", summary))

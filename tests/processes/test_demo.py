@@ -25,7 +25,7 @@ from tests.helpers.timelines import read_timeline
 SMALL = TrainConfig(
     model=ModelConfig(dim=16, heads=2, blocks=2, hidden=16, experts=4, length=32),
     steps=4,
-    block=2,
+    turn=2,
     sequences_per_rank=2,
     held_out_sequences_per_rank=2,
     timeout_s=30.0,
@@ -48,8 +48,8 @@ def test_two_ranks_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 
     lines = [json.loads(line) for line in (config.out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     # 3 and 5 are odd: the balanced run begins
-    blocks = [("on", 0), ("on", 1), ("off", 0), ("off", 1), ("off", 2), ("off", 3), ("on", 2), ("on", 3)]
-    assert [(x["seed"], x["run"], x["step"]) for x in lines] == [(s, *block) for s in SEEDS for block in blocks]
+    turns = [("on", 0), ("on", 1), ("off", 0), ("off", 1), ("off", 2), ("off", 3), ("on", 2), ("on", 3)]
+    assert [(x["seed"], x["run"], x["step"]) for x in lines] == [(s, *turn) for s in SEEDS for turn in turns]
     trace = read_trace(config.out / "routing.npz")
     assert trace.counts.shape == (4, 2, 2, 4)
     assert trace.counts.sum(axis=(2, 3)).tolist() == [[4 * 32 * 2] * 2] * 4
@@ -129,7 +129,7 @@ def test_one_rank_repeats_bitwise_and_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("seed", "order"), [(0, "abc bca cab abc"), (1, "bca cab abc bca")])
-def test_runs_take_turns_in_blocks_and_the_order_rotates(seed: int, order: str) -> None:
+def test_runs_take_turns_and_the_order_rotates(seed: int, order: str) -> None:
     config = replace(SMALL, steps=7, seed=seed)
     heard: list[tuple[str, int]] = []
     told: list[str] = []
@@ -144,7 +144,7 @@ def test_runs_take_turns_in_blocks_and_the_order_rotates(seed: int, order: str) 
         (run, step)
         for start, runs in zip((0, 2, 4, 6), order.split(), strict=True)
         for run in runs
-        for step in range(start, min(start + SMALL.block, 7))
+        for step in range(start, min(start + SMALL.turn, 7))
     ]
     assert heard == expected
     assert told == ["building 3 equal models", "training", "measuring the loss on held-out text"]
