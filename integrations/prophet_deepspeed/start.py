@@ -188,6 +188,7 @@ def _layers(model: nn.Module, ep: Collective) -> list[prophet.MoE]:
                 f"{SECTION}.ep_size: {ep.size}, but a prophet.MoE layer is rank {layer.collective.rank} of a group of "
                 f"{layer.collective.size}; build it with groups of {ep.size} consecutive processes"
             )
+        layer.known_to_deepspeed = True
         for p in layer.experts.parameters():
             p.prophet_averaged = True  # type: ignore[attr-defined]  # DeepSpeed does it
     return layers

@@ -53,6 +53,7 @@ class RoutedExperts(MoE):
     """
 
     experts: FeedForwardBank
+    initialised_here = False
 
     def __init__(self, bank: FeedForwardBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
         nn.Module.__init__(self)
