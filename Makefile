@@ -7,6 +7,7 @@
 #   make lint             ruff, its formatter and mypy
 #   make wheel            build sdist and wheel, and use the wheel alone in an empty environment
 #   make docs             build the documentation site, build/docs/index.html
+#   make test-peers       run peers' own tests and examples (PEERS_TUTEL=folder, PEERS_DEEPSPEED=folder: checkouts)
 #   make bench            run the benchmarks (BENCH=name for one of them)
 #   make clean            remove the environment and everything that was made
 #
@@ -30,7 +31,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAG
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-all warm lint wheel docs bench clean
+.PHONY: help demo test test-benchmarks test-all test-peers warm lint wheel docs bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -71,15 +72,31 @@ demo: $(VENV)/.installed
 warm: $(VENV)/.installed-test
 	@$(BIN)/python -c 'from prophet.planner import warm; warm()'
 
-test test-benchmarks test-all: export OMP_NUM_THREADS ?= 1
+test test-benchmarks test-all test-peers: export OMP_NUM_THREADS ?= 1
 test: warm
-	$(PYTEST) -m "not slow" --hypothesis-profile=ci --ignore=tests/benchmarks $(ARGS)
+	$(PYTEST) -m "not slow" --hypothesis-profile=ci --ignore=tests/benchmarks --ignore=tests/peers $(ARGS)
 
 test-benchmarks: warm
 	$(PYTEST) -m "not slow" --hypothesis-profile=ci tests/benchmarks $(ARGS)
 
 test-all: warm
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --ignore=tests/peers $(ARGS)
+
+# Tutel is in no index of packages: it is built from the checkout, for the CPU where NO_CUDA=1 is set, and the tests that
+# need it run. Without a checkout a peer's tests are skipped, and say so.
+PEERS_TUTEL ?=
+PEERS_DEEPSPEED ?=
+TUTEL_TESTS := tests/convert/test_tutel.py tests/integrations/test_tutel.py tests/processes/test_tutel_example.py
+
+$(VENV)/.installed-tutel: $(VENV)/.installed-test
+	$(INSTALL) wheel
+	$(INSTALL) --no-build-isolation --no-deps $(PEERS_TUTEL)
+	@touch $@
+
+test-peers: export PEERS_TUTEL := $(PEERS_TUTEL)
+test-peers: export PEERS_DEEPSPEED := $(PEERS_DEEPSPEED)
+test-peers: warm $(if $(PEERS_TUTEL),$(VENV)/.installed-tutel)
+	$(PYTEST) tests/peers $(if $(PEERS_TUTEL),$(TUTEL_TESTS)) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -27,7 +27,8 @@ from prophet import checkpoint
 from prophet.engine.shared_errors import on_all_ranks, together
 from prophet.errors import CheckpointError
 from prophet.files import read_bytes, read_json
-from prophet.ranks.process_group import processes
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import processes, roll_call
 
 DESCRIPTION = "prophet_accelerate.json"
 TRAINING = "prophet"
@@ -60,6 +61,7 @@ class States:
 
     def save(self, inner: Callable[..., Any], output_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's; RuntimeError within a step, `CheckpointError` where a rank cannot write. Collective."""
+        roll_call(Operation("save_state"), patience_s=self._timeout_s)
         self._between_steps("save_state")
         settings = self._accelerator.project_configuration
         if settings.automatic_checkpoint_naming:
@@ -88,11 +90,13 @@ class States:
         """As accelerate's, on any number of ranks; `CheckpointError`, nothing changed, where the folder does not fit.
         Collective.
         """
+        roll_call(Operation("load_state"), patience_s=self._timeout_s)
         self._between_steps("load_state")
-        folder = self._newest() if input_dir is None else Path(input_dir).expanduser()
+        folder = Path(input_dir or self._accelerator.project_dir or "").expanduser()
         found: dict[str, Any] = {}
         error: Exception | None = None
         try:
+            folder = self._newest() if input_dir is None else folder
             found = self._fitting(folder)
         except (ValueError, OSError) as caught:
             error = caught

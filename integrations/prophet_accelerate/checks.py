@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,12 +108,19 @@ def check_unwrapped(model: nn.Module) -> None:
         )
 
 
-def check_groups(optimizer: torch.optim.Optimizer, experts: set[int]) -> None:
-    """Raise ValueError where FSDP2 would leave a group that torch's `fused` or `foreach` cannot step.
+def check_optimizers(optimizers: Sequence[torch.optim.Optimizer], experts: set[int]) -> None:
+    """Raise ValueError for optimizers that accelerate and torch cannot use with FSDP2.
 
     experts: ids of parameters that FSDP2 leaves whole.
     """
-    for i, group in enumerate(optimizer.param_groups):
+    if len(optimizers) != 1:
+        raise ValueError(f"accelerator.prepare() with FSDP2: expected model and one optimizer, got {len(optimizers)}")
+    if optimizers[0].state:
+        raise ValueError(
+            "optimizer: it has taken steps, and accelerator.prepare() with FSDP2 loses its states: prepare first, and "
+            "load them then"
+        )
+    for i, group in enumerate(optimizers[0].param_groups):
         whole = {id(p) in experts for p in group["params"]}
         way = next((name for name in ("fused", "foreach") if group.get(name)), None)
         if way is not None and len(whole) == 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from prophet.convert.find import find_all
 from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_, expert_parameters, leave_out_of_ddp
 from prophet.engine.shared_errors import on_all_ranks
 from prophet.errors import PartialStateError
-from prophet.layer.moe import MoE, moe_layers
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
-from prophet.ranks.process_group import expert_groups
+from prophet.layer.moe import moe_layers
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.process_group import expert_groups, roll_call
 from prophet_accelerate.checkpoints import States
-from prophet_accelerate.checks import check_accelerator, check_groups, check_unwrapped
+from prophet_accelerate.checks import check_accelerator, check_optimizers, check_unwrapped
 
 
 def balance(
@@ -77,7 +77,7 @@ class Balanced:
         self._model: nn.Module | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._replicas: ExpertReplicas | None = None
-        self._preparing = False
+        self._closed = self._preparing = False
         self._keep = True
         for name, around in (
             ("prepare", self._prepare),
@@ -97,13 +97,13 @@ class Balanced:
             stand_for(accelerator, name, around)
 
     def close(self) -> None:
-        """Stop balancing. The model stays converted, plain expert parallelism, and can be saved; again is harmless."""
+        """Stop balancing. The model stays converted, plain expert parallelism, and can be trained and saved; again is
+        harmless.
+        """
+        self._closed = True
         if self.engine is not None:
             self.engine.close()
             self.engine = None
-        if self._replicas is not None:
-            self._replicas.close()
-            self._replicas = None
 
     # --- preparing ---
 
@@ -139,6 +139,7 @@ class Balanced:
             again = getattr(model, "_is_accelerate_prepared", False) and self._model is None  # after free_memory()
             if again and moe_layers(self._unwrapped(model)):
                 self._model = self._unwrapped(model)
+                self._average(self._model)
         new = [m for m in models if not getattr(m, "_is_accelerate_prepared", False)]
         found = [m for m in new if any(p.requires_grad for p in m.parameters())]  # another is evaluated only
         if self._model is not None or len(found) > 1:
@@ -154,37 +155,36 @@ class Balanced:
 
     def _make_ready(self, model: nn.Module, optimizers: Sequence[Any], place: bool | None) -> None:
         a = self._accelerator
+        held = [getattr(o, "optimizer", o) for o in (*optimizers, *a._optimizers)]
+        built, cut = moe_layers(model), a.distributed_type == DistributedType.FSDP
+        if built and self._ep_size is not None and built[0].collective.size != self._ep_size:
+            raise ValueError(
+                f"ep_size: expected {built[0].collective.size}, for which the model's layers were built, got "
+                f"{self._ep_size}"
+            )
+        if cut:
+            check_optimizers(held, {id(p) for part in self._experts_of(model) for p in part.parameters()})
+        holder = None if built else self._holder(model, held)
         if a.device_placement if place is None else place:
             model.to(a.device)  # ranks compare what they are about to convert, where they exchange tensors
         if self._ep_size is not None and self._groups is None:
             self._groups = expert_groups(self._ep_size, timeout_s=self._timeout_s)
-        held = [getattr(o, "optimizer", o) for o in (*optimizers, *a._optimizers)]
-        if not moe_layers(model):
+        if not built:
             group = self._groups[0] if self._groups else None
-            holder = self._holder(model, held)
             self.report = prophet.convert(model, optimizer=holder, group=group, **self._convert)
-        layers = moe_layers(model)
-        if self._groups is not None:
-            if layers[0].collective.size != self._ep_size:
-                raise ValueError(
-                    f"ep_size: expected {layers[0].collective.size}, for which the model's layers were built, "
-                    f"got {self._ep_size}"
-                )
-            self._replicas = ExpertReplicas(model, self._groups[1])
+        self._average(model)
         leave_out_of_ddp(model)
-        if a.distributed_type == DistributedType.FSDP:
-            self._leave_out_of_fsdp(model, layers, held)
+        if cut:
+            self._leave_out_of_fsdp(model)
         self._model = model
 
-    def _leave_out_of_fsdp(
-        self, model: nn.Module, layers: Sequence[MoE], optimizers: Sequence[torch.optim.Optimizer]
-    ) -> None:
-        if len(optimizers) > 1:
-            raise ValueError(f"accelerator.prepare() with FSDP2: expected one optimizer, got {len(optimizers)}")
-        experts = {id(p) for _, p in expert_parameters(model)}
-        for optimizer in optimizers:
-            check_groups(optimizer, experts)
-        plugin = self._accelerator.state.fsdp_plugin
+    def _average(self, model: nn.Module) -> None:
+        """Average the gradients of experts that several groups hold."""
+        if self._groups is not None:
+            self._replicas = ExpertReplicas(model, self._groups[1])
+
+    def _leave_out_of_fsdp(self, model: nn.Module) -> None:
+        plugin, layers = self._accelerator.state.fsdp_plugin, moe_layers(model)
         ignored = plugin.ignored_modules or []
         if isinstance(ignored, str):  # a pattern of names
             ignored = [m for name, m in model.named_modules() if re.fullmatch(ignored, name)]
@@ -196,7 +196,7 @@ class Balanced:
 
     def _attach(self) -> None:
         """Attach the engine, once model and optimizer are what they will be."""
-        if self._model is None or self.engine is not None:
+        if self._model is None or self.engine is not None or self._closed:
             return
         mine = {id(p): getattr(p, "prophet_expert", False) for p in self._model.parameters()}
         best: tuple[int, Any] = (0, None)
@@ -213,10 +213,12 @@ class Balanced:
         return found
 
     def _has_experts(self, model: nn.Module) -> bool:
-        return bool(moe_layers(model)) or bool(self._experts_of(model))
+        return bool(self._experts_of(model))
 
     def _experts_of(self, model: nn.Module) -> list[nn.Module]:
-        """Modules that a conversion would take experts from."""
+        """Modules that hold experts, converted or not."""
+        if layers := moe_layers(model):
+            return [layer.experts for layer in layers]
         names = self._convert["experts"]
         patterns = [names] if isinstance(names, str) else names
         found, _ = find_all(model, (*self._convert["adapters"], *standard_adapters()), patterns, 0, 1)
@@ -252,8 +254,8 @@ class Balanced:
         """As accelerate's, which `accumulate` uses; replicas' gradients stay where they are, too."""
         with ExitStack() as stack:
             stack.enter_context(inner(model))
-            if self.engine is not None and self._unwrapped(model) is self._model:
-                stack.enter_context(self.engine.no_sync())
+            if self._unwrapped(model) is self._model:
+                stack.enter_context(self.engine.no_sync() if self.engine is not None else nullcontext())
                 stack.enter_context(_not_averaged(self._replicas))
             yield
 
@@ -311,6 +313,7 @@ class Balanced:
             return
         a = self._accelerator
         each = a.project_configuration.save_on_each_node
+        roll_call(Operation("save_model"), patience_s=self._timeout_s)
         self._keep = a.is_local_main_process if each else a.is_main_process
         try:
             with on_all_ranks("save_model", save_directory, timeout_s=self._timeout_s):
@@ -321,13 +324,19 @@ class Balanced:
     # --- the end ---
 
     def _free_memory(self, inner: Any, *objects: Any) -> Any:
-        self.close()
-        self._model = self._optimizer = None
+        self._let_go()
         return inner(*objects)
 
     def _end_training(self, inner: Any) -> None:
-        self.close()
+        self._let_go()
         inner()
+
+    def _let_go(self) -> None:
+        self.close()
+        if self._replicas is not None:
+            self._replicas.close()
+        self._model = self._optimizer = self._replicas = None
+        self._closed = False
 
 
 def stand_for(owner: Any, name: str, around: Callable[..., Any]) -> None:

@@ -16,7 +16,7 @@ from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import VOCAB, alone, batches, compare, together
 from tests.helpers.support import on_threads, seeded
 
-WHY = "needs tutel: NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel"
+WHY = "needs tutel: make test-peers PEERS_TUTEL=folder"
 pytest.importorskip("tutel.moe", reason=WHY)
 DIM, HIDDEN, EXPERTS = 8, 12, 4
 

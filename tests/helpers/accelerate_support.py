@@ -6,6 +6,7 @@ Shape legend: R ranks, M microbatches of a step.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +97,7 @@ class Loop:
             planner = self.planner or RandomPlanner(3, self.density)
             config = prophet.EngineConfig(planner=planner)
             self.balanced = prophet_accelerate.balance(self.accelerator, config=config, ep_size=self.ep_size)
-        model = hugging_face("mixtral", output_router_logits=False)
+        model = hugging_face("mixtral", output_router_logits=False, intermediate_size=16)  # by eight, for bfloat16
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1.0 / (1.0 + 0.1 * n))
         self.prepared(self)
@@ -128,6 +129,25 @@ class Loop:
                 report = self.balanced.engine.last_step
                 assert report is not None
                 self.copies += int(report.copies.sum())
+
+    def evaluate(self) -> float:
+        """The mean loss over the rows of a loader that is prepared after the training."""
+        rows = torch.cat([torch.arange(LENGTH).view(1, -1) + n for n in range(2 * ROWS)])
+        data = self.accelerator.prepare(torch.utils.data.DataLoader(list(rows), batch_size=ROWS))
+        self.model.eval()
+        losses = []
+        with torch.no_grad():
+            for ids in data:
+                losses.append(self.accelerator.gather_for_metrics(self.model(input_ids=ids, labels=ids).loss))
+        return float(torch.stack(losses).mean())
+
+    def travelled(self) -> int:
+        """How often gradients of one layer's replicas went home in the last step, at most."""
+        assert self.balanced is not None
+        assert self.balanced.engine is not None
+        report = self.balanced.engine.last_step
+        assert report is not None
+        return max(Counter(str(action) for action in report.actions if action.kind == "AGG").values())
 
     def shared(self) -> Tensor:
         """This rank's values of the parameters that all ranks share, as one vector; of FSDP2's, the whole."""

@@ -112,6 +112,25 @@ def test_a_model_that_cannot_be_balanced_is_refused(accelerator: Accelerator) ->
     assert balanced.report is None
 
 
+def test_optimizers_that_fsdp2_cannot_have_are_refused(accelerator: Accelerator) -> None:
+    with_fsdp(fsdp_version=2)(accelerator)
+    balanced = prophet_accelerate.balance(accelerator, config=STATIC)
+    model = hugging_face("mixtral")
+    used = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.arange(8).view(1, 8)).logits.sum().backward()
+    used.step()
+    used.zero_grad()
+    for optimizers, message in (
+        ([], "expected model and one optimizer, got 0"),
+        ([torch.optim.AdamW(model.parameters(), foreach=True)], "foreach=True cannot step group 0"),
+        ([torch.optim.AdamW(model.parameters(), fused=True)], "fused=True cannot step group 0"),
+        ([used], "it has taken steps"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            accelerator.prepare(model, *optimizers)
+    assert balanced.report is None
+
+
 def test_preparing_again_is_harmless(accelerator: Accelerator) -> None:
     """In parts, with a model that is evaluated only, and after `free_memory`."""
     balanced = prophet_accelerate.balance(accelerator, config=STATIC)

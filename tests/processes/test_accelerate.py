@@ -23,6 +23,8 @@ def both(kind: str, steps: int, *, ep_size: int | None = None, **settings: Any) 
         "skipped": (plain.skipped, ours.skipped),
         "copies": ours.copies,
         "drift": ours.drift(),
+        "evaluated": (plain.evaluate(), ours.evaluate()),
+        "travelled": ours.travelled(),
     }
     ours.accelerator.free_memory()
     return found
@@ -35,7 +37,9 @@ def check(by_rank: list[dict[str, Any]], losses: float = 1e-6, norms: float = 1e
             assert got == pytest.approx(wanted, rel=tolerance, nan_ok=True), what
         assert repr(found["norms"][1]) == repr(by_rank[0]["norms"][1])  # bit by bit; one may be nan
         assert found["skipped"][1] == found["skipped"][0]
+        assert found["evaluated"][1] == pytest.approx(found["evaluated"][0], rel=losses)
         assert found["copies"] > 0
+        assert found["travelled"] == 1  # with the last of two microbatches
         assert found["drift"] == 0.0
 
 
@@ -78,5 +82,5 @@ def scaled(loop: Loop) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_mixed_precision(kind: str, precision: str) -> None:
     by_rank = on_processes(2, _in_sixteen_bits, kind, precision, timeout_s=200)
-    check(by_rank, losses=2e-3, norms=5e-2)
-    assert by_rank[0]["skipped"][1] == (1 if precision == "fp16" else 0)
+    check(by_rank, losses=1e-2, norms=0.2)  # a router of sixteen bits sends some tokens elsewhere
+    assert (by_rank[0]["skipped"][1] > 0) is (precision == "fp16")

@@ -7,14 +7,17 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import prophet_accelerate
 import pytest
 import torch
 import torch.distributed as dist
 
+import prophet
 from prophet.errors import CheckpointError, PartialStateError
-from tests.helpers.accelerate_support import Loop, named
+from tests.helpers.accelerate_support import Loop, fresh_accelerator, microbatch, named
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import hugging_face
+from tests.helpers.support import RandomPlanner, TinyModel
 
 FIRST, LAST = 3, 6
 
@@ -38,27 +41,29 @@ def registered(loop: Loop) -> Custom:
     return custom
 
 
-def saved(kind: str, folder: str) -> tuple[list[float], list[float]]:
+def saved(kind: str, folder: str) -> tuple[list[float], list[float], float]:
     loop = Loop(kind)
     registered(loop).value = 17
     loop.train(0, FIRST)
     loop.accelerator.save_state(folder)
+    stream = float(torch.rand(1))
     loop.train(FIRST, LAST)
     loop.accelerator.free_memory()
-    return loop.losses[FIRST:], loop.norms[FIRST:]
+    return loop.losses[FIRST:], loop.norms[FIRST:], stream
 
 
-def resumed(kind: str, folder: str) -> tuple[list[float], list[float]]:
+def resumed(kind: str, folder: str) -> tuple[list[float], list[float], float]:
     loop = Loop(kind)
     custom = registered(loop)
     loop.train(0, 1)  # what is loaded replaces this
     loop.accelerator.load_state(folder)
+    stream = float(torch.rand(1))
     assert custom.value == 17
     assert loop.schedule.scheduler.last_epoch == FIRST
     loop.train(FIRST, LAST)
     assert loop.drift() == 0.0
     loop.accelerator.free_memory()
-    return loop.losses[1:], loop.norms[1:]
+    return loop.losses[1:], loop.norms[1:], stream
 
 
 def model_alone(folder: str, saved_by: Loop) -> dict[str, float]:
@@ -83,7 +88,7 @@ def model_alone(folder: str, saved_by: Loop) -> dict[str, float]:
         ("save_model", load_file(f"{folder}/model/model.safetensors")),
         ("save_pretrained", None),
     ):
-        plain = hugging_face("mixtral", output_router_logits=False)
+        plain = hugging_face("mixtral", output_router_logits=False, intermediate_size=16)
         if values is None:
             plain = type(plain).from_pretrained(f"{folder}/pretrained")
         else:
@@ -132,6 +137,35 @@ def refusals(folder: str) -> dict[str, str]:
     return said
 
 
+def built_of_our_layers(folder: str) -> tuple[list[float], list[float], str]:
+    """A model with `prophet.MoE` layers: losses after saving and after loading, and what is refused."""
+    runs: list[list[float]] = []
+    for path in ("", folder):
+        accelerator = fresh_accelerator("ddp")
+        balanced = prophet_accelerate.balance(accelerator, config=prophet.EngineConfig(planner=RandomPlanner(3, 0.6)))
+        model: Any = TinyModel(vocab=32)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        if path:
+            accelerator.load_state(path)
+        losses: list[float] = []
+        for step in range(2 if path else 0, 4):
+            if step == 2 and not path:
+                accelerator.save_state(folder)
+            ids = microbatch(step, 0)
+            loss = torch.nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert balanced.report is None
+        runs.append(losses[-2:])
+        with pytest.raises(PartialStateError) as caught:
+            accelerator.get_state_dict(model)
+        accelerator.free_memory()
+    return runs[0], runs[1], str(caught.value)
+
+
 def one_run(folder: str) -> dict[str, Any]:
     went_on = saved("ddp", folder)
     again = resumed("ddp", folder)
@@ -145,7 +179,15 @@ def one_run(folder: str) -> dict[str, Any]:
     left = sorted(p.name for p in Path(folder, "named", "checkpoints").iterdir())
     gaps = model_alone(folder, loop)
     loop.accelerator.free_memory()
-    return {"runs": (went_on, again), "seen": seen, "left": left, "gaps": gaps, "said": refusals(folder)}
+    built = built_of_our_layers(f"{folder}/built")
+    return {
+        "runs": (went_on, again),
+        "built": built,
+        "seen": seen,
+        "left": left,
+        "gaps": gaps,
+        "said": refusals(folder),
+    }
 
 
 def test_a_run_goes_on_bit_by_bit_and_every_file_has_all_experts(tmp_path: Path) -> None:
@@ -154,6 +196,8 @@ def test_a_run_goes_on_bit_by_bit_and_every_file_has_all_experts(tmp_path: Path)
         went_on, again = found["runs"]
         assert again == went_on
         assert found["seen"] == [2, 2]
+        assert found["built"][0] == found["built"][1]
+        assert "Call accelerator.save_state(folder), or prophet.checkpoint.save" in found["built"][2]
         assert found["left"] == ["checkpoint_1"]
         assert all(gap < 1e-5 for gap in found["gaps"].values())
         said = found["said"]
