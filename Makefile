@@ -12,17 +12,20 @@
 #
 # PYTHON=python3.12 picks the interpreter, VENV=folder the environment, PIP_FLAGS="…" adds options to pip install (an
 # index of CPU-only wheels, say), ARGS="…" is passed on to the demo or to pytest. WORKERS=4 runs the tests in as many
-# processes; WORKERS=0 runs them in one, where a debugger works.
+# processes; WORKERS=0 runs them in one, where a debugger works. TORCH=2.14.1 takes that release of PyTorch instead of
+# the pinned one, in an environment beside it.
 
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(TORCH:%=-torch%)
 PIP_FLAGS ?=
 ARGS ?=
 WORKERS ?= 2
 BENCH ?= $(notdir $(patsubst %/,%,$(dir $(wildcard benchmarks/*/__main__.py))))
 
 BIN := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c $(CONSTRAINTS)
 # A worker takes tests from the other once it has none left, so that both cores are busy to the end.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
@@ -37,23 +40,26 @@ $(BIN)/python:
 		|| { echo "moe-prophet needs Python 3.11 or newer; name one with PYTHON=…" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$@
+
 # Stamps: a second `make` installs nothing. The interpreter is order-only, it is older than everything else.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[report]'
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[test]'
 	@touch $(VENV)/.installed $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
-$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[docs]'
 	@touch $@

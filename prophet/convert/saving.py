@@ -170,7 +170,7 @@ class _LoadAdapter(_Method):
 class _Ending(_Method):
     def __call__(self, *_: Any, **__: Any) -> None:
         """Refuses before PEFT has changed the first layer."""
-        *_, layer = lora_layers(self.model)[0]
+        layer = lora_layers(self.model)[0][-1]
         layer.experts.merge()
 
 
