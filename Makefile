@@ -7,27 +7,31 @@
 #   make lint             ruff, its formatter and mypy
 #   make wheel            build sdist and wheel, and use the wheel alone in an empty environment
 #   make docs             build the documentation site, build/docs/index.html
+#   make test-peers       run peers' own tests and examples (PEERS_TUTEL=folder, PEERS_DEEPSPEED=folder: checkouts)
 #   make bench            run the benchmarks (BENCH=name for one of them)
 #   make clean            remove the environment and everything that was made
 #
 # PYTHON=python3.12 picks the interpreter, VENV=folder the environment, PIP_FLAGS="…" adds options to pip install (an
 # index of CPU-only wheels, say), ARGS="…" is passed on to the demo or to pytest. WORKERS=4 runs the tests in as many
-# processes; WORKERS=0 runs them in one, where a debugger works.
+# processes; WORKERS=0 runs them in one, where a debugger works. TORCH=2.14.1 takes that release of PyTorch instead of
+# the pinned one, in an environment beside it.
 
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(TORCH:%=-torch%)
 PIP_FLAGS ?=
 ARGS ?=
 WORKERS ?= 2
 BENCH ?= $(notdir $(patsubst %/,%,$(dir $(wildcard benchmarks/*/__main__.py))))
 
 BIN := $(VENV)/bin
-INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c constraints.txt
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAGS) -c $(CONSTRAINTS)
 # A worker takes tests from the other once it has none left, so that both cores are busy to the end.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-all warm lint wheel docs bench clean
+.PHONY: help demo test test-benchmarks test-all test-peers warm lint wheel docs bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -37,23 +41,26 @@ $(BIN)/python:
 		|| { echo "moe-prophet needs Python 3.11 or newer; name one with PYTHON=…" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$@
+
 # Stamps: a second `make` installs nothing. The interpreter is order-only, it is older than everything else.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[report]'
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[test]'
 	@touch $(VENV)/.installed $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
 
-$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[docs]'
 	@touch $@
@@ -65,15 +72,31 @@ demo: $(VENV)/.installed
 warm: $(VENV)/.installed-test
 	@$(BIN)/python -c 'from prophet.planner import warm; warm()'
 
-test test-benchmarks test-all: export OMP_NUM_THREADS ?= 1
+test test-benchmarks test-all test-peers: export OMP_NUM_THREADS ?= 1
 test: warm
-	$(PYTEST) -m "not slow" --hypothesis-profile=ci --ignore=tests/benchmarks $(ARGS)
+	$(PYTEST) -m "not slow" --hypothesis-profile=ci --ignore=tests/benchmarks --ignore=tests/peers $(ARGS)
 
 test-benchmarks: warm
 	$(PYTEST) -m "not slow" --hypothesis-profile=ci tests/benchmarks $(ARGS)
 
 test-all: warm
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --ignore=tests/peers $(ARGS)
+
+# Tutel is in no index of packages: it is built from the checkout, for the CPU where NO_CUDA=1 is set, and the tests that
+# need it run. Without a checkout a peer's tests are skipped, and say so.
+PEERS_TUTEL ?=
+PEERS_DEEPSPEED ?=
+TUTEL_TESTS := tests/convert/test_tutel.py tests/integrations/test_tutel.py tests/processes/test_tutel_example.py
+
+$(VENV)/.installed-tutel: $(VENV)/.installed-test
+	$(INSTALL) wheel
+	$(INSTALL) --no-build-isolation --no-deps $(PEERS_TUTEL)
+	@touch $@
+
+test-peers: export PEERS_TUTEL := $(PEERS_TUTEL)
+test-peers: export PEERS_DEEPSPEED := $(PEERS_DEEPSPEED)
+test-peers: warm $(if $(PEERS_TUTEL),$(VENV)/.installed-tutel)
+	$(PYTEST) tests/peers $(if $(PEERS_TUTEL),$(TUTEL_TESTS)) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,16 +1,16 @@
-"""A training loop around Tutel's MoE layer, balanced by one call. Run it on two processes:
+"""A training loop around Tutel's MoE layer, balanced by one line. Run it on two processes:
 
 torchrun --nproc-per-node 2 examples/tutel_training.py --out out/tutel
 
-Where the optimizer is built, `prophet_tutel.balance` builds it; `--plain` takes that away. The rest is a loop as in
-Tutel's own examples: gradients of all parameters but the marked ones are averaged by hand.
+Once model and optimizer are there, `prophet_tutel.balance` takes both; `--plain` leaves it out. The rest is a loop as
+in Tutel's own examples: gradients of all parameters but the marked ones are averaged by hand, or with `--ddp` by
+DistributedDataParallel.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +27,48 @@ VOCAB, DIM, HIDDEN, EXPERTS, LENGTH = 61, 16, 24, 8, 12
 ROWS = 16  # sequences of one step, on all ranks
 
 
+class Experts(nn.Module):
+    """Experts of one's own, of the type `custom`: a matrix and a norm each."""
+
+    def __init__(self, model_dim: int, num_experts_per_device: int, **_: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(num_experts_per_device, model_dim, model_dim))
+        self.scale = nn.Parameter(torch.empty(num_experts_per_device, 1, model_dim))
+
+    def forward(self, x: Tensor, layer: Any) -> Tensor:
+        return F.silu(F.layer_norm(x @ self.w, (x.shape[-1],)) * self.scale)
+
+
+class Gate(nn.Module):
+    """A gate of one's own: scores between -1 and 1."""
+
+    def __init__(self, model_dim: int, num_global_experts: int, k: int) -> None:
+        super().__init__()
+        self.top_k = k
+        self.linear = nn.Linear(model_dim, num_global_experts, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh()
+
+
 class Model(nn.Module):
     """Embedding, two MoE layers with residuals, read-out."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, custom: bool) -> None:
         super().__init__()
+        self.custom = custom
         self.embed = nn.Embedding(VOCAB, DIM)
         self.moes = nn.ModuleList(self.layer(group, i) for i in range(2))
         self.head = nn.Linear(DIM, VOCAB)
 
     def layer(self, group: dist.ProcessGroup | None, number: int) -> nn.Module:
+        gate: dict[str, Any] = {"type": "top", "k": 2, "capacity_factor": 0}  # 0: nothing is dropped
+        experts: dict[str, Any] = {"type": "ffn", "hidden_size_per_expert": HIDDEN, "activation_fn": F.gelu}
+        if self.custom:
+            gate, experts = {"type": "custom", "module": Gate, "k": 2}, {"type": "custom", "module": Experts}
         layer: nn.Module = moe.moe_layer(
-            gate_type={"type": "top", "k": 2, "capacity_factor": 0},  # 0: nothing is dropped
-            experts={
-                "type": "ffn",
-                "num_experts_per_device": EXPERTS // dist.get_world_size(group),
-                "hidden_size_per_expert": HIDDEN,
-                "activation_fn": F.gelu,
-            },
+            gate_type=gate,
+            experts={"num_experts_per_device": EXPERTS // dist.get_world_size(group), **experts},
             model_dim=DIM,
             group=group,
             scan_expert_func=lambda _, p: setattr(p, "skip_allreduce", True),
@@ -82,6 +106,9 @@ def main() -> None:
     parser.add_argument("--ep-size", type=int, help="processes that share the experts (default: all)")
     parser.add_argument("--aux", type=float, default=0.01, help="weight of the balance loss, a mean over each rank")
     parser.add_argument("--sharded", action="store_true", help="Tutel's own distributed optimizer")
+    parser.add_argument("--ddp", action="store_true", help="DistributedDataParallel, which leaves the experts alone")
+    parser.add_argument("--custom", action="store_true", help="experts and gates of one's own")
+    parser.add_argument("--amp", action="store_true", help="compute in bfloat16, by autocast")
     parser.add_argument("--load", type=Path, help="a folder that an earlier run wrote")
     parser.add_argument("--plain", action="store_true", help="Tutel alone, to compare")
     options = parser.parse_args()
@@ -93,20 +120,21 @@ def main() -> None:
     experts = [dist.new_group([*range(i, i + ep_size)]) for i in range(0, ranks, ep_size)][rank // ep_size]
     copies = [dist.new_group([*range(i, ranks, ep_size)]) for i in range(ep_size)][rank % ep_size]
     torch.manual_seed(0)
-    model = Model(experts)
-
-    def optimizer_of(params: Iterator[nn.Parameter]) -> Any:
-        if options.sharded:
-            return net.TutelDistributedOptimizer(params, average_shared=True).warp_local(torch.optim.SGD, lr=0.1)
-        return torch.optim.SGD(params, lr=0.1)
+    model: Any = Model(experts, options.custom)
+    moes = model.moes
+    if options.ddp:
+        marked = [name for name, p in model.named_parameters() if hasattr(p, "skip_allreduce")]
+        model._ddp_params_and_buffers_to_ignore = marked
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if options.sharded:
+        optimizer = net.TutelDistributedOptimizer(model.parameters(), average_shared=True)
+        optimizer.warp_local(torch.optim.SGD, lr=0.1)
 
     balanced = None
-    if options.plain:
-        optimizer = optimizer_of(model.parameters())
-    else:
+    if not options.plain:
         config = prophet.EngineConfig(planner=options.planner)
-        balanced = prophet_tutel.balance(model, optimizer_of, config=config)
-        optimizer = balanced.optimizer
+        balanced = prophet_tutel.balance(model, optimizer, config=config)
     if options.load:
         # a file for every process, as Tutel's examples have it; written with or without the call
         model.load_state_dict(torch.load(options.load / f"{rank}-{ranks}.pt", weights_only=True))
@@ -116,11 +144,12 @@ def main() -> None:
     losses, copied = [], 0
     for step in range(options.steps):
         ids = batch(step)
-        logits = model(ids)[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        with torch.autocast("cpu", torch.bfloat16, enabled=options.amp):
+            logits = model(ids)[:, :-1]
+        loss = F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
         optimizer.zero_grad()
-        (loss + options.aux * sum(layer.l_aux for layer in model.moes)).backward()
-        if not options.sharded:
+        (loss + options.aux * sum(layer.l_aux for layer in moes)).backward()
+        if not (options.sharded or options.ddp):
             for p in shared:
                 p.grad = net.simple_all_reduce(p.grad / ranks)
         for p in own if ep_size < ranks else ():

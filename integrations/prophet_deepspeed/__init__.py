@@ -1,21 +1,26 @@
-"""DeepSpeed with experts that stay balanced: `initialize` takes the place of `deepspeed.initialize`.
+"""DeepSpeed with experts that stay balanced: import this, and `deepspeed.initialize` heeds a "prophet" section.
 
->>> import prophet_deepspeed  # doctest: +SKIP
+>>> import deepspeed, prophet_deepspeed  # doctest: +SKIP
 >>> config = {"train_batch_size": 64, "zero_optimization": {"stage": 2}, "prophet": {"ep_size": 4}}
->>> engine, *_ = prophet_deepspeed.initialize(model=model, config=config)  # doctest: +SKIP
+>>> engine, *_ = deepspeed.initialize(model=model, config=config)  # doctest: +SKIP
 """
 
+from importlib.util import find_spec
+
 from prophet.errors import CheckpointError
+from prophet_deepspeed.entry import install
 from prophet_deepspeed.pipeline import decide_stages, measure_layers, pipeline_module
 from prophet_deepspeed.section import ConfigError, ProphetSection
-from prophet_deepspeed.start import initialize
 
 __all__ = [
     "CheckpointError",
     "ConfigError",
     "ProphetSection",
     "decide_stages",
-    "initialize",
+    "install",
     "measure_layers",
     "pipeline_module",
 ]
+
+if find_spec("deepspeed") is not None:  # its files and sections can be read without it
+    install()

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import prophet
-from prophet.convert import original_state_dict
+from prophet.convert import converted, original_state_dict
 from prophet.engine.expert_state import Share, join_state, shares_of, split_state
 from prophet.engine.shared_errors import limit_of, on_all_ranks
 from prophet.errors import CheckpointError, SpecError
@@ -44,11 +44,10 @@ class Checkpoints:
     ) -> bool:
         """Write a checkpoint; collective over all processes, between two steps. As `save_checkpoint` of DeepSpeed.
 
-        client_state: numbers, strings, tensors, and lists and dictionaries of them.
+        client_state: numbers, strings, tensors, and lists and dictionaries of them. exclude_frozen_parameters: leave
+        parameters that do not train out, as of a base model under adapters; `load_module_strict=False` reads the rest.
         """
         ds, model, ep = self._ds, self._ds.module, self._engine.collective
-        if exclude_frozen_parameters:
-            raise CheckpointError("exclude_frozen_parameters: only False is supported")
         folder = Path(save_dir) / (f"global_step{ds.global_steps}" if tag is None else str(tag))
         states = self._states()
         dense_writer, expert_writer = process_rank() == 0, process_rank() < ep.size
@@ -67,7 +66,8 @@ class Checkpoints:
                 dense["values"][name] = found
                 dense["settings"][name] = states.settings(p)
         keys = self._expert_keys()
-        module = {k: v.detach().cpu() for k, v in model.state_dict().items()}
+        left_out = self._frozen() if exclude_frozen_parameters else set()
+        module = {k: v.detach().cpu() for k, v in model.state_dict().items() if k not in left_out}
         experts["module"] = {k: v.clone() for k, v in module.items() if k in keys}
         with at_work(f"writing {folder}"):
             if process_rank() == 0:
@@ -90,6 +90,8 @@ class Checkpoints:
                     "scaler": {} if states is None else states.scaler(),
                     "scheduler": None if ds.lr_scheduler is None else ds.lr_scheduler.state_dict(),
                     "client_state": client_state or {},
+                    "frozen": not left_out,
+                    "made_with": self._made_with(),
                 }
                 layout.write(dense, folder / layout.DENSE)
             self._meet("end of save_checkpoint")
@@ -103,12 +105,17 @@ class Checkpoints:
     ) -> bool:
         """Write the model's parameters alone, named as before the conversion; collective over all processes.
 
-        As `save_16bit_model` of DeepSpeed; the original model loads the file.
+        As `save_16bit_model` of DeepSpeed; the original model loads the file. exclude_frozen_parameters: without what
+        does not train, layers of experts as a whole.
         """
+        writer, model = process_rank() == 0, self._ds.module
+        state = original_state_dict(model, keep=writer)
         if exclude_frozen_parameters:
-            raise CheckpointError("exclude_frozen_parameters: only False is supported")
-        writer = process_rank() == 0
-        state = original_state_dict(self._ds.module, keep=writer)
+            frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+            layers = [n for n, *_, layer in converted(model) if not any(p.requires_grad for p in layer.parameters())]
+            state = {
+                k: v for k, v in state.items() if k not in frozen and not k.startswith(tuple(f"{n}." for n in layers))
+            }
         if writer:
             with at_work(f"writing {save_dir}"):
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
@@ -120,6 +127,17 @@ class Checkpoints:
         if self._engine.runtime.running:
             raise CheckpointError("a checkpoint belongs between two steps, and one is under way: call engine.step()")
         return None if self._ds.optimizer is None else States(self._ds)
+
+    def _frozen(self) -> set[str]:
+        """Names in a state dict of this rank's parameters that do not train."""
+        shares = shares_of(self._ds.module)
+        frozen = [n for n, p in self._ds.module.named_parameters() if not p.requires_grad]
+        return {key for n in frozen for key in ([s.key for s in shares[n]] if n in shares else [n])}
+
+    def _made_with(self) -> dict[str, str | None]:
+        """Classes of the optimizer and the scheduler, by the configuration's keys."""
+        parts = {"optimizer.type": self._ds.basic_optimizer, "scheduler.type": self._ds.lr_scheduler}
+        return {key: None if part is None else type(part).__name__ for key, part in parts.items()}
 
     def _expert_keys(self) -> set[str]:
         """Names of this rank's experts, in a state dict and in a checkpoint."""
@@ -166,6 +184,18 @@ class Checkpoints:
         states = self._states()
         with on_all_ranks("reading of", folder, said="could not read it", timeout_s=limit_of(ds.module)):
             dense = layout.read_dense(folder)
+            if load_module_strict and not dense["frozen"]:
+                raise CheckpointError(
+                    f"{folder} was saved with exclude_frozen_parameters=True: load_module_strict=False keeps the "
+                    f"model's own"
+                )
+            wanted_parts = {
+                "optimizer.type": load_optimizer_states and ds.optimizer is not None,
+                "scheduler.type": load_lr_scheduler_states,
+            }
+            if not load_module_only:
+                own = {key: name for key, name in self._made_with().items() if wanted_parts[key]}
+                layout.check_made_with(dense["made_with"], own, folder)
             wanted = states if load_optimizer_states and not load_module_only else None
             module, values, settings = self._read(folder, dense, wanted)
             goes_on = (dense["processes"], dense["ranks"]) == (processes(), self._engine.collective.size)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import prophet
@@ -63,7 +64,9 @@ class Binding:
         if self._zero is not None:
             for group, params in enumerate(self._zero.bit16_groups):
                 for param in params:
-                    if id(param) in self._experts and param.grad is not None:
+                    if id(param) in self._experts and param.requires_grad:
+                        if param.grad is None:  # an expert without rows here, whose copies may have had some
+                            param.grad = torch.zeros_like(param)
                         self._process(param, group)
         self._epilogue()
 

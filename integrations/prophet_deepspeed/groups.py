@@ -1,72 +1,107 @@
-"""Optimizer parameter groups that were written for a model before its conversion."""
+"""Optimizer parameter groups: those written for a model before its conversion, and experts in groups of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import gc
+import importlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
-from prophet.convert import converted
 from prophet_deepspeed.section import ConfigError
 
-Group = nn.Parameter | dict[str, Any]
+Group = dict[str, Any]
+# what a scheduler keeps of every group
+_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
 
 
-class ParameterGroups:
-    """Remembers `given`, made for `model` as it is now; `renewed()` says the same of the converted model.
+class Groups:
+    """Parameters or groups of them, as for `deepspeed.initialize`, that a conversion may change.
 
-    given: parameters or groups of them, as for `deepspeed.initialize`; None stands for all of the model.
+    `optimizer` stands for them: `prophet.convert` keeps the groups of an optimizer as they are, but for its experts.
     """
 
-    def __init__(self, model: nn.Module, given: Iterable[Group] | None) -> None:
-        self._model = model
-        items = None if given is None else list(given)
-        # a group's own iterables are read once, here
-        self._items = None if items is None else [_listed(g) if isinstance(g, Mapping) else g for g in items]
-        self._names = {id(p): n for n, p in model.named_parameters()}
+    def __init__(self, given: Iterable[nn.Parameter | Mapping[str, Any]]) -> None:
+        items = list(given)
+        kinds = {isinstance(item, Mapping) for item in items}
+        if len(kinds) > 1:
+            raise ConfigError("model_parameters: expected parameters or groups, got both")
+        groups: list[Group] = [dict(item) for item in items if isinstance(item, Mapping)]
+        if not groups:
+            groups = [{"params": items, "name": "dense-params"}]
+        self._settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        self.optimizer = torch.optim.SGD([{"params": group["params"]} for group in groups], lr=0.0)
 
-    def renewed(self) -> list[Group]:
-        """Experts' parameters replaced by those that took their place; everything else as it was given."""
-        model = self._model
-        if self._items is None:
-            return [p for p in model.parameters() if p.requires_grad]
-        alive = {id(p) for p in model.parameters()}
-        layers = {name: layer for name, _, _, layer in converted(model)}
-        used: dict[int, int] = {}
-
-        def renew(params: Iterable[nn.Parameter], group: int) -> list[nn.Parameter]:
-            found = []
-            for p in params:
-                name = self._names.get(id(p), "")
-                if id(p) in alive or not name:
-                    found.append(p)
-                    continue
-                where = next(n for n in layers if name.startswith(n + "."))
-                bias = "bias" in name.rsplit(".", 1)[-1]
-                for kind, new in layers[where].experts.named_parameters():
-                    if ("bias" in kind) != bias:
-                        continue
-                    if used.setdefault(id(new), group) != group:
-                        raise ConfigError(
-                            f"model_parameters: {where}.experts.{kind} stacks all experts of the layer, which are in "
-                            f"different groups; expected one group"
-                        )
-                    if all(new is not q for q in found):
-                        found.append(new)
-            return found
-
-        if any(isinstance(g, dict) for g in self._items):
-            if not all(isinstance(g, dict) for g in self._items):
-                raise ConfigError("model_parameters: expected parameters or groups, got both")
-            groups: list[Group] = []
-            for at, g in enumerate(self._items):
-                named: dict[str, Any] = dict(g)
-                groups.append({"name": f"group{at}", **named, "params": renew(named["params"], at)})
-            return groups
-        return list(renew(self._items, 0))  # type: ignore[arg-type]
+    def separated(self) -> list[Group]:
+        """The groups as they are now, experts apart, as DeepSpeed deals them out to optimizers."""
+        both = zip(self._settings, self.optimizer.param_groups, strict=True)
+        groups = [{**own, "params": list(group["params"])} for own, group in both]
+        largest = _utils().split_params_into_different_moe_groups_for_optimizer.__defaults__[0]
+        return [group for _, group in _separated(groups, largest)]
 
 
-def _listed(group: Mapping[str, Any]) -> dict[str, Any]:
-    params = group["params"]
-    return {**group, "params": [params] if isinstance(params, nn.Parameter) else list(params)}
+def separate_experts(optimizer: torch.optim.Optimizer, scheduler: object = None) -> None:
+    """Give experts groups of their own, behind the others; schedulers go on with the figures of the former group.
+
+    scheduler: one that is known; torch's are found.
+    """
+    groups = optimizer.param_groups
+    before = len(groups)
+    found = _separated(groups, float("inf"))
+    groups[:] = [group for _, group in found]
+    if len(found) == before:
+        return
+    for one in {id(s): s for s in (scheduler, *_schedulers(optimizer))}.values():
+        for name in _BY_GROUP:
+            values = getattr(one, name, None)
+            if isinstance(values, list) and len(values) == before:
+                setattr(one, name, [values[source] for source, _ in found])
+
+
+def _separated(groups: list[Group], largest: float) -> list[tuple[int, Group]]:
+    """Each group with the place of the one it comes from. Groups keep their order, parts of groups follow behind.
+
+    largest: elements of a group of experts; a group's flat copy is made at once.
+    """
+    kept: list[tuple[int, Group]] = []
+    apart: list[tuple[int, Group]] = []
+    for at, group in enumerate(groups):
+        # frozen experts stay where they are: ZeRO takes no group without a parameter to train
+        trained = [p for p in group["params"] if p.requires_grad]
+        experts = _utils().split_params_into_shared_and_expert_params(trained)[1]
+        apart_now = {id(p) for p in experts}
+        dense = [p for p in group["params"] if id(p) not in apart_now]
+        parts = [
+            {"params": chunk, "moe": True, "name": name}
+            for name in sorted({p.group_name for p in experts})
+            for chunk in _chunks([p for p in experts if p.group_name == name], largest)
+        ]
+        own = {k: v for k, v in group.items() if k not in ("params", "moe", "name")}
+        if experts:  # in place: schedulers may hold the groups themselves
+            group.update({"params": dense} if dense else parts.pop(0))
+        kept.append((at, group))
+        apart += [(at, own | part) for part in parts]
+    return kept + apart
+
+
+def _chunks(params: list[nn.Parameter], largest: float) -> Iterator[list[nn.Parameter]]:
+    chunk: list[nn.Parameter] = []
+    for p in params:
+        if chunk and sum(q.numel() for q in chunk) + p.numel() > largest:
+            yield chunk
+            chunk = []
+        chunk.append(p)
+    yield chunk
+
+
+def _schedulers(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All schedulers of an optimizer, which does not know them."""
+    kinds = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    found = (one for one in gc.get_objects() if issubclass(type(one), kinds))  # isinstance wakes lazy objects
+    return [one for one in found if getattr(one, "optimizer", None) is optimizer]
+
+
+def _utils() -> Any:
+    return importlib.import_module("deepspeed.moe.utils")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from prophet.errors import CheckpointError
 
-FORMAT = 3
+FORMAT = 4
 DENSE, LATEST = "dense.pt", "latest"
 EXPERTS, BALANCING, RANDOM = "experts_{}_of_{}.pt", "balancing_{}_of_{}.pt", "random_{}_of_{}.pt"
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
@@ -71,8 +71,8 @@ def read_dense(folder: Path) -> dict[str, Any]:
     version = read(path).get("format")
     if version != FORMAT:
         raise CheckpointError(f"{path}: expected format {FORMAT}, got {version!r}")
-    dictionaries = ("module", "values", "settings", "counters", "scaler")
-    found = read(path, dictionaries, ("ranks", "processes", "scheduler"))
+    dictionaries = ("module", "values", "settings", "counters", "scaler", "made_with")
+    found = read(path, dictionaries, ("ranks", "processes", "scheduler", "frozen"))
     for key in ("ranks", "processes"):
         if not isinstance(found[key], int) or not 1 <= found[key] <= 1 << 20:
             raise CheckpointError(f"{path}: {key}: expected a number of processes, got {found[key]!r}")
@@ -80,6 +80,25 @@ def read_dense(folder: Path) -> dict[str, Any]:
     if set(counters) != set(COUNTERS) or not all(isinstance(v, int) and v >= 0 for v in counters.values()):
         raise CheckpointError(f"{path}: counters: expected {', '.join(COUNTERS)}, got {counters!r}")
     return found
+
+
+# what belongs to an optimizer of any make, and where it may stand in the checkpoint of another
+_MAKES = re.compile(r"fused|deepspeed|cpu|w$")
+
+
+def check_made_with(found: Mapping[str, Any], own: Mapping[str, str | None], folder: Path) -> None:
+    """Raise `CheckpointError`, naming the configuration's key, where a run is of other parts than the one that saved.
+
+    found, own: the parts' classes by key. Optimizers of one kind and of several makes read each other's states.
+    """
+    for key, name in own.items():
+        one, two = (_MAKES.sub("", str(value).lower()) for value in (found.get(key), name))
+        if one != two:
+            option = {"optimizer.type": "load_optimizer_states", "scheduler.type": "load_lr_scheduler_states"}[key]
+            raise CheckpointError(
+                f"{key}: {folder} was written with {found.get(key)}, and this run has {name}; {option}=False leaves "
+                f"its states out"
+            )
 
 
 def clear(folder: Path) -> None:

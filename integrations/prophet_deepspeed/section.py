@@ -63,7 +63,7 @@ class ProphetSection:
         """The section as JSON has it; raises `ConfigError` that names the key."""
         own = [f for f in fields(cls) if f.name != "engine"]
         balancing = [f for f in fields(EngineConfig) if f.name not in _NOT_A_KEY]
-        _check_keys(SECTION, found, [f.name for f in (*own, *balancing)])
+        check_keys(SECTION, found, [f.name for f in (*own, *balancing)])
         for f in (*own, *balancing):
             if f.name in found:
                 _check_kind(f, found[f.name])
@@ -89,7 +89,7 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
     planner, topology, replan = (options.get(name) for name in ("planner", "topology", "replan"))
     if planner is not None and planner not in PLANNER_NAMES:
         raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {shown(planner)}")
-    _check_keys(f"{SECTION}.replan", replan or {}, [f.name for f in fields(ReplanConfig)])
+    check_keys(f"{SECTION}.replan", replan or {}, [f.name for f in fields(ReplanConfig)])
     try:
         if topology is not None:
             options["topology"] = read_topology(topology)
@@ -110,7 +110,8 @@ def _named(text: str) -> str:
     return f"{SECTION}: {text}"
 
 
-def _check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:
+def check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:
+    """Raise `ConfigError` for a key of the section `name` that is not known, with the nearest one that is."""
     for key in found:
         if key not in known:
             text = str(key)[:_LONGEST_KEY]
@@ -134,15 +135,21 @@ def read_config(config: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any],
         found = copy.deepcopy(dict(config))
     else:
         raise ConfigError(f"config: expected a dictionary or the path of a JSON file, got {type(config).__name__}")
-    for key in found:
-        if key != SECTION and difflib.get_close_matches(SECTION, [str(key).lower()[:_LONGEST_KEY]], 1, 0.8):
-            raise ConfigError(f"{str(key)[:_LONGEST_KEY]}: unknown section; did you mean {SECTION!r}?")
+    has_section(found)
     section = found.pop(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(f"{SECTION}: expected an object, got {type(section).__name__}")
     parsed = ProphetSection.parse(section)
     check_deepspeed(found)
     return found, parsed
+
+
+def has_section(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration has the section; raises `ConfigError` for one whose name is nearly that."""
+    for key in config:
+        if key != SECTION and difflib.get_close_matches(SECTION, [str(key).lower()[:_LONGEST_KEY]], 1, 0.8):
+            raise ConfigError(f"{str(key)[:_LONGEST_KEY]}: unknown section; did you mean {SECTION!r}?")
+    return SECTION in config
 
 
 def check_deepspeed(config: Mapping[str, Any]) -> None:
@@ -156,8 +163,8 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2):
         raise ConfigError(
-            f"zero_optimization.stage: {shown(stage)} is not supported, expected 0, 1 or 2. Stage 3 cuts every expert "
-            f"over the ranks and gathers it for each use, so there is no whole expert at a home to send to replicas"
+            f"zero_optimization.stage: {shown(stage)} is not supported, expected 0, 1 or 2. Stage 3 frees parameters "
+            f"between uses, so there is no whole expert in memory at its home to send to replicas"
         )
     for key in ("offload_optimizer", "offload_param"):
         if isinstance(zero.get(key), Mapping) and zero[key].get("device", "none") != "none":
@@ -180,13 +187,16 @@ def check_deepspeed(config: Mapping[str, Any]) -> None:
     for name, why in (
         ("amp", "apex changes the optimizer"),
         ("torch_autocast", "its gradient scaler does not know of experts"),
-        ("expert_parallel", "DeepSpeed would replace the MoE blocks itself"),
         ("hybrid_engine", "its engine replaces layers between steps"),
         ("data_efficiency", "what its samplers have drawn is not in a checkpoint here"),
         ("compile", "compiled hooks would not be this integration's"),
     ):
         if any(part(name).get(k) for k in ("enabled", "deepcompile")):
             raise ConfigError(f"{name}: not supported: {why}")
+    if part("checkpoint").get("load_universal"):
+        raise ConfigError(
+            "checkpoint.load_universal: not supported: a checkpoint here fits any number of ranks as it is"
+        )
     if part("tensor_parallel").get("autotp_size", 0) not in (0, 1):
         raise ConfigError("tensor_parallel.autotp_size: not supported: experts are not cut by tensor parallelism")
     if config.get("sequence_parallel_size", 1) not in (0, 1):

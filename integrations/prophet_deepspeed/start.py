@@ -1,105 +1,168 @@
-"""`initialize`, with the signature of `deepspeed.initialize`."""
+"""What happens while a DeepSpeed engine is made: blocks are converted, experts get groups, an engine is attached.
+
+DeepSpeed's `__init__` calls two methods at the right moments, and these are taken over for that long:
+`_configure_expert_parallel` before anything is built of the model, and `_configure_optimizer`.
+"""
 
 from __future__ import annotations
 
-import copy
 import importlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import prophet
-from prophet.convert import find, standard_adapters
+from prophet.convert import ConversionReport, find, standard_adapters
+from prophet.convert.find import find_all
+from prophet.engine.balanced_layer import BalancedLayer
+from prophet.errors import ConversionError
 from prophet.layer.moe import moe_layers
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import collective_for, processes
+from prophet_deepspeed import autoep
 from prophet_deepspeed.checkpoint import Checkpoints
 from prophet_deepspeed.gradients import Binding
-from prophet_deepspeed.groups import Group, ParameterGroups
-from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection, read_config
+from prophet_deepspeed.groups import Groups, separate_experts
+from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection
+from prophet_deepspeed.views import show_experts
 
-PORT = 29500
 
+class Start:
+    """A context in which the engine `ds` is made by DeepSpeed's own `__init__`, and balances its experts afterwards.
 
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
-    model_parameters: Iterable[Group] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = PORT,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: str | Path | dict[str, Any] | None = None,
-    mesh_param: Any = None,
-    config_params: str | Path | dict[str, Any] | None = None,
-) -> tuple[Any, Any, Any, Any]:
-    """`deepspeed.initialize` for a model whose experts stay balanced; collective over all processes.
-
-    The arguments and the result, (engine, optimizer, dataloader, scheduler), are those of `deepspeed.initialize`. The
-    config may have a `"prophet"` section, see `ProphetSection`. MoE blocks are converted, so an `optimizer` that is an
-    object must not hold their experts; a callable, or the config's optimizer, sees the converted model. On the engine,
-    `prophet` is the `prophet.Engine`, `prophet_report` says what was converted, and `save_checkpoint` and
-    `load_checkpoint` use a layout that does not depend on the number of ranks.
-
-    Raises `ConfigError` for a wrong section and for what does not work with balanced experts, and what
-    `prophet.convert` and `prophet.attach` raise.
+    config: DeepSpeed's, without the section. given: the arguments of `__init__` by name. Raises `ConfigError` for what
+    does not work with balanced experts, before anything is changed.
     """
-    if model is None:
-        raise ConfigError("model: expected a module")
-    deepspeed: Any = importlib.import_module("deepspeed")
-    if isinstance(model, deepspeed.pipe.PipelineModule):
-        raise ConfigError("model: DeepSpeed's PipelineModule is not supported: its engine schedules backward passes")
-    if mpu is not None or mesh_param is not None:
-        raise ConfigError("mpu, mesh_param: tensor and sequence parallelism are not supported")
-    args, config = _config_of(args, config, config_params)
-    plain, section = read_config(config)
-    deepspeed.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
 
-    given = ParameterGroups(model, model_parameters)
-    ep_size = _ep_size(model, section)
-    ep = _expert_group(ep_size, section.engine.timeout_s or DEFAULT_TIMEOUT_S)
-    if (topology := section.engine.topology) is not None and topology.ranks != ep_size:
-        raise ConfigError(f"{SECTION}.topology: {topology.name} is of {topology.ranks} ranks, expected {ep_size}")
-    report = None
-    if section.convert and find(model, standard_adapters()):
-        report = prophet.convert(model, group=ep, verify=section.verify)
-        _announce(model, ep_size)
-    layers = _layers(model, ep)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        _check_optimizer(optimizer, model)
-    moe_utils: Any = importlib.import_module("deepspeed.moe.utils")
-    with _marked(model, layers):
-        engine, wrapped, data, scheduler = deepspeed.initialize(
-            args=args,
-            model=model,
-            optimizer=optimizer,
-            model_parameters=moe_utils.configure_moe_param_groups(given.renewed()),
-            training_data=training_data,
-            lr_scheduler=lr_scheduler,
-            distributed_port=distributed_port,
-            dist_init_required=dist_init_required,
-            collate_fn=collate_fn,
-            config=plain,
+    def __init__(self, ds: Any, config: Mapping[str, Any], section: ProphetSection, given: Mapping[str, Any]) -> None:
+        self._ds, self._section = ds, section
+        self._model: nn.Module = given["model"]
+        self._parameters = given.get("model_parameters")
+        self._autoep = autoep.in_use(config)
+        self._report: ConversionReport | None = None
+        self._ep_size = 0
+        self._groups: Groups | None = None
+        _check_model(self._model)
+        if given.get("mpu") is not None or given.get("mesh_device") is not None:
+            raise ConfigError("mpu, mesh_param: tensor and sequence parallelism are not supported")
+        if self._autoep:
+            autoep.check_config(config, section)
+
+    def __enter__(self) -> None:
+        # before DeepSpeed's __init__ has run, its object takes no attribute but by its dictionary
+        own = vars(self._ds)
+        self._configure_experts = type(self._ds)._configure_expert_parallel.__get__(self._ds)
+        self._configure_optimizer = type(self._ds)._configure_optimizer.__get__(self._ds)
+        own["_configure_expert_parallel"], own["_configure_optimizer"] = self._convert, self._optimize
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for name in ("_configure_expert_parallel", "_configure_optimizer"):
+            vars(self._ds).pop(name, None)
+        if kind is None:
+            self._finish()
+
+    # --- in the order of time ---
+
+    def _convert(self, model: nn.Module, collect_sources: bool | None = None) -> Any:
+        """In place of `_configure_expert_parallel`: as that, then the experts become ours."""
+        ds, section = self._ds, self._section
+        replace = partial(self._configure_experts, model, collect_sources=collect_sources)
+        if self._autoep:
+            self._ep_size = ds._config.expert_parallel_config.autoep_size
+            self._check_topology()
+            sources, self._report = autoep.configure(ds._config.expert_parallel_config, model, replace, section)
+        else:
+            sources = replace()
+            self._ep_size = built_for(model, section)
+            self._check_topology()
+            self._convert_experts(model)
+        layers = _layers(model, self._group())
+        if not ds.has_moe_layers:  # DeepSpeed looks for layers of its own class only
+            ds.has_moe_layers = True
+            ds.num_experts.append(layers[0].num_experts)
+        return sources
+
+    def _group(self) -> Collective:
+        return _expert_group(self._ep_size, self._section.engine.timeout_s or DEFAULT_TIMEOUT_S)
+
+    def _check_topology(self) -> None:
+        topology = self._section.engine.topology
+        if topology is not None and topology.ranks != self._ep_size:
+            raise ConfigError(
+                f"{SECTION}.topology: {topology.name} is of {topology.ranks} ranks, expected {self._ep_size}"
+            )
+
+    def _convert_experts(self, model: nn.Module) -> None:
+        ds, section, ep = self._ds, self._section, self._group()
+        optimizer = ds.client_optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = None
+            if self._parameters is not None:
+                self._groups = Groups(self._parameters)
+                optimizer = self._groups.optimizer
+        if section.convert and (find(model, standard_adapters()) or not moe_layers(model)):
+            self._report = prophet.convert(model, group=ep, optimizer=optimizer, verify=section.verify)
+            _announce(model, self._ep_size)
+
+    def _optimize(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
+        """In place of `_configure_optimizer`: experts get groups of their own, which DeepSpeed knows by their marks."""
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            separate_experts(client_optimizer, self._ds.client_lr_scheduler)
+        else:
+            model_parameters = (self._groups or Groups(model_parameters)).separated()
+        trained = any(p.requires_grad for layer in moe_layers(self._model) for p in layer.experts.parameters())
+        self._ds.has_moe_layers = trained  # ZeRO wants a group of experts if there are any
+        try:
+            self._configure_optimizer(client_optimizer, model_parameters)
+        finally:
+            self._ds.has_moe_layers = True
+
+    def _finish(self) -> None:
+        ds = self._ds
+        with warnings.catch_warnings():
+            if self._ep_size == 1:
+                warnings.filterwarnings("ignore", message="the MoE layers hold all experts on every rank")
+            balancer = prophet.attach(self._model, config=self._section.engine)
+        if ds.optimizer is not None:
+            Binding(ds, balancer)
+        show_experts(self._model)
+        ds.prophet, ds.prophet_report = balancer, self._report
+        checkpoints = Checkpoints(ds, balancer)
+        ds.save_checkpoint, ds.load_checkpoint = checkpoints.save, checkpoints.load
+        ds.save_16bit_model = ds.save_fp16_model = checkpoints.save_model
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model has MoE layers, or blocks that would become such."""
+    if moe_layers(model) or find(model, standard_adapters()):
+        return True
+    try:
+        return bool(find_all(model, (), None, 0, 1)[0])
+    except ConversionError:  # there is something: it is said what is wrong with it when it is converted
+        return True
+
+
+def _check_model(model: Any) -> None:
+    pipe: Any = importlib.import_module("deepspeed.pipe")
+    if isinstance(model, pipe.PipelineModule):
+        raise ConfigError(
+            f"{SECTION}: DeepSpeed's PipelineModule is not supported: its engine schedules backward passes"
         )
-    with warnings.catch_warnings():
-        if ep_size == 1:  # asked for: every process holds all experts, and DeepSpeed averages them
-            warnings.filterwarnings("ignore", message="the MoE layers hold all experts on every rank")
-        balancer = prophet.attach(model, config=section.engine)
-    if wrapped is not None:
-        Binding(engine, balancer)
-    engine.prophet, engine.prophet_report = balancer, report
-    checkpoints = Checkpoints(engine, balancer)
-    engine.save_checkpoint, engine.load_checkpoint = checkpoints.save, checkpoints.load
-    engine.save_16bit_model = engine.save_fp16_model = checkpoints.save_model
-    return engine, wrapped, data, scheduler
+    if isinstance(model, DistributedDataParallel) or type(model).__name__ == "FullyShardedDataParallel":
+        raise ConfigError(
+            f"{SECTION}: the model is wrapped in {type(model).__name__} already, and two frameworks would average its "
+            f"gradients: pass the model itself"
+        )
+    if any(isinstance(layer._port, BalancedLayer) for layer in moe_layers(model)):
+        raise ConfigError(
+            f"{SECTION}: the model has an engine already, by prophet.attach or another integration: leave that call or "
+            f"this section out"
+        )
 
 
 def _expert_group(ep_size: int, timeout_s: float) -> Collective:
@@ -125,6 +188,7 @@ def _layers(model: nn.Module, ep: Collective) -> list[prophet.MoE]:
                 f"{SECTION}.ep_size: {ep.size}, but a prophet.MoE layer is rank {layer.collective.rank} of a group of "
                 f"{layer.collective.size}; build it with groups of {ep.size} consecutive processes"
             )
+        layer.known_to_deepspeed = True
         for p in layer.experts.parameters():
             p.prophet_averaged = True  # type: ignore[attr-defined]  # DeepSpeed does it
     return layers
@@ -140,80 +204,32 @@ def check_biases(layers: list[prophet.MoE], ranks: int) -> None:
             )
 
 
-def _config_of(args: Any, config: Any, config_params: Any) -> tuple[Any, Any]:
-    """The config from wherever DeepSpeed accepts one, and `args` without it."""
-    from_args = getattr(args, "deepspeed_config", None)
-    found = [c for c in (config, config_params, from_args) if c is not None]
-    if len(found) != 1:
-        raise ConfigError(f"config: expected one of config, config_params, args.deepspeed_config; got {len(found)}")
-    if from_args is not None:
-        args = copy.copy(args)
-        args.deepspeed_config = None
-    return args, found[0]
+def built_for(model: nn.Module, section: ProphetSection) -> int:
+    """How many ranks share the experts: what the section says, else what the layers were built for, else all.
+
+    DeepSpeed's layers, which have an `ep_size`, keep it, 1 as well. Those of 1 hold all experts, so the section may
+    say anything else for them.
+    """
+    found = {int(m.ep_size) for m in _deepspeed_layers(model)} | {m.collective.size for m in moe_layers(model)}
+    cut = sorted(found - {1} | {m.collective.size for m in moe_layers(model)})
+    if section.ep_size is None:
+        if len(found) > 1:
+            raise ConfigError(
+                f"{SECTION}.ep_size: layers were built for different sizes, {sorted(found)}; expected one"
+            )
+        return next(iter(found), processes())
+    if cut and cut != [section.ep_size]:
+        raise ConfigError(f"{SECTION}.ep_size: {section.ep_size}, but the model's layers were built for {cut[0]}")
+    return section.ep_size
 
 
-def _ep_size(model: nn.Module, section: ProphetSection) -> int:
-    """What the section says, else what the layers were built for, else all processes."""
-    sizes: list[Any] = [m.ep_size for m in model.modules() if _is_deepspeed(m)]
-    built: set[int] = {int(size) for size in sizes if size != 1}
-    built |= {m.collective.size for m in moe_layers(model)}
-    if len(built) > 1:
-        raise ConfigError(f"{SECTION}.ep_size: layers were built for different sizes, {sorted(built)}; expected one")
-    size = next(iter(built), None)
-    if section.ep_size is not None and size is not None and section.ep_size != size:
-        raise ConfigError(f"{SECTION}.ep_size: {section.ep_size}, but the model's layers were built for {size}")
-    return section.ep_size or size or processes()
-
-
-def _is_deepspeed(module: Any) -> bool:
+def _deepspeed_layers(model: nn.Module) -> list[Any]:
     layer: Any = importlib.import_module("deepspeed.moe.layer")
-    return isinstance(module, layer.MoE)
+    return [m for m in model.modules() if isinstance(m, layer.MoE)]
 
 
 def _announce(model: nn.Module, ep_size: int) -> None:
     """DeepSpeed's layers say for how many ranks they are now."""
-    for module in model.modules():
-        if _is_deepspeed(module):
-            outer: Any = module
-            outer.ep_size, outer.num_local_experts = ep_size, outer.num_experts // ep_size
-            outer.expert_group_name = f"ep_size_{ep_size}"
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    held = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    if any(p.requires_grad and id(p) not in held for p in model.parameters()):
-        raise ConfigError(
-            "optimizer: it lacks parameters of the converted model; pass a callable, `optimizer=lambda params: "
-            "torch.optim.AdamW(params)`, or describe it in the config"
-        )
-    for group in optimizer.param_groups:
-        kinds = {bool(getattr(p, "prophet_expert", False)) for p in group["params"]}
-        if True in kinds and (len(kinds) > 1 or not group.get("moe")):
-            raise ConfigError(
-                "optimizer: experts need groups of their own, with 'moe': True and the name of their ranks; pass a "
-                "callable, `optimizer=lambda params: torch.optim.AdamW(params)`, which is given such groups"
-            )
-
-
-@contextmanager
-def _marked(model: nn.Module, layers: list[prophet.MoE]) -> Iterator[None]:
-    """DeepSpeed looks for layers of its own class to know that there are experts: while it looks, there is one."""
-    layer: Any = importlib.import_module("deepspeed.moe.layer")
-    attribute = "prophet_experts_are_here"
-
-    class Mark(layer.MoE):  # type: ignore[misc]
-        def __init__(self, experts: int) -> None:
-            nn.Module.__init__(self)
-            self.num_experts = experts
-
-        def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
-            """The groups are there already."""
-
-    needed = not any(_is_deepspeed(m) for m in model.modules())
-    if needed:
-        setattr(model, attribute, Mark(layers[0].num_experts))
-    try:
-        yield
-    finally:
-        if needed:
-            delattr(model, attribute)
+    for module in _deepspeed_layers(model):
+        module.ep_size, module.num_local_experts = ep_size, module.num_experts // ep_size
+        module.expert_group_name = f"ep_size_{ep_size}"

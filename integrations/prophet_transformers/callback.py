@@ -15,6 +15,7 @@ from transformers import Trainer, TrainerCallback
 import prophet
 from prophet.convert import ConversionReport, converted
 from prophet.engine.parallel import ExpertReplicas, clip_grad_norm_
+from prophet.engine.report import StepReport
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import expert_groups
 from prophet_transformers.checkpoints import Checkpoints, wrap
@@ -27,7 +28,9 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
     groups. config: how to balance. balance: False leaves plain expert parallelism. adapters: for blocks of your own.
 
     When the Trainer is built the model is converted; do not pass an optimizer of your own to Trainer. `report` says
-    what was converted, `engine` is the running engine. Clipping (`max_grad_norm`) and the `grad_norm` that Trainer
+    what was converted, `engine` is the running engine. With every training loss Trainer logs `moe/max_mean`, the
+    largest rank load over the mean one, and `moe/copies`, the replicas in force; both are means over the steps since
+    the last log. Clipping (`max_grad_norm`) and the `grad_norm` that Trainer
     logs are by the norm over all ranks' experts. `trainer.save_model(folder)`, on every rank, writes the original
     layout, and so does `prophet_transformers.save_pretrained(model, folder)`. revert_at_end=True gives every rank the
     whole original model back.
@@ -52,6 +55,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         self._checkpoints: Checkpoints | None = None
         self._accelerator: Any = None
         self._clipped = False
+        self._unlogged: list[StepReport] = []
 
     # --- events ---
 
@@ -69,6 +73,7 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         self._checkpoints = Checkpoints(trainer, before_best=self._let_go)
         self._accelerator = trainer.accelerator
         wrap(trainer.accelerator, "clip_grad_norm_", self._clip)
+        wrap(trainer, "log", self._log)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Attach the engine."""
@@ -89,6 +94,8 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
             self._replicas = ExpertReplicas(model, self._groups[1])
         if self.balance:
             self.engine = prophet.attach(model, optimizer, config=self.config)
+            self._unlogged.clear()
+            self.engine.on_step.append(self._unlogged.append)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make sure that gradients were clipped by the norm over all ranks, where they are to be."""
@@ -115,6 +122,15 @@ class ProphetCallback(TrainerCallback):  # type: ignore[misc]  # transformers ma
         if self._replicas is not None:
             self._replicas.close()
             self._replicas = None
+
+    def _log(self, inner: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Stands for `trainer.log`: what it hands out has the balance in it, wherever it is written."""
+        if "loss" in logs and self._unlogged:
+            steps = len(self._unlogged)
+            logs["moe/max_mean"] = sum(step.max_mean for step in self._unlogged) / steps
+            logs["moe/copies"] = sum(int(step.copies.sum()) for step in self._unlogged) / steps
+            self._unlogged.clear()
+        inner(logs, *args, **kwargs)
 
     def _clip(self, inner: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """Stands for `accelerator.clip_grad_norm_`: the norm is that over all ranks' experts."""

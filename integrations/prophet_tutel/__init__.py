@@ -1,8 +1,7 @@
-"""Models with Tutel's MoE layer, their ranks kept balanced: one call, and the training loop stays as it is.
+"""Models with Tutel's MoE layer, their ranks kept balanced: one line after the optimizer, and the rest stays as it is.
 
 >>> import prophet_tutel  # doctest: +SKIP
->>> balanced = prophet_tutel.balance(model, lambda params: torch.optim.AdamW(params, lr=1e-3))  # doctest: +SKIP
->>> optimizer = balanced.optimizer  # doctest: +SKIP
+>>> prophet_tutel.balance(model, optimizer)  # doctest: +SKIP
 """
 
 from prophet_tutel.start import Balanced, TutelError, balance

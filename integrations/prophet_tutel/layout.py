@@ -27,7 +27,7 @@ def _save(layer: RoutedExperts, state_dict: dict[str, Any], prefix: str, _: Any)
     """Replace the layer's entries by the original ones. Not collective: a rank keeps the experts that it had."""
     for key in [k for k in state_dict if k.startswith(prefix)]:
         del state_dict[key]
-    for name, value in layer.packed(layer.local_experts()).items():
+    for name, value in layer.here().items():
         state_dict[prefix + name] = value
 
 
@@ -35,9 +35,9 @@ def _load(layer: RoutedExperts, state_dict: dict[str, Any], prefix: str, *rest: 
     """Replace original entries by the layer's; what is not there or does not fit leaves the experts as they are."""
     _metadata, _strict, missing_keys, _unexpected_keys, error_msgs = rest
     shapes = {name: tuple(p.shape) for name, p in layer.origin.skeleton.named_parameters()}
-    given = {name: state_dict.pop(prefix + name) for name in shapes if prefix + name in state_dict}
-    bank = layer.experts
     inner = f"{prefix}experts."
+    here = inner if layer.keys_prefix("") == "" else prefix  # whose keys the layer has moved already
+    given = {name: state_dict.pop(here + name) for name in shapes if here + name in state_dict}
     if not given and any(key.startswith(inner) for key in state_dict):
         return
     usable = True
@@ -52,7 +52,4 @@ def _load(layer: RoutedExperts, state_dict: dict[str, Any], prefix: str, *rest: 
             usable = False
         else:
             given[name] = value.view(shape)  # Tutel takes flat ones, too
-    for local in range(bank.experts):
-        own = bank.expert_weights(local)
-        weights = layer.origin.adapter.unpack(layer.origin.spec, given, local) if usable else own
-        state_dict |= {inner + key: value for key, value in bank.as_entries(local, weights).items()}
+    state_dict |= {inner + key: value for key, value in layer.entries_of(given if usable else layer.here()).items()}

@@ -6,7 +6,7 @@ carry a mark of their choice (`skip_allreduce`, say) when they average the other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,28 +16,26 @@ from torch import nn
 
 import prophet
 from prophet.convert import ConversionReport, RoutedExperts, converted, find, standard_adapters
-from prophet.convert.tutel import NAMES, TutelMoE
+from prophet.convert.cut import CutExperts
+from prophet.convert.tutel import TutelMoE, source_names
 from prophet.engine.parallel import expert_parameters
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 from prophet.ranks.process_group import processes
 from prophet_tutel.layout import keep_original_layout
-
-Factory = Callable[[Iterator[nn.Parameter]], Any]
 
 
 class TutelError(ValueError):
     """A model or an optimizer cannot be balanced as it is; the message says what was expected."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Balanced:
     """A model whose Tutel layers are balanced; see `balance`.
 
-    optimizer: what the factory made. engine: the engine that drives. report: what was converted.
+    model: without a DistributedDataParallel around it. engine: the engine that drives. report: what was converted.
     """
 
     model: nn.Module
-    optimizer: Any
     engine: prophet.Engine
     report: ConversionReport
 
@@ -56,7 +54,7 @@ class Balanced:
 
 def balance(
     model: nn.Module,
-    optimizer: Factory,
+    optimizer: Any,
     *,
     config: prophet.EngineConfig | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
@@ -64,40 +62,53 @@ def balance(
 ) -> Balanced:
     """Balance the `tutel.moe.moe_layer`s of `model` from now on; collective over the processes of their group.
 
-    optimizer: makes the optimizer from the converted model's parameters, such as `lambda params:
-    torch.optim.AdamW(params, lr=1e-3)`, or Tutel's `TutelDistributedOptimizer`. config: how to balance. timeout_s:
-    limit on every wait. verify: compare layers that hold all experts before and after on a few tokens.
+    model: as it is, or in a DistributedDataParallel that leaves the experts alone. optimizer: the one that trains it,
+    any of torch's or a `TutelDistributedOptimizer`; it may have made steps. config: how to balance. timeout_s: limit on
+    every wait. verify: compare layers that hold all experts before and after on a few tokens.
 
     The training loop stays: `l_aux` is set on the layer and on its output, the new parameters carry the marks of the
     old ones, an expert's gradient is complete when `backward()` returns and is the sum over the ranks of the layer's
-    group, and `state_dict` is in Tutel's layout. Call it before wrapping the model in DistributedDataParallel.
+    group, and `state_dict` is in Tutel's layout. Lists of parameters that the loop keeps are made after this call.
 
-    Raises `TutelError` where there is no Tutel layer, where layers have different groups, and for an optimizer that is
-    none or lacks parameters; and what `prophet.convert` and `prophet.attach` raise. The model is then as it was.
+    Raises `TutelError` where there is no Tutel layer, where layers have different groups, where
+    DistributedDataParallel averages experts, and for an optimizer that is none or lacks experts; and what
+    `prophet.convert` and `prophet.attach` raise. Model and optimizer are then as they were.
     """
-    group = _group(model)
-    if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
-        raise TutelError(
-            "optimizer: expected a function that makes one from the converted model's parameters, such as "
-            f"`lambda params: torch.optim.AdamW(params)`, got {type(optimizer).__name__}"
-        )
-    report = prophet.convert(model, group=group, timeout_s=timeout_s, verify=verify)
-    layers = [layer for *_, layer in converted(model)]
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    group = _group(inner)
+    local = getattr(optimizer, "local_optim", optimizer)  # Tutel's distributed one wraps another
+    held = _experts(inner)
+    _check_holds(local, held)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        averaged = held.keys() - set(model.parameters_to_ignore)
+        if averaged:
+            raise TutelError(
+                f"DistributedDataParallel averages the experts' {min(averaged)}: name them in the model's "
+                f"_ddp_params_and_buffers_to_ignore before wrapping it, as Tutel's helloworld_ddp.py does"
+            )
+    before = _Before(local, held)
+    report = prophet.convert(inner, optimizer=local, group=group, timeout_s=timeout_s, verify=verify)
+    layers = [layer for *_, layer in converted(inner)]
     try:
         for layer in layers:
             _keep_conventions(layer)
-        made = optimizer(model.parameters())
-        engine = prophet.attach(model, _driven(made, model), config=config)
+        engine = prophet.attach(inner, local, config=config)
     except BaseException:
-        prophet.revert(model)
+        prophet.revert(inner)
+        before.put_back(dict(inner.named_parameters()))
         raise
     for layer in layers:
         keep_original_layout(layer)
-    return Balanced(model, made, engine, report)
+    experts = dict(expert_parameters(inner))
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.parameters_to_ignore |= experts.keys()
+    if local is not optimizer:
+        optimizer.expert_params[:] = experts.values()
+    return Balanced(model=inner, engine=engine, report=report)
 
 
-def _group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The group that all Tutel layers of `model` share."""
+def _blocks(model: nn.Module) -> list[tuple[str, Any]]:
+    """The Tutel layers of `model` by name; raises `TutelError` where there are none, or others beside them."""
     layers: list[tuple[str, Any]] = []
     for name, module, adapter in find(model, standard_adapters()):
         layers.append((name, module))
@@ -108,6 +119,22 @@ def _group(model: nn.Module) -> dist.ProcessGroup | None:
             )
     if not layers:
         raise TutelError("the model has no tutel.moe.moe_layer that is not converted yet")
+    return layers
+
+
+def _experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The experts' parameters before the conversion, by name."""
+    found: dict[str, nn.Parameter] = {}
+    for name, block in _blocks(model):
+        where = f"{name}.experts" if name else "experts"
+        experts = getattr(block, "experts", nn.Module())
+        found |= {f"{where}.{part}": p for part, p in experts.named_parameters()}
+    return found
+
+
+def _group(model: nn.Module) -> dist.ProcessGroup | None:
+    """The group that all Tutel layers of `model` share."""
+    layers = _blocks(model)
     if dist.is_initialized():
         (first, wanted), *others = [(name, dist.get_process_group_ranks(layer.group)) for name, layer in layers]
         for name, found in others:
@@ -119,27 +146,52 @@ def _group(model: nn.Module) -> dist.ProcessGroup | None:
     return layers[0][1].group  # type: ignore[no-any-return]
 
 
+def _check_holds(optimizer: Any, experts: Mapping[str, nn.Parameter]) -> None:
+    """Raise `TutelError` unless that is an optimizer which holds all experts that train."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TutelError(
+            f"optimizer: expected a torch.optim.Optimizer, or a TutelDistributedOptimizer after warp_local, got "
+            f"{type(optimizer).__name__}"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    lost = [name for name, p in experts.items() if p.requires_grad and id(p) not in held]
+    if lost:
+        raise TutelError(f"optimizer: it lacks experts of the model ({lost[0]}); give it all parameters that train")
+
+
+class _Before:
+    """What an optimizer held of a model's experts, by name, so that parameters of the same names can take it up."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, experts: Mapping[str, nn.Parameter]) -> None:
+        names = {id(p): name for name, p in experts.items()}
+        self._optimizer = optimizer
+        self._groups = [[names.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
+        self._names = [list(group.get("param_names", ())) for group in optimizer.param_groups]
+        self._states = {name: optimizer.state[p] for name, p in experts.items() if p in optimizer.state}
+
+    def put_back(self, params: Mapping[str, nn.Parameter]) -> None:
+        """The optimizer holds what it held, with these parameters."""
+        held = {id(p) for group in self._groups for p in group if not isinstance(p, str)}
+        for p in [p for p in self._optimizer.state if id(p) not in held]:
+            del self._optimizer.state[p]
+        for group, saved, names in zip(self._optimizer.param_groups, self._groups, self._names, strict=True):
+            group["params"][:] = [params[p] if isinstance(p, str) else p for p in saved]
+            if names:
+                group["param_names"][:] = names
+        for name, state in self._states.items():
+            self._optimizer.state[params[name]] = state
+
+
 def _keep_conventions(layer: RoutedExperts) -> None:
     """Marks of the old parameters on the new ones, and gradients that are sums."""
-    ours = list(layer.experts.parameters())
-    for theirs, p in zip(NAMES, ours, strict=False):  # in the same order; there may be no biases
-        for key, value in layer.origin.attributes.get(theirs, {}).items():
+    if isinstance(layer, CutExperts):
+        pairs = [(name, p) for _, p, name, _ in layer.pieces()]
+    else:
+        names = source_names(layer.origin.spec)
+        pairs = [(names[name], p) for name, p in layer.experts.named_parameters()]
+    for name, p in pairs:
+        for key, value in layer.origin.attributes.get(name, {}).items():
             setattr(p, key, value)
-    layer.experts.grad_scale = 1.0
-    if layer.collective.size < processes():
-        for p in ours:
+        if layer.collective.size < processes():
             p.prophet_averaged = True  # type: ignore[attr-defined]  # or not, as the user's loop has it
-
-
-def _driven(made: Any, model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer whose steps end ours, checked to hold the experts."""
-    inner = getattr(made, "local_optim", made)  # Tutel's distributed one wraps another
-    if not isinstance(inner, torch.optim.Optimizer):
-        raise TutelError(f"optimizer: expected the function to make a torch.optim.Optimizer, got {type(made).__name__}")
-    held = {id(p) for group in inner.param_groups for p in group["params"]}
-    lost = [n for n, p in expert_parameters(model) if p.requires_grad and id(p) not in held]
-    if lost:
-        raise TutelError(
-            f"optimizer: it lacks experts of the converted model ({lost[0]}); give it all parameters it gets"
-        )
-    return inner
+    layer.experts.grad_scale = 1.0

@@ -154,7 +154,7 @@ def _convert_one(model: nn.Module, f: Found, collective: Collective, impl: Impl,
     block, held = f.block(model), f.experts(model)
     trial = None
     if verify and f.spec.held == f.spec.num_experts:
-        trial = Trial(partial(f.run, model), f.input_shape, block, next(held.parameters()), collective)
+        trial = Trial(partial(f.run, model), f.input_shape, block, model, next(held.parameters()), collective)
     layer, methods = replace(model, f, collective, impl)
     problem = trial.problem() if trial else None
     if trial is not None and trial.anywhere(problem):
@@ -189,11 +189,14 @@ def revert(model: nn.Module) -> None:
     Afterwards every rank holds what it held before the conversion: all experts, unless the model was built
     expert-parallel. The parameters are new objects, so build the optimizer again. Where an engine is attached, call
     `engine.close()` first: that ends balancing, and this undoes the conversion. Raises `ConversionError` where nothing
-    is converted, or where an engine is attached.
+    is converted, where an engine is attached, and for blocks that DeepSpeed's AutoEP has replaced.
     """
     found = list(converted(model))
     if not found:
         raise ConversionError("nothing in this model has been converted")
+    staying = [layer.origin.stays for *_, layer in found if layer.origin.stays]
+    if staying:
+        raise ConversionError(staying[0])
     if any(layer._port.index is not None for *_, layer in found):
         raise ConversionError(
             "an engine is attached to this model: call engine.close() first, which ends balancing and leaves the "

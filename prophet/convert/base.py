@@ -117,7 +117,8 @@ class ExpertsSpec:
     bias: both, none, or only that "in" or "out". dim_out: elements of an expert's output; None: `dim`. router: how the
     router is called in reports. names: of an expert's parameters, for the form "modules" where the experts are
     feed-forward networks. bank: what holds and runs them, "feed-forward" or "modules", and why: why not the former;
-    hidden, activation and bias have no meaning then.
+    hidden, activation and bias have no meaning then. places: where one module computes all held experts and is cut, in
+    how many of its places each copy has its expert (`prophet.convert.cut`); 0 where there is a module per expert.
     """
 
     num_experts: int
@@ -133,6 +134,7 @@ class ExpertsSpec:
     dim_out: int | None = None
     bank: str = "feed-forward"
     why: str = ""
+    places: int = 0
 
     @property
     def outputs(self) -> int:
@@ -148,10 +150,16 @@ class ExpertsSpec:
 
 
 class Adapter(ABC):
-    """Reads one kind of block. `family` names it; `experts_name` is the block's attribute that holds the experts."""
+    """Reads one kind of block. `family` names it; `experts_name` is the block's attribute that holds the experts.
+
+    list_prefix: what the names of the experts' parameters begin with there, before their numbers, where the experts may
+    stay the modules that they are; None where they may not.
+    """
 
     family: str
     experts_name: str = "experts"
+    list_prefix: str | None = None
+    takes_lora = False  # whether it describes experts that PEFT has put LoRA on
 
     @abstractmethod
     def matches(self, block: nn.Module) -> bool:

@@ -40,6 +40,8 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
         if {"modules_to_save", "original_module"} & set(name.split(".")):
             raise ConversionError(f"PEFT has made a second block to train (modules_to_save): {LORA_ADVICE}")
         experts = child(block, adapter.experts_name)
+        if not adapter.takes_lora:
+            check_no_lora(experts)
         check_movable(experts)
         spec = adapter.describe(block)
         if spec.bank == "feed-forward":
@@ -59,11 +61,15 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
     return spec
 
 
-def check_movable(experts: nn.Module) -> None:
-    """Raise `ConversionError` for experts whose parameters cannot be moved without losing something."""
+def check_no_lora(experts: nn.Module) -> None:
+    """Raise `ConversionError` for experts that PEFT has put adapters on."""
     adapters = [m for m in experts.modules() if type(m).__module__.split(".")[0] == "peft"]
     if adapters:
         raise ConversionError(f"PEFT has put {type(adapters[0]).__name__} on the experts: {LORA_ADVICE}")
+
+
+def check_movable(experts: nn.Module) -> None:
+    """Raise `ConversionError` for experts whose parameters cannot be moved without losing something."""
     params = dict(experts.named_parameters(remove_duplicate=False))
     for name, p in params.items():
         if p.is_meta:
@@ -100,6 +106,11 @@ def check_stackable(experts: nn.Module) -> None:
         raise ConversionError(
             f"some of the experts' parameters are frozen and some are not ({frozen[0]} is): expected all or none"
         )
+    check_bare(experts)
+
+
+def check_bare(experts: nn.Module) -> None:
+    """Raise `ConversionError` for buffers and hooks, which a layer of other modules would not have."""
     buffers = [name for name, _ in experts.named_buffers()]
     if buffers:
         raise ConversionError(f"the experts have buffers, which have no place in the layer: {', '.join(buffers)}")

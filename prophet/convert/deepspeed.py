@@ -16,7 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, child, class_named, integer
+from prophet.convert.checks import check_stackable
 from prophet.convert.huggingface import modules_spec, pack_modules
+from prophet.convert.modules import kept_as_modules
+from prophet.convert.probe import check_computes
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
 
@@ -24,9 +27,10 @@ PREFIX = "deepspeed_experts."
 
 
 class DeepSpeedMoE(Adapter):
-    """DeepSpeed's layer, with experts that are plain feed-forward modules."""
+    """DeepSpeed's layer, with any experts: those that are no plain feed-forward modules stay as they are."""
 
     family = "DeepSpeed"
+    list_prefix = PREFIX
 
     def matches(self, block: nn.Module) -> bool:
         return class_named(block, ("MOELayer",), "deepspeed.moe.sharded_moe")
@@ -43,8 +47,17 @@ class DeepSpeedMoE(Adapter):
         experts = child(child(block, "experts"), PREFIX.rstrip("."))
         if not isinstance(experts, nn.ModuleList):
             raise ConversionError(f"deepspeed_experts: expected a ModuleList, got {type(experts).__name__}")
-        total = len(experts) * integer(block, "ep_size")
-        return modules_spec(experts, num_experts=total, top_k=integer(gate, "k"), router=type(gate).__name__)
+        total, top_k, router = len(experts) * integer(block, "ep_size"), integer(gate, "k"), type(gate).__name__
+        try:
+            check_stackable(experts)
+            spec = modules_spec(experts, num_experts=total, top_k=top_k, router=router)
+            names: Any = spec.names
+            for expert in experts:
+                check_computes(expert, names, spec.activation)
+            return spec
+        except ConversionError as no:
+            dim: Any = child(gate, "wg").in_features
+            return kept_as_modules(experts, 0, total=total, top_k=top_k, dim=dim, router=router, why=str(no))
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         names: Any = spec.names

@@ -13,6 +13,7 @@ from prophet.convert.base import Adapter, ExpertsSpec, child
 from prophet.convert.checks import describe_block
 from prophet.convert.discover import LeftAlone, discover
 from prophet.convert.listed import Listed
+from prophet.convert.lora import for_lora
 from prophet.convert.routed import block_of
 from prophet.convert.verify import TOKENS
 from prophet.layer.moe import MoE
@@ -78,7 +79,8 @@ def find_all(
     """
     found = []
     known = find(model, adapters)
-    for name, block, adapter in known:
+    for name, block, known_as in known:
+        adapter = for_lora(known_as, block)
         spec = describe_block(name, adapter, block, ranks)
         child(block, adapter.experts_name)
         where = f"{name}.{adapter.experts_name}" if name else adapter.experts_name

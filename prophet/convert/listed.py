@@ -5,7 +5,6 @@ Shape legend: N noted rows, E experts, D model dim, O output dim of an expert.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,25 +14,23 @@ from torch import Tensor, nn
 
 from prophet.convert.base import RUNS_TWICE, Adapter, ExpertsSpec
 from prophet.convert.checks import check_stackable
-from prophet.convert.copies import trying
 from prophet.convert.discover import Listing
 from prophet.convert.huggingface import modules_spec, pack_modules
+from prophet.convert.modules import RoutedModules, kept_as_modules
 from prophet.convert.probe import check_computes
 from prophet.convert.replay import Note, Passes, Tape, with_stand_ins
 from prophet.convert.routed import Origin, RoutedExperts
 from prophet.errors import ConversionError
-from prophet.experts.likeness import check_alike, parts_of, strip
-from prophet.experts.modules import ModulesBank
-from prophet.experts.trial import Trial as ExpertTrial
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 
 
 class Listed(Adapter):
     """Experts in a `ModuleList`, behind whatever code calls them."""
 
     family = "own code"
+    list_prefix = ""
 
     def __init__(self, listing: Listing, rank: int, ranks: int) -> None:
         self.listing, self._first = listing, rank * (listing.experts // ranks)
@@ -54,17 +51,13 @@ class Listed(Adapter):
             for expert in list(experts)[1:]:
                 check_computes(expert, names, spec.activation)
         except ConversionError as no:
-            check_alike(dict(enumerate(experts)))
-            with trying():
-                ExpertTrial(experts[self._first], listing.dim)
-            return ExpertsSpec(
-                num_experts=len(experts),
-                held=len(experts),
+            return kept_as_modules(
+                experts,
+                self._first,
+                total=len(experts),
                 top_k=1,
                 dim=listing.dim,
-                form="modules",
                 router=RUNS_TWICE,
-                bank="modules",
                 why=str(no),
             )
         return spec
@@ -159,68 +152,8 @@ class ListedExperts(RoutedExperts):
         return [part.view(*note.rows.shape[:-1], self._out) for part, note in zip(parts, notes, strict=True)]
 
 
-class ListedModules(ListedExperts):
+class ListedModules(RoutedModules, ListedExperts):
     """The same with experts that stay modules: this rank's are the user's objects."""
-
-    experts: ModulesBank  # type: ignore[assignment]
 
     def _answer_dtype(self, rows: Tensor) -> torch.dtype:
         return self.experts.answer_dtype(rows)
-
-    def originals(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name in self.experts.home_experts()[0].state_dict():
-            op = Operation(f"gathering of the experts' {name}")
-            mine = torch.stack([home.state_dict()[name] for home in self.experts.home_experts()])
-            everybody = self.collective.all_gather(mine, op=op).flatten(0, 1)
-            found |= {f"{e}.{name}": value for e, value in enumerate(everybody)}
-        return {name: found[name] for name in self.origin.skeleton.state_dict()}
-
-    @torch.no_grad()
-    def take(self, state: dict[str, Tensor]) -> None:
-        for e, home in enumerate(self.experts.home_experts(), self.experts.first_expert):
-            for name, value in home.state_dict().items():
-                value.copy_(state[f"{e}.{name}"])
-
-    @torch.no_grad()
-    def module_of_originals(self) -> nn.Module:
-        state, home = self.originals(), self.experts.home_experts()
-        modules: Any = self.origin.skeleton
-        for e, expert in self.experts.let_go().items():
-            if expert not in home:
-                for part in parts_of(expert):
-                    p = nn.Parameter(state[f"{e}.{part.name}"].clone(), part.trains)
-                    vars(p).update(self.origin.attributes.get(f"{e}.{part.name}", {}))
-                    for where, attribute in part.places:
-                        setattr(expert.get_submodule(where), attribute, p)
-            modules._modules[str(e)] = expert
-        return self.origin.skeleton
-
-    def let_go_of_originals(self) -> None:
-        modules: Any = self.origin.skeleton
-        home = self.experts.home_experts()
-        for expert in modules:
-            if expert not in home:
-                strip(expert)
-
-    def undo(self) -> None:
-        self.experts.let_go()
-
-
-def modules_bank(experts: nn.ModuleList, dim: int, rank: int, ranks: int) -> ModulesBank:
-    """A bank of this rank's share of `experts`, which are used as they are; the others are copied without values.
-
-    Raises ValueError for experts that no bank can hold.
-    """
-    m = len(experts) // ranks
-    home = range(rank * m, rank * m + m)
-    given = {e: expert if e in home else _without_values(expert) for e, expert in enumerate(experts)}
-    with trying():  # it runs an expert
-        return ModulesBank(given, dim=dim, first_expert=home.start, held=m, total_experts=len(experts), ep_size=ranks)
-
-
-def _without_values(expert: nn.Module) -> nn.Module:
-    """A copy without parameters' values, in which hooks and buffers are as they were."""
-    empty = {id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in expert.parameters()}
-    twin: nn.Module = copy.deepcopy(expert, empty)
-    return twin

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec
+from prophet.convert.cut import CutExperts, cut
 from prophet.convert.elementwise import is_elementwise
 from prophet.convert.find import Found
-from prophet.convert.listed import Listed
 from prophet.errors import ConversionError
 from prophet.experts.bank import Entry
 from prophet.experts.feed_forward import FeedForwardBank
@@ -61,6 +61,8 @@ class Carried:
         for index in sorted({g for g in groups.values() if g is not None}):
             if not is_elementwise(self.optimizer, index, next(iter(self.params.values()))):
                 return f"{type(self.optimizer).__name__} treats a stacked parameter otherwise than its parts"
+        if self.spec.places:
+            return self._why_not_cut()
         for sources in self._sources().values():
             first, *others = sorted(sources)
             for name in (first, *others):
@@ -76,6 +78,14 @@ class Carried:
                     key = different[0]
                     one, two = a.get(key, _MISSING), b.get(key, _MISSING)
                     return f"the state {key!r} of {first} is {one}, and that of {name} {two}"
+        return None
+
+    def _why_not_cut(self) -> str | None:
+        """Why no state can be cut as its parameter is, or None."""
+        for name, p in self.params.items():
+            for key, value in self._state_of(name).items():
+                if isinstance(value, Tensor) and value.ndim and value.shape != p.shape:
+                    return f"the state {key!r} of {name} has shape {list(value.shape)}"
         return None
 
     def digest(self) -> Iterator[bytes]:
@@ -102,6 +112,12 @@ class Carried:
                 new.setdefault(id(self.params[first]), []).append((f"{name}.{part}", p))
                 if state:
                     self.optimizer.state[p] = state
+        layer: Any = model.get_submodule(self.where)
+        for part, p, source, local in layer.pieces() if self.spec.places else ():
+            new.setdefault(id(self.params[source]), []).append((f"{name}.{part}", p))
+            state = self._cut_state(layer, source, local)
+            if state:
+                self.optimizer.state[p] = state
         gone = {id(p) for p in self.params.values()} - kept.keys()
         for group in self.optimizer.param_groups:
             names = group.get("param_names") or [""] * len(group["params"])
@@ -116,6 +132,15 @@ class Carried:
         for p in self.params.values():
             if id(p) in gone:
                 self.optimizer.state.pop(p, None)
+
+    def _cut_state(self, layer: CutExperts, source: str, local: int) -> dict[str, Any]:
+        """The state that home expert `local` has of the parameter `source`."""
+        expert = local + (layer.experts.first_expert if layer.spread else 0)
+        found: dict[str, Any] = {}
+        for key, value in self._state_of(source).items():
+            piece = cut(value, expert, self.spec.held) if isinstance(value, Tensor) and value.ndim else value
+            found[key] = piece.clone() if isinstance(piece, Tensor) else piece
+        return found
 
     def put_back(self, experts: nn.Module) -> None:
         """Undo: the parameters that the optimizer has are those of `experts` again."""
@@ -206,9 +231,11 @@ def carry(
     check_kind(optimizer)
     kept, carried = [], []
     for f in found:
+        if f.adapter.takes_lora and f.spec.bank == "modules":
+            raise ConversionError(f"{f.where}: LoRA's factors are cut by expert, and their states are not: {LATER}")
         one = Carried(optimizer, f.where, f.adapter, f.spec, dict(f.experts(model).named_parameters()))
-        why = None if f.spec.bank == "modules" else one.why_apart()
-        if why is not None and not isinstance(f.adapter, Listed):
+        why = None if f.spec.bank == "modules" and not f.spec.places else one.why_apart()
+        if why is not None and f.adapter.list_prefix is None:
             raise ConversionError(f"{f.where}: {why}: {LATER}")
         kept.append(f if why is None else replace(f, spec=replace(f.spec, bank="modules", why=why)))
         carried.append(one)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,7 +130,44 @@ def activation_of(function: object, what: str, *, gated: bool = False) -> Activa
     raise ConversionError(f"{what}: expected one of {expected}{' in gated experts' if gated else ''}, got {who}")
 
 
-@torch.no_grad()
 def _alike(function: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor]) -> bool:
-    x = torch.linspace(-8, 8, 65, dtype=torch.float64)
-    return torch.allclose(function(x.clone()), other(x), rtol=0, atol=1e-12)
+    """In evaluation and in training; a function that fails on numbers alone is another."""
+    x = torch.linspace(-8, 8, 4097, dtype=torch.float64)  # a dropout of one in a hundred does not miss all
+    for training in (False, True):
+        with trying(), _modules_of(function, training), torch.set_grad_enabled(training):
+            try:
+                y = function(x.clone())
+            except (RuntimeError, TypeError, ValueError, IndexError):
+                return False
+        if not isinstance(y, Tensor) or y.shape != x.shape or not torch.allclose(y, other(x), rtol=0, atol=1e-12):
+            return False
+    return True
+
+
+def check_row_wise(function: Callable[[Tensor], Tensor], what: str, row: tuple[int, ...]) -> None:
+    """Raise `ConversionError` unless `function` maps [1, n, *row] row by row; asked in evaluation."""
+    with trying(), _modules_of(function, False), torch.no_grad():
+        x = torch.randn(1, ROWS, *row)
+        try:
+            y, fewer = function(x.clone()), function(x[:, : ROWS // 2].clone())
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            raise ConversionError(f"{what}: it fails on {list(x.shape)}: {error}") from error
+    if not torch.allclose(y[:, : ROWS // 2], fewer, rtol=0, atol=1e-5):
+        raise ConversionError(f"{what}: a row of its answer depends on other rows")
+
+
+@contextmanager
+def _modules_of(function: Any, training: bool) -> Iterator[None]:
+    """Inside, the modules that a function refers to, such as a dropout layer, are in training or in evaluation."""
+    code = getattr(function, "__code__", None)
+    held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    held += [function.__globals__.get(name) for name in code.co_names] if code else []
+    held += [function, getattr(function, "__self__", None), *(getattr(function, "__defaults__", None) or ())]
+    modes = {m: m.training for one in held if isinstance(one, nn.Module) for m in one.modules()}
+    try:
+        for module in modes:
+            module.training = training
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

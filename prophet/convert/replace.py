@@ -9,8 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
+from prophet.convert.cut import CutExperts, cut_bank
 from prophet.convert.find import Found
-from prophet.convert.listed import Listed, ListedExperts, ListedModules, modules_bank
+from prophet.convert.listed import Listed, ListedExperts, ListedModules
+from prophet.convert.lora import LoraBlock
+from prophet.convert.lora_layer import lora_layer
+from prophet.convert.modules import RoutedModules, list_in, modules_bank
 from prophet.convert.routed import Origin, RoutedExperts
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.choice import Impl
@@ -30,11 +34,17 @@ def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> t
     else:
         methods = f.adapter.methods(block)
     layer: RoutedExperts
-    if spec.bank == "modules":
-        modules: Any = experts
-        layer = ListedModules(
-            modules_bank(modules, spec.dim, collective.rank, collective.size), origin, collective, impl
-        )
+    rank, ranks = collective.rank, collective.size
+    if spec.bank == "modules" and isinstance(f.adapter, LoraBlock):
+        layer = lora_layer(f.adapter, experts, origin, collective, impl)
+    elif spec.places:
+        cut: Any = cut_bank(experts, block, spec, rank, ranks)
+        layer = CutExperts(cut, origin, collective, impl)
+    elif spec.bank == "modules":
+        modules = list_in(experts, f.adapter.list_prefix or "")
+        kept: type[RoutedModules] = ListedModules if isinstance(f.adapter, Listed) else RoutedModules
+        bank: Any = modules_bank(modules, spec, rank, ranks)
+        layer = kept(bank, origin, collective, impl)
     else:
         kind_of_layer = ListedExperts if isinstance(f.adapter, Listed) else RoutedExperts
         layer = kind_of_layer(_stacked(f, params, collective), origin, collective, impl)

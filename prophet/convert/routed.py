@@ -6,7 +6,7 @@ Shape legend: N tokens, K top-k, E experts, m experts of this rank, D model dim,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,8 @@ class Origin:
 
     skeleton: the module that held them, its parameters on the meta device. attributes: what was set on its parameters.
     block_class: the block's class, where methods of it were replaced. around: how many modules up that block is from
-    the one that holds the experts. model: what was converted.
+    the one that holds the experts. model: what was converted. renamed: of the holder's other parameters and buffers,
+    those that had another name before, and that name. stays: why it cannot be put back, if it cannot.
     """
 
     adapter: Adapter
@@ -40,6 +41,8 @@ class Origin:
     block_class: type | None = None
     around: int = 0
     model: weakref.ref[nn.Module] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    stays: str = ""
 
 
 class RoutedExperts(MoE):
@@ -50,6 +53,7 @@ class RoutedExperts(MoE):
     """
 
     experts: FeedForwardBank
+    initialised_here = False
 
     def __init__(self, bank: FeedForwardBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
         nn.Module.__init__(self)
@@ -123,10 +127,27 @@ class RoutedExperts(MoE):
         origin = self.origin
         return {n: t.contiguous() for n, t in origin.adapter.pack(origin.spec, experts).items()}
 
+    def here(self) -> dict[str, Tensor]:
+        """This rank's experts as the parameters of the module they come from."""
+        return self.packed(self.local_experts())
+
+    def entries_of(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters of the module they come from under the keys that the bank's state dict has for this rank's."""
+        spec, bank = self.origin.spec, self.experts
+        first = bank.first_expert if spec.held == self.num_experts else 0
+        found: dict[str, Tensor] = {}
+        for local in range(bank.experts):
+            found |= bank.as_entries(local, self.origin.adapter.unpack(spec, given, first + local))
+        return found
+
     def originals(self) -> dict[str, Tensor]:
         """The parameters of the module they come from; collective where it held the experts of all ranks."""
         whole = self.origin.spec.held == self.num_experts
         return self.packed(self.gathered() if whole else self.local_experts())
+
+    def adapters(self) -> dict[str, Tensor]:
+        """Those of `originals` that PEFT has put on them; collective as `originals` is."""
+        return {}
 
     @torch.no_grad()
     def module_of_originals(self) -> nn.Module:

@@ -7,16 +7,19 @@ from typing import Any
 
 from torch import nn
 
+from prophet.convert.lora_layer import lora_layers, reading_adapters, with_wrappers
 from prophet.convert.routed import converted
 from prophet.convert.state import load_original_state_dict, original_state_dict
 from prophet.engine.checkpoint import some
-from prophet.errors import CheckpointError, PartialStateError
+from prophet.errors import CheckpointError, ConversionError, PartialStateError
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import at_work, collective_for, meet, process_rank, processes, roll_call
 
 
 def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     """Write `model` in its original layout, so that its class's `from_pretrained` loads it; collective.
+
+    Of a PEFT model its adapters are written, as PEFT writes them, those on experts included.
 
     Every process calls it. Process 0 writes, to which the experts are gathered from their homes one block at a time,
     and all return once the files are there. options: for the model's own `save_pretrained`.
@@ -29,11 +32,11 @@ def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     group = layers[0].collective if layers else collective_for(None)
     roll_call(Operation("save_pretrained"), patience_s=group.timeout_s)
     writer = group.rank == 0 and process_rank() == 0
-    state = original_state_dict(model, keep=writer)
+    state = original_state_dict(model, keep=writer, adapters_only=_is_of_peft(model))
     error: Exception | None = None
     if writer:
         try:
-            with at_work(f"writing {folder}"):
+            with at_work(f"writing {folder}"), with_wrappers(model):
                 type(model).save_pretrained(model, folder, state_dict=state, **options)
         except Exception as caught:
             error = caught
@@ -62,20 +65,40 @@ def load_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
 
 
 def write_original_layout(model: nn.Module) -> None:
-    """Let `save_pretrained` and `push_to_hub` of `model`, and of models inside it, know about its experts' homes."""
+    """Let `save_pretrained` and `push_to_hub` of `model`, and of models inside it, know about its experts' homes.
+
+    A PEFT model's `load_adapter` knows, too.
+    """
     for module in model.modules():
-        # PEFT writes its adapters alone, and any rank may do that
-        if hasattr(type(module), "get_base_model") or not any(converted(module)):
-            continue
-        for name, kind in (("save_pretrained", _SavePretrained), ("push_to_hub", _PushToHub)):
+        for name, kind in _kinds(module):
             if callable(getattr(type(module), name, None)):
                 setattr(module, name, kind(module, vars(module).get(name)))
+
+
+def _kinds(module: nn.Module) -> tuple[tuple[str, type[_Method]], ...]:
+    """What stands for which method of `module`."""
+    if lora_layers(module) and _is_of_peft(module):
+        return ("save_pretrained", _SaveAdapters), ("push_to_hub", _PushToHub), ("load_adapter", _LoadAdapter)
+    if lora_layers(module) and hasattr(type(module), _ENDINGS[0]):
+        return tuple((name, _Ending) for name in _ENDINGS)
+    # without adapters on experts PEFT writes what every rank has, and any rank may do that
+    if _is_of_peft(module) or not any(converted(module)):
+        return ()
+    return ("save_pretrained", _SavePretrained), ("push_to_hub", _PushToHub)
+
+
+# by which PEFT's tuner ends an adapter; it asks the first before it merges anything
+_ENDINGS = ("_check_merge_allowed", "unload", "delete_adapter")
+
+
+def _is_of_peft(model: object) -> bool:
+    return hasattr(type(model), "get_base_model")
 
 
 def write_as_before(model: nn.Module) -> None:
     """Undo `write_original_layout`."""
     for module in model.modules():
-        for name in ("save_pretrained", "push_to_hub"):
+        for name in ("save_pretrained", "push_to_hub", "load_adapter", *_ENDINGS):
             method = vars(module).get(name)
             if isinstance(method, _Method):
                 delattr(module, name)
@@ -116,6 +139,39 @@ class _SavePretrained(_Method):
         state = original_state_dict(self.model) if state_dict is None else state_dict
         options |= {"is_main_process": is_main_process, "state_dict": state}
         type(self.model).save_pretrained(self.model, save_directory, **options)
+
+
+class _SaveAdapters(_Method):
+    def __call__(self, save_directory: str | Path, **options: Any) -> None:
+        """As `PeftModel.save_pretrained`, on every rank; process 0 writes."""
+        options.pop("state_dict", None)  # what this model's `state_dict()` gave
+        if self.ranks() > 1:
+            options.pop("is_main_process", None)
+            save_pretrained(self.model, save_directory, **options)
+            return
+        state = original_state_dict(self.model, adapters_only=True)
+        with with_wrappers(self.model):
+            type(self.model).save_pretrained(self.model, save_directory, state_dict=state, **options)
+
+
+class _LoadAdapter(_Method):
+    def __call__(self, model_id: Any, adapter_name: str, *args: Any, **options: Any) -> Any:
+        """As `PeftModel.load_adapter`, for the adapter that is there; every rank keeps its experts' part."""
+        there = list(self.model.peft_config)
+        if adapter_name not in there:
+            raise ConversionError(
+                f"load_adapter({adapter_name!r}): the experts were converted with the adapter {there}; load another "
+                f"one before prophet.convert"
+            )
+        with reading_adapters(self.model, model_id):
+            return type(self.model).load_adapter(self.model, model_id, adapter_name, *args, **options)
+
+
+class _Ending(_Method):
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """Refuses before PEFT has changed the first layer."""
+        *_, layer = lora_layers(self.model)[0]
+        layer.experts.merge()
 
 
 class _PushToHub(_Method):

@@ -14,12 +14,12 @@ from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import cut_like, roll_call
 
 
-def original_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Tensor]:
+def original_state_dict(model: nn.Module, *, keep: bool = True, adapters_only: bool = False) -> dict[str, Tensor]:
     """The state dict that `model` would have had it never been converted; collective over the experts' homes.
 
     Experts are gathered one block at a time and moved to the CPU. So are parameters that `fully_shard` has cut, with
     which the call is collective over all processes. keep: False on ranks that only take part, which get an empty
-    dictionary.
+    dictionary. adapters_only: of the experts, only what PEFT has put on them.
 
     Raises `CollectiveTimeout` where some ranks alone call it: on rank 0 within five seconds, on others within five
     seconds of the next forward pass.
@@ -29,19 +29,27 @@ def original_state_dict(model: nn.Module, *, keep: bool = True) -> dict[str, Ten
     done: set[str] = set()
     state = model.state_dict()
     _everybody_is_here(layers.values(), state)
+    before = _names_before(layers)
     for key, value in state.items():
         name = next((n for n in layers if key.startswith(n + ".")), None)
         if name is None:
             cut = hasattr(value, "full_tensor")
             whole = value.full_tensor() if cut else value
             if keep:
-                found[key] = whole.cpu() if cut else whole
+                found[before.get(key, key)] = whole.cpu() if cut else whole
         elif name not in done:
             done.add(name)
-            originals = layers[name].originals()
+            originals = layers[name].adapters() if adapters_only else layers[name].originals()
             if keep:
                 found |= {f"{name}.{part}": t.cpu() for part, t in originals.items()}
     return found
+
+
+def _names_before(layers: Mapping[str, RoutedExperts]) -> dict[str, str]:
+    """Keys of a model's state dict that were others before the conversion, and these."""
+    holders = {name.rpartition(".")[0]: layer.origin.renamed for name, layer in layers.items()}
+    starts = {name: f"{name}." if name else "" for name in holders}
+    return {starts[name] + now: starts[name] + then for name, own in holders.items() for now, then in own.items()}
 
 
 def _everybody_is_here(layers: Iterable[RoutedExperts], state: Mapping[str, Any]) -> None:
@@ -68,12 +76,15 @@ def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, s
             raise ConversionError(f"{name}: {missing} are missing")
         layer.take(part)
     inside = tuple(f"{name}." for name in layers)
-    rest: dict[str, Any] = {k: t for k, t in state.items() if not k.startswith(inside)}
+    before = _names_before(layers)
+    given = {k: t for k, t in state.items() if not k.startswith(inside)}
+    rest: dict[str, Any] = {k: t for k, t in given.items() if k not in before.values()}
     for key, own in model.state_dict().items():
+        name = before.get(key, key)
         if key.startswith(inside):
             rest[key] = own
-        elif key in rest:
-            rest[key] = cut_like(rest[key], own)
+        elif name in given:
+            rest[key] = cut_like(given[name], own)
     model.load_state_dict(rest, strict=strict)
 
 

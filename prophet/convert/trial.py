@@ -22,7 +22,7 @@ from prophet.convert.find import Found
 from prophet.convert.listed import Listed
 from prophet.convert.replace import replace
 from prophet.convert.replay import Note, Passes, RandomState, Tape, with_stand_ins
-from prophet.convert.verify import TOLERANCE
+from prophet.convert.verify import TOLERANCE, evaluating
 from prophet.errors import ConversionError, ReplayError
 from prophet.ranks.threads import ThreadWorld
 
@@ -238,7 +238,14 @@ def _check_adapter(model: nn.Module, f: Found) -> None:
                 beside.original(next(beside.inputs()), training=False)
             except WRONG:
                 continue  # it cannot be copied, or needs its own dtype; it is run for real in any case
-            beside.check_packing(who)
+            if f.spec.places:  # experts that may draw random numbers, of other shapes once they are cut
+                with evaluating(model):
+                    for x in beside.inputs():
+                        if not beside.draws(x):
+                            beside.check(x, False, who)
+                return
+            if f.spec.bank != "modules":
+                beside.check_packing(who)
             for training in (False, True):
                 for x in beside.inputs():
                     beside.check(x, training, who)
@@ -281,13 +288,18 @@ class _Beside:
         """What the block as written answers, leaves, and the gradients outside of its experts."""
         return self._run(self._copies[0], x, training, experts_training)
 
+    def draws(self, x: Tensor) -> bool:
+        """Whether the block as written draws random numbers in evaluation."""
+        first, second = (self._run(self._copies[0], x, False, False, seed) for seed in (0, 1))
+        return any(differences(first["its answer"], second["its answer"], self._limit))
+
     def check(self, x: Tensor, training: bool, who: str) -> None:
         """Raise `ConversionError` where the two differ, or where experts that train would lose what they then do."""
         rounding = _Rounding()
         with rounding:
             want = self.original(x, training=training)
         where = f"{who}: tried in {_mode(training)} on {list(x.shape)}"
-        if training:
+        if training and self._f.spec.bank != "modules":
             active = self.original(x, training=True, experts_training=True)
             if next(differences(want, active, self._limit), None):
                 experts = self._f.experts(self._copies[0])
@@ -310,12 +322,15 @@ class _Beside:
             found["what it leaves"] = {k: v for k, v in found["what it leaves"].items() if k in both}
         _compare(want, got, limit, f"{where}: once converted it differs", lambda place, how: f"{place}: {how}")
 
-    def _run(self, block: nn.Module, x: Tensor, training: bool, experts_training: bool) -> dict[str, Any]:
+    def _run(
+        self, block: nn.Module, x: Tensor, training: bool, experts_training: bool, seed: int = 0
+    ) -> dict[str, Any]:
         f = self._f
         block.train(training)
-        if not experts_training and block is self._copies[0]:
-            f.experts(block).eval()
-        seed_all(0)
+        if not experts_training:
+            held: Any = f.experts(block)
+            (held if block is self._copies[0] or not self._converted else held.experts).eval()
+        seed_all(seed)
         found = _everything(lambda given: f.run(block, given), block, x)
         inside = f"{f.where}."
         left = {k: v for k, v in found["what it leaves"].items() if not k.startswith(inside)}

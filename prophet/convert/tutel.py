@@ -1,5 +1,8 @@
 """`tutel.moe.moe_layer`: its gates and its own choice of routes stay, with capacity, noise, priorities and loss.
 
+Experts of the types `ffn` and `llama_ffn` are stacked. A custom module of experts is cut, and so is an `ffn` whose
+activation is more than a known function.
+
 Nothing of tutel is imported: what the layer's module calls is taken from that module, which the model has loaded.
 
 Shape legend: N tokens, K top-k, E experts, D model dim, H hidden dim.
@@ -9,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,16 +20,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
-from prophet.convert.probe import activation_of
+from prophet.convert.cut import check_cuttable
+from prophet.convert.probe import activation_of, check_row_wise
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
-from prophet.spec import Bias, bias_of, has_biases
+from prophet.spec import ACTIVATION_PARTS, Bias, bias_of, has_biases
 
 NAMES = ("batched_fc1_w", "batched_fc2_w", "batched_fc1_bias", "batched_fc2_bias")
+GATED_NAMES = ("W_fc1", "W_fc2", "W_fc3")  # flat: gate and up [m, D, H], down [m, H, D]
 
 
 class TutelMoE(Adapter):
-    """Tutel's layer with its own feed-forward experts."""
+    """Tutel's layer, with its own experts or custom ones."""
 
     family = "Tutel"
 
@@ -34,40 +40,87 @@ class TutelMoE(Adapter):
 
     def describe(self, block: nn.Module) -> ExpertsSpec:
         experts: Any = child(block, "experts")
-        if not class_named(experts, ("FusedExpertsNetwork",), "tutel.experts.ffn"):
-            raise ConversionError(f"experts: expected Tutel's type 'ffn', got {type(experts).__name__}")
         for name, kept in (("is_postscore", True), ("skip_moe", False), ("sharded_count", 1)):
             if getattr(block, name, kept) != kept:
                 raise ConversionError(f"{name}: only {kept} is kept, got {getattr(block, name)!r}")
-        held, hidden, dim = experts.batched_fc1_w.shape
-        out, bias = experts.output_dim, bias_of(experts.batched_fc1_bias, experts.batched_fc2_bias)
-        shapes = dict(zip(NAMES, ((held, hidden, dim), (held, hidden, out), (held, hidden), (held, out)), strict=True))
-        check_shapes(experts, {n: shapes[n] for n in _names(bias)})
+        if getattr(experts, "skip_expert", False):
+            raise ConversionError("skip_expert: only False is kept, got True")
         gates: Any = child(block, "gates")
-        return ExpertsSpec(
-            num_experts=int(block.num_global_experts),  # type: ignore[arg-type]
-            held=held,
-            top_k=integer(gates[0], "top_k"),
-            dim=dim,
-            hidden=hidden,
-            activation=activation_of(experts.activation_fn, "activation_fn"),
-            bias=bias,
-            form="stacked",
-            router=type(gates[0]).__name__,
-            dim_out=out,
-        )
+        top_k = [integer(gate, "top_k") for gate in gates]
+        common: dict[str, Any] = {
+            "num_experts": int(block.num_global_experts),  # type: ignore[arg-type]
+            "held": integer(block, "num_local_experts"),
+            "top_k": top_k[0],
+            "dim": integer(block, "model_dim"),
+            "form": "stacked",
+            "router": type(gates[0]).__name__,
+        }
+        if type(experts).forward is getattr(_class_of(block, "ffn"), "forward", None):
+            return _describe_ffn(experts, common)
+        if type(experts).forward is getattr(_class_of(block, "llama_ffn"), "forward", None):
+            return _describe_llama(experts, common)
+        places = check_cuttable(experts, block, common["held"], common["dim"])
+        return ExpertsSpec(**common, bank="modules", places=places, why=f"{type(experts).__name__} is custom")
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
+        if ACTIVATION_PARTS[spec.activation].gated:
+            gate, up = (_gated(spec, state[n])[expert] for n in GATED_NAMES[:2])
+            down = state[GATED_NAMES[2]].view(spec.held, spec.hidden, spec.dim)[expert]
+            return ExpertWeights(torch.cat((gate.t(), up.t())), down.t())
         biases = (state[n][expert] if n in _names(spec.bias) else None for n in NAMES[2:])
         return ExpertWeights(state[NAMES[0]][expert], state[NAMES[1]][expert].t(), *biases)
 
     def pack(self, spec: ExpertsSpec, experts: Sequence[ExpertWeights]) -> dict[str, Tensor]:
+        if ACTIVATION_PARTS[spec.activation].gated:
+            halves = [w.w_in.chunk(2) for w in experts]
+            parts = [[half[i].t() for half in halves] for i in range(2)] + [[w.w_out.t() for w in experts]]
+            return {n: torch.stack(each).flatten() for n, each in zip(GATED_NAMES, parts, strict=True)}
         columns: list[tuple[Any, ...]] = [(w.w_in, w.w_out.t(), w.b_in, w.b_out) for w in experts]
         by_name = dict(zip(NAMES, zip(*columns, strict=True), strict=True))
         return {name: torch.stack(by_name[name]) for name in _names(spec.bias)}
 
     def methods(self, block: nn.Module) -> Mapping[str, Callable[..., Any]]:
         return {"forward": _forward, "_load_from_state_dict": _load_from_state_dict}
+
+
+def source_names(spec: ExpertsSpec) -> dict[str, str]:
+    """Of every parameter of a stacked bank, the name that it had, or that its first part had."""
+    if ACTIVATION_PARTS[spec.activation].gated:
+        return {"w_in": GATED_NAMES[0], "w_out": GATED_NAMES[2]}
+    return dict(zip(("w_in", "w_out", "bias_in", "bias_out"), NAMES, strict=True))
+
+
+def _class_of(block: nn.Module, kind: str) -> type | None:
+    """Tutel's class of experts of a type, where the program has loaded it."""
+    return getattr(sys.modules.get(f"tutel.experts.{kind}"), "ExpertModule", None)
+
+
+def _describe_ffn(experts: Any, common: dict[str, Any]) -> ExpertsSpec:
+    held, hidden, dim = experts.batched_fc1_w.shape
+    out, bias = experts.output_dim, bias_of(experts.batched_fc1_bias, experts.batched_fc2_bias)
+    shapes = dict(zip(NAMES, ((held, hidden, dim), (held, hidden, out), (held, hidden), (held, out)), strict=True))
+    check_shapes(experts, {n: shapes[n] for n in _names(bias)})
+    try:
+        activation = activation_of(experts.activation_fn, "activation_fn")
+    except ConversionError as no:  # with dropout, say
+        check_row_wise(experts.activation_fn, "activation_fn", (hidden,))
+        return ExpertsSpec(**common, dim_out=out, bank="modules", places=1, why=str(no))
+    return ExpertsSpec(**common, dim_out=out, hidden=hidden, activation=activation, bias=bias)
+
+
+def _describe_llama(experts: Any, common: dict[str, Any]) -> ExpertsSpec:
+    held, dim, hidden = experts.W_fc1_full_shape
+    check_shapes(experts, dict.fromkeys(GATED_NAMES, (held * dim * hidden,)))
+    try:
+        activation = activation_of(experts.activation_fn, "activation_fn", gated=True)
+    except ConversionError as no:
+        check_row_wise(experts.activation_fn, "activation_fn", (hidden,))
+        return ExpertsSpec(**common, bank="modules", places=held, why=str(no))
+    return ExpertsSpec(**common, hidden=hidden, activation=activation)
+
+
+def _gated(spec: ExpertsSpec, flat: Tensor) -> Tensor:
+    return flat.view(spec.held, spec.dim, spec.hidden)
 
 
 def _names(bias: Bias) -> tuple[str, ...]:
@@ -108,15 +161,23 @@ def _forward(
     if reserve_dims != 1 or megablocks_size > 0:
         raise ValueError("a converted Tutel layer keeps reserve_dims=1 and megablocks_size=0 only")
     tutel = sys.modules[type(block).__module__]
-    tokens = input.reshape(-1, input.shape[-1]).to(block.experts.experts.dtype)
+    tokens = input.reshape(-1, input.shape[-1])
+    kind = tokens.device.type
+    if torch.is_autocast_enabled():  # CUDA's, which alone Tutel asks about
+        tokens = tokens.to(torch.get_autocast_dtype(kind))
+    else:
+        tokens = tokens.to(block.experts.experts.dtype)
     gate = block.gates[gate_index]
     if a2a_ffn_overlap_degree is not None:
         block.a2a_ffn_overlap_degree = a2a_ffn_overlap_degree
     alignment = block.a2a_ffn_overlap_degree
     if alignment > 256:
         alignment = (alignment + 127) // 128 * 128
-    with torch.autocast(tokens.device.type, enabled=False):
+    with torch.autocast(kind, enabled=False) if kind == "cuda" else nullcontext():
         logits = gate(tokens)
+        wanted = tokens.shape[0], block.num_global_experts
+        if logits.shape != wanted:
+            raise ValueError(f"{type(gate).__name__}: expected logits {list(wanted)}, got {list(logits.shape)}")
         noisy = logits
         if block.training and gate.gate_noise > 0:
             noisy = logits + gate.gate_noise * torch.randn_like(logits) / block.num_global_experts

@@ -24,7 +24,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, tor
 class Trial:
     """Remembers what a block answers to random tokens; `problem()` asks again.
 
-    run: runs it. shape: of its input. like: a parameter of its experts.
+    run: runs it. shape: of its input. model: what the block is part of. like: a parameter of its experts.
     """
 
     def __init__(
@@ -32,10 +32,11 @@ class Trial:
         run: Callable[[Tensor], Any],
         shape: Sequence[int],
         block: nn.Module,
+        model: nn.Module,
         like: Tensor,
         collective: Collective,
     ) -> None:
-        self._run, self._block, self._collective = run, block, collective
+        self._run, self._block, self._model, self._collective = run, block, model, collective
         generator = torch.Generator().manual_seed(collective.rank)
         self._x = torch.randn(*shape, generator=generator).to(like.device, like.dtype)
         self._before = self._answer()
@@ -44,7 +45,7 @@ class Trial:
         block = self._block
         devices = [self._x.device] if self._x.is_cuda else []
         buffers = Buffers(block.modules())  # some blocks count, or follow the load, in evaluation, too
-        with torch.no_grad(), torch.random.fork_rng(devices=devices), _evaluating(block):
+        with torch.no_grad(), torch.random.fork_rng(devices=devices), evaluating(self._model):
             torch.manual_seed(0)
             found = self._run(self._x.clone())
         buffers.put_back()
@@ -76,9 +77,10 @@ class Trial:
 
 
 @contextmanager
-def _evaluating(block: nn.Module) -> Iterator[None]:
-    modes = {m: m.training for m in block.modules()}
-    block.eval()
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, `model` is in evaluation mode."""
+    modes = {m: m.training for m in model.modules()}
+    model.eval()
     try:
         yield
     finally:

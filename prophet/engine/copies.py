@@ -26,14 +26,15 @@ def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
 
     `model.apply(init)` does that: from one random state, every rank draws for its first expert what the others draw for
     theirs. Where all experts of a layer are equal, somebody may have copied them on purpose: that is a warning.
-    Collective.
+    Converted experts are as their framework has made them: DeepSpeed copies one on purpose. Collective.
     """
-    if collective.size == 1:
+    layers = [layer for layer in layers if layer.initialised_here]
+    if collective.size == 1 or not layers:
         return
     said = [_digest(layer.experts, local) for layer in layers for local in range(layer.experts.experts)]
     table = tell(collective, said, op=Operation(COMPARISON), device=layers[0].experts.device).tolist()
     at = 0
-    for number, layer in enumerate(layers):
+    for layer in layers:
         m = layer.experts.experts
         by_rank = [row[at : at + m] for row in table]
         at += m
@@ -48,7 +49,7 @@ def check_not_copies(layers: Sequence[MoE], collective: Collective) -> None:
             continue
         (r, i), (s, j) = twins
         text = (
-            f"MoE layer {number}: expert {r * m + i} of rank {r} and expert {s * m + j} of rank {s} have weights that "
+            f"{layer.label}: expert {r * m + i} of rank {r} and expert {s * m + j} of rank {s} have weights that "
             f"are equal bit for bit, as after model.apply(init), which draws alike on all ranks"
         )
         if len(seen) == 1:

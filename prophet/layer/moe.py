@@ -83,6 +83,8 @@ class MoE(nn.Module):
     keeps DDP away from the experts.
     """
 
+    initialised_here = True  # its experts have drawn their values, one by one
+
     def __init__(
         self,
         dim: int,
@@ -139,6 +141,7 @@ class MoE(nn.Module):
         """Put the parts together; what a layer is made of where `__init__` does not make its parts."""
         self.collective = collective
         self.replicas: Collective | None = None  # the ranks with the same experts; `ExpertReplicas` sets it
+        self.known_to_deepspeed = False  # `prophet_deepspeed` sets it
         self.dim, self.dim_out = experts.dim, experts.dim_out
         self.num_experts, self.top_k = experts.total_experts, top_k
         self.impl: Impl = impl
@@ -177,6 +180,14 @@ class MoE(nn.Module):
     def check(self) -> None:
         """Raise ValueError unless the experts can be trained as they are."""
         self.experts.check_parameters()
+
+    def set_deepspeed_parallelism(self, *_: object) -> None:
+        """DeepSpeed calls this of the modules that it is about to train, and alone it would train them wrongly."""
+        if not self.known_to_deepspeed:
+            raise RuntimeError(
+                f"{self.label}: DeepSpeed alone would average its experts over ranks that hold different ones: `import "
+                f'prophet_deepspeed` and give the configuration a "prophet" section'
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer to `x` [..., D]; returns [..., O]. Collective over the group's ranks."""

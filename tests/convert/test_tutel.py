@@ -16,9 +16,49 @@ from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import VOCAB, alone, batches, compare, together
 from tests.helpers.support import on_threads, seeded
 
-WHY = "needs tutel: NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel"
+WHY = "needs tutel: make test-peers PEERS_TUTEL=folder"
 pytest.importorskip("tutel.moe", reason=WHY)
 DIM, HIDDEN, EXPERTS = 8, 12, 4
+
+
+class Stacked(nn.Module):
+    """Custom experts with a matrix and an offset each, as Tutel's documentation has them."""
+
+    def __init__(self, model_dim: int, num_experts_per_device: int, **_: Any) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.empty(num_experts_per_device, model_dim, 6))
+        self.inner = nn.Module()
+        self.inner.b = nn.Parameter(torch.empty(num_experts_per_device, 1, 6))
+
+    def forward(self, x: Tensor, ctx: Any) -> Tensor:
+        assert ctx.sharded_count == 1
+        assert x.shape[-1] == ctx.model_dim
+        return torch.tanh(x @ self.w + self.inner.b)
+
+
+class Flat(nn.Module):
+    """Custom experts whose matrices are one vector, and which know how many they are."""
+
+    def __init__(self, model_dim: int, num_experts_per_device: int, **_: Any) -> None:
+        super().__init__()
+        self.shape = num_experts_per_device, model_dim, model_dim
+        self.w = nn.Parameter(torch.empty(num_experts_per_device * model_dim * model_dim))
+        self.scale = nn.Parameter(torch.empty(num_experts_per_device))
+
+    def forward(self, x: Tensor, ctx: Any) -> Tensor:
+        return (x @ self.w.view(self.shape)).sin() * self.scale.view(-1, 1, 1)
+
+
+class Gate(nn.Module):
+    """A custom gate."""
+
+    def __init__(self, model_dim: int, num_global_experts: int, **options: Any) -> None:
+        super().__init__()
+        self.top_k = options.get("top_k")
+        self.wg = nn.Linear(model_dim, num_global_experts + options.get("more", 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.wg(x).tanh()
 
 
 class Net(nn.Module):
@@ -28,7 +68,7 @@ class Net(nn.Module):
 
         def layer() -> nn.Module:
             made: nn.Module = moe_layer(
-                gate_type={"type": "top", **gate},
+                gate_type={"type": "top"} | gate,
                 model_dim=DIM,
                 experts={"type": "ffn", "count_per_node": EXPERTS, "hidden_size_per_expert": HIDDEN, **experts},
                 **options,
@@ -69,6 +109,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "noise": ({"k": 2, "gate_noise": 1.0}, {"activation_fn": F.relu}, {"is_gshard_loss": False}),
     "plain": ({"k": 3}, {"activation_fn": F.gelu}, {"normalize_gate": False}),
+    "another activation": ({"k": 2, "capacity_factor": 0.8}, {"activation_fn": torch.tanh, "output_dim": 6}, {}),
+    "gated": ({"k": 2}, {"type": "llama_ffn"}, {}),
+    "gated, another activation": ({"k": 1}, {"type": "llama_ffn", "activation_fn": torch.tanh}, {}),
+    "custom": ({"type": "custom", "module": Gate, "top_k": 2}, {"type": "custom", "module": Stacked}, {}),
+    "custom, flat": ({"type": "cosine_top", "k": 2, "proj_dim": 4}, {"type": "custom", "module": Flat}, {}),
     "output": ({"k": 2}, {"activation_fn": F.silu, "output_dim": 6, "has_fc1_bias": False}, {}),
 }
 
@@ -158,22 +203,125 @@ def test_a_model_that_is_expert_parallel_already() -> None:
     assert on_processes(2, shared_between_two, timeout_s=120) == [[], []]
 
 
+class Custom(Stacked):
+    """Custom experts that cannot be cut."""
+
+    def __init__(self, what: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self.what = what
+        if what == "buffer":
+            self.register_buffer("seen", torch.zeros(4))
+        if what == "shape":
+            self.odd = nn.Parameter(torch.zeros(3, 2))
+
+    def forward(self, x: Tensor, ctx: Any) -> Tensor:
+        if self.what == "fails":
+            raise RuntimeError("no such luck")
+        if self.what == "rows":
+            x = x - x.mean(dim=1, keepdim=True)
+        if self.what == "neighbours":
+            x = x.flip(0)
+        y = super().forward(x, ctx)
+        return y[0] if self.what == "answer" else y
+
+
+CUSTOM = {"type": "custom", "module": Custom}
+REFUSALS: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
+    ({"k": 1}, {"activation_fn": F.relu}, {"is_postscore": False}, "is_postscore: only True is kept"),
+    (
+        {"k": 1},
+        {"activation_fn": lambda x: x.softmax(dim=1)},
+        {},
+        "activation_fn: a row of its answer depends on other",
+    ),
+    ({"k": 1}, {"activation_fn": lambda x: x @ x}, {}, "activation_fn: it fails on [1, 64, 12]"),
+    ({"type": "custom", "module": Gate}, {"activation_fn": F.relu}, {}, "Gate.top_k: expected a positive integer"),
+    ({"k": 1}, {**CUSTOM, "what": "buffer"}, {}, "Custom.seen: a buffer"),
+    ({"k": 1}, {**CUSTOM, "what": "shape"}, {}, "Custom.odd: expected those of 4 experts one after the other"),
+    ({"k": 1}, {**CUSTOM, "what": "fails"}, {}, "Custom fails on [4, 5, 8]: RuntimeError: no such luck"),
+    ({"k": 1}, {**CUSTOM, "what": "answer"}, {}, "Custom: expected a tensor [4, 5, 'any'] for [4, 5, 8], got [5, 6]"),
+    ({"k": 1}, {**CUSTOM, "what": "rows"}, {}, "Custom: cut into 4 experts, a row of its answer depends on other rows"),
+    ({"k": 1}, {**CUSTOM, "what": "neighbours"}, {}, "Custom: cut into 4 experts, its answer is another"),
+]
+
+
 def refusals() -> list[str]:
-    found = []
-    for changes in (
-        {"options": {"is_postscore": False}},
-        {"experts": {"activation_fn": torch.tanh}},
-    ):
-        model = Net({"k": 1}, changes.get("experts", {}), **changes.get("options", {}))
+    failed = []
+    for gate, experts, options, words in REFUSALS:
+        model = Net(dict(gate), dict(experts), **options)
         try:
             prophet.convert(model)
-            found.append("converted")
+            failed.append(f"converted: {words}")
         except ConversionError as error:
-            found.append(str(error))
-    return found
+            if words not in str(error):
+                failed.append(f"{error}")
+    wrong = Net({"type": "custom", "module": Gate, "top_k": 1, "more": 1}, {"activation_fn": F.relu})
+    prophet.convert(wrong, verify=False)
+    try:
+        wrong(batches(1)[0])
+        failed.append("more logits than experts")
+    except ValueError as error:
+        if "Gate: expected logits" not in str(error):
+            failed.append(str(error))
+    return failed
 
 
 def test_what_is_not_kept_is_refused() -> None:
-    (found,) = on_processes(1, refusals)
-    for text, wanted in zip(found, ("is_postscore", "activation_fn"), strict=True):
-        assert wanted in text
+    assert on_processes(1, refusals) == [[]]
+
+
+def dropout_that_hides() -> list[str]:
+    """Dropout in an activation is seen whatever mode the model is in, and draws once converted."""
+    failed = []
+    drop = nn.Dropout(0.5)
+    for name, function in {
+        "closure": lambda x: drop(F.relu(x)),
+        "only in training": lambda x: F.dropout(F.relu(x), 0.5, torch.is_grad_enabled()),
+    }.items():
+        model = Net({"k": 1, "capacity_factor": 0}, {"activation_fn": function}).eval()
+        drop.eval()
+        (first, _) = prophet.convert(model, verify=name == "closure").replaced
+        failed += [] if first.spec.bank == "modules" else [name]
+        drop.train()
+        a, b = (model(batches(1)[0])[0] for _ in range(2))
+        failed += [] if not torch.equal(a, b) else [f"{name}: no dropout"]
+    return failed
+
+
+def test_dropout_in_an_activation() -> None:
+    assert on_processes(1, dropout_that_hides) == [[]]
+
+
+def carried_optimizer() -> list[str]:
+    """Adam goes on with its moments, cut by expert; one expert never gets a row and moves by its momentum alone."""
+    gate, experts = {"k": 1, "capacity_factor": 0}, {"type": "custom", "module": Stacked}
+    plain, model = Net(dict(gate), dict(experts)), Net(dict(gate), dict(experts))
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (plain, model)]
+
+    def step(number: int) -> list[float]:
+        losses = []
+        for m, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = net_loss(m, batches(1, number)[0])[0]
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss))
+        return losses
+
+    step(0)
+    for m in (plain, model):
+        m.zero_grad()
+        for layer in m.layers:
+            with torch.no_grad():
+                layer.gates[0].wg.weight[0] = 0
+                layer.gates[0].wg.weight[1:] *= 1e-3
+                layer.gates[0].wg.weight[1] = 5 * m.embed.weight.sum(0)
+    prophet.convert(model, optimizer=optimizers[1])
+    prophet.attach(model, optimizers[1])
+    failed = [f"{a} {b}" for a, b in (step(n) for n in range(1, 5)) if abs(a - b) > 1e-5]
+    wanted = original_state_dict(model)
+    return failed + [n for n, t in plain.state_dict().items() if not torch.allclose(wanted[n], t, rtol=1e-4, atol=1e-6)]
+
+
+def test_an_optimizer_goes_on() -> None:
+    assert on_processes(1, carried_optimizer) == [[]]

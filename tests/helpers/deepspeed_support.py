@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import prophet_deepspeed  # noqa: F401  (deepspeed.initialize heeds the section)
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,7 +93,7 @@ class Case:
         for key, value in self.config.items():
             found[key] = {**found[key], **value} if isinstance(found.get(key), dict) else value
         if not self.plain:
-            ours = {"ep_size": self.ep_size, "planner": "pro-prophet"}
+            ours = {"ep_size": self.ep_size or dist.get_world_size(), "planner": "pro-prophet"}
             found["prophet"] = ours | self.section
         return found
 
@@ -187,10 +188,7 @@ def start(case: Case) -> Any:
     deepspeed = prepare()
     ranks = dist.get_world_size()
     model = Model(case, (case.ep_size or ranks) if case.plain else 1)
-    initialize = deepspeed.initialize
-    if not case.plain:
-        initialize = importlib.import_module("prophet_deepspeed").initialize
-    engine, *_ = initialize(
+    engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=_fused(case) if case.fused else None,
         model_parameters=model.parameters(),

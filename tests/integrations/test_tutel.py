@@ -20,9 +20,10 @@ from prophet.errors import ConversionError
 from tests.helpers.launch import on_processes
 from tests.helpers.support import FixedPlanner, everywhere
 
-WHY = "needs tutel: NO_CUDA=1 pip install --no-build-isolation git+https://github.com/microsoft/tutel"
+WHY = "needs tutel: make test-peers PEERS_TUTEL=folder"
 needs_tutel = pytest.mark.skipif(importlib.util.find_spec("tutel") is None, reason=WHY)
 DIM, HIDDEN, EXPERTS = 8, 12, 4
+FFN = {"type": "ffn", "hidden_size_per_expert": HIDDEN, "activation_fn": F.gelu}
 CONFIG = prophet.EngineConfig(planner=FixedPlanner(everywhere(EXPERTS, 2)))
 
 
@@ -39,19 +40,21 @@ def lookalike(package: str) -> nn.Module:
 
 def test_a_model_without_tutels_layer() -> None:
     with pytest.raises(TutelError, match=r"no tutel.moe.moe_layer"):
-        prophet_tutel.balance(nn.Linear(2, 2), sgd)
+        prophet_tutel.balance(nn.Linear(2, 2), sgd(nn.Linear(2, 2).parameters()))
 
 
 def test_a_model_with_layers_of_another_kind() -> None:
-    model = nn.Sequential(lookalike("tutel.impls.moe_layer"), lookalike("deepspeed.moe.sharded_moe"))
+    model = nn.Sequential(lookalike("tutel.impls.moe_layer"), lookalike("deepspeed.moe.sharded_moe"), nn.Linear(2, 2))
     with pytest.raises(TutelError, match=r"^1: a block of DeepSpeed beside Tutel's"):
-        prophet_tutel.balance(model, sgd)
+        prophet_tutel.balance(model, sgd(model.parameters()))
 
 
-def test_an_optimizer_that_is_there_already() -> None:
+def test_what_is_no_optimizer() -> None:
     model = nn.Sequential(lookalike("tutel.impls.moe_layer"), nn.Linear(2, 2))
-    with pytest.raises(TutelError, match=r"expected a function that makes one.*got SGD"):
-        prophet_tutel.balance(model, sgd(model.parameters()))  # type: ignore[arg-type]
+    with pytest.raises(
+        TutelError, match=r"expected a torch.optim.Optimizer, or a TutelDistributedOptimizer .*got func"
+    ):
+        prophet_tutel.balance(model, sgd)
 
 
 # --- with Tutel ------------------------------------------------------------------------------------------------------
@@ -60,7 +63,7 @@ def test_an_optimizer_that_is_there_already() -> None:
 class Net(nn.Module):
     """Two layers of Tutel's, as its users mark them; the same at any number of ranks."""
 
-    def __init__(self, groups: tuple[Any, Any] = (None, None), dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, groups: tuple[Any, Any] = (None, None), experts: dict[str, Any] | None = None) -> None:
         super().__init__()
         from tutel import moe  # type: ignore[import-not-found]
 
@@ -68,18 +71,13 @@ class Net(nn.Module):
             ranks = dist.get_world_size(groups[number])
             made = moe.moe_layer(
                 gate_type={"type": "top", "k": 2, "capacity_factor": 0},
-                experts={
-                    "type": "ffn",
-                    "num_experts_per_device": EXPERTS // ranks,
-                    "hidden_size_per_expert": HIDDEN,
-                    "activation_fn": F.gelu,
-                },
+                experts={"num_experts_per_device": EXPERTS // ranks, **(experts or FFN)},
                 model_dim=DIM,
                 group=groups[number],
                 scan_expert_func=lambda name, p: setattr(p, "skip_allreduce", name),
                 seeds=(number, 10 * number + dist.get_rank(groups[number]), 1),
             )
-            return made.to(dtype)
+            return made
 
         self.layers = nn.ModuleList(layer(i) for i in range(2))
 
@@ -108,7 +106,8 @@ def message(call: Callable[[], object], kind: type[Exception] = TutelError) -> s
 def what_users_rely_on() -> list[str]:
     plain, model = Net(), Net()
     wanted = [p.skip_allreduce for p in plain.parameters() if hasattr(p, "skip_allreduce")]
-    balanced, twin = prophet_tutel.balance(model, sgd, config=CONFIG), sgd(plain.parameters())
+    optimizer, twin = sgd(model.parameters()), sgd(plain.parameters())
+    balanced = prophet_tutel.balance(model, optimizer, config=CONFIG)
     failed = []
     for _ in range(3):  # from the second step on every rank has replicas
         for m in (plain, model):
@@ -124,7 +123,7 @@ def what_users_rely_on() -> list[str]:
             got = getattr(layer.experts, ours).grad.view_as(expected)  # ours has biases flat
             # Tutel's gradient: the sum over ranks, complete when backward has returned
             failed += check(f"gradient of {ours}", torch.allclose(got, expected, rtol=1e-4, atol=1e-6))
-        balanced.optimizer.step()
+        optimizer.step()
         twin.step()
     if balanced.engine.last_step is None or balanced.engine.last_step.copies.sum() != 2 * EXPERTS:
         failed.append("no replicas")
@@ -148,7 +147,7 @@ def loading() -> list[str]:
     with torch.no_grad():
         for p in source.parameters():
             p.mul_(2)
-    prophet_tutel.balance(model, sgd, config=CONFIG)
+    prophet_tutel.balance(model, sgd(model.parameters()), config=CONFIG)
     state = source.state_dict()
     key = "layers.1.experts.batched_fc1_w"
     flat = {**state, key: state[key].reshape(-1)}  # as Tutel's own tools write them
@@ -170,20 +169,33 @@ def loading() -> list[str]:
 def refusals() -> list[str]:
     model = Net()
     failed = []
+    said = message(lambda: prophet_tutel.balance(model, sgd(list(model.parameters())[:1])))
+    failed += check(said, "it lacks experts of the model (layers.0.experts.batched_fc2_w)" in said)
+    adam = torch.optim.Adam(model.parameters())
+    model(tokens()).square().mean().backward()
+    adam.step()
+    adam.zero_grad()
     state = {n: t.clone() for n, t in model.state_dict().items()}
-    for factory, words in (
-        (lambda params: "adam", "expected the function to make a torch.optim.Optimizer, got str"),
-        (lambda params: sgd(list(params)[:1]), "it lacks experts"),
-    ):
-        said = message(lambda f=factory: prophet_tutel.balance(model, f))  # type: ignore[misc]
-        failed += check(said, words in said)
-        # the model is as it was
-        failed += [n for n, t in model.state_dict().items() if not torch.equal(state[n], t)]
-        failed += check("converted", not list(converted(model)))
+    moments = [t.clone() for _, s in sorted(adam.state_dict()["state"].items()) for t in s.values()]
+    foreign: Any = {"zero_optimization": {"stage": 1}}
+    said = message(lambda: prophet_tutel.balance(model, adam, config=foreign), TypeError)
+    failed += check(said, "config must be a prophet.EngineConfig, got dict" in said)
+    # model and optimizer are as they were, though the model had been converted by then
+    held = [id(p) for group in adam.param_groups for p in group["params"]]
+    failed += check("the optimizer", held == [id(p) for p in model.parameters()])
+    again = [t for _, s in sorted(adam.state_dict()["state"].items()) for t in s.values()]
+    failed += check("states", all(torch.equal(a, b) for a, b in zip(moments, again, strict=True)))
+    failed += [n for n, t in model.state_dict().items() if not torch.equal(state[n], t)]
+    failed += check("converted", not list(converted(model)))
     groups = [dist.new_group([r]) for r in range(2)]
     mixed = Net((None, groups[dist.get_rank()]))
-    said = message(lambda: prophet_tutel.balance(mixed, sgd))
-    return failed + check(said, "layers.1: its group is of the processes" in said)
+    said = message(lambda: prophet_tutel.balance(mixed, sgd(mixed.parameters())))
+    failed += check(said, "layers.1: its group is of the processes" in said)
+    averaged = nn.parallel.DistributedDataParallel(Net())
+    said = message(lambda: prophet_tutel.balance(averaged, sgd(averaged.parameters())))
+    return failed + check(
+        said, "DistributedDataParallel averages the experts' layers.0.experts.batched_fc1_bias" in said
+    )
 
 
 @needs_tutel

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, QUICK_SLOPE, ExpertWeights
+from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_PASSES, QUICK_SLOPE, ExpertWeights
 from prophet.spec import ACTIVATION_PARTS, GATED, Activation, Function
 
 SCRATCH_BYTES = 8 << 20  # per scratch buffer; past the caches larger tiles gain nothing
@@ -130,8 +130,9 @@ def _act_backward(hidden: Tensor, d_act: Tensor, activation: Activation, act: Te
     gate, up = hidden.chunk(2, dim=1)
     d_gate, d_up = d_hidden.chunk(2, dim=1)
     beyond = None
-    if parts.clamped:  # a bound passes the gradient at it and nothing beyond it
-        beyond = gate > CLAMP_LIMIT, up.abs() > CLAMP_LIMIT
+    if parts.clamped:
+        stops = torch.gt if CLAMP_PASSES else torch.ge
+        beyond = stops(gate, CLAMP_LIMIT), stops(up.abs(), CLAMP_LIMIT)
         gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT).add_(1)
     _value(gate, parts.function, act)
     torch.mul(act, d_act, out=d_up)

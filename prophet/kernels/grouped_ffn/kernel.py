@@ -25,7 +25,7 @@ from torch import Tensor
 
 from prophet.kernels.choice import on_its_device
 from prophet.kernels.grouped_ffn.blocked import GradTarget
-from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, QUICK_SLOPE, ExpertWeights
+from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, CLAMP_PASSES, QUICK_SLOPE, ExpertWeights
 from prophet.kernels.tuning import Config, config_for, rule, shape_class
 from prophet.spec import ACTIVATION_PARTS, Activation, ActivationParts
 
@@ -35,6 +35,7 @@ _NO_ACTIVATION = ACTIVATION_PARTS["identity"]
 
 _QUICK = tl.constexpr(QUICK_SLOPE)
 _LIMIT = tl.constexpr(CLAMP_LIMIT)
+_PASSES = tl.constexpr(CLAMP_PASSES)
 
 
 @triton.jit
@@ -104,9 +105,13 @@ def _finish_backward(
         tl.store(out_at, value * factor, mask=mask)
         d_gate = d_act * factor * slope
         d_up = d_act * value
-        if CLAMPED:  # a bound passes the gradient at it and nothing beyond it
-            d_gate = tl.where(gate > _LIMIT, 0.0, d_gate)
-            d_up = tl.where(tl.abs(up) > _LIMIT, 0.0, d_up)
+        if CLAMPED:
+            if _PASSES:
+                d_gate = tl.where(gate > _LIMIT, 0.0, d_gate)
+                d_up = tl.where(tl.abs(up) > _LIMIT, 0.0, d_up)
+            else:
+                d_gate = tl.where(gate >= _LIMIT, 0.0, d_gate)
+                d_up = tl.where(tl.abs(up) >= _LIMIT, 0.0, d_up)
         tl.store(extra + within, d_gate, mask=mask)
         tl.store(extra + within + n_cols, d_up, mask=mask)
     else:

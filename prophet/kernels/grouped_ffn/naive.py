@@ -19,6 +19,17 @@ QUICK_SLOPE = 1.702  # of the sigmoid that stands for the normal distribution in
 CLAMP_LIMIT = 7.0  # of GPT-OSS (OpenAI 2025), the one model that clamps
 
 
+def _passes_at_its_bound() -> bool:
+    """Whether a `clamp` of the installed PyTorch passes the gradient of a value that is at its bound."""
+    with torch.enable_grad():
+        x = torch.ones(1, requires_grad=True)
+        (grad,) = torch.autograd.grad(x.clamp(max=1.0).sum(), x)
+    return bool(grad.item())
+
+
+CLAMP_PASSES = _passes_at_its_bound()  # up to release 2.13; kernels follow, as models that are converted would
+
+
 class ExpertWeights(NamedTuple):
     """One expert: w_in [U, D] (gated: [2H, D], gate rows first), w_out [O, H]; b_in [U] and b_out [O], or None."""
 
@@ -43,7 +54,7 @@ def activate(h: Tensor, activation: Activation) -> Tensor:
     """The activation of pre-activations `h` [n, U]; returns [n, H].
 
     Gated ones are f(gate)·up (Shazeer 2020, Eq. 5 and 6). A clamped one bounds the gate from above and `up` on both
-    sides by 7, and is f(gate)·(up + 1); the gradient passes at a bound, whatever torch's own `clamp` does there.
+    sides by 7, and is f(gate)·(up + 1); at a bound the gradient is what torch's own `clamp` makes of it.
     """
     parts = ACTIVATION_PARTS[activation]
     function = FUNCTIONS[parts.function]
@@ -51,8 +62,7 @@ def activate(h: Tensor, activation: Activation) -> Tensor:
         return function(h)
     gate, up = h.chunk(2, dim=-1)
     if parts.clamped:
-        gate = gate.masked_fill(gate > CLAMP_LIMIT, CLAMP_LIMIT)
-        up = up.masked_fill(up > CLAMP_LIMIT, CLAMP_LIMIT).masked_fill(up < -CLAMP_LIMIT, -CLAMP_LIMIT) + 1
+        gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT) + 1
     return function(gate) * up
 
 

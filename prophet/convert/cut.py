@@ -1,0 +1,223 @@
+"""Experts that one module computes all at once, cut into a module for each, so that any rank can run any of them.
+
+Tutel's custom experts are such: `forward(x, ctx)` maps x [m, C, D] to [m, C, O], expert by expert, and every parameter
+holds those of the m experts one after the other: stacked [m, ...], or flat [m n].
+
+Shape legend: m experts of this rank, C rows of each, n rows or numbers of one, D model dim, O output dim.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from prophet.convert.base import ExpertsSpec
+from prophet.convert.copies import distance, scramble, trying, twin_of
+from prophet.convert.routed import RoutedExperts
+from prophet.convert.verify import TOLERANCE
+from prophet.errors import ConversionError
+from prophet.experts.modules import ModulesBank
+from prophet.experts.replica import Replica
+from prophet.kernels.choice import Impl
+from prophet.ranks.collective import Operation
+
+ROWS = 5  # of each expert, on which a module is tried
+
+
+class Context:
+    """The layer as its experts see it in `ctx`: whole experts on every rank, which is how they run once converted."""
+
+    adaptive_degree = sharded_count = 1
+    megablocks_size = 0
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dispatch_count":
+            raise AttributeError("dispatch_count: a converted layer sends no rows in the order that it describes")
+        return getattr(self._layer, name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        return Context(memo.get(id(self._layer), self._layer))  # the copy's layer, where that is copied too
+
+
+class OneExpert(nn.Module):
+    """One of the m experts that `whole` computes: a copy of it that holds this expert alone.
+
+    places: 1 where the copy runs with one expert. Some modules reckon with m; then this expert takes all m places, and
+    each gets a part of its rows.
+    """
+
+    def __init__(self, whole: nn.Module, context: Context, expert: int | None, experts: int, places: int) -> None:
+        """expert: its number among the m; None makes a copy without values."""
+        super().__init__()
+        put: dict[int, Any] = {}
+        for p in whole.parameters():
+            values = cut(p.detach(), 0 if expert is None else expert, experts)
+            values = torch.empty_like(values, device="meta") if expert is None else values.clone()
+            put[id(p)] = nn.Parameter(values, p.requires_grad)
+        self.module: nn.Module = copy.deepcopy(whole, put)
+        self.context, self.places = context, places
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows [n, D] to [n, O]."""
+        n, m = rows.shape[0], self.places
+        x = F.pad(rows, (0, 0, 0, -n % m)).view(m, -1, rows.shape[1])
+        if m == 1:
+            y = self.module(x, self.context)
+        else:
+            params = {k: p.expand(m, *p.shape[1:]) if p.shape[0] == 1 else p.repeat(m) for k, p in self._named()}
+            y = functional_call(self.module, params, (x, self.context))
+        if not isinstance(y, Tensor) or y.shape[:2] != x.shape[:2]:
+            got = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise ValueError(f"expected a tensor {[*x.shape[:2], 'any']} for {list(x.shape)}, got {got}")
+        return y.reshape(y.shape[0] * y.shape[1], -1)[:n]
+
+    def _named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters()
+
+
+def cut(values: Tensor, expert: int, experts: int) -> Tensor:
+    """The share of one of m experts in a parameter, or in a state of its shape: [1, ...] of [m, ...], [n] of [m n]."""
+    if values.shape[0] == experts:
+        return values[expert : expert + 1]
+    return values.view(experts, -1)[expert]
+
+
+def check_cuttable(whole: nn.Module, layer: nn.Module, experts: int, dim: int) -> int:
+    """The number of places that `whole` needs, found by trying it; `ConversionError` where it cannot be cut.
+
+    Nothing is changed. Collective where the module's forward is.
+    """
+    who = type(whole).__name__
+    for name, _ in whole.named_buffers():
+        raise ConversionError(f"{who}.{name}: a buffer, which would not be cut by expert: expected parameters only")
+    for name, p in whole.named_parameters():
+        if not p.ndim or (p.shape[0] != experts and (p.ndim > 1 or p.numel() % experts)):
+            raise ConversionError(
+                f"{who}.{name}: expected those of {experts} experts one after the other, [{experts}, ...] or flat, got "
+                f"shape {list(p.shape)}"
+            )
+    context, said = Context(layer), ""
+    with trying(), torch.no_grad():
+        like = next(whole.parameters())
+        dtype = torch.float64 if like.dtype == torch.float32 else like.dtype
+        twin = scramble(twin_of(whole), dtype).eval()
+        x = torch.randn(experts, ROWS, dim, dtype=torch.float64).to(like.device, dtype)
+        try:
+            want, again = twin(x, context), twin(x, context)
+        except Exception as error:  # somebody else's module may raise anything
+            raise ConversionError(f"{who} fails on {list(x.shape)}: {type(error).__name__}: {error!s:.300}") from error
+        if not isinstance(want, Tensor) or want.shape[:2] != x.shape[:2]:
+            got = list(want.shape) if isinstance(want, Tensor) else type(want).__name__
+            raise ConversionError(f"{who}: expected a tensor {[*x.shape[:2], 'any']} for {list(x.shape)}, got {got}")
+        if not torch.equal(want, again):
+            raise ConversionError(f"{who}: its answer is random in evaluation, so nothing can compare it")
+        for places in dict.fromkeys((1, experts)):
+            ones = [OneExpert(twin, context, e, experts, places) for e in range(experts)]
+            try:
+                answers = torch.stack([one(rows) for one, rows in zip(ones, x, strict=True)])
+                fewer = torch.stack([one(rows[:2]) for one, rows in zip(ones, x, strict=True)])
+            except Exception as error:  # the module may reckon with all places
+                said = f"it fails: {type(error).__name__}: {error!s:.300}"
+                continue
+            limit = TOLERANCE.get(dtype, TOLERANCE[torch.float32])
+            if distance(want.reshape(answers.shape), answers) > limit:
+                said = "its answer is another"
+            elif distance(answers[:, :2], fewer) > limit:
+                said = "a row of its answer depends on other rows"
+                break
+            else:
+                return places
+    raise ConversionError(f"{who}: cut into {experts} experts, {said}")
+
+
+class CutBank(ModulesBank):
+    """Experts that were cut. One without rows has a gradient of zero, as it had in the module that held all."""
+
+    def run(
+        self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
+    ) -> Tensor:
+        out = super().run(rows, sizes, replicas, impl=impl)
+        idle = [
+            p
+            for size, home in zip(sizes, self.home_experts(), strict=False)
+            if not size
+            for p in home.parameters()
+            if p.requires_grad
+        ]
+        if not idle or not torch.is_grad_enabled():
+            return out
+        answer: Tensor = _WithZeros.apply(out, *idle)  # type: ignore[no-untyped-call]
+        return answer
+
+
+class _WithZeros(torch.autograd.Function):
+    """Its first input; the others get gradients of zero."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *params: Tensor) -> Tensor:
+        ctx.save_for_backward(*params)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
+
+
+class CutExperts(RoutedExperts):
+    """A converted block's experts where they were cut."""
+
+    experts: CutBank  # type: ignore[assignment]
+
+    def pieces(self) -> Iterator[tuple[str, nn.Parameter, str, int]]:
+        """Every parameter of the bank: its name there, itself, whose piece it is, and of which of the m experts."""
+        bank = self.experts
+        for local, home in enumerate(bank.home_experts()):
+            for name, p in home.named_parameters():
+                yield f"{bank.first_expert + local}.{name}", p, name.removeprefix("module."), local
+
+    def here(self) -> dict[str, Tensor]:
+        found: dict[str, list[Tensor]] = {}
+        for _, p, name, _ in self.pieces():
+            found.setdefault(name, []).append(p.detach())
+        return {name: torch.cat(parts) for name, parts in found.items()}
+
+    def originals(self) -> dict[str, Tensor]:
+        if not self.spread:
+            return self.here()
+        return {
+            name: self.collective.all_gather(mine, op=Operation(f"gathering of the experts' {name}")).flatten(0, 1)
+            for name, mine in self.here().items()
+        }
+
+    def entries_of(self, given: dict[str, Tensor]) -> dict[str, Tensor]:
+        spec, bank = self.origin.spec, self.experts
+        first = bank.first_expert if self.spread else 0
+        return {key: cut(given[name], first + local, spec.held) for key, _, name, local in self.pieces()}
+
+    @torch.no_grad()
+    def take(self, state: dict[str, Tensor]) -> None:
+        for key, value in self.entries_of(state).items():
+            self.experts.get_parameter(key).copy_(value)
+
+
+def cut_bank(whole: nn.Module, layer: nn.Module, spec: ExpertsSpec, rank: int, ranks: int) -> CutBank:
+    """A bank of this rank's share of the experts that `whole` computes. Raises ValueError where no bank holds them."""
+    m = spec.num_experts // ranks
+    home = range(rank * m, rank * m + m)
+    offset = 0 if spec.held == spec.num_experts else home.start
+    context = Context(layer)
+    given = {
+        e: OneExpert(whole, context, e - offset if e in home else None, spec.held, spec.places)
+        for e in range(spec.num_experts)
+    }
+    with trying():  # it runs an expert
+        return CutBank(given, dim=spec.dim, first_expert=home.start, held=m, total_experts=len(given), ep_size=ranks)

@@ -1,0 +1,66 @@
+"""An expert with a low-rank adapter (Hu et al. 2021, LoRA): frozen matrices, and two small factors beside each.
+
+Shape legend: n rows, D model dim, H hidden dim, I and O inputs and outputs of a matrix, R rank of its adapter.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from prophet.kernels.grouped_ffn.naive import activate
+from prophet.spec import Activation
+
+
+class LoraMatrix(nn.Module):
+    """x·Wᵀ + b + scaling·(x·Aᵀ)·Bᵀ (Hu et al. 2021, Eq. 3), or without the last term where there is no adapter.
+
+    weight: [O, I], or [I, O] where `transposed`. lora_A: [R, I]. lora_B: [O, R]. adapted: False leaves the adapter out
+    of the product for a while.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+        lora_A: nn.Parameter | None = None,
+        lora_B: nn.Parameter | None = None,
+        *,
+        scaling: float = 1.0,
+        transposed: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self.bias, self.lora_A, self.lora_B = bias, lora_A, lora_B
+        self.scaling, self.transposed = scaling, transposed
+        self.adapted = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n, I]; returns [n, O]."""
+        y = F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
+        if self.lora_A is None or self.lora_B is None or not self.adapted:
+            return y
+        # as PEFT, which adds the product to the matrix: in the matrix's precision
+        a, b = self.lora_A.to(self.weight.dtype), self.lora_B.to(self.weight.dtype)
+        return y + F.linear(F.linear(x, a), b) * self.scaling
+
+
+class LoraExpert(nn.Module):
+    """down(act(gate_up(x))): a feed-forward network of two matrices. interleaved: gate and `up` take turns."""
+
+    def __init__(
+        self, gate_up: LoraMatrix, down: LoraMatrix, activation: Activation, *, interleaved: bool = False
+    ) -> None:
+        super().__init__()
+        self.gate_up, self.down = gate_up, down
+        self.activation: Activation = activation
+        self.interleaved = interleaved
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [n, D]; returns [n, D]."""
+        h = self.gate_up(x)
+        if self.interleaved:
+            h = torch.cat((h[:, 0::2], h[:, 1::2]), dim=1)
+        y: Tensor = self.down(activate(h, self.activation))
+        return y
