@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -60,7 +61,8 @@ def launch(config: LaunchConfig) -> Results:
     doing to standard error. Raises `RankFailed` when a rank dies or the time is up; no process survives.
     """
     load_corpus(config.text)  # says what is wrong with the text before anything is started
-    warm()  # compiles the planner once, where every rank would compile it
+    print("Loading the planner; the first time this compiles it, for minutes", file=sys.stderr, flush=True)
+    warm()  # once, where every rank would compile it
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "metrics.jsonl").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="prophet-demo-") as scratch:

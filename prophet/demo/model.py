@@ -18,7 +18,7 @@ from prophet.layer.moe import MoE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Sizes of the model. Experts are about 70 % of a step of 32 sequences per rank with the defaults."""
+    """Sizes of the model. With the defaults, experts are 70 % of what a rank computes in a step of 32 sequences."""
 
     dim: int = 96
     heads: int = 4

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from prophet.demo.train import StepResult
 
@@ -27,8 +28,8 @@ _LINE_S = 10.0  # where the output is not a terminal: at least one line in so ma
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What one rank is doing. stage: how many things it has begun so far. steps: done by it, in all. shown: of the last
-    one.
+    """What one rank is doing. stage: how many things it has begun so far. steps: done by it, in all. shown: what the
+    last step came to, for as long as it trains.
     """
 
     stage: int = 0
@@ -50,8 +51,8 @@ class Teller:
 
     def step(self, result: StepResult) -> None:
         """One more training step is done."""
-        shown = f"loss {result.loss:.3f}, busiest rank {result.report.max_mean:.2f} × mean"
-        words = f"balancing {result.run}, step {result.step + 1}: {shown}"
+        where = f"seed {result.seed}, {result.run}, step {result.step + 1}"
+        words = f"{where}: loss {result.loss:.3f}, busiest rank {result.report.max_mean:.2f} × mean"
         self._write(Status(self._now.stage, self._now.doing, self._now.steps + 1, words))
 
     def _write(self, status: Status) -> None:
@@ -90,21 +91,23 @@ def shown_progress(folder: Path, *, ranks: int, steps: int, console: Console | N
     console = Console(stderr=True) if console is None else console
     columns = (
         TimeElapsedColumn(),
-        BarColumn(bar_width=20),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
     )
     ended = threading.Event()
-    with Progress(*columns, console=console, refresh_per_second=4, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, refresh_per_second=4, expand=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(STARTING, total=steps)
-        lines = _Lines(console, steps)
+        lines = _Lines(console)
 
         def look() -> None:
             statuses = [read_status(folder, rank) for rank in range(ranks)]
             doing, first = describe(statuses), statuses[0]
-            bar.update(task, completed=first.steps, description=f"{doing}  {first.shown}")
+            together = len({status.stage for status in statuses}) == 1
+            words = first.shown if first.shown and together else doing
+            bar.update(task, completed=first.steps, description=words)
             if not console.is_terminal:
-                lines.show(doing, first)
+                lines.show(doing, f"{first.steps}/{steps} steps  {words}")
 
         watcher = threading.Thread(target=_repeat, args=(look, ended), name="demo-progress", daemon=True)
         watcher.start()
@@ -124,14 +127,13 @@ def _repeat(look: Callable[[], None], ended: threading.Event) -> None:
 class _Lines:
     """A line when something else begins, and after some time without one."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._console, self._steps = console, steps
+    def __init__(self, console: Console) -> None:
+        self._console = console
         self._last, self._began, self._at = "", time.monotonic(), 0.0
 
-    def show(self, doing: str, first: Status) -> None:
+    def show(self, doing: str, words: str) -> None:
         now = time.monotonic() - self._began
         if doing == self._last and now < self._at + _LINE_S:
             return
         self._last, self._at = doing, now
-        words = f"{now:4.0f} s  step {first.steps}/{self._steps}  {doing}  {first.shown}"
-        self._console.print(words.rstrip(), highlight=False, soft_wrap=True)
+        self._console.print(f"{now:4.0f} s  {words}", highlight=False, soft_wrap=True)

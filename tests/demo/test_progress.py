@@ -14,7 +14,7 @@ from prophet.demo.progress import STARTING, Status, Teller, describe, read_statu
 
 
 def result(step: int) -> Any:
-    return SimpleNamespace(loss=3.25, step=step, run="on", report=SimpleNamespace(max_mean=1.5))
+    return SimpleNamespace(loss=3.25, seed=2, step=step, run="on", report=SimpleNamespace(max_mean=1.5))
 
 
 def test_the_last_whole_line_is_read(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_the_last_whole_line_is_read(tmp_path: Path) -> None:
         teller.step(result(step))
     found = read_status(tmp_path, 0)
     assert (found.stage, found.doing, found.steps) == (1, "training", 200)
-    assert "balancing on, step 200: loss 3.250, busiest rank 1.50 × mean" in found.shown
+    assert found.shown == "seed 2, on, step 200: loss 3.250, busiest rank 1.50 × mean"
     with (tmp_path / "status-0.jsonl").open("a") as file:
         file.write('{"stage": 7, "do')
     assert read_status(tmp_path, 0) == found
@@ -52,10 +52,10 @@ def test_a_log_gets_a_line_for_everything_that_begins(tmp_path: Path) -> None:
     with shown_progress(tmp_path, ranks=2, steps=4, console=console):
         until(STARTING)
         tellers[0].begin("reading")
-        until(f"step 0/4  reading; waiting for rank 1 ({STARTING})\n")
+        until(f"0/4 steps  reading; waiting for rank 1 ({STARTING})\n")
         tellers[1].begin("reading")
-        until("step 0/4  reading\n")
+        until("0/4 steps  reading\n")
         for teller in tellers:
             teller.begin("training")
         tellers[0].step(result(0))
-    assert "step 1/4  training  balancing on, step 1" in console.file.getvalue()
+    assert "1/4 steps  seed 2, on, step 1: loss" in console.file.getvalue()
