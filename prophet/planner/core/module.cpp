@@ -1,0 +1,16 @@
+// The module `prophet.planner.core._core`. Its types are in _core.pyi.
+#include "arguments.h"
+#include "workspace.h"
+
+namespace prophet {
+
+void bind_split(nb::module_& module);
+
+NB_MODULE(_core, module) {
+    nb::set_leak_warnings(false);  // a program that ends while a thread plans is no leak
+    module.attr("SOURCES") = PROPHET_SOURCES;
+    module.def("held_bytes", [] { return thread_workspace().held_bytes(); });
+    bind_split(module);
+}
+
+}  // namespace prophet
