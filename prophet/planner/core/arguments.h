@@ -7,6 +7,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <cstddef>
+#include <initializer_list>
+#include <type_traits>
+
 #include "views.h"
 
 namespace prophet {
@@ -35,6 +39,21 @@ Span<T> view(const Array<T, 1>& array) {
 template <typename T>
 Grid<T> view(const Array<T, 2>& array) {
     return {array.data(), static_cast<Int>(array.shape(0)), static_cast<Int>(array.shape(1))};
+}
+
+// A new array for Python.
+template <typename T, typename Shape>
+nb::object new_array(const T* data, Int size, std::initializer_list<std::size_t> shape) {
+    T* copy = new T[static_cast<std::size_t>(size)];
+    nb::capsule owner(copy, [](void* array) noexcept { delete[] static_cast<T*>(array); });
+    for (Int i = 0; i < size; i++) copy[i] = data[i];
+    return nb::cast(nb::ndarray<nb::numpy, T, Shape, nb::c_contig>(copy, shape, owner));
+}
+
+template <typename T>
+nb::object new_array(Span<T> values) {
+    using Value = std::remove_const_t<T>;
+    return new_array<Value, nb::ndim<1>>(values.data, values.size, {static_cast<std::size_t>(values.size)});
 }
 
 inline void require(bool holds, const char* expected) {

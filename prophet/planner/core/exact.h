@@ -29,8 +29,6 @@ Exact solve_exact(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, co
 // The same for a problem.
 Exact level_out(const Problem& problem, const Holders& holders, Workspace& room);
 
-// Tokens that every rank computes whatever the split: those of experts with one holder.
-void count_fixed(ConstInts total_E, ConstInts home_E, ConstInts expert_M, Ints fixed_R);
 
 // Tokens that go from `source` to `rank`.
 struct Row {
