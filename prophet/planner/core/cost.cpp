@@ -22,17 +22,16 @@ double cheaper_form_seconds(const Busiest& busiest, double n_bytes, const Figure
     return std::min(direct_s, scatter_s + exchange_seconds(units[GATHER_NEAR], units[GATHER_FAR], n_bytes, figures));
 }
 
-// Seconds of compute beside Trans and beside Agg.
-Transfers windows(double forward_s, const Figures& figures) {
-    double beside_s = figures.windows_have_experts * forward_s;
-    return {beside_s + figures.fnec_s, 2.0 * beside_s + figures.bnec_s};
-}
-
 double felt_seconds(double transfer_s, double window_s, double overlap_cost) {
     return std::max(0.0, transfer_s - window_s) + overlap_cost * std::min(transfer_s, window_s);
 }
 
 }  // namespace
+
+Transfers windows(double forward_s, const Figures& figures) {
+    double beside_s = figures.windows_have_experts * forward_s;
+    return {beside_s + figures.fnec_s, 2.0 * beside_s + figures.bnec_s};
+}
 
 Transfers transfer_seconds(const Busiest& busiest, const Figures& figures) {
     return {cheaper_form_seconds(busiest, figures.param_bytes, figures),

@@ -49,6 +49,9 @@ Transfers transfer_seconds(const Busiest& busiest, const Figures& figures);
 Transfers felt(Transfers moved, double forward_s, const Figures& figures);
 Transfers exposed_seconds(const Busiest& busiest, double forward_s, const Figures& figures);
 
+// Seconds of compute beside Trans and beside Agg.
+Transfers windows(double forward_s, const Figures& figures);
+
 // Seconds of Trans and Agg that one more second of forward products would hide.
 double hiding(Transfers moved, double forward_s, const Figures& figures);
 
