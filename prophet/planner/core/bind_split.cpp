@@ -85,7 +85,8 @@ nb::tuple split_rows(const IntArray2D& load_RE, const BoolArray2D& holds_ER, con
     }
     const Cost& cost = split.best.cost;
     return nb::make_tuple(new_array(split.holders.expert_M), new_rows(split.rows), new_array(load_R),
-                          split.best.bottleneck, cost.total);
+                          split.best.bottleneck,
+                          nb::make_tuple(cost.total, cost.a2a, cost.expert, cost.exposed_trans, cost.exposed_agg));
 }
 
 nb::tuple exact_rows(const IntArray2D& load_RE, const BoolArray2D& holds_ER, const IntArray& home_E,
