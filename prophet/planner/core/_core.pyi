@@ -57,3 +57,23 @@ def plan(
     out_holds_ER: BoolArray,
 ) -> None:
     """Write the holders of the next placement; `previous_ER` has no rows where none is in force."""
+
+def minimal_bottleneck(
+    units: IntArray, state: IntArray, active: IntArray, held: IntArray, speed: FloatArray, capacity: IntArray
+) -> float:
+    """The least bottleneck of a partition of layers over stages, or -1.0 where none fits: see
+    `pipeline_balance.maps.search`."""
+
+def best_boundaries(
+    units: IntArray,
+    state: IntArray,
+    active: IntArray,
+    held: IntArray,
+    speed: FloatArray,
+    capacity: IntArray,
+    beta: float,
+    square_weight: float,
+    penalty: FloatArray,
+    out_boundaries: IntArray,
+) -> bool:
+    """Write the boundaries of the cheapest partition with a bottleneck of at most `beta`; False where there is none."""

@@ -4,6 +4,7 @@
 
 namespace prophet {
 
+void bind_partition(nb::module_& module);
 void bind_plan(nb::module_& module);
 void bind_split(nb::module_& module);
 
@@ -21,6 +22,7 @@ NB_MODULE(_core, module) {
     nb::set_leak_warnings(false);  // a program that ends while a thread plans is no leak
     module.attr("SOURCES") = PROPHET_SOURCES;
     module.def("held_bytes", [] { return thread_workspace().held_bytes(); });
+    bind_partition(module);
     bind_plan(module);
     bind_split(module);
 }
