@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prophet.errors import SpecError
-from prophet.planner import search, timing
+from prophet.planner import core, search, timing
 from prophet.planner.base import Planner
-from prophet.planner.core import native
 from prophet.planner.split import Flows
 from prophet.spec import (
     BoolArray,
@@ -138,6 +137,11 @@ class ProphetPlanner(Planner):
         if not low >= 0 or not 0 <= self.gain_margin < 1:
             raise SpecError(f"prophet planner: no option may be negative, and gain_margin must be below 1, got {self}")
 
+    @property
+    def needs_core(self) -> bool:
+        """True: both plan and split are compiled."""
+        return True
+
     def warm(self) -> None:
         """Compile the kernels, or load them from their cache."""
         from prophet.planner import warm
@@ -188,13 +192,13 @@ class ProphetPlanner(Planner):
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
         """Assign `load` [R, E] exactly, for the shortest step."""
         tokens = np.empty((context.ranks, context.experts, context.ranks), dtype=np.int64)
-        native.split_tokens(*self._to_split(load, placement, context), self.split_effort, tokens)
+        core.native.split_tokens(*self._to_split(load, placement, context), self.split_effort, tokens)
         return Split.trusted(tokens)
 
     def flows(self, load: IntArray, placement: Placement, context: PlanContext) -> Flows:
         """The same as `split` in sparse form, for large groups."""
         given = self._to_split(load, placement, context)
-        shared, rows, rank_load, level, _ = native.split_rows(*given, self.split_effort)
+        shared, rows, rank_load, level, _ = core.native.split_rows(*given, self.split_effort)
         return Flows(given[0], placement.home, shared, rows, rank_load, level)
 
     def _to_split(
