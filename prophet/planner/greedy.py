@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prophet.errors import SpecError
-from prophet.planner import search, shortest, timing
+from prophet.planner import search, timing
 from prophet.planner.base import Planner
-from prophet.planner.split import Flows, exact_flows
+from prophet.planner.core import native
+from prophet.planner.split import Flows
 from prophet.spec import (
     BoolArray,
     FloatArray,
@@ -185,13 +186,20 @@ class ProphetPlanner(Planner):
         return Placement.trusted(machine.home, holds)
 
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
-        """Assign `load` [R, E] exactly; minimises the bottleneck, then tokens between nodes, then between
-        ranks.
-        """
-        return self.flows(load, placement, context).dense()
+        """Assign `load` [R, E] exactly, for the shortest step."""
+        tokens = np.empty((context.ranks, context.experts, context.ranks), dtype=np.int64)
+        native.split_tokens(*self._to_split(load, placement, context), self.split_effort, tokens)
+        return Split.trusted(tokens)
 
     def flows(self, load: IntArray, placement: Placement, context: PlanContext) -> Flows:
         """The same as `split` in sparse form, for large groups."""
+        given = self._to_split(load, placement, context)
+        shared, rows, rank_load, level, _ = native.split_rows(*given, self.split_effort)
+        return Flows(given[0], placement.home, shared, rows, rank_load, level)
+
+    def _to_split(
+        self, load: IntArray, placement: Placement, context: PlanContext
+    ) -> tuple[IntArray, BoolArray, IntArray, IntArray, FloatArray, FloatArray, FloatArray]:
         machine = self._machine(context)
         load = _checked(load, context)
         if placement.holds.shape != (context.experts, context.ranks):
@@ -199,10 +207,7 @@ class ProphetPlanner(Planner):
                 f"placement is for {placement.experts} experts x {placement.ranks} ranks, "
                 f"the context for {context.experts} x {context.ranks}"
             )
-        if self.split_effort == 0.0:
-            check_load(load)
-            return exact_flows(load, placement, node=machine.node, speed=machine.speed, check=False)
-        shared, rows, rank_load, level, _ = shortest.timed_flows(
+        return (
             load,
             placement.holds,
             placement.home,
@@ -210,11 +215,7 @@ class ProphetPlanner(Planner):
             machine.speed,
             machine.seconds_per_token,
             machine.figures,
-            self.split_effort,
         )
-        if level < 0:
-            raise SpecError("load must not be negative")
-        return Flows(load, placement.home, shared, rows, rank_load, level)
 
 
 def machine_previous(previous: Placement | None, load: IntArray) -> BoolArray:

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <initializer_list>
+#include <stdexcept>
 #include <type_traits>
 
 #include "views.h"
@@ -56,8 +57,13 @@ nb::object new_array(Span<T> values) {
     return new_array<Value, nb::ndim<1>>(values.data, values.size, {static_cast<std::size_t>(values.size)});
 }
 
+// Becomes a `prophet.errors.SpecError`.
+struct Refused : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
 inline void require(bool holds, const char* expected) {
-    if (!holds) throw nb::value_error(expected);
+    if (!holds) throw Refused(expected);
 }
 
 inline auto Arg(const char* name) { return nb::arg(name).noconvert(); }

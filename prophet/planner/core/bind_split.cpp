@@ -9,22 +9,11 @@ namespace prophet {
 
 namespace {
 
-// Rows and what goes with them, in memory that outlives the workspace's scope.
-struct Found {
-    Ints shared;
-    IntGrid rows;
-    Ints load_R;
-    double bottleneck;
-    Floats cost;
-};
-
-IntGrid rows_as_grid(Span<const Row> rows) {
+// Rows as a new array [F, 4].
+nb::object new_rows(Span<const Row> rows) {
     static_assert(sizeof(Row) == 4 * sizeof(Int));
-    return {const_cast<Int*>(reinterpret_cast<const Int*>(rows.data)), rows.size, 4};
-}
-
-nb::object new_rows(IntGrid rows) {
-    return new_array<Int, nb::ndim<2>>(rows.data, rows.rows * 4, {static_cast<std::size_t>(rows.rows), 4});
+    const Int* data = reinterpret_cast<const Int*>(rows.data);
+    return new_array<Int, nb::ndim<2>>(data, rows.size * 4, {static_cast<std::size_t>(rows.size), 4});
 }
 
 // The rows of the tokens in `flow`, by arc and source.
@@ -95,8 +84,27 @@ nb::tuple split_rows(const IntArray2D& load_RE, const BoolArray2D& holds_ER, con
         for (Int r = 0; r < load_R.size; r++) load_R[r] = static_cast<Int>(split.best.flow.busy[PRODUCTS][r]);
     }
     const Cost& cost = split.best.cost;
-    return nb::make_tuple(new_array(split.holders.expert_M), new_rows(rows_as_grid(split.rows)), new_array(load_R),
-                          split.best.bottleneck, cost.total);
+    return nb::make_tuple(new_array(split.holders.expert_M), new_rows(split.rows), new_array(load_R),
+                          split.best.bottleneck,
+                          nb::make_tuple(cost.total, cost.a2a, cost.expert, cost.exposed_trans, cost.exposed_agg));
+}
+
+nb::tuple exact_rows(const IntArray2D& load_RE, const BoolArray2D& holds_ER, const IntArray& home_E,
+                     const IntArray& node_R, const FloatArray& speed_R) {
+    auto given = GroupArguments::checked(load_RE, home_E, node_R, speed_R);
+    check_holders(given, holds_ER);
+    Workspace& room = thread_workspace();
+    Scope scope(room);
+    Holders holders;
+    Exact exact;
+    Span<Row> rows;
+    {
+        nb::gil_scoped_release unlocked;
+        holders = index_holders(view(holds_ER), room);
+        exact = exact_split(given.load_RE, given.home_E, given.node_R, given.speed_R, holders, room);
+        rows = expand(given.load_RE, holders, given.node_R, exact.tokens_A, room);
+    }
+    return nb::make_tuple(new_array(holders.expert_M), new_rows(rows), new_array(exact.load_R), exact.bottleneck);
 }
 
 double split_tokens(const IntArray2D& load_RE, const BoolArray2D& holds_ER, const IntArray& home_E,
@@ -119,6 +127,7 @@ double split_tokens(const IntArray2D& load_RE, const BoolArray2D& holds_ER, cons
 void bind_split(nb::module_& module) {
     module.def("split_rows", split_rows, Arg("load_RE"), Arg("holds_ER"), Arg("home_E"), Arg("node_R"), Arg("speed_R"),
                Arg("seconds_per_token_R"), Arg("figures"), nb::arg("effort"));
+    module.def("exact_rows", exact_rows, Arg("load_RE"), Arg("holds_ER"), Arg("home_E"), Arg("node_R"), Arg("speed_R"));
     module.def("split_tokens", split_tokens, Arg("load_RE"), Arg("holds_ER"), Arg("home_E"), Arg("node_R"),
                Arg("speed_R"), Arg("seconds_per_token_R"), Arg("figures"), nb::arg("effort"), Arg("out_tokens_RED"));
 }

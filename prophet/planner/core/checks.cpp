@@ -14,17 +14,13 @@ void check_nodes(ConstInts node_R) {
     }
 }
 
-MachineArguments MachineArguments::checked(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R,
-                                           const FloatArray& speed_R, const FloatArray& seconds_per_token_R,
-                                           const FloatArray& figures) {
-    MachineArguments given{view(load_RE), view(home_E), view(node_R), view(speed_R), view(seconds_per_token_R),
-                           view(figures)};
+GroupArguments GroupArguments::checked(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R,
+                                       const FloatArray& speed_R) {
+    GroupArguments given{view(load_RE), view(home_E), view(node_R), view(speed_R)};
     Int ranks = given.load_RE.rows;
     require(given.node_R.size == ranks, "node_R must be [R], with load_RE [R, E]");
     require(given.home_E.size == given.load_RE.columns, "home_E must be [E], with load_RE [R, E]");
     require(given.speed_R.size == ranks, "speed_R must be [R], with load_RE [R, E]");
-    require(given.seconds_per_token_R.size == ranks, "seconds_per_token_R must be [R], with load_RE [R, E]");
-    require(given.figures.size == Figures::COUNT, "figures must have one entry per figure of a machine");
     check_nodes(given.node_R);
     check_homes(given.home_E, ranks);
     for (double speed : given.speed_R) require(speed > 0.0, "speed_R must be positive");
@@ -32,14 +28,24 @@ MachineArguments MachineArguments::checked(const IntArray2D& load_RE, const IntA
     return given;
 }
 
-void check_holders(const MachineArguments& given, const BoolArray2D& holds_ER) {
+MachineArguments MachineArguments::checked(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R,
+                                           const FloatArray& speed_R, const FloatArray& seconds_per_token_R,
+                                           const FloatArray& figures) {
+    MachineArguments given{GroupArguments::checked(load_RE, home_E, node_R, speed_R), view(seconds_per_token_R),
+                           view(figures)};
+    require(given.seconds_per_token_R.size == given.node_R.size, "seconds_per_token_R must be [R], with load_RE [R, E]");
+    require(given.figures.size == Figures::COUNT, "figures must have one entry per figure of a machine");
+    return given;
+}
+
+void check_holders(const GroupArguments& given, const BoolArray2D& holds_ER) {
     ConstBoolGrid holds = view(holds_ER);
     require(holds.rows == given.home_E.size && holds.columns == given.node_R.size,
             "holds_ER must be [E, R], with load_RE [R, E]");
     for (Int e = 0; e < holds.rows; e++) require(holds[e][given.home_E[e]], "every home must hold its expert");
 }
 
-void check_tokens(const MachineArguments& given, const OutInts3D& tokens_RED) {
+void check_tokens(const GroupArguments& given, const OutInts3D& tokens_RED) {
     auto is = [&](int axis, Int size) { return static_cast<Int>(tokens_RED.shape(axis)) == size; };
     require(is(0, given.load_RE.rows) && is(1, given.load_RE.columns) && is(2, given.load_RE.rows),
             "out_tokens_RED must be [R, E, R], with load_RE [R, E]");

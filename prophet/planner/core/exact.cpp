@@ -408,6 +408,16 @@ Exact solve_exact(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, co
     return exact;
 }
 
+Exact exact_split(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R,
+                  const Holders& holders, Workspace& room) {
+    Ints total_E = room.ints(load_RE.columns), fixed_R = room.ints(load_RE.rows);
+    count_totals(load_RE, total_E);
+    fixed_R.fill(0);
+    for (Int e = 0; e < total_E.size; e++) fixed_R[home_E[e]] += total_E[e];
+    for (Int e : holders.expert_M) fixed_R[home_E[e]] -= total_E[e];
+    return solve_exact(load_RE, total_E, fixed_R, holders, node_R, speed_R, 0.0, room);
+}
+
 Exact level_out(const Problem& problem, const Holders& holders, Workspace& room) {
     Ints fixed_R = room.ints(problem.ranks());
     fixed_R.copy_from(problem.home_load);

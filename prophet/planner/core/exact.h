@@ -26,7 +26,9 @@ struct Exact {
 Exact solve_exact(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, const Holders& holders, ConstInts node_R,
                   ConstFloats speed_R, double at_least, Workspace& room);
 
-// The same for a problem.
+// The same at no least bottleneck.
+Exact exact_split(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R,
+                  const Holders& holders, Workspace& room);
 Exact level_out(const Problem& problem, const Holders& holders, Workspace& room);
 
 

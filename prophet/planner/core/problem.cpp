@@ -1,7 +1,5 @@
 #include "problem.h"
 
-#include <algorithm>
-
 namespace prophet {
 
 Figures Figures::from(ConstFloats array) {
@@ -19,9 +17,9 @@ void count_totals(ConstIntGrid load_RE, Ints total_E) {
 }
 
 bool any_negative(ConstIntGrid load_RE) {
-    Int low = 0;
-    for (Int n : load_RE.flat()) low = std::min(low, n);
-    return low < 0;
+    Int signs = 0;
+    for (Int n : load_RE.flat()) signs |= n;
+    return signs < 0;
 }
 
 namespace {
