@@ -29,7 +29,10 @@ Growth::Growth(const Problem& problem, ConstInts limit_R, Int most_replicas, Wor
       held_R(room.array<bool>(problem.ranks())),
       free_R(room.ints(problem.ranks())),
       barred_expert(room.ints(BARRED)),
-      barred_rank(room.ints(BARRED)) {
+      barred_rank(room.ints(BARRED)),
+      node_first(room.ints(problem.nodes() + 1)) {
+    for (Int r = problem.ranks() - 1; r >= 0; r--) node_first[problem.node_R[r]] = r;
+    node_first[problem.nodes()] = problem.ranks();
     held_R.fill(false);
     barred_expert.fill(-1);
     barred_rank.fill(-1);
@@ -178,6 +181,16 @@ void Growth::promise_all() {
     }
 }
 
+// `gain` and `tokens` of the ranks first .. last - 1, for `n` tokens that pay `now`, less than which is to be paid.
+static void add_gains(double* __restrict gain, double* __restrict tokens, const double* __restrict price, Int first,
+                      Int last, double now, double n) {
+    for (Int d = first; d < last; d++) {
+        const double saved = now - price[d];
+        gain[d] += saved > 0.0 ? n * saved : 0.0;
+        tokens[d] += saved > 0.0 ? n : 0.0;
+    }
+}
+
 // What the tokens of an expert would save on every rank, and how many of them: `gain_R` and `tokens_R`.
 void Growth::gains_of(Int expert) {
     const ConstInts node_R = flow.node_R;
@@ -187,19 +200,17 @@ void Growth::gains_of(Int expert) {
     tokens_R.fill(0.0);
     for (Int a = expert; a >= 0; a = flow.next_A[a]) {
         const Int h = flow.rank_A[a];
+        const Ints held_tokens_R = flow.tokens_AR[a];
         for (Int r = 0; r < ranks; r++) {
-            const double n = static_cast<double>(flow.tokens_AR[a][r]);
+            const double n = static_cast<double>(held_tokens_R[r]);
             if (n <= 0.0) continue;
             const Int node = node_R[r];
-            const double now =
-                h == r ? own[h] : (node_R[h] == node ? out_near[r] + near_R[h] : out_far[r] + far_R[h]);
+            const double now = h == r ? own[h] : (node_R[h] == node ? out_near[r] + near_R[h] : out_far[r] + far_R[h]);
             const double gain = gain_R[r], tokens = tokens_R[r];
-            const double near_s = now - out_near[r], far_s = now - out_far[r];
-            for (Int d = 0; d < ranks; d++) {
-                const double saved = node_R[d] == node ? near_s - near_R[d] : far_s - far_R[d];
-                gain_R[d] += saved > 0.0 ? n * saved : 0.0;
-                tokens_R[d] += saved > 0.0 ? n : 0.0;
-            }
+            const Int first = node_first[node], last = node_first[node + 1];
+            add_gains(gain_R.data, tokens_R.data, far_R.data, 0, first, now - out_far[r], n);
+            add_gains(gain_R.data, tokens_R.data, near_R.data, first, last, now - out_near[r], n);
+            add_gains(gain_R.data, tokens_R.data, far_R.data, last, ranks, now - out_far[r], n);
             const double saved = now - own[r];  // its own rank need not send them
             gain_R[r] = saved > 0.0 ? gain + n * saved : gain;
             tokens_R[r] = saved > 0.0 ? tokens + n : tokens;
@@ -208,7 +219,7 @@ void Growth::gains_of(Int expert) {
 }
 
 // What shows of the transfers with a further copy, whose fellows are `together` where all are in the home's node.
-Transfers Growth::transfers_with(Int expert, Int rank, Int copies, bool together, double forward_s) const {
+Transfers Growth::transfers_with(Int expert, Int rank, Int copies, bool together) const {
     const Int home = flow.rank_A[expert];
     Busiest with = busiest;
     double* units = with.units;
@@ -227,21 +238,59 @@ Transfers Growth::transfers_with(Int expert, Int rank, Int copies, bool together
     return exposed_seconds(with, forward_s, problem.figures);
 }
 
-// The expert and rank of the replica that is worth most at the present prices; none (-1) where none is worth anything.
-Growth::Choice Growth::most_valuable(Int q) {
-    const ConstInts node_R = flow.node_R;
-    const Floats busy = flow.busy[PRODUCTS], rate = flow.rate[PRODUCTS], base = flow.base[PRODUCTS], own = flow.price[PRODUCTS];
-    const Int ranks = node_R.size;
-    double forward_s = 0.0;
-    for (Int r = 0; r < ranks; r++) {
+void Growth::prices_at_holders() {
+    const Floats busy = flow.busy[PRODUCTS], rate = flow.rate[PRODUCTS], base = flow.base[PRODUCTS];
+    forward_s = 0.0;
+    for (Int r = 0; r < busy.size; r++) {
         forward_s = std::max(forward_s, busy[r] * rate[r] + base[r]);
-        near_R[r] = own[r] + flow.price[IN_NEAR][r];
-        far_R[r] = own[r] + flow.price[IN_FAR][r];
+        near_R[r] = flow.price[PRODUCTS][r] + flow.price[IN_NEAR][r];
+        far_R[r] = flow.price[PRODUCTS][r] + flow.price[IN_FAR][r];
     }
-    const Transfers before = exposed_seconds(busiest, forward_s, problem.figures);
+    shown = exposed_seconds(busiest, forward_s, problem.figures);
+}
+
+Growth::Choice Growth::best_of(Int j, Int q, double& most) {
+    const ConstInts node_R = flow.node_R;
+    const Floats busy = flow.busy[PRODUCTS], rate = flow.rate[PRODUCTS], base = flow.base[PRODUCTS];
+    const Floats own = flow.price[PRODUCTS];
     const auto bend_of = [&](Int r) {
         return static_cast<double>(q) * own[r] * rate[r] / (std::max(busy[r], 1.0) * rate[r] + base[r]);
     };
+    Int copies = -1;
+    bool together = true;  // all in the home's node
+    double steepest = 0.0;
+    for (Int a = j; a >= 0; a = flow.next_A[a]) {
+        const Int d = flow.rank_A[a];
+        held_R[d] = true;
+        copies++;
+        together = together && node_R[d] == node_R[flow.rank_A[j]];
+        steepest = std::max(steepest, bend_of(d));
+    }
+    gains_of(j);
+    Choice best;
+    for (Int d = 0; d < node_R.size; d++) {
+        double gain = gain_R[d];
+        if (held_R[d] || free_R[d] <= 0 || gain <= most) continue;
+        const double bend = (steepest + bend_of(d)) * (tokens_R[d] * tokens_R[d]);
+        const double part = bend > 0.0 ? std::min(1.0, gain / bend) : 1.0;
+        gain = part * gain - 0.5 * part * part * bend;
+        bool barred = false;
+        for (Int i = 0; i < BARRED; i++) barred = barred || (barred_expert[i] == j && barred_rank[i] == d);
+        if (gain <= most || barred) continue;
+        const Transfers with = transfers_with(j, d, copies, together);
+        const double value = gain - (with.trans_s - shown.trans_s + with.agg_s - shown.agg_s);
+        if (value > most) {
+            best = {j, d};
+            most = value;
+        }
+    }
+    for (Int a = j; a >= 0; a = flow.next_A[a]) held_R[flow.rank_A[a]] = false;
+    return best;
+}
+
+// The expert and rank of the replica that is worth most at the present prices; none (-1) where none is worth anything.
+Growth::Choice Growth::most_valuable(Int q) {
+    prices_at_holders();
     promise_all();
     Choice best;
     double most = 0.0;
@@ -252,34 +301,8 @@ Growth::Choice Growth::most_valuable(Int q) {
         }
         if (j < 0) break;
         promise_J[j] = 0.0;
-        Int copies = -1;
-        bool together = true;  // all in the home's node
-        double steepest = 0.0;
-        for (Int a = j; a >= 0; a = flow.next_A[a]) {
-            const Int d = flow.rank_A[a];
-            held_R[d] = true;
-            copies++;
-            together = together && node_R[d] == node_R[flow.rank_A[j]];
-            steepest = std::max(steepest, bend_of(d));
-        }
-        gains_of(j);
-        for (Int d = 0; d < ranks; d++) {
-            double gain = gain_R[d];
-            if (held_R[d] || free_R[d] <= 0 || gain <= most) continue;
-            const double bend = (steepest + bend_of(d)) * (tokens_R[d] * tokens_R[d]);
-            const double part = bend > 0.0 ? std::min(1.0, gain / bend) : 1.0;
-            gain = part * gain - 0.5 * part * part * bend;
-            bool barred = false;
-            for (Int i = 0; i < BARRED; i++) barred = barred || (barred_expert[i] == j && barred_rank[i] == d);
-            if (gain <= most || barred) continue;
-            const Transfers after = transfers_with(j, d, copies, together, forward_s);
-            const double value = gain - (after.trans_s - before.trans_s + after.agg_s - before.agg_s);
-            if (value > most) {
-                best = {j, d};
-                most = value;
-            }
-        }
-        for (Int a = j; a >= 0; a = flow.next_A[a]) held_R[flow.rank_A[a]] = false;
+        const Choice chosen = best_of(j, q, most);
+        if (chosen.expert >= 0) best = chosen;
     }
     return best;
 }

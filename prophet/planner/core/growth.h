@@ -24,6 +24,9 @@ struct Growth {
     Span<bool> held_R;
     Ints free_R;
     Ints barred_expert, barred_rank;  // [BARRED]; -1: none
+    Ints node_first;                  // [nodes + 1] the first rank of every node
+    double forward_s = 0.0;
+    Transfers shown{};  // of the transfers, by the present replicas
 
     Growth(const Problem& problem, ConstInts limit_R, Int most_replicas, Workspace& room);
 
@@ -54,8 +57,11 @@ struct Growth {
     };
     void promise_all();
     void gains_of(Int expert);
+    // The best replica of an expert, where it is worth more than `most`, which becomes its value; else none (-1).
+    Choice best_of(Int expert, Int q, double& most);
     Choice most_valuable(Int q);
-    Transfers transfers_with(Int expert, Int rank, Int copies, bool together, double forward_s) const;
+    void prices_at_holders();
+    Transfers transfers_with(Int expert, Int rank, Int copies, bool together) const;
 };
 
 }  // namespace prophet

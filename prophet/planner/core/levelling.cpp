@@ -202,7 +202,8 @@ void redirect_export(
     redirect(flow, home, home, to, left - part);
 }
 
-// Cost of exports whose tokens are known, in time that does not grow with ranks per replica.
+}  // namespace
+
 Cost estimated_cost(const Problem& problem, const Replicas& replicas, Workspace& room) {
     Scope scope(room);
     const Int ranks = problem.ranks();
@@ -222,8 +223,6 @@ Cost estimated_cost(const Problem& problem, const Replicas& replicas, Workspace&
     }
     return cost_of_busy(flow, groups, copies_of(problem, replicas, room), problem.figures);
 }
-
-}  // namespace
 
 bool try_levels(
     const Problem& problem, ConstInts limit_R, Replicas& found, Cost& best, double& saving_s, double split_effort,

@@ -37,6 +37,9 @@ struct ExactCost {
 };
 ExactCost exact_cost(const Problem& problem, const Replicas& replicas, double split_effort, Workspace& room);
 
+// Estimated cost of exports whose tokens are known, in time that does not grow with ranks per replica.
+Cost estimated_cost(const Problem& problem, const Replicas& replicas, Workspace& room);
+
 // Cost of these replicas under the split that they will get.
 Cost split_cost(const Problem& problem, const Replicas& replicas, double split_effort, Workspace& room);
 

@@ -3,6 +3,9 @@
 #include <algorithm>
 
 #include "spares.h"
+#ifndef LAB_JUMP
+#define LAB_JUMP 0.05
+#endif
 
 namespace prophet {
 
@@ -12,16 +15,12 @@ constexpr Int COPIES_FROM = 6;           // slots: with fewer own copies on ever
 constexpr double COPIES_GAIN = 0.05;     // share of the step that they must save by an estimate
 constexpr Int SPLIT_GLADLY = 2048;       // ranks x experts up to which every slot limit's plan is split
 constexpr double FROM = 0.1;             // share of the step that the all-to-alls must have, else levelling is as good
-constexpr double MOSTLY = 0.5;           // the same from which on levelling is no way out where routing has changed
-constexpr double UNEVEN = 1.1;           // products this far above the even level say that it has
-constexpr double STALE = 1.5, HASTE = 8.0;  // from this level on we try so many times as often
+constexpr double JUMPED = LAB_JUMP;         // share by which levelling beats what is in force where routing has jumped
+constexpr double STALE = 1.5, HASTE = 8.0;  // products this far above the even level: we try so many times as often
 constexpr Int PAIRS = 1 << 15, WORK = 1 << 22;  // ranks x experts, replicas x ranks^2, up to which we try
 
-// Assumed seconds of a try and of a new plan, those of one slow core; they only fix how often there is one.
-constexpr double TRY_S = 3e-5, TRY_PAIR_S = 1e-6, TRY_WORK_S = 3e-9;
-constexpr double PLAN_S = 1e-4, PLAN_PAIR_S = 1e-8;
-constexpr double PLAN_SHARE = 0.25;  // of what tries may take, for new plans beside them
-constexpr double PLAN_MOST = 0.33;   // of the calls
+// Assumed seconds of a try, those of one slow core; they only fix how often there is one.
+constexpr double TRY_S = 2e-5, TRY_PAIR_S = 2e-7, TRY_WORK_S = 3e-9;
 
 namespace {
 
@@ -79,6 +78,7 @@ class Planning {
         if (given && growing_ && go_on(previous)) return previous;
         Replicas found = make_replicas(slots_, room_);
         double found_s = level(found);
+        if (growing_) grow_anew(found);
         if (given && previous.used > 0) {
             double split_effort = 0.0;
             if (growing_) {  // by the splits that both will get: exact ones may be no use to it
@@ -91,8 +91,6 @@ class Planning {
             }
             const double previous_s = split_cost(problem_, previous, split_effort, room_).total;
             if (previous_s <= found_s * (1.0 + options_.keep_margin) && previous_s <= most_s_) return previous;
-        } else if (!given && growing_) {
-            grow_anew(found);
         }
         return found;
     }
@@ -120,20 +118,30 @@ class Planning {
         }
     }
 
-    // Goes on from the replicas in force, in place; false: plan anew. Now and then we plan anew by chance, as we try,
-    // and always where a step takes longer than it may, or where products matter most and are no longer level.
+    // Whether levelling alone makes the step this much shorter than `now_s`.
+    bool levels_better(double now_s) {
+        Scope scope(room_);
+        Replicas levelled = make_replicas(slots_, room_);
+        level_loads(problem_, 0.0, limit_R_, levelled, room_);
+        return levelled.used > 0 && estimated_cost(problem_, levelled, room_).total < now_s &&
+               exact_cost(problem_, levelled, options_.split_effort, room_).cost.total < now_s;
+    }
+
+    // Goes on from the replicas in force, in place; false: plan anew. That is where a step takes longer than it may,
+    // or where routing has changed by more than tries can follow. Else we try now and then, by chance.
     bool go_on(Replicas& replicas) {
         double uneven = 1.0;
+        double now_s = base_.total;
         if (replicas.used > 0) {
             Scope scope(room_);
             const BestSplit split = best_split(
                 problem_, index_replicas(replicas, problem_.home_E, room_), options_.split_effort, true, room_);
             uneven = split.bottleneck * speed_ / static_cast<double>(std::max(tokens_, Int{1}));
-            if (split.cost.total > most_s_ &&
-                split_cost(problem_, replicas, options_.split_effort, room_).total > most_s_) {
-                return false;
-            }
+            now_s = split.cost.total;
+            if (now_s > most_s_) now_s = split_cost(problem_, replicas, options_.split_effort, room_).total;
+            if (now_s > most_s_) return false;
         }
+        if (levels_better(now_s * (1.0 - JUMPED))) return false;
         double budget_s = std::max(options_.effort * base_.total, options_.least_s);
         if (uneven > STALE) budget_s *= HASTE;
         const Ints grown_R = grown_limits();
@@ -147,11 +155,8 @@ class Planning {
             draws.advance();
             const Change kind = static_cast<Change>((draws.seed() >> 16) % CHANGES);
             try_once(problem_, grown_R, replicas, most_s_, options_.split_effort, kind, draws, room_);
-            return replicas.used > 0;
         }
-        const double plan_s = PLAN_S + PLAN_PAIR_S * pairs;
-        if (draws.affords(plan_s, std::min(PLAN_SHARE * budget_s, PLAN_MOST * plan_s))) return false;
-        return replicas.used > 0 && !(uneven > UNEVEN && base_.a2a < MOSTLY * base_.total);
+        return true;
     }
 
     // The first plan; returns the seconds of its step.
