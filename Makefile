@@ -37,18 +37,22 @@ $(BIN)/python:
 		|| { echo "moe-prophet needs Python 3.11 or newer; name one with PYTHON=…" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# What the compiled core is built from. Everything but the demo and the docs is an error where it cannot be built.
+CORE := setup.py $(wildcard prophet/planner/core/*.cpp prophet/planner/core/*.h)
+test test-benchmarks test-all lint wheel bench: export PROPHET_REQUIRE_CORE = 1
+
 # Stamps: a second `make` installs nothing. The interpreter is order-only, it is older than everything else.
-$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed: pyproject.toml constraints.txt $(CORE) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[report]'
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-test: pyproject.toml constraints.txt $(CORE) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[test]'
 	@touch $(VENV)/.installed $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml constraints.txt $(CORE) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
@@ -92,5 +96,5 @@ bench: $(VENV)/.installed-test
 	@for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
+	rm -rf $(VENV) build dist out *.egg-info prophet/planner/core/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

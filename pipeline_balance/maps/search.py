@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from prophet.planner.core import native
+from prophet.planner import core
 from prophet.spec import FloatArray, IntArray
 
 NO_PARTITION = -1.0
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
 
 def minimal_bottleneck(p: Problem) -> float:
     """The least possible bottleneck in units, or `NO_PARTITION`."""
-    return native.minimal_bottleneck(*p)
+    return core.native.minimal_bottleneck(*p)
 
 
 def best_boundaries(beta: float, p: Problem, square_weight: float, penalty: FloatArray) -> IntArray:
@@ -42,6 +42,6 @@ def best_boundaries(beta: float, p: Problem, square_weight: float, penalty: Floa
     squared time; `penalty` [P, L + 1] holds prefix sums. Ties go to the earlier boundary.
     """
     boundaries = np.empty(p.speed.size + 1, dtype=np.int64)
-    if native.best_boundaries(*p, beta, square_weight, penalty, boundaries):
+    if core.native.best_boundaries(*p, beta, square_weight, penalty, boundaries):
         return boundaries
     return boundaries[:0]

@@ -43,6 +43,11 @@ class Planner(Protocol):
         """Whether replicas are withdrawn where the counts show that they are not worth the rest of their transfers."""
         return False
 
+    @property
+    def needs_core(self) -> bool:
+        """Whether it cannot plan without `prophet.planner.core`."""
+        return False
+
     def warm(self) -> None:
         """Compile what `place` and `split` run, so that no step does."""
         return

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prophet.errors import SpecError
+from prophet.planner import core
 from prophet.planner.base import Planner
-from prophet.planner.core import native
 from prophet.planner.split import Flows
 from prophet.spec import (
     BoolArray,
@@ -180,7 +180,7 @@ class ProphetPlanner(Planner):
         machine, tuning = self._machine(context), self.tuning
         load = _checked(load, context)
         holds = np.empty((context.experts, context.ranks), dtype=np.bool_)
-        native.plan(
+        core.native.plan(
             load,
             machine.home,
             machine.node,
@@ -197,13 +197,13 @@ class ProphetPlanner(Planner):
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
         """Assign `load` [R, E] exactly, for the shortest step."""
         tokens = np.empty((context.ranks, context.experts, context.ranks), dtype=np.int64)
-        native.split_tokens(*self._to_split(load, placement, context), self.tuning.split_effort, tokens)
+        core.native.split_tokens(*self._to_split(load, placement, context), self.tuning.split_effort, tokens)
         return Split.trusted(tokens)
 
     def flows(self, load: IntArray, placement: Placement, context: PlanContext) -> Flows:
         """The same as `split` in sparse form, for large groups."""
         given = self._to_split(load, placement, context)
-        shared, rows, rank_load, level, _ = native.split_rows(*given, self.tuning.split_effort)
+        shared, rows, rank_load, level, _ = core.native.split_rows(*given, self.tuning.split_effort)
         return Flows(given[0], placement.home, shared, rows, rank_load, level)
 
     def _to_split(

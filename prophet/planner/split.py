@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prophet.errors import SpecError
-from prophet.planner.core import native
+from prophet.planner import core
 from prophet.spec import FloatArray, IntArray, Placement, Split, Topology, check_load
 
 
@@ -69,7 +69,7 @@ def exact_flows(
     """
     if check:
         load = check_load(load)
-    shared, rows, rank_load, level = native.exact_rows(load, placement.holds, placement.home, node, speed)
+    shared, rows, rank_load, level = core.native.exact_rows(load, placement.holds, placement.home, node, speed)
     return Flows(load, placement.home, shared, rows, rank_load, level)
 
 

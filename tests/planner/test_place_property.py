@@ -9,8 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prophet.planner import PLANNER_NAMES, get_planner
-from prophet.planner.core import native
+from prophet.planner import PLANNER_NAMES, core, get_planner
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import Machine, ProphetPlanner, Tuning
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
@@ -88,7 +87,7 @@ def predicted_with(planner: ProphetPlanner, case: Case) -> float:
 @given(cases(), st.sampled_from([0.0, 0.02, 1.0]))
 def test_compiled_cost_agrees_with_its_definition(case: Case, effort: float) -> None:
     machine = Machine.of(case.context)
-    *_, fast = native.split_rows(
+    *_, fast = core.native.split_rows(
         case.load,
         case.placement.holds,
         case.placement.home,
