@@ -44,6 +44,17 @@ def split_tokens(
 ) -> float:
     """`split_rows` written out as a `Split`'s tokens; returns the seconds of the step."""
 
+def exact_cost(
+    load_RE: IntArray,
+    holds_ER: BoolArray,
+    home_E: IntArray,
+    node_R: IntArray,
+    speed_R: FloatArray,
+    seconds_per_token_R: FloatArray,
+    figures: FloatArray,
+) -> _Seconds:
+    """The cost under the exact split, as plans are compared by: counted without making the split."""
+
 def plan(
     load_RE: IntArray,
     home_E: IntArray,

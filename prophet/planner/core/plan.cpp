@@ -3,9 +3,6 @@
 #include <algorithm>
 
 #include "spares.h"
-#ifndef LAB_JUMP
-#define LAB_JUMP 0.05
-#endif
 
 namespace prophet {
 
@@ -15,7 +12,7 @@ constexpr Int COPIES_FROM = 6;           // slots: with fewer own copies on ever
 constexpr double COPIES_GAIN = 0.05;     // share of the step that they must save by an estimate
 constexpr Int SPLIT_GLADLY = 2048;       // ranks x experts up to which every slot limit's plan is split
 constexpr double FROM = 0.1;             // share of the step that the all-to-alls must have, else levelling is as good
-constexpr double JUMPED = LAB_JUMP;         // share by which levelling beats what is in force where routing has jumped
+constexpr double JUMPED = 0.02;             // share by which levelling beats what is in force where routing has jumped
 constexpr double STALE = 1.5, HASTE = 8.0;  // products this far above the even level: we try so many times as often
 constexpr Int PAIRS = 1 << 15, WORK = 1 << 22;  // ranks x experts, replicas x ranks^2, up to which we try
 
@@ -65,7 +62,7 @@ class Planning {
         slots_ = std::min(slots_, problem.experts() * problem.ranks());
         even_s_ = 3.0 * static_cast<double>(tokens_) / rate;
         most_s_ = base_.total * (1.0 - options.gain_margin);
-        growing_ = options.gradual && base_.a2a > FROM * base_.total &&
+        growing_ = base_.a2a > FROM * base_.total &&
                    problem.ranks() * problem.experts() <= PAIRS && cube() <= WORK;
     }
 

@@ -13,11 +13,10 @@ struct Options {
     double effort;        // share of the step that tries may take in the mean
     double least_s;       // seconds that they may take however short the step
     double split_effort;
-    bool gradual;
 
-    static constexpr Int COUNT = 8;
+    static constexpr Int COUNT = 7;
     static Options from(ConstFloats array) {
-        return {array[0], array[1], array[2], array[3], array[4], array[5], array[6], array[7] != 0.0};
+        return {array[0], array[1], array[2], array[3], array[4], array[5], array[6]};
     }
 };
 
