@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,6 @@ from prophet.demo.progress import Teller, shown_progress
 from prophet.demo.text import load_corpus
 from prophet.demo.train import Listener, RunResult, TrainConfig, train
 from prophet.errors import SpecError
-from prophet.planner import warm
 from prophet.ranks.launch import run_ranks
 from prophet.spec import check_experts_per_rank
 from prophet.traces.npz import TraceWriter
@@ -61,8 +59,6 @@ def launch(config: LaunchConfig) -> Results:
     doing to standard error. Raises `RankFailed` when a rank dies or the time is up; no process survives.
     """
     load_corpus(config.text)  # says what is wrong with the text before anything is started
-    print("Loading the planner; the first time this compiles it, for minutes", file=sys.stderr, flush=True)
-    warm()  # once, where every rank would compile it
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "metrics.jsonl").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="prophet-demo-") as scratch:
@@ -97,8 +93,6 @@ def _rank_body(rank: int, config: LaunchConfig, folder: Path) -> None:
     teller = Teller(folder, rank)
     teller.begin("reading the text")
     corpus = load_corpus(config.text)
-    teller.begin("loading the planner")
-    warm()
     for seed in config.seeds:
 
         def tell(doing: str, seed: int = seed) -> None:

@@ -10,8 +10,6 @@ from prophet.planner.base import Planner
 
 PLANNER_NAMES: tuple[str, ...] = (
     "prophet",
-    "prophet-search",
-    "prophet-gradual",
     "static",
     "top2",
     "top3",
@@ -26,11 +24,10 @@ PLANNER_NAMES: tuple[str, ...] = (
     "fine-ep",
 )
 
-# Options of `ProphetPlanner`, by name.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "prophet": {},
-    "prophet-search": {"effort": 0.4, "least_search_s": 3e-3, "split_effort": 0.2},
-    "prophet-gradual": {"gradual": True, "effort": 0.002, "least_search_s": 4e-5, "split_effort": 0.06},
+# Names of the past, and what to write instead.
+_GONE = {
+    "prophet-search": "planner='prophet', which searches from step to step; its option `effort` says how much",
+    "prophet-gradual": "planner='prophet', which goes on from the placement in force itself",
 }
 
 __all__ = ["PLANNER_NAMES", "Planner", "get_planner", "warm"]
@@ -40,6 +37,8 @@ def get_planner(name: str, **options: Any) -> Planner:
     """Return the planner called `name`, built with `options`; raise `SpecError` for an unknown name or
     option.
     """
+    if name in _GONE:
+        raise SpecError(f"there is no planner {name!r} any more: write {_GONE[name]}")
     if name not in PLANNER_NAMES:
         raise SpecError(f"there is no planner {name!r}; the planners are {', '.join(PLANNER_NAMES)}")
     try:
@@ -49,10 +48,10 @@ def get_planner(name: str, **options: Any) -> Planner:
 
 
 def _build(name: str, options: dict[str, Any]) -> Planner:
-    if name in OPTIONS:
+    if name == "prophet":
         from prophet.planner.greedy import ProphetPlanner
 
-        return ProphetPlanner(**{"name": name, **OPTIONS[name], **options})
+        return ProphetPlanner(**options)
     from prophet.planner import baselines
 
     if name == "static":
