@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import prophet_deepspeed  # noqa: F401  (makes deepspeed.initialize heed the section)
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, PartialState
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 from transformers import MixtralConfig, MixtralForCausalLM, Trainer, TrainingArguments
@@ -70,7 +71,7 @@ def with_trainer(options: argparse.Namespace) -> tuple[list[float], int]:
         logging_steps=1,
         save_steps=options.save_at,
         report_to="none",
-        use_cpu=True,
+        use_cpu=not torch.cuda.is_available(),
     )
     if options.peft:
         from peft import LoraConfig, get_peft_model
@@ -134,6 +135,9 @@ def read_options(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace) -> tuple[list[float], int]:
+    if not torch.cuda.is_available():  # accelerate looks for a backend on accelerators only
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_TORCH_DEVICE": "cpu"}
+        PartialState(backend="gloo")
     return with_accelerate(options) if options.accelerate else with_trainer(options)
 
 
