@@ -155,6 +155,8 @@ def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
         time,
         *warm_up,
         f"The seeds are {seeds}: nobody picked them. The router has no bias; it learns from its random start.",
+        "The losses differ by rounding. Where the router finds two experts almost equal, rounding can swap them for a "
+        "token, and from there the losses differ a little more.",
         "Load by rank and the figures after the losses are those of the first seed.",
         "With balancing on, each rank computes more different experts on fewer tokens each, and parameters travel "
         "between processes through the cores that compute.",
