@@ -383,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.cold and not arguments.scale:
         parser.error("--cold goes with --scale")
     if arguments.splits and not set(arguments.policy or ()) <= {"prophet"}:
-        parser.error("--splits: expected --policy to be prophet, whose splits have an effort")
+        parser.error("--splits: expected --policy to be one of prophet, whose splits have an effort")
     if not arguments.limit > 0:
         parser.error(f"--limit: expected a positive number of seconds, got {arguments.limit}")
     if arguments.first_case < 0:

