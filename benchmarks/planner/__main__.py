@@ -23,7 +23,7 @@ from benchmarks.planner.break_even import break_even_rows, plot
 from benchmarks.planner.optimum import gap_rows, optima
 from prophet.errors import SpecError, TraceError
 from prophet.machine.presets import PRESET_NAMES, get_preset
-from prophet.planner import OPTIONS, PLANNER_NAMES, Planner, get_planner, warm
+from prophet.planner import OPTIONS, PLANNER_NAMES, Planner, get_planner
 from prophet.planner.cost import step_cost
 from prophet.planner.greedy import ProphetPlanner
 from prophet.planner.published import forced_balance
@@ -405,7 +405,6 @@ def main(argv: list[str] | None = None) -> int:
     arguments.policy = ["forced-balance", *POLICIES] if "all" in policies else policies
     table = []
     try:
-        warm()
         for row in source(arguments):
             table.append(row)
             print(".", end="", file=sys.stderr, flush=True)
