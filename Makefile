@@ -27,7 +27,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAG
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-all warm lint wheel docs bench clean
+.PHONY: help demo test test-benchmarks test-all lint wheel docs bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -65,18 +65,14 @@ $(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
 demo: $(VENV)/.installed
 	$(BIN)/prophet demo $(ARGS)
 
-# The planner is compiled before the tests, which have time limits: one to three minutes the first time on a machine.
-warm: $(VENV)/.installed-test
-	@$(BIN)/python -c 'from prophet.planner import warm; warm()'
-
 test test-benchmarks test-all: export OMP_NUM_THREADS ?= 1
-test: warm
+test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow" --hypothesis-profile=ci --ignore=tests/benchmarks $(ARGS)
 
-test-benchmarks: warm
+test-benchmarks: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow" --hypothesis-profile=ci tests/benchmarks $(ARGS)
 
-test-all: warm
+test-all: $(VENV)/.installed-test
 	$(PYTEST) $(ARGS)
 
 lint: $(VENV)/.installed-dev

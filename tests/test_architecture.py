@@ -81,7 +81,7 @@ _PACKAGES: dict[str, set[str]] = {
     "prophet.errors": set(),
     "prophet.files": set(),
     "prophet.spec": _NUMERIC,
-    "prophet.planner": _NUMERIC | {"numba", "scipy"},
+    "prophet.planner": _NUMERIC | {"scipy"},
     "prophet.traces": _NUMERIC,
     "prophet.kernels": _NUMERIC | {"torch", "triton"},
     "prophet.report": _NUMERIC | {"matplotlib"},
@@ -131,7 +131,7 @@ _STARTING = {"init_process_group", "destroy_process_group", "is_initialized"}
 _SHIPPED = ("prophet", "pipeline_balance", "integrations")
 _NEVER_IMPORTED = {"tests", "benchmarks", "examples", "conftest"}
 _FORBIDDEN_NAMES = {"types.py", "profile.py", "triton.py"}
-_LAZY = ("tensorboard", "wandb", "deepspeed", "tutel", "transformers", "matplotlib", "scipy", "numba")
+_LAZY = ("tensorboard", "wandb", "deepspeed", "tutel", "transformers", "matplotlib", "scipy")
 
 
 def wrong_rooms(imports: list[Import]) -> list[str]:
@@ -309,7 +309,7 @@ def check(text: str, path: str) -> list[str]:
         ("prophet/planner/x.py", "from prophet import engine"),
         ("prophet/planner/x.py", "from ..scheduler import actions"),
         ("prophet/planner/x.py", "import prophet.layer.moe"),
-        ("prophet/spec.py", "import numba"),
+        ("prophet/spec.py", "import scipy"),
         ("prophet/spec.py", "from prophet.planner import base"),
         ("prophet/kernels/a/kernel.py", "import rich"),
         ("prophet/kernels/a/kernel.py", "from prophet.ranks import collective"),
@@ -333,7 +333,7 @@ def test_a_breach_is_seen(path: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("prophet/planner/x.py", "import numba, numpy\nfrom prophet.spec import Link\nfrom . import base"),
+        ("prophet/planner/x.py", "import scipy, numpy\nfrom prophet.spec import Link\nfrom . import base"),
         (
             "prophet/layer/moe.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch.distributed",

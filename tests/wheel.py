@@ -106,7 +106,7 @@ def expected_files() -> set[str]:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Two wheels, with the core and, where no compiler works, without; in `folder`, and in `without` there.
+    """Two wheels, with the core and, where no compiler works, without, in folders of these names.
 
     They are built from the sdist, which is built from a copy of the sources: what lies around takes no part.
     """
@@ -121,19 +121,24 @@ def build(folder: Path) -> tuple[Path, Path]:
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-        archive.extractall(folder, filter="data")
+        for where in ("with", "none", "without"):  # each its own copy: nothing that one has compiled serves another
+            archive.extractall(folder / where, filter="data")
     needed = {"LICENSE", "README.md", "pyproject.toml", "setup.py"}
     needed |= {p.relative_to(ROOT).as_posix() for suffix in ("h", "cpp") for p in ROOT.glob(f"prophet/*/*/*.{suffix}")}
     assert not needed - names, f"the sdist lacks {sorted(needed - names)}"
-    unpacked = folder / sdist.name.removesuffix(".tar.gz")
-    command = (sys.executable, "-m", "build", "--wheel", "--outdir")
-    run(*command, folder, unpacked, cwd=folder, PROPHET_REQUIRE_CORE="1")
+
+    def make(where: str, expect: int = 0, **settings: str) -> str:
+        command = (sys.executable, "-m", "build", "--wheel", "--outdir", folder / where)
+        done = run(*command, folder / where / sdist.name.removesuffix(".tar.gz"), cwd=folder, expect=expect, **settings)
+        return done.stdout + done.stderr
+
     none = {"CC": "no-compiler-here", "CXX": "no-compiler-here"}
-    refused = run(*command, folder / "none", unpacked, cwd=folder, expect=1, PROPHET_REQUIRE_CORE="1", **none)
-    assert "no-compiler-here" in refused.stdout + refused.stderr, refused
-    run(*command, folder / "without", unpacked, cwd=folder, **none)
+    make("with", PROPHET_REQUIRE_CORE="1")
+    refused = make("none", 1, PROPHET_REQUIRE_CORE="1", **none)
+    assert "no-compiler-here" in refused, refused
+    make("without", **none)
     wheels = []
-    for where, cores in ((folder, 1), (folder / "without", 0)):
+    for where, cores in ((folder / "with", 1), (folder / "without", 0)):
         (wheel,) = where.glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             held = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -217,8 +222,8 @@ def main() -> None:
         clash(programs, work / "empty")
         if arguments.keep:
             arguments.keep.mkdir(parents=True, exist_ok=True)
-            for file in (f for f in (work / "dist").iterdir() if f.is_file()):
-                (arguments.keep / file.name).write_bytes(file.read_bytes())
+            for file in (wheel, *(work / "dist").glob("*.tar.gz")):
+                shutil.copy(file, arguments.keep)
     print(f"The wheel works alone, {time.monotonic() - began:.0f} s.")
 
 

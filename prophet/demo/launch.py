@@ -13,7 +13,6 @@ from prophet.demo.progress import progress_bar
 from prophet.demo.text import load_corpus
 from prophet.demo.train import Listener, RunResult, TrainConfig, train
 from prophet.errors import SpecError
-from prophet.planner import warm
 from prophet.ranks.launch import run_ranks
 from prophet.spec import check_experts_per_rank
 from prophet.traces.npz import TraceWriter
@@ -50,7 +49,6 @@ def launch(config: LaunchConfig) -> dict[str, RunResult]:
             f"cannot be divided among {config.ranks} ranks"
         )
     load_corpus(config.text)  # says what is wrong with the text before anything is started
-    warm()  # compiles the planner once, where four ranks would each compile it
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "metrics.jsonl").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="prophet-demo-") as scratch:
@@ -77,7 +75,6 @@ def _of_all_ranks(folder: Path, name: str, ranks: int) -> RunResult:
 def _rank_body(rank: int, config: LaunchConfig, folder: Path) -> None:
     """What every rank's process does."""
     corpus = load_corpus(config.text)
-    warm()
     for name, planner in RUNS:
         with contextlib.ExitStack() as stack:
             listeners = list(_listeners(config, name, corpus.source, stack)) if rank == 0 else []

@@ -22,7 +22,7 @@ from prophet.scheduler.forms import Transfers
 from prophet.scheduler.schedules import NAMES
 from prophet.spec import PlanContext, Topology, Windows, digest, odd_ones_out
 
-_PLANNER = ("name", "replicates", "withdraws", "needs_core", "warm", "place", "split")
+_PLANNER = ("name", "replicates", "withdraws", "needs_core", "place", "split")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -36,8 +36,7 @@ from prophet.experts.replica import ReplicaPool
 from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.moe import MoE
 from prophet.planner.base import Planner
-from prophet.ranks.collective import Collective, Operation
-from prophet.ranks.process_group import at_work
+from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Window
 from prophet.scheduler.budget import within_budget
 from prophet.scheduler.recording import ObservedCollective, Recording
@@ -62,12 +61,7 @@ class Engine:
         self.collective = ObservedCollective(collective)
         self.config, self.experiment = config, experiment
         self.replan = config.replan or EVERY_STEP
-        with at_work("compiling the planner"):  # on a machine that has never done so, for minutes
-            self.planner: Planner = planner_of(config, collective.rank)
-            if collective.size > 1:
-                self.planner.warm()  # now, so that no step does
-        if collective.size > 1:
-            collective.meet(Operation("attaching of an engine"))
+        self.planner: Planner = planner_of(config, collective.rank)
         self.compared = collective.size > 1 and self.planner.replicates
         contexts = [context_of(layer, collective.size, config) for layer in layers]
         contexts[0] = replace(contexts[0], windows=replace(config.windows, experts=False))

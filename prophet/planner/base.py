@@ -48,10 +48,6 @@ class Planner(Protocol):
         """Whether it cannot plan without `prophet.planner.core`."""
         return False
 
-    def warm(self) -> None:
-        """Compile what `place` and `split` run, so that no step does."""
-        return
-
     @abstractmethod
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         """Choose which ranks hold which experts next step.

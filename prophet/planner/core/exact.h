@@ -31,17 +31,4 @@ Exact exact_split(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, Cons
                   const Holders& holders, Workspace& room);
 Exact level_out(const Problem& problem, const Holders& holders, Workspace& room);
 
-
-// Tokens that go from `source` to `rank`.
-struct Row {
-    Int source;
-    Int expert;
-    Int rank;
-    Int tokens;
-};
-
-// Turn tokens by arc into rows. Within an expert local tokens stay, then sources meet holders of their own node in rank
-// order, then all others do.
-Span<Row> expand(ConstIntGrid load_RE, const Holders& holders, ConstInts node_R, ConstInts tokens_A, Workspace& room);
-
 }  // namespace prophet

@@ -153,31 +153,6 @@ void copy_flow(const Flow& source, Flow& target) {
     target.arcs = source.arcs;
 }
 
-namespace {
-
-FloatGrid copied(FloatGrid grid, Workspace& room) {
-    FloatGrid copy = room.floats(grid.rows, grid.columns);
-    copy.flat().copy_from(grid.flat());
-    return copy;
-}
-
-}  // namespace
-
-Flow twin(const Flow& flow, Workspace& room) {
-    Flow other = flow;  // node and rate stay shared: nothing changes them
-    other.base = copied(flow.base, room);
-    other.busy = copied(flow.busy, room);
-    other.price = copied(flow.price, room);
-    other.work = room.floats(RESOURCES, flow.ranks());
-    other.next_A = room.ints(flow.next_A.size);
-    other.rank_A = room.ints(flow.rank_A.size);
-    other.expert_A = room.ints(flow.expert_A.size);
-    other.tokens_AR = room.ints(flow.tokens_AR.rows, flow.tokens_AR.columns);
-    other.scratch = room.ints(flow.scratch.size);
-    copy_flow(flow, other);
-    return other;
-}
-
 double send_home(Flow& flow, const Problem& problem) {
     double level = 0.0;
     for (Int r = 0; r < flow.ranks(); r++) {

@@ -62,9 +62,6 @@ void redirect(const Flow& flow, Int source, Int giver, Int taker, double tokens)
 // Overwrite `target` by `source`, of the same sizes.
 void copy_flow(const Flow& source, Flow& target);
 
-// A second flow of the same sizes and contents.
-Flow twin(const Flow& flow, Workspace& room);
-
 // Count all tokens at home in `busy`; returns the bottleneck.
 double send_home(Flow& flow, const Problem& problem);
 

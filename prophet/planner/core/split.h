@@ -8,6 +8,7 @@
 #include "cost.h"
 #include "descent.h"
 #include "exact.h"
+#include "rows.h"
 
 namespace prophet {
 
