@@ -30,7 +30,7 @@ _GONE = {
     "prophet-gradual": "planner='prophet', which goes on from the placement in force itself",
 }
 
-__all__ = ["PLANNER_NAMES", "Planner", "get_planner", "warm"]
+__all__ = ["PLANNER_NAMES", "Planner", "get_planner"]
 
 
 def get_planner(name: str, **options: Any) -> Planner:
@@ -75,25 +75,3 @@ def _build(name: str, options: dict[str, Any]) -> Planner:
         "fine-ep": published.FineEpPlanner,
     }
     return by_name[name](**options)
-
-
-def warm() -> None:
-    """Compile (or load from the cache) every kernel of the default planner, so that no training step does.
-
-    Takes one to three minutes the first time on a machine, and says so on stderr.
-    """
-    import numpy as np
-
-    from prophet.spec import LayerShape, PlanContext, Topology
-
-    planner = get_planner("prophet")
-    context = PlanContext(
-        topology=Topology.uniform(2),
-        shape=LayerShape.feed_forward(dim=8, hidden=8),
-        home=(0, 0, 1, 1),
-        slots_per_rank=1,
-    )
-    load = np.array([[900, 500, 10, 0], [800, 700, 0, 10]], dtype=np.int64)
-    for planned in (load, load[:, ::-1]):
-        placement = planner.place(planned, context)
-        planner.split(planned, placement, context)

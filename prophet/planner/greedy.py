@@ -231,9 +231,7 @@ class ProphetPlanner(Planner):
 def _numbers(effort: float, tuning: Tuning) -> FloatArray:
     """The options in the order of `core/plan.h`."""
     t = tuning
-    return np.array(
-        [t.keep_margin, t.gain_margin, t.spare, t.spare_margin, effort, t.least_search_s, t.split_effort]
-    )
+    return np.array([t.keep_margin, t.gain_margin, t.spare, t.spare_margin, effort, t.least_search_s, t.split_effort])
 
 
 def _in_force(context: PlanContext) -> BoolArray:

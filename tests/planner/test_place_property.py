@@ -98,7 +98,9 @@ def test_compiled_cost_agrees_with_its_definition(case: Case, effort: float) -> 
         effort,
     )
     slow = step_cost(
-        ProphetPlanner(tuning=Tuning(split_effort=effort)).split(case.load, case.placement, case.context), case.placement, case.context
+        ProphetPlanner(tuning=Tuning(split_effort=effort)).split(case.load, case.placement, case.context),
+        case.placement,
+        case.context,
     )
     expected = [slow.total_s, slow.a2a_s, slow.expert_s, slow.exposed_trans_s, slow.exposed_agg_s]
     assert list(fast) == pytest.approx(expected, rel=1e-9, abs=1e-15)
@@ -107,7 +109,7 @@ def test_compiled_cost_agrees_with_its_definition(case: Case, effort: float) -> 
 @MANY
 @given(cases())
 def test_the_placement_in_force_is_kept_while_it_is_as_good(case: Case) -> None:
-    planner = ProphetPlanner()
+    planner = ProphetPlanner(effort=0.0, tuning=Tuning(least_search_s=0.0))  # a try may find a better one
     first = planner.place(case.load, case.context)
     again = planner.place(case.load, dataclasses.replace(case.context, previous=first))
     assert again == first
@@ -131,7 +133,9 @@ def test_a_placement_that_no_longer_pays_is_not_kept(case: Case, gain_margin: fl
 def test_effort_never_makes_a_split_slower_than_the_one_with_the_lowest_bottleneck(case: Case, effort: float) -> None:
     timed, exact = (
         step_cost(
-            ProphetPlanner(tuning=Tuning(split_effort=e)).split(case.load, case.placement, case.context), case.placement, case.context
+            ProphetPlanner(tuning=Tuning(split_effort=e)).split(case.load, case.placement, case.context),
+            case.placement,
+            case.context,
         )
         for e in (effort, 0.0)
     )
@@ -151,9 +155,7 @@ def test_spare_replicas_cost_at_most_their_margin(case: Case) -> None:
 @given(cases(), st.sampled_from([0.0, 1.0]))
 def test_a_later_call_never_makes_the_prediction_worse(case: Case, least_search_s: float) -> None:
     """But for what noise in the counts may cost: `keep_margin`, where a plan is made anew; and spare replicas."""
-    planner = ProphetPlanner(
-        tuning=Tuning(least_search_s=least_search_s, gain_margin=0.0, spare=0.0, keep_margin=0.0)
-    )
+    planner = ProphetPlanner(tuning=Tuning(least_search_s=least_search_s, gain_margin=0.0, spare=0.0, keep_margin=0.0))
 
     def predicted(placement: Placement) -> float:
         return step_cost(planner.split(case.load, placement, case.context), placement, case.context).total_s

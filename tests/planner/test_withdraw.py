@@ -99,9 +99,7 @@ def test_layers_that_need_no_closer_look_are_decided_alike(experts: bool, overla
     overlap_cost=st.sampled_from([0.0, 0.3]),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_settled_step_is_never_slower_than_one_without_replicas(
-    preset: str, seed: int, overlap_cost: float
-) -> None:
+def test_a_settled_step_is_never_slower_than_one_without_replicas(preset: str, seed: int, overlap_cost: float) -> None:
     """Planned for one load, used with quite another one; but for what hiding the sent part has cost."""
     rng = np.random.default_rng(seed)
     context = get_preset(preset).context(8, 16, routed_per_rank=4096, slots_per_rank=2)
