@@ -343,10 +343,11 @@ def _time_tiles(outcome: Outcome) -> list[tuple[str, str]]:
     if pairs is None or pairs.interval is None:
         return []
     low, high = pairs.interval
-    before, after = pairs.steps_s
     interval = f"{CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}"
-    if pairs.measurable:
-        share = (f"{pairs.median:.3f}", f"of the step time without balancing ({interval})")
-    else:
-        share = ("no difference measurable", f"in step time, with balancing over without ({interval})")
-    return [share, (f"{1e3 * before:.0f} → {1e3 * after:.0f} ms", "step time on this machine, median")]
+    if not pairs.measurable:
+        return [("no difference measurable", f"in step time, with balancing over without ({interval})")]
+    before, after = pairs.steps_s
+    return [
+        (f"{pairs.median:.3f}", f"of the step time without balancing ({interval})"),
+        (f"{1e3 * before:.0f} → {1e3 * after:.0f} ms", "step time on this machine, median"),
+    ]
