@@ -1,6 +1,6 @@
 # The two commands: `make demo` and `make test`. Each makes its own virtual environment first, once.
 #
-#   make demo             train a small MoE language model on four ranks, without and with balancing; writes out/demo/
+#   make demo             train a small MoE language model on a rank per core, without and with balancing; writes out/demo/
 #   make test             run the packages' tests
 #   make test-benchmarks  run the benchmarks' tests
 #   make test-all         run all tests, the slow ones too (faults on an emulated cluster among them)
