@@ -75,12 +75,12 @@ def _separated(groups: list[Group], largest: float) -> list[tuple[int, Group]]:
         dense = [p for p in group["params"] if id(p) not in apart_now]
         parts = [
             {"params": chunk, "moe": True, "name": name}
-            for name in sorted({p.group_name for p in experts})
-            for chunk in _chunks([p for p in experts if p.group_name == name], largest)
+            for name in sorted({p.group_name for p in experts if p.requires_grad})  # ZeRO takes no frozen group
+            for chunk in _chunks([p for p in experts if p.requires_grad and p.group_name == name], largest)
         ]
         own = {k: v for k, v in group.items() if k not in ("params", "moe", "name")}
         if experts:  # in place: schedulers may hold the groups themselves
-            group.update({"params": dense} if dense else parts.pop(0))
+            group.update({"params": dense} if dense or not parts else parts.pop(0))
         kept.append((at, group))
         apart += [(at, own | part) for part in parts]
     return kept + apart

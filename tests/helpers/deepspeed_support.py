@@ -289,7 +289,8 @@ def parameters(engine: Any) -> dict[str, Array]:
     params = list(engine.module.parameters())
     before = [p.data for p in params]
     for p in params:
-        p.data = states.read(p)["fp32"]
+        if states.holds(p):  # or frozen
+            p.data = states.read(p)["fp32"]
     try:
         return _named(engine)
     finally:

@@ -111,6 +111,8 @@ DENSE: dict[str, Any] = {
     "counters": dict.fromkeys(layout.COUNTERS, 3),
     "scaler": {},
     "scheduler": None,
+    "frozen": True,
+    "made_with": {"optimizer.type": "AdamW", "scheduler.type": "WarmupLR"},
 }
 
 
@@ -118,7 +120,7 @@ DENSE: dict[str, Any] = {
     ("content", "text"),
     [
         ([1, 2], "expected a dictionary, got list"),
-        ({**DENSE, "format": 1}, "expected format 3, got 1"),
+        ({**DENSE, "format": 1}, "expected format 4, got 1"),
         ({k: v for k, v in DENSE.items() if k != "scaler"}, "scaler is missing"),
         ({**DENSE, "ranks": 0}, "ranks: expected a number of processes, got 0"),
         ({**DENSE, "processes": 10**9}, "processes: expected a number of processes"),
@@ -131,6 +133,19 @@ def test_what_is_not_a_checkpoint_is_refused(tmp_path: Path, content: Any, text:
     with pytest.raises(CheckpointError, match=text) as caught:
         layout.read_dense(tmp_path)
     assert str(tmp_path / layout.DENSE) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"optimizer.type": "SGD"}, r"optimizer\.type: .*written with AdamW, and this run has SGD"),
+        ({"scheduler.type": None}, r"scheduler\.type: .*written with WarmupLR, and this run has None"),
+    ],
+)
+def test_a_run_of_other_parts_is_named(tmp_path: Path, changed: dict[str, Any], text: str) -> None:
+    with pytest.raises(CheckpointError, match=text):
+        layout.check_made_with(DENSE["made_with"], DENSE["made_with"] | changed, tmp_path)
+    layout.check_made_with(DENSE["made_with"], {"optimizer.type": "FusedAdam"}, tmp_path)  # another make
 
 
 def test_files_run_no_code(tmp_path: Path) -> None:

@@ -31,11 +31,12 @@ def unsynced(case: Case) -> Any:
     """Two microbatches by `no_sync` and then one with, without DeepSpeed's own accumulation."""
     engine = start(replace(case, microbatches=1))
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    for micro in range(3):
-        inside = contextlib.nullcontext() if micro == 2 else engine.no_sync()
-        with inside:
-            engine.backward(engine(batch(0, micro).chunk(ranks)[rank]))
-    engine.step()
+    for step in range(2):
+        for micro in range(3):
+            inside = contextlib.nullcontext() if micro == 2 else engine.no_sync()
+            with inside:
+                engine.backward(engine(batch(step, micro).chunk(ranks)[rank]))
+        engine.step()
     return [], 0 if case.plain else moved(engine), parameters(engine)
 
 
