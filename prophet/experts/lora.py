@@ -14,7 +14,7 @@ from prophet.spec import Activation
 
 
 class LoraMatrix(nn.Module):
-    """x·Wᵀ + b + scaling·(x·Aᵀ)·Bᵀ (Hu et al. 2021, Eq. 3), or without the last term where there is no adapter.
+    """x·(W + scaling·B·A)ᵀ + b (Hu et al. 2021, Eq. 3), or x·Wᵀ + b where there is no adapter.
 
     weight: [O, I], or [I, O] where `transposed`. lora_A: [R, I]. lora_B: [O, R]. adapted: False leaves the adapter out
     of the product for a while.
@@ -38,12 +38,13 @@ class LoraMatrix(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [n, I]; returns [n, O]."""
-        y = F.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
-        if self.lora_A is None or self.lora_B is None or not self.adapted:
-            return y
-        # as PEFT, which adds the product to the matrix: in the matrix's precision
-        a, b = self.lora_A.to(self.weight.dtype), self.lora_B.to(self.weight.dtype)
-        return y + F.linear(F.linear(x, a), b) * self.scaling
+        weight = self.weight.t() if self.transposed else self.weight
+        if self.lora_A is not None and self.lora_B is not None and self.adapted:
+            # as PEFT's wrapper: the sum is rounded once, in the matrix's precision, also under autocast
+            with torch.autocast(weight.device.type, enabled=False):
+                a, b = self.lora_A.to(weight.dtype), self.lora_B.to(weight.dtype)
+                weight = torch.addmm(weight, b, a, alpha=self.scaling)
+        return F.linear(x, weight, self.bias)
 
 
 class LoraExpert(nn.Module):

@@ -89,6 +89,34 @@ def test_answers_are_those_of_peft_in_double_precision(family: str) -> None:
     torch.testing.assert_close(answer(model), want, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_experts_that_no_token_visits_move_on_by_their_momentum(ranks: int) -> None:
+    """Adam passes over what has no gradient; PEFT's stacked factors have zeros where no token came."""
+    model = adapted()
+    steps = [torch.full((2, 1), token) for token in (3, 9, 21, 3)]  # each visits few experts
+    copies = [copy.deepcopy(model) for _ in range(ranks)]
+
+    def train(mine: Any) -> Any:
+        optimizer = torch.optim.AdamW([p for p in mine.parameters() if p.requires_grad], lr=0.01)
+        for ids in steps:
+            optimizer.zero_grad()
+            logits = mine(input_ids=ids).logits
+            (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum().backward()
+            optimizer.step()
+        return mine
+
+    def body(group: Any) -> dict[str, Tensor]:
+        prophet.convert(copies[group.rank], group=group)
+        return original_state_dict(train(copies[group.rank]))
+
+    found = on_threads(ranks, body)
+    want = train(model).state_dict()
+    factors = [name for name in want if ".experts." in name and "lora_" in name]
+    for state in found:
+        for name in factors:
+            torch.testing.assert_close(state[name], want[name], rtol=0, atol=1e-4)
+
+
 def test_frozen_weights_in_bfloat16_with_factors_in_float32() -> None:
     torch.manual_seed(3)
     base = hugging_face("qwen3", moe_intermediate_size=16).to(torch.bfloat16)

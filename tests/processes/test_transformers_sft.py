@@ -69,6 +69,7 @@ def test_lora_on_all_layers(tmp_path: Path, steps: int) -> None:
         assert len(max_mean) == len(copies) == steps
         assert min(max_mean) >= 1
         assert sum(copies) > 0, "no replicas: nothing was balanced"
+        assert all(float(count).is_integer() for count in copies), "not one step's"
         assert found["bank"].startswith("PEFT has put LoRA on gate_up_proj")
     wanted = adapters_of(tmp_path / "plain")
     for folder in (
