@@ -31,7 +31,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_FLAG
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-benchmarks test-all test-peers warm lint wheel docs bench clean
+.PHONY: help demo test test-benchmarks test-all test-peers lint wheel docs bench clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -44,18 +44,22 @@ $(BIN)/python:
 $(VENV)/constraints.txt: constraints.txt | $(BIN)/python
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt >$@
 
+# What the compiled core is built from. Everything but the demo and the docs is an error where it cannot be built.
+CORE := setup.py $(wildcard prophet/planner/core/*.cpp prophet/planner/core/*.h)
+test test-benchmarks test-all test-peers lint wheel bench: export PROPHET_REQUIRE_CORE = 1
+
 # Stamps: a second `make` installs nothing. The interpreter is order-only, it is older than everything else.
-$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(CORE) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[report]'
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+$(VENV)/.installed-test: pyproject.toml $(CONSTRAINTS) $(CORE) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[test]'
 	@touch $(VENV)/.installed $@
 
-$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
+$(VENV)/.installed-dev: pyproject.toml $(CONSTRAINTS) $(CORE) | $(BIN)/python
 	@echo "Installing into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[dev]'
 	@touch $(VENV)/.installed $(VENV)/.installed-test $@
@@ -68,18 +72,14 @@ $(VENV)/.installed-docs: pyproject.toml $(CONSTRAINTS) | $(BIN)/python
 demo: $(VENV)/.installed
 	$(BIN)/prophet demo $(ARGS)
 
-# The planner is compiled before the tests, which have time limits: one to three minutes the first time on a machine.
-warm: $(VENV)/.installed-test
-	@$(BIN)/python -c 'from prophet.planner import warm; warm()'
-
 test test-benchmarks test-all test-peers: export OMP_NUM_THREADS ?= 1
-test: warm
+test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow" --hypothesis-profile=ci --ignore=tests/benchmarks --ignore=tests/peers $(ARGS)
 
-test-benchmarks: warm
+test-benchmarks: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow" --hypothesis-profile=ci tests/benchmarks $(ARGS)
 
-test-all: warm
+test-all: $(VENV)/.installed-test
 	$(PYTEST) --ignore=tests/peers $(ARGS)
 
 # Tutel is in no index of packages: it is built from the checkout, for the CPU where NO_CUDA=1 is set, and the tests that
@@ -95,7 +95,7 @@ $(VENV)/.installed-tutel: $(VENV)/.installed-test
 
 test-peers: export PEERS_TUTEL := $(abspath $(PEERS_TUTEL))
 test-peers: export PEERS_DEEPSPEED := $(abspath $(PEERS_DEEPSPEED))
-test-peers: warm $(if $(PEERS_TUTEL),$(VENV)/.installed-tutel)
+test-peers: $(VENV)/.installed-test $(if $(PEERS_TUTEL),$(VENV)/.installed-tutel)
 	$(PYTEST) tests/peers $(if $(PEERS_TUTEL),$(TUTEL_TESTS)) $(ARGS)
 
 lint: $(VENV)/.installed-dev
@@ -115,5 +115,5 @@ bench: $(VENV)/.installed-test
 	@for name in $(BENCH); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name $(ARGS) || exit 1; done
 
 clean:
-	rm -rf $(VENV) build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
+	rm -rf $(VENV) build dist out *.egg-info prophet/planner/core/*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import prophet_deepspeed
 import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
@@ -103,13 +102,12 @@ def main() -> None:
         if options.dtype == "fp16":
             config["fp16"]["initial_scale_power"] = 8
     if not options.plain:
-        config["prophet"] = {"ep_size": options.ep_size, "planner": options.planner}
+        config["prophet"] = {"ep_size": options.ep_size or ranks, "planner": options.planner}
 
     torch.manual_seed(0)  # the same model on every rank
     built_for = (options.ep_size or ranks) if options.plain else 1
     model = Model(built_for, aux=options.aux, sampling=not options.no_sampling)
-    initialize = deepspeed.initialize if options.plain else prophet_deepspeed.initialize
-    engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     if options.resume:
         folder, _ = engine.load_checkpoint(options.out)

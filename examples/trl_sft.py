@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
 from trl import SFTConfig, SFTTrainer
 
-WORDS = "a the cat dog bird tree sees likes finds chases small big old young and but in on under near".split()
+WORDS = ["a", "the", "cat", "dog", "bird", "tree", "sees", "likes", "finds", "chases", "small", "big", "old", "young"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 

@@ -51,7 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(conflict[0], "error" if conflict[1] else "warning")
         if conflict[1]:
             return NAME_CONFLICT
-    from prophet.errors import MonitorError, RankFailed, ReportError, SpecError, TopologyError, TraceError, UsageError
+    from prophet.errors import (
+        CoreError,
+        MonitorError,
+        RankFailed,
+        ReportError,
+        SpecError,
+        TopologyError,
+        TraceError,
+        UsageError,
+    )
 
     arguments = _parser().parse_args(argv)
     try:
@@ -59,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, MonitorError, TraceError, TopologyError, SpecError) as error:
         _complain(str(error))
         return BAD_INPUT
-    except (RankFailed, ReportError, OSError) as error:
+    except (CoreError, RankFailed, ReportError, OSError) as error:
         _complain(str(error))
         return FAILED
     except KeyboardInterrupt:

@@ -17,6 +17,10 @@ class SpecError(ValueError):
     """A value was built from figures that contradict each other; the message says what was expected."""
 
 
+class CoreError(RuntimeError):
+    """The planner's compiled core is missing, or was built from other sources; the message has the command to run."""
+
+
 class LayoutError(SpecError):
     """A layout does not describe the space it is of; the message names tensor, box and rank."""
 

@@ -3,8 +3,8 @@
     python tests/wheel.py [--keep FOLDER]
 
 The environment has the wheel and its dependencies, in the versions of constraints.txt, and no extras. Programs run in
-an empty folder, so that nothing of this checkout is on their path. The planner is `pro-prophet`, which needs no
-compiling.
+an empty folder, so that nothing of this checkout is on their path. A second wheel is built where no compiler works: it
+has no core, says so, and trains without balancing.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import nn
 
 import prophet
+from prophet.planner import core
 
 assert Path(prophet.__file__).is_relative_to(sys.prefix), prophet.__file__
 
@@ -57,7 +58,8 @@ def main(rank, ranks):
     model = nn.Sequential(nn.Linear(8, 16), layer, nn.Linear(16, 8))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
-    engine = prophet.attach(model, optimizer, config=prophet.EngineConfig(planner="pro-prophet"))
+    engine = prophet.attach(model, optimizer)
+    assert engine.planner.name == ("static" if core.lacking() else "prophet"), engine.planner.name
     reports = []
     engine.on_step.append(reports.append)
     for _ in range(2):
@@ -77,14 +79,15 @@ if __name__ == "__main__":
         main(0, 1)
     else:
         torch.multiprocessing.spawn(main, (ranks,), nprocs=ranks)
-    print(f"{ranks} ranks: two balanced steps")
+    print(f"{ranks} ranks: two steps", "without a core" if core.lacking() else "with the core")
 """
 
 
-def run(*command: str | Path, cwd: Path, expect: int = 0) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, cwd: Path, expect: int = 0, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run a command that sees neither this checkout nor the user's packages; fail with what it has said."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    environment |= {"PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+    hidden = ("PYTHON", "VIRTUAL_ENV", "PROPHET_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+    environment |= {"PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"} | settings
     done = subprocess.run(
         list(map(str, command)), cwd=cwd, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
     )
@@ -94,32 +97,57 @@ def run(*command: str | Path, cwd: Path, expect: int = 0) -> subprocess.Complete
 
 
 def expected_files() -> set[str]:
-    """The modules that have to be in the wheel."""
-    found = {"prophet/py.typed"}
+    """What has to be in the wheel beside the core itself."""
+    found = {"prophet/py.typed", "prophet/planner/core/_core.pyi"}
     for package in PACKAGES:
         base = ROOT / package if package == "integrations" else ROOT
         found |= {p.relative_to(base).as_posix() for p in (ROOT / package).rglob("*.py")}
     return found
 
 
-def build(folder: Path) -> Path:
-    """The wheel, built from the sdist, which is built from a copy of the sources: what lies around takes no part."""
+def build(folder: Path) -> tuple[Path, Path]:
+    """Two wheels, with the core and, where no compiler works, without, in folders of these names.
+
+    They are built from the sdist, which is built from a copy of the sources: what lies around takes no part.
+    """
     sources = folder / "sources"
     sources.mkdir()
+    leave = shutil.ignore_patterns("__pycache__", "*.egg-info", "*.so")
     for name in PACKAGES:
-        shutil.copytree(ROOT / name, sources / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "setup.cfg", "README.md", "LICENSE"):
+        shutil.copytree(ROOT / name, sources / name, ignore=leave)
+    for name in ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
-    run(sys.executable, "-m", "build", "--outdir", folder, sources, cwd=folder)
-    (sdist,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    run(sys.executable, "-m", "build", "--sdist", "--outdir", folder, sources, cwd=folder)
+    (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    missing = {"LICENSE", "README.md", "pyproject.toml"} - names
-    assert not missing, f"the sdist lacks {sorted(missing)}"
-    with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
-    assert held == expected_files(), f"only in one of wheel and sources: {sorted(held ^ expected_files())}"
-    return wheel
+        for where in ("with", "none", "without"):  # each its own copy: nothing that one has compiled serves another
+            archive.extractall(folder / where, filter="data")
+    needed = {"LICENSE", "README.md", "pyproject.toml", "setup.py"}
+    needed |= {p.relative_to(ROOT).as_posix() for suffix in ("h", "cpp") for p in ROOT.glob(f"prophet/*/*/*.{suffix}")}
+    assert not needed - names, f"the sdist lacks {sorted(needed - names)}"
+
+    def make(where: str, expect: int = 0, **settings: str) -> str:
+        command = (sys.executable, "-m", "build", "--wheel", "--outdir", folder / where)
+        done = run(*command, folder / where / sdist.name.removesuffix(".tar.gz"), cwd=folder, expect=expect, **settings)
+        return done.stdout + done.stderr
+
+    none = {"CC": "no-compiler-here", "CXX": "no-compiler-here"}
+    make("with", PROPHET_REQUIRE_CORE="1")
+    refused = make("none", 1, PROPHET_REQUIRE_CORE="1", **none)
+    assert "no-compiler-here" in refused, refused
+    make("without", **none)
+    wheels = []
+    for where, cores in ((folder / "with", 1), (folder / "without", 0)):
+        (wheel,) = where.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        compiled = {name for name in held if name.startswith("prophet/planner/core/_core.") and name.endswith(".so")}
+        assert len(compiled) == cores, held
+        other = (held - compiled) ^ expected_files()
+        assert not other, f"only in one of wheel and sources: {sorted(other)}"
+        wheels.append(wheel)
+    return wheels[0], wheels[1]
 
 
 def install(wheel: Path, folder: Path) -> Path:
@@ -132,22 +160,34 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def use(programs: Path, folder: Path) -> None:
-    """The version, a plan, balanced steps, and the word about the other `prophet`."""
+    """The version, a plan, balanced steps, and a report that asks for its packages."""
     python, command = programs / "python", programs / "prophet"
     version = run(command, "--version", cwd=folder)
     assert version.stdout.startswith("moe-prophet "), version.stdout
     assert not version.stderr, version.stderr
     (folder / "make_trace.py").write_text(TRACE)
     run(python, "make_trace.py", cwd=folder)
-    shown = run(command, "plan", "trace.npz", "--planner", "pro-prophet", cwd=folder).stdout
-    assert "'pro-prophet' is predicted to make the MoE layers" in shown, shown
+    shown = run(command, "plan", "trace.npz", "--planner", "prophet", cwd=folder).stdout
+    assert "'prophet' is predicted to make the MoE layers" in shown, shown
     refused = run(command, "plan", "trace.npz", "--html", "page.html", cwd=folder, expect=1).stderr
     assert "pip install 'moe-prophet[report]'" in refused, refused
     (folder / "step.py").write_text(STEP)
     for ranks in (1, 2):
         print(run(python, "step.py", str(ranks), cwd=folder).stdout, end="")
     run(python, "-c", "import pipeline_balance.dynamics, prophet_deepspeed", cwd=folder)
-    clash(programs, folder)
+
+
+def use_without(programs: Path, wheel: Path, folder: Path) -> None:
+    """The same environment with the wheel that has no core: one warning, steps without balancing, and no plan."""
+    python, command = programs / "python", programs / "prophet"
+    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--force-reinstall", wheel, cwd=folder)
+    for ranks in (1, 2):
+        done = run(python, "step.py", str(ranks), cwd=folder)
+        assert done.stderr.count("pip install -v -e .") == 1, done.stderr
+        print(done.stdout, end="")
+    refused = run(command, "plan", "trace.npz", "--planner", "prophet", cwd=folder, expect=1).stderr
+    assert "pip install -v -e ." in refused, refused
+    run(command, "plan", "trace.npz", "--planner", "pro-prophet", cwd=folder)
 
 
 def clash(programs: Path, folder: Path) -> None:
@@ -173,15 +213,17 @@ def main() -> None:
         work = Path(scratch)
         for name in ("dist", "empty"):
             (work / name).mkdir()
-        wheel = build(work / "dist")
+        wheel, without = build(work / "dist")
         print(f"{wheel.name}: built in {time.monotonic() - began:.0f} s")
         programs = install(wheel, work / "alone")
         print(f"installed after {time.monotonic() - began:.0f} s")
         use(programs, work / "empty")
+        use_without(programs, without, work / "empty")
+        clash(programs, work / "empty")
         if arguments.keep:
             arguments.keep.mkdir(parents=True, exist_ok=True)
-            for file in (f for f in (work / "dist").iterdir() if f.is_file()):
-                (arguments.keep / file.name).write_bytes(file.read_bytes())
+            for file in (wheel, *(work / "dist").glob("*.tar.gz")):
+                shutil.copy(file, arguments.keep)
     print(f"The wheel works alone, {time.monotonic() - began:.0f} s.")
 
 

@@ -42,7 +42,7 @@ from prophet.engine.config import Experiment
 from prophet.engine.report import StepReport
 from prophet.layer.moe import moe_layers
 from prophet.machine.measure import Probe, measure_overlap
-from prophet.planner import get_planner, warm
+from prophet.planner import get_planner
 from prophet.ranks.collective import Collective, Operation
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Form
@@ -68,7 +68,6 @@ def prepare(host: Host, args: Mapping[str, Any]) -> list[float]:
 
 def measure(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     """Calibrate, then run every policy `repetitions` times, interleaved; returns this rank's figures."""
-    warm()
     with host.process_group(timeout_s=args["timeout_s"]), host.paced():
         bench = Bench(host, args)
         bench.settle()

@@ -15,7 +15,7 @@ from benchmarks.equality.worker import MODES
 
 WORKER = Path(__file__).with_name("worker.py")
 HERE = Path(__file__).resolve().parents[2]
-PLANNERS = ("prophet", "prophet-gradual", "pro-prophet")
+PLANNERS = ("prophet", "pro-prophet")
 Rows = dict[str, list[dict[str, Any]]]
 
 

@@ -4,7 +4,5 @@ import torch._dynamo  # by torch's optimizers
 import torch.distributed.checkpoint
 
 import benchmarks.faults.program
-from prophet.planner import warm
 
 LOADED = (torch._dynamo, torch.distributed.checkpoint, benchmarks.faults.program)
-warm()

@@ -23,9 +23,9 @@ from benchmarks.planner.break_even import break_even_rows, plot
 from benchmarks.planner.optimum import gap_rows, optima
 from prophet.errors import SpecError, TraceError
 from prophet.machine.presets import PRESET_NAMES, get_preset
-from prophet.planner import OPTIONS, PLANNER_NAMES, Planner, get_planner, warm
+from prophet.planner import PLANNER_NAMES, Planner, get_planner
 from prophet.planner.cost import step_cost
-from prophet.planner.greedy import ProphetPlanner
+from prophet.planner.greedy import ProphetPlanner, Tuning
 from prophet.planner.published import forced_balance
 from prophet.planner.withdraw import settled_cost
 from prophet.spec import FloatArray, IntArray, Placement, PlanContext
@@ -33,7 +33,7 @@ from prophet.traces.npz import RoutingTrace, read_trace
 
 POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
 SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")
-GRADUAL_CALLS = 60  # steps of the same routing that a gradual planner is timed in
+ROUTING_CALLS = 60  # steps of the same routing that ours is timed in
 EFFORTS = (0.0, 0.003, 0.01, 0.03, 0.06, 0.2, 1.0)  # of splits; others are compared with the last
 COLD_BYTES = 1 << 27  # more than a processor's caches hold
 SCALES = ((16, 32), (64, 64), (64, 256), (256, 256), (1024, 1024))
@@ -96,14 +96,14 @@ class Walk:
     def place(self, case: Case) -> Placement:
         """Plan `case`, and before it the iterations of its layer that were not planned yet."""
         loads = [case.planned]
-        if getattr(self.planner, "gradual", False):
+        if self.planner.name == "prophet":
             loads = [*case.earlier[self._done.get(case.layer, 0) :], case.planned]
             self._done[case.layer] = len(case.earlier) + 1
         for load in loads:
             here = dataclasses.replace(self.context, previous=self._placements.get(case.layer))
             placement, us = timed(lambda at=load, c=here: self.planner.place(at, c))
             self.plan_us.append(us)
-            if getattr(self.planner, "gradual", False):
+            if self.planner.name == "prophet":
                 self._placements[case.layer] = placement
         return placement
 
@@ -201,17 +201,13 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             first=arguments.first_case,
         )
     )
-    bare = {"gain_margin": 0.0, "spare": 0.0}
+    bare = {"tuning": Tuning(gain_margin=0.0, spare=0.0)}
     yield from gap_rows(
         solved,
         {
-            "prophet": {},
-            "prophet-search": {},
-            **{f"prophet-gradual, {n} calls": {"calls": n} for n in (1, 10, 50, 100, 200, 400)},
-            "prophet-search, bare": bare,
-            "prophet-search, effort 0.2, bare": {**bare, "effort": 0.2},
-            "prophet-search, effort 1, bare": {**bare, "effort": 1.0},
-            "prophet-search, effort 10, bare": {**bare, "effort": 10.0},
+            **{f"prophet, {n} calls": {"calls": n} for n in (1, 10, 50, 100, 200, 400)},
+            "prophet, 100 calls, bare": {"calls": 100, **bare},
+            "prophet, 100 calls, effort 1, bare": {"calls": 100, "effort": 1.0, **bare},
             "static": {},
             "pro-prophet": {},
             "laer": {},
@@ -226,7 +222,9 @@ def split_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for policy in arguments.policy:
             walk = Walk(get_planner(policy), context)
             placed = [(case, walk.place(case)) for case in cases]
-            found = [split_times(ProphetPlanner(split_effort=effort), context, placed) for effort in EFFORTS]
+            found = [
+                split_times(ProphetPlanner(tuning=Tuning(split_effort=effort)), context, placed) for effort in EFFORTS
+            ]
             for effort, (step_s, split_s) in zip(EFFORTS, found, strict=True):
                 yield {
                     "trace": trace,
@@ -280,7 +278,7 @@ def scale_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         context = get_preset(preset).context(ranks, experts, routed_per_rank=8192, slots_per_rank=arguments.slots)
         repeats = max(3, min(60, 400_000 // (ranks * experts)))
         for policy in arguments.policy:
-            if policy == "forced-balance" or (policy not in (*OPTIONS, "static", "top2", "top3") and ranks > 64):
+            if policy == "forced-balance" or (policy not in ("prophet", "static", "top2", "top3") and ranks > 64):
                 continue
             planner = get_planner(policy)
             plan_us, split_us = times(planner, context, repeats, ranks, experts, cold=arguments.cold)
@@ -309,16 +307,16 @@ def times(
     """
     plan_us, split_us = [], []
     other = np.ones(COLD_BYTES // 8 if cold else 0)
-    gradual = getattr(planner, "gradual", False)
-    for seed in range(max(1, repeats // 2) if gradual else repeats):
+    goes_on = planner.name == "prophet"
+    for seed in range(max(1, repeats // 2) if goes_on else repeats):
         load = skewed_load(ranks, experts, seed)
         placement = planner.place(load, context)
-        for draw in range(1, GRADUAL_CALLS if gradual else 2):
+        for draw in range(1, ROUTING_CALLS if goes_on else 2):
             here = dataclasses.replace(context, previous=placement)
             load = skewed_load(ranks, experts, seed, draw)
             other += 1.0
             placement, us = timed(lambda at=load, c=here: planner.place(at, c))
-            if gradual and draw < GRADUAL_CALLS // 4:
+            if goes_on and draw < ROUTING_CALLS // 4:
                 continue
             plan_us.append(us)
             present = load.copy()
@@ -384,8 +382,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--plot goes with --break-even")
     if arguments.cold and not arguments.scale:
         parser.error("--cold goes with --scale")
-    if arguments.splits and not set(arguments.policy or ()) <= set(OPTIONS):
-        parser.error(f"--splits: expected --policy to be one of {', '.join(OPTIONS)}, whose splits have an effort")
+    if arguments.splits and not set(arguments.policy or ()) <= {"prophet"}:
+        parser.error("--splits: expected --policy to be one of prophet, whose splits have an effort")
     if not arguments.limit > 0:
         parser.error(f"--limit: expected a positive number of seconds, got {arguments.limit}")
     if arguments.first_case < 0:
@@ -397,7 +395,7 @@ def main(argv: list[str] | None = None) -> int:
         (arguments.break_even, even_rows, ["prophet"]),
         (arguments.optimum, optimum_rows, ["all"]),
         (arguments.scale, scale_rows, ["all"]),
-        (arguments.splits, split_rows, ["prophet", "prophet-gradual"]),
+        (arguments.splits, split_rows, ["prophet"]),
     ):
         if asked:
             source, usual = other, policies
@@ -405,7 +403,6 @@ def main(argv: list[str] | None = None) -> int:
     arguments.policy = ["forced-balance", *POLICIES] if "all" in policies else policies
     table = []
     try:
-        warm()
         for row in source(arguments):
             table.append(row)
             print(".", end="", file=sys.stderr, flush=True)

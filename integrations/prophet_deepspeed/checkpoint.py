@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import converted, original_state_dict
+from prophet.convert.state import names_before
 from prophet.engine.expert_state import Share, join_state, shares_of, split_state
 from prophet.engine.shared_errors import limit_of, on_all_ranks
 from prophet.errors import CheckpointError, SpecError
@@ -111,8 +112,10 @@ class Checkpoints:
         writer, model = process_rank() == 0, self._ds.module
         state = original_state_dict(model, keep=writer)
         if exclude_frozen_parameters:
-            frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-            layers = [n for n, *_, layer in converted(model) if not any(p.requires_grad for p in layer.parameters())]
+            found = {n: layer for n, *_, layer in converted(model)}
+            before = names_before(found)
+            frozen = {before.get(n, n) for n, p in model.named_parameters() if not p.requires_grad}
+            layers = [n for n, layer in found.items() if not any(p.requires_grad for p in layer.parameters())]
             state = {
                 k: v for k, v in state.items() if k not in frozen and not k.startswith(tuple(f"{n}." for n in layers))
             }

@@ -28,6 +28,7 @@ from prophet_deepspeed import autoep
 from prophet_deepspeed.checkpoint import Checkpoints
 from prophet_deepspeed.gradients import Binding
 from prophet_deepspeed.groups import Groups, separate_experts
+from prophet_deepspeed.hugging_face import export_all_experts
 from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection
 from prophet_deepspeed.views import show_experts
 
@@ -131,6 +132,7 @@ class Start:
         if ds.optimizer is not None:
             Binding(ds, balancer)
         show_experts(self._model)
+        export_all_experts()
         ds.prophet, ds.prophet_report = balancer, self._report
         checkpoints = Checkpoints(ds, balancer)
         ds.save_checkpoint, ds.load_checkpoint = checkpoints.save, checkpoints.load

@@ -29,7 +29,7 @@ def original_state_dict(model: nn.Module, *, keep: bool = True, adapters_only: b
     done: set[str] = set()
     state = model.state_dict()
     _everybody_is_here(layers.values(), state)
-    before = _names_before(layers)
+    before = names_before(layers)
     for key, value in state.items():
         name = next((n for n in layers if key.startswith(n + ".")), None)
         if name is None:
@@ -45,8 +45,8 @@ def original_state_dict(model: nn.Module, *, keep: bool = True, adapters_only: b
     return found
 
 
-def _names_before(layers: Mapping[str, RoutedExperts]) -> dict[str, str]:
-    """Keys of a model's state dict that were others before the conversion, and these."""
+def names_before(layers: Mapping[str, RoutedExperts]) -> dict[str, str]:
+    """Keys of a state dict that were others before the conversion, and these. layers: the converted, by name."""
     holders = {name.rpartition(".")[0]: layer.origin.renamed for name, layer in layers.items()}
     starts = {name: f"{name}." if name else "" for name in holders}
     return {starts[name] + now: starts[name] + then for name, own in holders.items() for now, then in own.items()}
@@ -76,7 +76,7 @@ def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, s
             raise ConversionError(f"{name}: {missing} are missing")
         layer.take(part)
     inside = tuple(f"{name}." for name in layers)
-    before = _names_before(layers)
+    before = names_before(layers)
     given = {k: t for k, t in state.items() if not k.startswith(inside)}
     rest: dict[str, Any] = {k: t for k, t in given.items() if k not in before.values()}
     for key, own in model.state_dict().items():

@@ -9,88 +9,111 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from prophet.demo.progress import progress_bar
+from prophet.demo.model import ModelConfig
+from prophet.demo.progress import Teller, shown_progress
 from prophet.demo.text import load_corpus
 from prophet.demo.train import Listener, RunResult, TrainConfig, train
 from prophet.errors import SpecError
-from prophet.planner import warm
 from prophet.ranks.launch import run_ranks
 from prophet.spec import check_experts_per_rank
 from prophet.traces.npz import TraceWriter
 
-RUNS = (("off", "static"), ("on", "prophet"))
+PLANNERS = {"off": "static", "on": "prophet"}
+SEEDS = (0, 1, 2)  # the first three: none is picked
+_FEWEST, _MOST = 2, 8
+
+Results = dict[int, dict[str, RunResult]]  # by seed and name of the run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
     """Where and how the demo runs.
 
-    out: folder for what it writes. text: a file or folder to train on instead of the standard library's sources.
-    limit_s: on the whole demo.
+    out: folder for what it writes. train: for every seed; its own seed is not used. text: a file or folder to train on
+    instead of the standard library's sources. limit_s: on all ranks together. Raises `SpecError` when the experts
+    cannot be divided among the ranks.
     """
 
     out: Path
+    ranks: int
     train: TrainConfig = field(default_factory=TrainConfig)
-    ranks: int = 4
+    seeds: tuple[int, ...] = SEEDS
     text: Path | None = None
     limit_s: float = 1200.0
 
+    def __post_init__(self) -> None:
+        check_experts_per_rank(self.train.model.experts, self.ranks)
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise SpecError(f"expected different seeds, at least one, got {self.seeds}")
 
-def launch(config: LaunchConfig) -> dict[str, RunResult]:
-    """Train every one of `RUNS`, one after the other, and return its results by name.
 
-    Writes `metrics.jsonl` and `routing.npz` (the routing of the last run) into `config.out`. Raises `RankFailed` when
-    a rank dies or the time is up; no process survives. Raises `SpecError` when the experts or the sequences cannot be
-    divided among the ranks.
+def default_ranks(cores: int, *, experts: int = ModelConfig().experts) -> int:
+    """A rank per core, as far as the experts can be divided among them; two at least, eight at most."""
+    return max(n for n in range(_FEWEST, _MOST + 1) if n <= max(_FEWEST, cores) and experts % n == 0)
+
+
+def launch(config: LaunchConfig) -> Results:
+    """Train a model with each of `PLANNERS` for every seed, and return the results.
+
+    Writes `metrics.jsonl` and `routing.npz` (the balanced run's routing, first seed) into `config.out`, and what it is
+    doing to standard error. Raises `RankFailed` when a rank dies or the time is up; no process survives.
     """
-    check_experts_per_rank(config.train.model.experts, config.ranks)
-    if config.train.sequences % config.ranks or config.train.held_out_sequences % config.ranks:
-        raise SpecError(
-            f"{config.train.sequences} training and {config.train.held_out_sequences} held-out sequences "
-            f"cannot be divided among {config.ranks} ranks"
-        )
     load_corpus(config.text)  # says what is wrong with the text before anything is started
-    warm()  # compiles the planner once, where four ranks would each compile it
     config.out.mkdir(parents=True, exist_ok=True)
     (config.out / "metrics.jsonl").unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="prophet-demo-") as scratch:
         folder = Path(scratch)
-        run_ranks(
-            _rank_body,
-            (config, folder),
-            ranks=config.ranks,
-            folder=folder,
-            limit_s=config.limit_s,
-            timeout_s=config.train.timeout_s,
-            what="the demo",
-            traces=config.out,
-        )
-        return {name: _of_all_ranks(folder, name, config.ranks) for name, _ in RUNS}
+        steps = config.train.steps * len(config.seeds) * len(PLANNERS)
+        with shown_progress(folder, ranks=config.ranks, steps=steps):
+            run_ranks(
+                _rank_body,
+                (config, folder),
+                ranks=config.ranks,
+                folder=folder,
+                limit_s=config.limit_s,
+                timeout_s=config.train.timeout_s,
+                what="the demo",
+                traces=config.out,
+            )
+        return {seed: {n: _of_all_ranks(folder, seed, n, config.ranks) for n in PLANNERS} for seed in config.seeds}
 
 
-def _of_all_ranks(folder: Path, name: str, ranks: int) -> RunResult:
+def _file_of(folder: Path, seed: int, name: str, rank: int) -> Path:
+    return folder / f"{seed}-{name}-{rank}.npz"
+
+
+def _of_all_ranks(folder: Path, seed: int, name: str, ranks: int) -> RunResult:
     """Rank 0's result with the spans of all, whose clocks are one: they are processes of one machine."""
-    found = [RunResult.load(folder / f"{name}-{rank}.npz") for rank in range(ranks)]
+    found = [RunResult.load(_file_of(folder, seed, name, rank)) for rank in range(ranks)]
     return replace(found[0], spans=tuple(span for result in found for span in result.spans))
 
 
 def _rank_body(rank: int, config: LaunchConfig, folder: Path) -> None:
     """What every rank's process does."""
+    teller = Teller(folder, rank)
+    teller.begin("reading the text")
     corpus = load_corpus(config.text)
-    warm()
-    for name, planner in RUNS:
+    for seed in config.seeds:
+
+        def tell(doing: str, seed: int = seed) -> None:
+            teller.begin(f"seed {seed}: {doing}")
+
         with contextlib.ExitStack() as stack:
-            listeners = list(_listeners(config, name, corpus.source, stack)) if rank == 0 else []
-            result = train(config.train, corpus, name=name, planner=planner, listeners=listeners)
-        result.save(folder / f"{name}-{rank}.npz")
+            listeners: list[Listener] = []
+            if rank == 0:
+                listeners = [*_listeners(config, seed, corpus.source, stack), teller.step]
+            own = replace(config.train, seed=seed)
+            results = train(own, corpus, planners=PLANNERS, listeners=listeners, tell=tell)
+        for name, result in results.items():
+            result.save(_file_of(folder, seed, name, rank))
+    teller.begin("ending")
 
 
-def _listeners(config: LaunchConfig, name: str, source: str, stack: contextlib.ExitStack) -> Iterator[Listener]:
-    """Those of rank 0: the log, the progress bar, and for the last run the routing trace."""
+def _listeners(config: LaunchConfig, seed: int, source: str, stack: contextlib.ExitStack) -> Iterator[Listener]:
+    """Those of rank 0: the log, and for the first seed the routing trace."""
     metrics = stack.enter_context((config.out / "metrics.jsonl").open("a", buffering=1, encoding="utf-8"))
     yield lambda step: print(json.dumps(step.as_json()), file=metrics)
-    yield stack.enter_context(progress_bar(name, config.train.steps))
-    if name != RUNS[-1][0]:
+    if seed != config.seeds[0]:
         return
     model = config.train.model
     writer = TraceWriter(
@@ -103,9 +126,9 @@ def _listeners(config: LaunchConfig, name: str, source: str, stack: contextlib.E
             "dim": model.dim,
             "hidden": model.hidden,
             "top_k": model.top_k,
-            "tokens": config.train.sequences * model.length // config.ranks,
+            "tokens": config.train.sequences_per_rank * model.length,
             "source": f"prophet demo on the {source}",
         },
     )
     trace = stack.enter_context(writer)
-    yield lambda step: trace.append(step.report.counts, iteration=step.step)
+    yield lambda step: trace.append(step.report.counts, iteration=step.step) if step.run == "on" else None

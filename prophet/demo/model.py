@@ -18,12 +18,12 @@ from prophet.layer.moe import MoE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Sizes of the model; the defaults train on two cores in a minute."""
+    """Sizes of the model. With the defaults, experts are 70 % of what a rank computes in a step of 32 sequences."""
 
     dim: int = 96
     heads: int = 4
-    blocks: int = 4
-    hidden: int = 192
+    blocks: int = 2
+    hidden: int = 768
     experts: int = 16
     top_k: int = 2
     length: int = 128

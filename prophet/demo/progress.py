@@ -1,41 +1,139 @@
-"""Rank 0's progress bar: loss, tokens per second and the balance of the ranks."""
+"""What the demo is doing, shown throughout: each rank writes it down, and the process that started them shows it.
+
+On a terminal it is one live line with a bar, elsewhere (a log, CI) a line now and then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
-from prophet.demo.train import Listener, StepResult
+from prophet.demo.train import StepResult
 
-_LINES = 5  # where the output is not a terminal: this many lines instead of a bar
+STARTING = "starting and importing PyTorch"
+_LOOK_S = 0.25
+_LONGEST_BYTES = 4096  # more than two lines of a rank's file have
+_LINE_S = 10.0  # where the output is not a terminal: at least one line in so many seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What one rank is doing. stage: how many things it has begun so far. steps: done by it, in all. shown: what the
+    last step came to, for as long as it trains.
+    """
+
+    stage: int = 0
+    doing: str = STARTING
+    steps: int = 0
+    shown: str = ""
+
+
+class Teller:
+    """A rank's side: writes what it does into a file of `folder`."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._file = _file_of(folder, rank).open("a", buffering=1, encoding="utf-8")
+        self._now = Status()
+
+    def begin(self, doing: str) -> None:
+        """From now on this rank is `doing` something else."""
+        self._write(Status(self._now.stage + 1, doing, self._now.steps))
+
+    def step(self, result: StepResult) -> None:
+        """One more training step is done."""
+        where = f"seed {result.seed}, {result.run}, step {result.step + 1}"
+        words = f"{where}: loss {result.loss:.3f}, busiest rank {result.report.max_mean:.2f} × mean"
+        self._write(Status(self._now.stage, self._now.doing, self._now.steps + 1, words))
+
+    def _write(self, status: Status) -> None:
+        self._now = status
+        print(json.dumps(asdict(status)), file=self._file)
+
+
+def _file_of(folder: Path, rank: int) -> Path:
+    return folder / f"status-{rank}.jsonl"
+
+
+def read_status(folder: Path, rank: int) -> Status:
+    """The last whole line that this rank has written; `STARTING` before its first one."""
+    try:
+        with _file_of(folder, rank).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LONGEST_BYTES))
+            lines = file.read().split(b"\n")
+    except OSError:
+        return Status()
+    return Status(**json.loads(lines[-2])) if len(lines) > 1 else Status()
+
+
+def describe(statuses: Sequence[Status]) -> str:
+    """What all ranks do, and which of them the others wait for."""
+    furthest = max(statuses, key=lambda s: s.stage)
+    behind = [(rank, s) for rank, s in enumerate(statuses) if s.stage < furthest.stage]
+    if not behind:
+        return furthest.doing
+    waits = ", ".join(f"rank {rank} ({s.doing})" for rank, s in behind)
+    return f"{furthest.doing}; waiting for {waits}"
 
 
 @contextmanager
-def progress_bar(name: str, steps: int) -> Iterator[Listener]:
-    """A live bar on a terminal, a few lines elsewhere (a log, CI); it is told of every step."""
-    console = Console(stderr=True)
+def shown_progress(folder: Path, *, ranks: int, steps: int, console: Console | None = None) -> Iterator[None]:
+    """Show what the ranks write into `folder` until the block ends. steps: that rank 0 will do, in all."""
+    console = Console(stderr=True) if console is None else console
     columns = (
-        TextColumn("balancing [bold]{task.description}"),
-        BarColumn(),
+        TimeElapsedColumn(),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[shown]}"),
-        TimeRemainingColumn(),
+        TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
     )
-    tokens_per_s = 0.0
+    ended = threading.Event()
+    with Progress(*columns, console=console, refresh_per_second=4, expand=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(STARTING, total=steps)
+        lines = _Lines(console)
 
-    def show(result: StepResult) -> None:
-        nonlocal tokens_per_s
-        rate, done = result.tokens / result.step_s, result.step + 1
-        tokens_per_s = rate if done <= 2 else 0.9 * tokens_per_s + 0.1 * rate
-        balance = f"busiest rank {result.report.max_mean:.2f} × mean"
-        shown = f"loss {result.loss:.3f}  {tokens_per_s:,.0f} tokens/s  {balance}"
-        bar.update(task, completed=done, shown=shown)
-        if not console.is_terminal and (done % -(-steps // _LINES) == 0 or done == steps):
-            console.print(f"balancing {name}: step {done}/{steps}  {shown}", highlight=False, soft_wrap=True)
+        def look() -> None:
+            statuses = [read_status(folder, rank) for rank in range(ranks)]
+            doing, first = describe(statuses), statuses[0]
+            together = len({status.stage for status in statuses}) == 1
+            words = first.shown if first.shown and together else doing
+            bar.update(task, completed=first.steps, description=words)
+            if not console.is_terminal:
+                lines.show(doing, f"{first.steps}/{steps} steps  {words}")
 
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=steps, shown="")
-        yield show
+        watcher = threading.Thread(target=_repeat, args=(look, ended), name="demo-progress", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
+            look()
+
+
+def _repeat(look: Callable[[], None], ended: threading.Event) -> None:
+    while not ended.wait(_LOOK_S):
+        look()
+
+
+class _Lines:
+    """A line when something else begins, and after some time without one."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last, self._began, self._at = "", time.monotonic(), 0.0
+
+    def show(self, doing: str, words: str) -> None:
+        now = time.monotonic() - self._began
+        if doing == self._last and now < self._at + _LINE_S:
+            return
+        self._last, self._at = doing, now
+        self._console.print(f"{now:4.0f} s  {words}", highlight=False, soft_wrap=True)

@@ -5,21 +5,23 @@ Shape legend: T steps, L layers, R ranks, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from prophet.demo.train import RunResult, TrainConfig
+from prophet.demo.launch import LaunchConfig, Results
+from prophet.demo.train import RunResult
 from prophet.machine.presets import get_preset
 from prophet.planner import get_planner
-from prophet.report import Report, Run, Table, max_mean, relative_difference
+from prophet.report import Pairs, Report, Run, Table, max_mean, relative_difference
+from prophet.report.gain import CONFIDENCE
 from prophet.traces.npz import RoutingTrace
 from prophet.traces.replay import choose_iterations, replay, routed_per_rank
 
 PREDICTED_ON = ("hpwnv:MoE-GPT-M", "h100-nvlink:Mixtral-8x7B", "ethernet-25g:Mixtral-8x7B")
-PREDICTED_TOKENS = 8192  # per rank: what such machines train with, where the demo has a few hundred
+PREDICTED_TOKENS = 8192  # per rank: what such machines train with, where the demo has half of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,28 +34,177 @@ class Prediction:
     rest_s: float
 
 
-def summarise(results: dict[str, RunResult]) -> dict[str, Any]:
-    """What `summary.json` holds; `results` are the runs "off" and "on"."""
-    off, on = results["off"], results["on"]
-    return {
-        "off": _summary_of(off),
-        "on": _summary_of(on),
-        "loss_max_relative_difference": float(relative_difference(off.loss, on.loss).max()),
-        "ranks": int(on.rank_load.shape[2]),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """The results of all seeds. pairs: step times of both runs; None where ranks share cores, and time shows nothing.
+
+    cores: physical ones that the ranks may use.
+    """
+
+    results: Results
+    ranks: int
+    cores: int
+    pairs: Pairs | None
+
+    @property
+    def first(self) -> dict[str, RunResult]:
+        """Both runs of the first seed."""
+        return next(iter(self.results.values()))
+
+    def runs(self, name: str) -> list[RunResult]:
+        """One run, from every seed."""
+        return [runs[name] for runs in self.results.values()]
+
+    def difference(self) -> float:
+        """The largest relative difference of the losses of both runs, over steps and seeds."""
+        return max(float(relative_difference(r["off"].loss, r["on"].loss).max()) for r in self.results.values())
+
+    def step_s(self) -> dict[str, float]:
+        """Seconds of a run's median step; nothing where time shows nothing."""
+        return {} if self.pairs is None else dict(zip(("off", "on"), self.pairs.steps_s, strict=True))
+
+
+def outcome_of(results: Results, config: LaunchConfig, *, cores: int) -> Outcome:
+    """What came out. The first of several pairs of a seed is its warm-up."""
+    runs = results.values()
+    pairs = None
+    turn = config.train.turn
+    if cores >= config.ranks and config.train.steps // turn > 1:
+        pairs = Pairs(
+            names=[f"seed {seed}" for seed in results],
+            before_s=np.stack([turn_medians(r["off"].step_s, turn) for r in runs]),
+            after_s=np.stack([turn_medians(r["on"].step_s, turn) for r in runs]),
+        )
+    return Outcome(results=results, ranks=config.ranks, cores=cores, pairs=pairs)
+
+
+def turn_medians(step_s: np.ndarray[Any, Any], turn: int) -> np.ndarray[Any, Any]:
+    """The median step of every whole turn, [P], from the seconds of all steps, [T]."""
+    whole = len(step_s) // turn
+    medians: np.ndarray[Any, Any] = np.median(step_s[: whole * turn].reshape(whole, turn), axis=1)
+    return medians
+
+
+# --- words ---
+
+
+def headline(outcome: Outcome) -> str:
+    """What balancing gains in time on this machine, or why that cannot be said."""
+    pairs, ranks, cores = outcome.pairs, outcome.ranks, outcome.cores
+    if cores < ranks:
+        shared = "1 core" if cores == 1 else f"{cores} cores"
+        return f"Time shows nothing here: {ranks} ranks share {shared}."
+    if pairs is None or pairs.interval is None:
+        return "No difference measurable: too few steps to compare times."
+    low, high = pairs.interval
+    counted = f"{pairs.counted.size} pairs of turns, {_count(len(pairs.names), 'seed')}"
+    if not pairs.measurable:
+        return (
+            f"No difference measurable in time: with balancing a step takes {low:.3f} to {high:.3f} of the time "
+            f"without ({CONFIDENCE:.0%} interval, {counted})."
+        )
+    before, after = pairs.steps_s
+    return (
+        f"With balancing a step takes {pairs.median:.3f} of the time without ({CONFIDENCE:.0%} interval {low:.3f} to "
+        f"{high:.3f}, {counted}): {1e3 * before:.0f} → {1e3 * after:.0f} ms."
+    )
+
+
+def balance_line(outcome: Outcome) -> str:
+    """How even the ranks are, in one sentence."""
+    before, after = (_median_max_mean(outcome.runs(name)) for name in ("off", "on"))
+    return f"The busiest rank computes {before:.2f} times the mean without balancing, {after:.2f} times with it."
+
+
+def loss_line(outcome: Outcome) -> str:
+    """That the losses are equal, in one sentence."""
+    seeds = _count(len(outcome.results), "seed")
+    return f"The losses do not change: their largest relative difference is {outcome.difference():.1e} ({seeds})."
+
+
+def _count(n: int, thing: str) -> str:
+    return f"{n} {thing}" if n == 1 else f"{n} {thing}s"
+
+
+def _median_max_mean(runs: Iterable[RunResult]) -> float:
+    return float(np.median([max_mean(run.rank_load) for run in runs]))
+
+
+def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
+    """What this machine can and cannot show, in plain words."""
+    ranks, cores, train = outcome.ranks, outcome.cores, config.train
+    seeds = ", ".join(map(str, outcome.results))
+    if cores < ranks:
+        time = (
+            f"{ranks} ranks share {_count(cores, 'core')} here. A step's work is the same with balancing on or off, "
+            "only its distribution changes. The cores are busy either way, so times would only show what balancing "
+            "costs, and this page shows none."
+        )
+        warm_up = []
+    else:
+        time = (
+            "Each rank has its own core here, but all share one memory bus and one loopback network. Step times on "
+            "real machines differ."
+        )
+        warm_up = [
+            f"The first pair of turns of each seed is the warm-up, and no ratio or interval counts it. A turn has "
+            f"{_count(train.turn, 'step')}. The interval treats all pairs as independent. Pairs of one seed are "
+            "alike, so another seed may lie outside."
+        ]
+    return (
+        time,
+        *warm_up,
+        f"The seeds are {seeds}: nobody picked them. The router has no bias; it learns from its random start.",
+        "The losses differ by rounding. Where the router finds two experts almost equal, rounding can swap them for a "
+        "token, and from there the losses differ a little more.",
+        "Load by rank and the figures after the losses are those of the first seed.",
+        "With balancing on, each rank computes more different experts on fewer tokens each, and parameters travel "
+        "between processes through the cores that compute.",
+        *(() if outcome.pairs is None else ("Times in all-to-all include waiting for the slowest rank.",)),
+    )
+
+
+# --- numbers ---
+
+
+def summarise(outcome: Outcome) -> dict[str, Any]:
+    """What `summary.json` holds. Without `step_ratio` and any time where ranks share cores."""
+    found: dict[str, Any] = {"headline": headline(outcome)}
+    if outcome.pairs is not None:
+        found["step_ratio"] = _ratio(outcome.pairs)
+    step_s = outcome.step_s()
+    for name in ("off", "on"):
+        runs = outcome.runs(name)
+        ratio = np.stack([max_mean(run.rank_load) for run in runs])
+        found[name] = {
+            "max_mean_median": float(np.median(ratio)),
+            "max_mean_p95": float(np.percentile(ratio, 95)),
+            "copies_per_rank_mean": float(np.mean([run.copies.mean() for run in runs])),
+        }
+        if name in step_s:
+            found[name]["step_s_median"] = step_s[name]
+            found[name]["tokens_per_s"] = runs[0].tokens_per_step / step_s[name]
+    found["loss_max_relative_difference"] = outcome.difference()
+    found["losses"] = {
+        str(seed): {
+            name: {"first": float(run.loss[0]), "last": float(run.loss[-1]), "held_out": run.held_out_loss}
+            for name, run in runs.items()
+        }
+        for seed, runs in outcome.results.items()
     }
+    return found | {"ranks": outcome.ranks, "cores": outcome.cores}
 
 
-def _summary_of(run: RunResult) -> dict[str, float]:
-    ratio = max_mean(run.rank_load)
-    step_s = float(np.median(run.step_s))
+def _ratio(pairs: Pairs) -> dict[str, Any]:
+    counted = pairs.ratios[:, pairs.warm_up :]
     return {
-        "step_s_median": step_s,
-        "max_mean_median": float(np.median(ratio)),
-        "max_mean_p95": float(np.percentile(ratio, 95)),
-        "copies_per_rank_mean": float(run.copies.mean()),
-        "tokens_per_s": run.tokens_per_step / step_s,
-        "loss_first": float(run.loss[0]),
-        "loss_last": float(run.loss[-1]),
+        "median": pairs.median,
+        "interval": None if pairs.interval is None else list(pairs.interval),
+        "confidence": CONFIDENCE,
+        "measurable": pairs.measurable,
+        "pairs": int(counted.size),
+        "warm_up_pairs_left_out": int(pairs.ratios.size - counted.size),
+        "by_seed": dict(zip(pairs.names, np.median(counted, axis=1).tolist(), strict=True)),
     }
 
 
@@ -76,34 +227,34 @@ def predict(counts: np.ndarray[Any, Any], top_k: int) -> list[Prediction]:
     return predictions
 
 
-def measured_table(results: dict[str, RunResult], summary: dict[str, Any]) -> Table:
+def measured_table(outcome: Outcome) -> Table:
     """Both runs in numbers."""
-    off, on, a, b = results["off"], results["on"], summary["off"], summary["on"]
+    summary, step_s = summarise(outcome), outcome.step_s()
+    a, b = summary["off"], summary["on"]
 
     def row(label: str, key: str, form: str) -> tuple[str, str, str]:
         return label, format(a[key], form), format(b[key], form)
 
     def activity(label: str, *names: str) -> tuple[str, str, str]:
-        values = [1e3 * sum(run.seconds[n] for n in names) for run in (off, on)]
-        return label, f"{values[0]:.1f} ms", f"{values[1]:.1f} ms"
+        sums = ([sum(run.seconds[n] for n in names) for run in outcome.runs(name)] for name in ("off", "on"))
+        before, after = (f"{1e3 * np.mean(values):.1f} ms" for values in sums)
+        return label, before, after
 
-    return Table(
-        title="Both runs in numbers",
-        caption=(
-            "One seed, the same tokens; only the balancing differs. Host time is the median over steps, the mean "
-            "over ranks."
-        ),
-        columns=("", "off", "on"),
-        rows=(
-            row("loss, first step", "loss_first", ".5f"),
-            row("loss, last step", "loss_last", ".5f"),
-            ("largest relative difference along the way", "", f"{summary['loss_max_relative_difference']:.1e}"),
-            ("held-out loss", f"{off.held_out_loss:.5f}", f"{on.held_out_loss:.5f}"),
-            row("busiest rank / mean, median", "max_mean_median", ".3f"),
-            row("busiest rank / mean, 95th percentile", "max_mean_p95", ".3f"),
-            row("copies per rank and layer, mean", "copies_per_rank_mean", ".2f"),
-            ("step time, median", f"{1e3 * a['step_s_median']:.0f} ms", f"{1e3 * b['step_s_median']:.0f} ms"),
+    rows = [
+        row("busiest rank / mean, median", "max_mean_median", ".3f"),
+        row("busiest rank / mean, 95th percentile", "max_mean_p95", ".3f"),
+        row("copies per rank and layer, mean", "copies_per_rank_mean", ".2f"),
+    ]
+    for seed, runs in outcome.results.items():
+        off, on = runs["off"], runs["on"]
+        rows.append((f"seed {seed}: loss, last step", f"{off.loss[-1]:.5f}", f"{on.loss[-1]:.5f}"))
+        rows.append((f"seed {seed}: held-out loss", f"{off.held_out_loss:.5f}", f"{on.held_out_loss:.5f}"))
+    rows.append(("largest relative difference of the losses", "", f"{summary['loss_max_relative_difference']:.1e}"))
+    if step_s:
+        rows = [
+            ("step time, median", f"{1e3 * step_s['off']:.0f} ms", f"{1e3 * step_s['on']:.0f} ms"),
             row("tokens per second", "tokens_per_s", ",.0f"),
+            *rows,
             activity("  in the gate", "gate"),
             activity("  exchanging counts", "counts"),
             activity("  in all-to-all", "a2a"),
@@ -112,7 +263,13 @@ def measured_table(results: dict[str, RunResult], summary: dict[str, Any]) -> Ta
             activity("  waiting for Agg (exposed)", "exposed_agg"),
             activity("  splitting", "split"),
             activity("planning (host thread, hidden)", "plan"),
-        ),
+        ]
+    return Table(
+        title="Both runs in numbers",
+        caption="The same seeds and tokens; only the balancing differs."
+        + (" Host time is the median over steps, the mean over ranks and seeds." if step_s else ""),
+        columns=("", "off", "on"),
+        rows=rows,
     )
 
 
@@ -139,72 +296,57 @@ def predicted_table(predictions: Sequence[Prediction]) -> Table:
     )
 
 
-def remarks(results: dict[str, RunResult], cores: int | None) -> tuple[str, ...]:
-    """What this machine can and cannot show, in plain words."""
-    ranks = results["on"].rank_load.shape[2]
-    if cores is not None and cores < ranks:
-        time = (
-            f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''} here. The work of a step is the same with "
-            "balancing on or off, only its distribution changes, and the cores are busy either way: the step time "
-            "cannot fall on this machine. It can only show what balancing costs."
-        )
-    else:
-        time = (
-            "Each rank can have its own core here, but all share one memory bus and one loopback network; step times "
-            "on real machines differ."
-        )
-    return (
-        time,
-        "What it can show: that the loss is the same, that every rank computes the same number of tokens, how many "
-        "copies that takes, and that the same routing would leave most ranks waiting on machines where each has its "
-        "own device.",
-        "With balancing on, each rank computes more different experts on fewer tokens each, and parameters travel "
-        "between processes through the cores that compute. That is why the step may take longer here.",
-        "Times in all-to-all include waiting for the slowest rank.",
-    )
-
-
-def make_report(
-    config: TrainConfig,
-    results: dict[str, RunResult],
-    summary: dict[str, Any],
-    predictions: Sequence[Prediction],
-    *,
-    source: str,
-    cores: int | None,
-) -> Report:
+def make_report(outcome: Outcome, config: LaunchConfig, predictions: Sequence[Prediction], *, source: str) -> Report:
     """The page of the demo."""
-    off, on, a, b = results["off"], results["on"], summary["off"], summary["on"]
-    ranks, model = summary["ranks"], config.model
-    tables = [measured_table(results, summary)]
+    train, summary = config.train, summarise(outcome)
+    model, a, b = train.model, summary["off"], summary["on"]
+    tables = [measured_table(outcome)]
     if predictions:
         tables.append(predicted_table(predictions))
+    (before, after), *others = [
+        tuple(
+            Run(name=f"balancing {name}", loss=runs[name].loss, rank_load=runs[name].rank_load)
+            for name in ("off", "on")
+        )
+        for runs in outcome.results.values()
+    ]
+    on = outcome.first["on"]
     return Report(
-        title=f"{ranks} ranks train one mixture of experts, without and with balancing",
+        title=f"{outcome.ranks} ranks train one mixture of experts, without and with balancing",
         lead=(
-            f"A byte-level language model with {model.blocks} blocks of {model.experts} experts (top {model.top_k}), "
-            f"trained for {config.steps} steps on the {source}. Without balancing the busiest rank computes "
-            f"{a['max_mean_median']:.2f} times the mean, with it {b['max_mean_median']:.2f} times, and the loss "
-            "stays the same."
+            f"{headline(outcome)} {balance_line(outcome)} {loss_line(outcome)} Byte-level language models with "
+            f"{model.blocks} blocks of {model.experts} experts (top {model.top_k}), trained for {train.steps} steps "
+            f"on the {source}."
         ),
-        before=Run(name="balancing off", loss=off.loss, step_s=off.step_s, rank_load=off.rank_load),
-        after=Run(name="balancing on", loss=on.loss, step_s=on.step_s, rank_load=on.rank_load),
+        before=before,
+        after=after,
+        others=[(off, on) for off, on in others],
         counts=on.counts,
-        spans=on.spans,
+        pairs=outcome.pairs,
+        spans=() if outcome.pairs is None else on.spans,
         figures=(
+            *_time_tiles(outcome),
             (
                 f"{a['max_mean_median']:.2f} → {b['max_mean_median']:.2f}",
-                "busiest rank / mean, median over steps and layers",
+                "busiest rank / mean, median over steps, layers and seeds",
             ),
             (f"{summary['loss_max_relative_difference']:.1e}", "largest relative difference of the two losses"),
             (f"{b['copies_per_rank_mean']:.1f}", "expert copies per rank and layer, on average"),
-            (
-                f"{1e3 * a['step_s_median']:.0f} → {1e3 * b['step_s_median']:.0f} ms",
-                "step time on this machine, where it cannot fall except by noise (see below)"
-                if cores is not None and cores < ranks
-                else "step time on this machine",
-            ),
         ),
         tables=tables,
-        remarks=remarks(results, cores),
+        remarks=remarks(outcome, config),
     )
+
+
+def _time_tiles(outcome: Outcome) -> list[tuple[str, str]]:
+    pairs = outcome.pairs
+    if pairs is None or pairs.interval is None:
+        return []
+    low, high = pairs.interval
+    before, after = pairs.steps_s
+    interval = f"{CONFIDENCE:.0%} interval {low:.3f} to {high:.3f}"
+    if pairs.measurable:
+        share = (f"{pairs.median:.3f}", f"of the step time without balancing ({interval})")
+    else:
+        share = ("no difference measurable", f"in step time, with balancing over without ({interval})")
+    return [share, (f"{1e3 * before:.0f} → {1e3 * after:.0f} ms", "step time on this machine, median")]

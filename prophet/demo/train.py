@@ -1,4 +1,7 @@
-"""One rank's training loop with `prophet.attach`, as a user would write it, plus the bookkeeping of the demo.
+"""One rank's training loop with `prophet.attach`, as a user would write it, for several equal models side by side.
+
+They differ in their planner alone, train on the same tokens, and take turns of a few steps. So each turn of one has a
+turn of every other beside it that begins in an equal state, a few seconds apart on a machine that has not changed.
 
 Shape legend: T steps, L layers, R ranks, E experts.
 """
@@ -7,8 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,6 @@ from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.demo.text import Corpus, held_out_rows, rank_batch
 from prophet.engine.attach import attach
 from prophet.engine.config import EngineConfig
-from prophet.engine.engine import Engine
 from prophet.engine.report import StepReport
 from prophet.machine.presets import CLUSTERS
 from prophet.planner.base import Planner
@@ -37,21 +39,22 @@ ACTIVITIES = ("gate", "counts", "a2a", "expert", "exposed_trans", "exposed_agg",
 class TrainConfig:
     """What is trained, and for how long.
 
-    sequences: of the global batch, shared by all ranks. held_out_sequences: rows of held-out text, shared likewise.
-    timeout_s: limit on every wait for another rank.
+    steps: of each model. turn: steps of one model before another one's. sequences_per_rank: of one step.
+    held_out_sequences_per_rank: rows of held-out text. timeout_s: limit on every wait for another rank.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    steps: int = 150
-    sequences: int = 16
-    held_out_sequences: int = 64
+    steps: int = 40
+    turn: int = 4
+    sequences_per_rank: int = 32
+    held_out_sequences_per_rank: int = 32
     learning_rate: float = 1e-3
     seed: int = 0
     slots_per_rank: int = 2
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
-        for name in ("steps", "sequences", "held_out_sequences"):
+        for name in ("steps", "turn", "sequences_per_rank", "held_out_sequences_per_rank"):
             if getattr(self, name) < 1:
                 raise ValueError(f"TrainConfig.{name} must be at least 1, got {getattr(self, name)}")
         if not self.learning_rate > 0 or not self.timeout_s > 0:
@@ -101,6 +104,7 @@ class StepResult:
     """One step as it ends, for a progress bar or a log. `loss` is the mean over ranks, `step_s` this rank's clock."""
 
     run: str
+    seed: int
     step: int
     loss: float
     step_s: float
@@ -109,7 +113,7 @@ class StepResult:
 
     def as_json(self) -> dict[str, Any]:
         """The step as one line of the run's file."""
-        own = {name: getattr(self, name) for name in ("run", "step", "loss", "step_s")}
+        own = {name: getattr(self, name) for name in ("run", "seed", "step", "loss", "step_s")}
         return own | {
             "tokens_per_s": self.tokens / self.step_s,
             "max_mean": self.report.max_mean,
@@ -127,93 +131,122 @@ def train(
     config: TrainConfig,
     corpus: Corpus,
     *,
-    name: str,
-    planner: str | Planner,
+    planners: Mapping[str, str | Planner],
     group: Any = None,
     listeners: Iterable[Listener] = (),
-) -> RunResult:
-    """Train from `config.seed` with `planner`, a name or an object; collective over `group`.
+    tell: Callable[[str], None] = lambda doing: None,
+) -> dict[str, RunResult]:
+    """Train a model with each of `planners`, from `config.seed`, in turns; collective over `group`.
 
-    Everything that differs between runs is `planner`: the data and the initial parameters follow from the seed.
+    Everything that differs between runs is the planner: the data and the initial parameters follow from the seed. The
+    order within a round rotates, and begins elsewhere for the next seed. `tell` hears what begins now.
     """
-    torch.manual_seed(config.seed)
-    tokens = config.sequences * config.model.length
     ranks = collective_for(group, timeout_s=config.timeout_s)
-    model = MoEGPT(config.model, group=ranks)
-    # Adam divides each gradient by its own size: with the usual eps of 1e-8, parameters that get next to no gradient
-    # turn the rounding of a re-ordered sum into full steps, and two equal runs drift apart for no good reason.
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0
-    )
-    topology = CLUSTERS["gloo-loopback"].topology(ranks.size)
-    balancing = EngineConfig(planner=planner, slots_per_rank=config.slots_per_rank, topology=topology)
-    engine = attach(model, optimizer, config=balancing)
-    try:
-        steps: list[StepResult] = []
-        recording: Recording | None = None
-        listeners = list(listeners)
-        for step in range(config.steps):
-            began = time.perf_counter()
-            with ExitStack() as stack:
-                recording = stack.enter_context(engine.recording()) if step == config.steps - 1 else None
-                loss = _step(config, corpus, model, optimizer, engine, step)
-            if engine.last_step is None:
-                raise RuntimeError("the engine reported no step: the optimizer's hooks did not run")
-            step_s = time.perf_counter() - began
-            result = StepResult(name, step, loss, step_s, tokens, engine.last_step)
-            for listener in listeners:
-                listener(result)
-            steps.append(result)
-        held_out = _held_out_loss(config, corpus, model, engine.collective)
-        seconds = _mean_seconds([r.report.seconds for r in steps], engine.collective)
-    finally:
-        engine.close()
-    return RunResult(
-        name=name,
-        tokens_per_step=tokens,
-        loss=np.array([r.loss for r in steps]),
-        step_s=np.array([r.step_s for r in steps]),
-        rank_load=np.stack([r.report.rank_load for r in steps]),
-        copies=np.stack([r.report.copies for r in steps]),
-        counts=np.stack([r.report.counts for r in steps]),
-        seconds=seconds,
-        held_out_loss=held_out,
-        spans=() if recording is None else tuple(recording.spans()),
-    )
+    listeners = list(listeners)
+    with ExitStack() as stack:
+        tell(f"building {len(planners)} equal models")
+        runs = [stack.enter_context(closing(_Run(config, n, p, ranks))) for n, p in planners.items()]
+        tell("training")
+        for turn, start in enumerate(range(0, config.steps, config.turn)):
+            first = (config.seed + turn) % len(runs)
+            for run in runs[first:] + runs[:first]:
+                for step in range(start, min(start + config.turn, config.steps)):
+                    result = run.step(corpus, step)
+                    for listener in listeners:
+                        listener(result)
+        tell("measuring the loss on held-out text")
+        return {run.name: run.result(corpus) for run in runs}
 
 
-def _step(
-    config: TrainConfig, corpus: Corpus, model: MoEGPT, optimizer: torch.optim.Optimizer, engine: Engine, step: int
-) -> float:
-    """One optimizer step; returns the loss averaged over the ranks."""
-    ranks = engine.collective
-    rows = rank_batch(
-        corpus.train,
-        seed=config.seed,
-        step=step,
-        sequences=config.sequences,
-        length=config.model.length,
-        rank=ranks.rank,
-        ranks=ranks.size,
-    )
-    optimizer.zero_grad()
-    loss = model.loss(torch.from_numpy(rows))
-    loss.backward()
-    shown = loss.detach().clone()
-    shared = [p.grad for p in model.parameters() if p.grad is not None and not getattr(p, "prophet_expert", False)]
-    ranks.all_reduce_mean_([*shared, shown], op=Operation("mean of gradients"))
-    optimizer.step()
-    return float(shown)
+class _Run:
+    """One model, its optimizer and the engine that balances it."""
+
+    def __init__(self, config: TrainConfig, name: str, planner: str | Planner, ranks: Collective) -> None:
+        self.config, self.name = config, name
+        torch.manual_seed(config.seed)
+        self.model = MoEGPT(config.model, group=ranks)
+        # Adam divides each gradient by its own size: with the usual eps of 1e-8, parameters that get next to no
+        # gradient turn the rounding of a re-ordered sum into full steps, and two equal runs drift apart for no good
+        # reason.
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0
+        )
+        topology = CLUSTERS["gloo-loopback"].topology(ranks.size)
+        balancing = EngineConfig(planner=planner, slots_per_rank=config.slots_per_rank, topology=topology)
+        self.engine = attach(self.model, self.optimizer, config=balancing)
+        self.steps: list[StepResult] = []
+        self.recording: Recording | None = None
+
+    def step(self, corpus: Corpus, step: int) -> StepResult:
+        """One optimizer step; the last one is recorded."""
+        began = time.perf_counter()
+        with ExitStack() as stack:
+            if step == self.config.steps - 1:
+                self.recording = stack.enter_context(self.engine.recording())
+            loss = self._update(corpus, step)
+        if self.engine.last_step is None:
+            raise RuntimeError("the engine reported no step: the optimizer's hooks did not run")
+        step_s = time.perf_counter() - began
+        result = StepResult(self.name, self.config.seed, step, loss, step_s, self._tokens(), self.engine.last_step)
+        self.steps.append(result)
+        return result
+
+    def _update(self, corpus: Corpus, step: int) -> float:
+        """Returns the loss averaged over the ranks."""
+        config, ranks = self.config, self.engine.collective
+        rows = rank_batch(
+            corpus.train,
+            seed=config.seed,
+            step=step,
+            sequences=config.sequences_per_rank * ranks.size,
+            length=config.model.length,
+            rank=ranks.rank,
+            ranks=ranks.size,
+        )
+        self.optimizer.zero_grad()
+        loss = self.model.loss(torch.from_numpy(rows))
+        loss.backward()
+        shown = loss.detach().clone()
+        own = [p for p in self.model.parameters() if not getattr(p, "prophet_expert", False)]
+        shared = [p.grad for p in own if p.grad is not None]
+        ranks.all_reduce_mean_([*shared, shown], op=Operation("mean of gradients"))
+        self.optimizer.step()
+        return float(shown)
+
+    def _tokens(self) -> int:
+        config = self.config
+        return config.sequences_per_rank * config.model.length * self.engine.collective.size
+
+    def result(self, corpus: Corpus) -> RunResult:
+        """What was measured, once all steps are done; collective."""
+        steps, ranks = self.steps, self.engine.collective
+        return RunResult(
+            name=self.name,
+            tokens_per_step=self._tokens(),
+            loss=np.array([r.loss for r in steps]),
+            step_s=np.array([r.step_s for r in steps]),
+            rank_load=np.stack([r.report.rank_load for r in steps]),
+            copies=np.stack([r.report.copies for r in steps]),
+            counts=np.stack([r.report.counts for r in steps]),
+            seconds=_mean_seconds([r.report.seconds for r in steps], ranks),
+            held_out_loss=_held_out_loss(self.config, corpus, self.model, ranks),
+            spans=() if self.recording is None else tuple(self.recording.spans()),
+        )
+
+    def close(self) -> None:
+        """End balancing."""
+        self.engine.close()
 
 
 @torch.no_grad()
 def _held_out_loss(config: TrainConfig, corpus: Corpus, model: MoEGPT, ranks: Collective) -> float:
     """Loss on text of files that training never sees, mean over the ranks' equal shares."""
-    rows = held_out_rows(corpus.held_out, sequences=config.held_out_sequences, length=config.model.length)
+    sequences = config.held_out_sequences_per_rank * ranks.size
+    rows = held_out_rows(corpus.held_out, sequences=sequences, length=config.model.length)
     mine = torch.from_numpy(rows[ranks.rank :: ranks.size])
     model.eval()
     total = torch.zeros(())
-    for piece in mine.split(16):
+    for piece in mine.split(32):
         total += model.loss(piece) * (len(piece) / len(mine))
     model.train()
     ranks.all_reduce_mean_([total], op=Operation("mean of held-out losses"))

@@ -14,6 +14,7 @@ from torch import nn
 from prophet.engine.replan import ReplanConfig
 from prophet.errors import ConfigMismatch, ReplicaMemoryError
 from prophet.layer.moe import MoE
+from prophet.planner import core, get_planner
 from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.messages import tell
@@ -21,7 +22,7 @@ from prophet.scheduler.forms import Transfers
 from prophet.scheduler.schedules import NAMES
 from prophet.spec import PlanContext, Topology, Windows, digest, odd_ones_out
 
-_PLANNER = ("name", "replicates", "withdraws", "warm", "place", "split")
+_PLANNER = ("name", "replicates", "withdraws", "needs_core", "place", "split")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,10 +99,21 @@ class Experiment:
 
 
 def signature(*values: EngineConfig | Experiment) -> str:
-    """What must be equal on all ranks, as text: every field, and planners by name."""
+    """What must be equal on all ranks, as text: every field, planners by name, and the planner's compiled core."""
     pairs = {f.name: getattr(value, f.name) for value in values for f in fields(value)}
     planner = pairs["planner"]
-    return " ".join(f"{n}={v}" for n, v in (pairs | {"planner": getattr(planner, "name", planner)}).items())
+    pairs |= {"planner": getattr(planner, "name", planner), "core": core.version()}
+    return " ".join(f"{n}={v}" for n, v in pairs.items())
+
+
+def planner_of(config: EngineConfig, rank: int) -> Planner:
+    """The configuration's planner; `static`, with a warning on rank 0, where it needs a core that was not built."""
+    planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
+    if not (planner.needs_core and core.lacking()):
+        return planner
+    if rank == 0:
+        warnings.warn(f"training goes on without balancing: {core.lacking()}", stacklevel=4)
+    return get_planner("static")
 
 
 def context_of(layer: MoE, ranks: int, config: EngineConfig) -> PlanContext:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from prophet.engine.balanced_layer import BalancedLayer, StepCounts
-from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of
+from prophet.engine.config import EngineConfig, Experiment, check_budget, context_of, planner_of
 from prophet.engine.copies import check_not_copies
 from prophet.engine.gradient_watch import GradientWatch
 from prophet.engine.overflow import Following
@@ -35,10 +35,8 @@ from prophet.engine.resume import engine_state, engine_state_from
 from prophet.experts.replica import ReplicaPool
 from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.moe import MoE
-from prophet.planner import get_planner
 from prophet.planner.base import Planner
-from prophet.ranks.collective import Collective, Operation
-from prophet.ranks.process_group import at_work
+from prophet.ranks.collective import Collective
 from prophet.scheduler.actions import Window
 from prophet.scheduler.budget import within_budget
 from prophet.scheduler.recording import ObservedCollective, Recording
@@ -63,12 +61,7 @@ class Engine:
         self.collective = ObservedCollective(collective)
         self.config, self.experiment = config, experiment
         self.replan = config.replan or EVERY_STEP
-        with at_work("compiling the planner"):  # on a machine that has never done so, for minutes
-            self.planner: Planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
-            if collective.size > 1:
-                self.planner.warm()  # now, so that no step does
-        if collective.size > 1:
-            collective.meet(Operation("attaching of an engine"))
+        self.planner: Planner = planner_of(config, collective.rank)
         self.compared = collective.size > 1 and self.planner.replicates
         contexts = [context_of(layer, collective.size, config) for layer in layers]
         contexts[0] = replace(contexts[0], windows=replace(config.windows, experts=False))

@@ -82,8 +82,8 @@ def make_report(steps: Steps, *, name: str) -> Report:
         title=f"Balance of {name}",
         lead=f"Steps {rows[0]['step'] + 1} to {rows[-1]['step'] + 1} of {header['layers']} MoE layers on "
         f"{header['ranks']} ranks, planner {header.get('planner', 'unknown')}.",
-        before=Run(name="without replicas (counted)", loss=unknown, step_s=unknown, rank_load=static),
-        after=Run(name="as it ran", loss=unknown, step_s=unknown, rank_load=balanced),
+        before=Run(name="without replicas (counted)", loss=unknown, rank_load=static),
+        after=Run(name="as it ran", loss=unknown, rank_load=balanced),
         counts=np.array([r["experts"] for r in detailed])[:, :, None, :],
         figures=figures,
         tables=(layers_table(steps),),

@@ -10,8 +10,6 @@ from prophet.planner.base import Planner
 
 PLANNER_NAMES: tuple[str, ...] = (
     "prophet",
-    "prophet-search",
-    "prophet-gradual",
     "static",
     "top2",
     "top3",
@@ -26,20 +24,21 @@ PLANNER_NAMES: tuple[str, ...] = (
     "fine-ep",
 )
 
-# Options of `ProphetPlanner`, by name.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "prophet": {},
-    "prophet-search": {"effort": 0.4, "least_search_s": 3e-3, "split_effort": 0.2},
-    "prophet-gradual": {"gradual": True, "effort": 0.002, "least_search_s": 4e-5, "split_effort": 0.06},
+# Names of the past, and what to write instead.
+_GONE = {
+    "prophet-search": "planner='prophet', which searches from step to step; its option `effort` says how much",
+    "prophet-gradual": "planner='prophet', which goes on from the placement in force itself",
 }
 
-__all__ = ["PLANNER_NAMES", "Planner", "get_planner", "warm"]
+__all__ = ["PLANNER_NAMES", "Planner", "get_planner"]
 
 
 def get_planner(name: str, **options: Any) -> Planner:
     """Return the planner called `name`, built with `options`; raise `SpecError` for an unknown name or
     option.
     """
+    if name in _GONE:
+        raise SpecError(f"there is no planner {name!r} any more: write {_GONE[name]}")
     if name not in PLANNER_NAMES:
         raise SpecError(f"there is no planner {name!r}; the planners are {', '.join(PLANNER_NAMES)}")
     try:
@@ -49,10 +48,10 @@ def get_planner(name: str, **options: Any) -> Planner:
 
 
 def _build(name: str, options: dict[str, Any]) -> Planner:
-    if name in OPTIONS:
+    if name == "prophet":
         from prophet.planner.greedy import ProphetPlanner
 
-        return ProphetPlanner(**{"name": name, **OPTIONS[name], **options})
+        return ProphetPlanner(**options)
     from prophet.planner import baselines
 
     if name == "static":
@@ -76,25 +75,3 @@ def _build(name: str, options: dict[str, Any]) -> Planner:
         "fine-ep": published.FineEpPlanner,
     }
     return by_name[name](**options)
-
-
-def warm() -> None:
-    """Compile (or load from the cache) every kernel of the default planner, so that no training step does.
-
-    Takes one to three minutes the first time on a machine, and says so on stderr.
-    """
-    import numpy as np
-
-    from prophet.spec import LayerShape, PlanContext, Topology
-
-    planner = get_planner("prophet")
-    context = PlanContext(
-        topology=Topology.uniform(2),
-        shape=LayerShape.feed_forward(dim=8, hidden=8),
-        home=(0, 0, 1, 1),
-        slots_per_rank=1,
-    )
-    load = np.array([[900, 500, 10, 0], [800, 700, 0, 10]], dtype=np.int64)
-    for planned in (load, load[:, ::-1]):
-        placement = planner.place(planned, context)
-        planner.split(planned, placement, context)

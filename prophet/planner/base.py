@@ -43,9 +43,10 @@ class Planner(Protocol):
         """Whether replicas are withdrawn where the counts show that they are not worth the rest of their transfers."""
         return False
 
-    def warm(self) -> None:
-        """Compile what `place` and `split` run, so that no step does."""
-        return
+    @property
+    def needs_core(self) -> bool:
+        """Whether it cannot plan without `prophet.planner.core`."""
+        return False
 
     @abstractmethod
     def place(self, load: IntArray, context: PlanContext) -> Placement:

@@ -1,18 +1,19 @@
-"""The default planner: few replicas from the predicted load, an exact split of the real one.
+"""Our planner: few replicas from the predicted load, improved from step to step, and an exact split of the real one.
 
 Shape legend: R ranks, E experts.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from prophet.errors import SpecError
-from prophet.planner import search, shortest, timing
+from prophet.planner import core
 from prophet.planner.base import Planner
-from prophet.planner.split import Flows, exact_flows
+from prophet.planner.split import Flows
 from prophet.spec import (
     BoolArray,
     FloatArray,
@@ -27,12 +28,12 @@ from prophet.spec import (
 )
 
 REMEMBERED = 4  # contexts
-MOST_TRIES = 2400  # trial moves per slot limit, however long the step
+_NONE = np.zeros((0, 0), dtype=np.bool_)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Machine:
-    """A `PlanContext` as the arrays that the kernels take; all read-only."""
+    """A `PlanContext` as the arrays that the core takes; all read-only."""
 
     topology: Topology
     shape: LayerShape
@@ -50,19 +51,23 @@ class Machine:
     @classmethod
     def of(cls, context: PlanContext) -> Machine:
         topology, shape = context.topology, context.shape
-        figures = np.zeros(timing.FIGURES)
-        figures[timing.TOKEN_BYTES] = shape.token_bytes
-        figures[timing.INTRA_BYTES_PER_S] = topology.intra.bytes_per_s
-        figures[timing.INTRA_LATENCY_S] = topology.intra.latency_s
-        figures[timing.INTER_BYTES_PER_S] = topology.inter.bytes_per_s
-        figures[timing.INTER_LATENCY_S] = topology.inter.latency_s
-        figures[timing.PARAM_BYTES] = context.trans_bytes
-        figures[timing.GRAD_BYTES] = context.agg_bytes
-        figures[timing.FNEC_S] = context.windows.fnec_s
-        figures[timing.BNEC_S] = context.windows.bnec_s
-        figures[timing.OVERHEAD_S] = topology.expert_overhead_s
-        figures[timing.OVERLAP_COST] = topology.overlap_cost
-        figures[timing.NO_EXPERTS] = float(not context.windows.experts)
+        figures = np.array(  # in the order of `core/problem.h`
+            [
+                shape.token_bytes,
+                topology.intra.bytes_per_s,
+                topology.intra.latency_s,
+                topology.inter.bytes_per_s,
+                topology.inter.latency_s,
+                context.trans_bytes,
+                context.agg_bytes,
+                context.windows.fnec_s,
+                context.windows.bnec_s,
+                topology.expert_overhead_s,
+                topology.overlap_cost,
+                not context.windows.experts,
+            ],
+            dtype=np.float64,
+        )
         limit = np.minimum(context.slot_limits(), context.experts)
         return cls(
             topology=topology,
@@ -96,52 +101,67 @@ def _same(a: object, b: object) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProphetPlanner(Planner):
-    """Cost-aware replicas with fractional use, and an exact split.
+class Tuning:
+    """What tests and studies vary, and nobody else has to.
 
-    `keep_margin`: the placement in force is kept while its predicted cost is within this fraction of the best one
-    found. `gain_margin`: replicas are used only when the prediction gains at least this fraction over none.
-    `spare`: replicas are added until every rank can drain this share of the mean load to any other, where that costs
-    at most `spare_margin` of the step (0: no spare replicas).
-    `effort`: the share of the predicted step that one core may search beyond the fast plan, which levels products, and
-    with six or more slots keeps tokens local where that shortens the step and all transfers are hidden. Work is
-    counted by assumed times, so that every rank does the same; a share that buys next to nothing is not spent. 0, the
-    default, is the fast plan; more pays where exchanges take much of a step and hidden transfers cost nothing, which
-    the model takes for granted and not every machine keeps.
-    `least_search_s`: the seconds that it may search however short the step, counted alike; a share of a very short step
-    buys next to nothing.
-    `split_effort`: the share of the seconds by which exchanges exceed their floor that the split may take to bring them
-    down, counted by an assumed time, too; 0 always minimises the bottleneck.
-    `gradual`: where exchanges matter, `effort` and `least_search_s` are spent in the mean of many calls, on changes of
-    the placement in force (`context.previous`) that are tried now and then, and a quarter as much on fast plans that
-    are compared with it; elsewhere the fast plan is made. Most calls return what they were given. Without a placement
-    in force the first is grown at once.
-    `withdraws`: whether a step goes on without its replicas where the exact load turns out not to be worth the rest of
-    their transfers (see `planner.withdraw`).
+    keep_margin: the placement in force is kept while its predicted step is within this fraction of a new plan's, so
+        that noise in the counts moves no experts.
+    gain_margin: replicas are used only where the prediction gains at least this fraction over none; the model is not
+        truer than that.
+    spare: a first plan gets replicas until every rank can drain this share of the mean load to any other, where that
+        costs at most `spare_margin` of the step (0: no spare replicas). They are what makes a stale plan good.
+    least_search_s: seconds of searching per call however short the step; a share of a very short one buys nothing.
+    split_effort: share of the seconds by which exchanges exceed their floor that the split may take to bring them down;
+        0 always minimises the bottleneck.
     """
 
     keep_margin: float = 0.002
     gain_margin: float = 0.01
     spare: float = 0.4
     spare_margin: float = 0.02
-    effort: float = 0.0
-    least_search_s: float = 0.0
-    split_effort: float = 0.03
-    withdraws: bool = True
-    gradual: bool = False
-    name: str = "prophet"
+    least_search_s: float = 2.5e-5
+    split_effort: float = 0.06
+
+    def __post_init__(self) -> None:
+        low = min(self.keep_margin, self.spare, self.spare_margin, self.least_search_s, self.split_effort)
+        if not low >= 0 or not self.spare >= 0 or not 0 <= self.gain_margin < 1:
+            raise SpecError(f"planner prophet: nothing may be negative, and gain_margin must be below 1, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProphetPlanner(Planner):
+    """Cost-aware replicas with fractional use, and an exact split.
+
+    The first call makes a good plan; later ones start from the placement in force (`context.previous`), and now and
+    then try a change of it. Where routing has jumped, a call makes a new plan at once.
+
+    effort: the share of the predicted step that one core may search in the mean of many calls. Work is counted by
+        assumed times and never by a clock, so that every rank does the same. 0 searches for the least time: see
+        `Tuning.least_search_s`.
+    """
+
+    effort: float = 0.003
+    tuning: Tuning = field(default_factory=Tuning)
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        low = min(self.keep_margin, self.spare, self.spare_margin, self.effort, self.least_search_s, self.split_effort)
-        if not low >= 0 or not 0 <= self.gain_margin < 1:
-            raise SpecError(f"prophet planner: no option may be negative, and gain_margin must be below 1, got {self}")
+        if not self.effort >= 0:
+            raise SpecError(f"planner prophet: effort must not be negative, got {self.effort}")
 
-    def warm(self) -> None:
-        """Compile the kernels, or load them from their cache."""
-        from prophet.planner import warm
+    @property
+    def name(self) -> str:
+        """Its name: "prophet"."""
+        return "prophet"
 
-        warm()
+    @property
+    def withdraws(self) -> bool:
+        """True: see `planner.withdraw`."""
+        return True
+
+    @property
+    def needs_core(self) -> bool:
+        """True: both plan and split are compiled."""
+        return True
 
     def _machine(self, context: PlanContext) -> Machine:
         # The last contexts are remembered, since the same ones come back for every layer and step: that of the first
@@ -157,10 +177,10 @@ class ProphetPlanner(Planner):
 
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         """Choose replicas for the predicted `load` [R, E]; homes only where nothing beats them."""
-        machine = self._machine(context)
+        machine, tuning = self._machine(context), self.tuning
         load = _checked(load, context)
-        previous = context.previous
-        holds, base_s = search.search(
+        holds = np.empty((context.experts, context.ranks), dtype=np.bool_)
+        core.native.plan(
             load,
             machine.home,
             machine.node,
@@ -168,30 +188,27 @@ class ProphetPlanner(Planner):
             machine.seconds_per_token,
             machine.figures,
             machine.limit,
-            machine_previous(previous, load),
-            previous is not None,
-            self.keep_margin,
-            self.gain_margin,
-            self.spare,
-            self.spare_margin,
-            self.effort,
-            self.least_search_s,
-            self.split_effort,
-            MOST_TRIES,
-            self.gradual,
+            _in_force(context),
+            _numbers(self.effort, tuning),
+            holds,
         )
-        if base_s < 0:
-            raise SpecError("load must not be negative")
         return Placement.trusted(machine.home, holds)
 
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
-        """Assign `load` [R, E] exactly; minimises the bottleneck, then tokens between nodes, then between
-        ranks.
-        """
-        return self.flows(load, placement, context).dense()
+        """Assign `load` [R, E] exactly, for the shortest step."""
+        tokens = np.empty((context.ranks, context.experts, context.ranks), dtype=np.int64)
+        core.native.split_tokens(*self._to_split(load, placement, context), self.tuning.split_effort, tokens)
+        return Split.trusted(tokens)
 
     def flows(self, load: IntArray, placement: Placement, context: PlanContext) -> Flows:
         """The same as `split` in sparse form, for large groups."""
+        given = self._to_split(load, placement, context)
+        shared, rows, rank_load, level, _ = core.native.split_rows(*given, self.tuning.split_effort)
+        return Flows(given[0], placement.home, shared, rows, rank_load, level)
+
+    def _to_split(
+        self, load: IntArray, placement: Placement, context: PlanContext
+    ) -> tuple[IntArray, BoolArray, IntArray, IntArray, FloatArray, FloatArray, FloatArray]:
         machine = self._machine(context)
         load = _checked(load, context)
         if placement.holds.shape != (context.experts, context.ranks):
@@ -199,10 +216,7 @@ class ProphetPlanner(Planner):
                 f"placement is for {placement.experts} experts x {placement.ranks} ranks, "
                 f"the context for {context.experts} x {context.ranks}"
             )
-        if self.split_effort == 0.0:
-            check_load(load)
-            return exact_flows(load, placement, node=machine.node, speed=machine.speed, check=False)
-        shared, rows, rank_load, level, _ = shortest.timed_flows(
+        return (
             load,
             placement.holds,
             placement.home,
@@ -210,26 +224,31 @@ class ProphetPlanner(Planner):
             machine.speed,
             machine.seconds_per_token,
             machine.figures,
-            self.split_effort,
         )
-        if level < 0:
-            raise SpecError("load must not be negative")
-        return Flows(load, placement.home, shared, rows, rank_load, level)
 
 
-def machine_previous(previous: Placement | None, load: IntArray) -> BoolArray:
-    """The holders of the placement in force, or an array of the same type that stands for none."""
+@functools.lru_cache(maxsize=REMEMBERED)
+def _numbers(effort: float, tuning: Tuning) -> FloatArray:
+    """The options in the order of `core/plan.h`."""
+    t = tuning
+    return np.array([t.keep_margin, t.gain_margin, t.spare, t.spare_margin, effort, t.least_search_s, t.split_effort])
+
+
+def _in_force(context: PlanContext) -> BoolArray:
+    """The holders of the placement in force; no rows where there is none."""
+    previous = context.previous
     if previous is None:
-        return np.zeros((1, 1), dtype=np.bool_)
-    if previous.holds.shape != (load.shape[1], load.shape[0]):
+        return _NONE
+    if previous.holds.shape != (context.experts, context.ranks):
         raise SpecError(
-            f"previous placement is for {previous.experts} experts x {previous.ranks} ranks, load is {list(load.shape)}"
+            f"previous placement is for {previous.experts} experts x {previous.ranks} ranks, "
+            f"the context for {context.experts} x {context.ranks}"
         )
     return previous.holds
 
 
 def _checked(load: IntArray, context: PlanContext) -> IntArray:
-    # The kernels look at the signs: half of the time that a check takes here goes there.
+    # The core looks at the signs: half of the time that a check takes here goes there.
     if type(load) is not np.ndarray or load.dtype != np.int64 or not load.flags.c_contiguous:
         load = check_load(load)
     if load.shape != (context.ranks, context.experts):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prophet.errors import SpecError
+from prophet.planner import core
 from prophet.spec import FloatArray, IntArray, Placement, Split, Topology, check_load
 
 
@@ -35,11 +36,13 @@ class Flows:
 
     def dense(self) -> Split:
         """The same split as [R, E, D] integers."""
-        from prophet.planner import flow
-
         ranks, experts = self.load.shape
         tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
-        flow.scatter_dense(self.load, self.home, self.shared, self.rows, tokens)
+        alone = np.ones(experts, dtype=np.bool_)
+        alone[self.shared] = False
+        tokens[:, alone, self.home[alone]] = self.load[:, alone]
+        source, expert, rank, amount = self.rows.T
+        tokens[source, expert, rank] = amount
         return Split.trusted(tokens)
 
     def max_mean(self) -> float:
@@ -64,11 +67,9 @@ def exact_flows(
     """The exact split in sparse form; `node` [R] and `speed` [R] as of the topology (`node_ids`,
     `relative_speed`).
     """
-    from prophet.planner import flow
-
     if check:
         load = check_load(load)
-    shared, rows, rank_load, level = flow.split_flows(load, placement.holds, placement.home, node, speed)
+    shared, rows, rank_load, level = core.native.exact_rows(load, placement.holds, placement.home, node, speed)
     return Flows(load, placement.home, shared, rows, rank_load, level)
 
 

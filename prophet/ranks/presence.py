@@ -3,8 +3,8 @@
 Every process renews an entry of its own, its pulse, and says in it what it is doing. That is enough for three things:
 
 - an error can name the ranks that are gone, and where the others are;
-- a rank that waits for another one's work (a save, a load, compiling) goes on waiting while that rank is at work, and
-  stops when it is gone, however long the work takes;
+- a rank that waits for another one's work (a save, a load) goes on waiting while that rank is at work, and stops when
+  it is gone, however long the work takes;
 - ranks can meet, and hand each other words, without a collective that could break.
 
 A process of the same machine is asked for by its number, so its end is noticed at once. One of another machine counts

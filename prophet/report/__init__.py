@@ -2,6 +2,7 @@
 
 from prophet.errors import ReportError
 from prophet.report.comparison import Comparison, render_comparison, write_comparison
+from prophet.report.gain import Interval, Pairs, median_interval
 from prophet.report.page import Table, check_can_draw
 from prophet.report.run import (
     Report,
@@ -16,6 +17,8 @@ from prophet.report.run import (
 
 __all__ = [
     "Comparison",
+    "Interval",
+    "Pairs",
     "Report",
     "ReportError",
     "Run",
@@ -23,6 +26,7 @@ __all__ = [
     "check_can_draw",
     "expert_shares_by_step",
     "max_mean",
+    "median_interval",
     "relative_difference",
     "render_comparison",
     "render_report",

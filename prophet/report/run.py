@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from prophet.engine.history import similarity
 from prophet.errors import ReportError
+from prophet.report.gain import Pairs, draw_gain
 from prophet.report.page import (
     AFTER,
     BEFORE,
@@ -43,44 +44,56 @@ Ints = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Run:
-    """One training run: `loss` [T] in nats per byte, `step_s` [T], `rank_load` [T, L, R] tokens computed.
+    """One training run: `loss` [T] in nats per byte, `rank_load` [T, L, R] tokens computed.
 
-    NaN in `loss` and `step_s` where they are not known; without losses the page has no section of them.
+    NaN in `loss` where it is not known; without losses the page has no section of them.
     """
 
     name: str
     loss: FloatArray
-    step_s: FloatArray
     rank_load: Ints
 
     def __post_init__(self) -> None:
         steps = len(self.loss)
-        if self.rank_load.ndim != 3 or len(self.rank_load) != steps or len(self.step_s) != steps or steps < 1:
+        if self.rank_load.ndim != 3 or len(self.rank_load) != steps or steps < 1:
             raise ReportError(
-                f"run {self.name!r}: expected loss [T], step_s [T], rank_load [T, L, R] for one T >= 1, got "
-                f"{list(self.loss.shape)}, {list(self.step_s.shape)}, {list(self.rank_load.shape)}"
+                f"run {self.name!r}: expected loss [T], rank_load [T, L, R] for one T >= 1, got "
+                f"{list(self.loss.shape)}, {list(self.rank_load.shape)}"
             )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Report:
-    """All that the page shows; `before` and `after` train on the same tokens, `counts` are [T, L, R, E]."""
+    """All that the page shows; `before` and `after` train on the same tokens, `counts` are [T, L, R, E].
+
+    others: both runs again from other seeds, which the balance and the losses show too. pairs: step times of both.
+    """
 
     title: str
     lead: str
     before: Run
     after: Run
     counts: Ints
+    others: Sequence[tuple[Run, Run]] = ()
+    pairs: Pairs | None = None
     figures: Sequence[tuple[str, str]] = ()  # a figure and what it is of, for the head of the page
     spans: Sequence[Span] = ()  # of one step of `after`, of all ranks
     tables: Sequence[Table] = ()
     remarks: Sequence[str] = field(default_factory=tuple)
 
     def __post_init__(self) -> None:
-        if self.before.rank_load.shape[1:] != self.after.rank_load.shape[1:]:
-            raise ReportError("expected the same layers and ranks in both runs")
+        runs = [run for both in self.both_runs for run in both]
+        if len({run.rank_load.shape[1:] for run in runs}) > 1:
+            raise ReportError("expected the same layers and ranks in all runs")
+        if self.others and len({len(run.loss) for run in runs}) > 1:
+            raise ReportError("expected as many steps from every seed")
         if self.counts.ndim != 4 or not self.counts.size:
             raise ReportError(f"expected counts [T, L, R, E] with at least one step, got {list(self.counts.shape)}")
+
+    @property
+    def both_runs(self) -> list[tuple[Run, Run]]:
+        """Both runs, from every seed."""
+        return [(self.before, self.after), *self.others]
 
 
 # --- the numbers behind the figures -------------------------------------------------------------------
@@ -130,11 +143,11 @@ def expert_shares_by_step(counts: Ints, *, columns: int = 200) -> FloatArray:
 def _balance_over_steps(report: Report) -> str:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        for run, colour in ((report.before, BEFORE), (report.after, AFTER)):
-            ratio = max_mean(run.rank_load)  # [T, L]
+        for runs, colour in zip(zip(*report.both_runs, strict=True), (BEFORE, AFTER), strict=True):
+            ratio = np.concatenate([max_mean(run.rank_load) for run in runs], axis=1)  # [T, layers of all seeds]
             steps = np.arange(1, len(ratio) + 1)
             axes.fill_between(steps, ratio.min(axis=1), ratio.max(axis=1), color=colour, alpha=0.2, linewidth=0)
-            axes.plot(steps, np.median(ratio, axis=1), color=colour, label=run.name)
+            axes.plot(steps, np.median(ratio, axis=1), color=colour, label=runs[0].name)
         axes.axhline(1.0, color=INK, linewidth=0.6, linestyle=(0, (3, 3)))
         axes.set(xlabel="step", ylabel="busiest rank / mean", ylim=(0.95, None))
         axes.legend(loc="upper right", ncols=2)
@@ -221,25 +234,20 @@ def _similarity(report: Report) -> str:
 def _losses(report: Report) -> str:
     def draw(figure: Any) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-        for run, colour, width, dash in (
-            (report.before, BEFORE, 2.6, "solid"),
-            (report.after, AFTER, 1.1, (0, (4, 2))),
-        ):
-            top.plot(
-                np.arange(1, len(run.loss) + 1),
-                run.loss,
-                color=colour,
-                linewidth=width,
-                ls=dash,
-                label=run.name,
-            )
+        largest = 0.0
+        for i, runs in enumerate(report.both_runs):
+            for run, colour, width, dash in zip(runs, (BEFORE, AFTER), (2.6, 1.1), ("solid", (0, (4, 2))), strict=True):
+                label = run.name if i == 0 else None
+                steps = np.arange(1, len(run.loss) + 1)
+                top.plot(steps, run.loss, color=colour, linewidth=width, ls=dash, label=label)
+            difference = relative_difference(runs[0].loss, runs[1].loss)
+            differs = np.flatnonzero(difference)
+            bottom.plot(differs + 1, difference[differs], ".", color=THIRD, markersize=3)
+            largest = max(largest, float(difference.max()))
         top.set_ylabel("loss, nats / byte")
         top.legend()
-        difference = relative_difference(report.before.loss, report.after.loss)
-        differs = np.flatnonzero(difference)
-        bottom.plot(differs + 1, difference[differs], ".", color=THIRD, markersize=3)
         bottom.set_yscale("log")
-        bottom.set_ylim(1e-9, max(1e-5, 3.0 * float(difference.max())))
+        bottom.set_ylim(1e-9, max(1e-5, 3.0 * largest))
         bottom.set(xlabel="step", ylabel="relative\ndifference")
 
     return draw_figure(draw, height_in=3.2, label="Losses of both runs, and their difference")
@@ -253,11 +261,23 @@ def _two_blocks(report: Report) -> str:
     )
 
 
+def _gain(report: Report) -> str:
+    assert report.pairs is not None
+    return draw_gain(report.pairs, (report.before.name, report.after.name))
+
+
 _SECTIONS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
+    (
+        "Does a step get shorter?",
+        "Two equal models train side by side on the same tokens, one with balancing. They take turns of a few "
+        "steps, and the order alternates. A point is one pair of turns: the median step with balancing over the "
+        "median step without. Below 1 (dashed), balancing gains time.",
+        _gain,
+    ),
     (
         "How much busier is the busiest rank?",
         "All ranks wait for the busiest one. At 1.0 (dashed) every rank computes the same number of "
-        "tokens. The line is the median layer, the band reaches from the best layer to the worst.",
+        "tokens. The line is the median over layers and seeds, the band reaches from the best to the worst.",
         _balance_over_steps,
     ),
     (
@@ -265,6 +285,13 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
         "Tokens each rank computes, over the mean of the ranks, averaged over all steps. Tall bars are "
         "ranks that others wait for, short bars are ranks that wait.",
         _load_by_rank,
+    ),
+    (
+        "The loss does not notice",
+        "From each seed both runs start with the same parameters and see the same tokens. The lower panel is the "
+        "relative difference of their losses. It comes from adding the same numbers in another order. Steps without "
+        "a point are equal in every bit.",
+        _losses,
     ),
     (
         "Which experts are hot, and for how long",
@@ -284,13 +311,6 @@ _SECTIONS: tuple[tuple[str, str, Callable[[Report], str]], ...] = (
         "all-to-all, and the transfers of experts, which run beside both.",
         _two_blocks,
     ),
-    (
-        "The loss does not notice",
-        "Both runs start from one seed and see the same tokens. The lower panel is the relative difference of the "
-        "two losses; it comes from adding the same numbers in another order. Steps without a point are equal in "
-        "every bit.",
-        _losses,
-    ),
 )
 
 # --- the page ---
@@ -300,7 +320,8 @@ def render_report(report: Report) -> str:
     """The page as one string of HTML; raises `ReportError` when matplotlib is missing."""
     known = np.isfinite(report.before.loss).any() and np.isfinite(report.after.loss).any()
     transfers = any(s.stream == "weights" for s in report.spans)
-    left_out = [draw for draw, has in ((_losses, known), (_two_blocks, transfers)) if not has]
+    timed = report.pairs is not None
+    left_out = [draw for draw, has in ((_gain, timed), (_losses, known), (_two_blocks, transfers)) if not has]
     shown = [s for s in _SECTIONS if s[2] not in left_out]
     sections = "".join(section(title, caption, draw(report)) for title, caption, draw in shown)
     return page(

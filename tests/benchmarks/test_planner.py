@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -63,7 +62,7 @@ def test_gaps_are_measured_from_the_solved_optimum(tmp_path: Path) -> None:
     for case, row in solved:
         assert row["bound"] * (1 - 1e-9) <= row["seconds"] <= row["bound"] * (1 + PROVEN)
         assert seconds_of(case, "static") >= row["seconds"] * (1 - 1e-3)
-    static, searched = gap_rows(solved, {"static": {}, "prophet-search, effort 1": {"effort": 1.0}})
+    static, searched = gap_rows(solved, {"static": {}, "prophet, effort 1": {"effort": 1.0, "calls": 10}})
     gaps = [seconds_of(case, "static") / row["seconds"] - 1 for case, row in solved]
     assert static["gap_median"] == pytest.approx(np.median(gaps))
     assert static["gap_max"] == pytest.approx(max(gaps))
@@ -71,22 +70,12 @@ def test_gaps_are_measured_from_the_solved_optimum(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [147, 168, 275, 372])
-def test_a_search_comes_close_where_slots_are_few_and_exchanges_slow(number: int) -> None:
-    """The fast plan misses these by 24 to 138 %; a search that spends a sixth of its effort by 3 to 175."""
+def test_a_few_hundred_calls_come_close_where_slots_are_few_and_exchanges_slow(number: int) -> None:
+    """Each call sees counts drawn around the case's."""
     pytest.importorskip("scipy")
     case = small_case(number, None)
     best_s = solve_exactly(case.load, case.context, time_limit_s=20.0).seconds
-    assert seconds_of(case, "prophet-search") <= 1.02 * best_s
-    assert seconds_of(case, "prophet") >= 1.1 * best_s
-
-
-@pytest.mark.parametrize("number", [147, 168, 275, 372])
-def test_a_gradual_search_comes_as_close_in_a_few_hundred_calls(number: int) -> None:
-    """Each call sees counts drawn around the case's, and takes less time than a fast plan in the mean."""
-    pytest.importorskip("scipy")
-    case = small_case(number, None)
-    best_s = solve_exactly(case.load, case.context, time_limit_s=20.0).seconds
-    planner = get_planner("prophet-gradual")
+    planner = get_planner("prophet")
     seconds = []
     for calls in (1, 400):
         placement, _ = placed(case, planner, calls)
@@ -96,12 +85,14 @@ def test_a_gradual_search_comes_as_close_in_a_few_hundred_calls(number: int) -> 
     assert seconds[1] <= seconds[0]
 
 
-@dataclasses.dataclass
 class Led(Planner):
     """A planner that notes what it is asked, and answers with a new placement."""
 
-    gradual: bool
-    asked: list[tuple[IntArray, Placement | None, Placement]] = dataclasses.field(default_factory=list)
+    name = ""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.asked: list[tuple[IntArray, Placement | None, Placement]] = []
 
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         placement = context.homes_only()
@@ -109,7 +100,6 @@ class Led(Planner):
         return placement
 
     split = None  # type: ignore[assignment]
-    name = "led"
 
 
 def test_a_planner_that_goes_on_is_led_through_all_iterations() -> None:
@@ -118,25 +108,17 @@ def test_a_planner_that_goes_on_is_led_through_all_iterations() -> None:
     means = [counts[a : a + 2, 0].astype(np.int64).sum(axis=0) // 2 for a in (0, 2, 4)]
     cases = cases_of(trace, exact=False, count=3)  # of the iterations 1, 2 and 3
     context = get_preset("h100-ib:Qwen3-30B-A3B").context(4, 8, routed_per_rank=400, slots_per_rank=2)
-    for gradual, chosen in ((False, cases), (True, cases), (True, cases[2:])):
-        planner = Led(gradual)
+    for goes_on, chosen in ((False, cases), (True, cases), (True, cases[2:])):
+        planner = Led("prophet" if goes_on else "led")
         walk = Walk(planner, context)
         placements = [walk.place(case) for case in chosen]
         loads, previous, given = zip(*planner.asked, strict=True)
-        expected = means if gradual else [case.planned for case in chosen]
+        expected = means if goes_on else [case.planned for case in chosen]
         assert all(np.array_equal(x, y) for x, y in zip(loads, expected, strict=True))
-        assert list(previous) == ([None, *given[:-1]] if gradual else [None] * 3)
+        assert list(previous) == ([None, *given[:-1]] if goes_on else [None] * 3)
         assert placements[-1] is given[-1]
         assert len(walk.plan_us) == 3
     assert [c.planned.tolist() for c in cases] == [m.tolist() for m in means]
-
-
-@pytest.mark.parametrize("number", [204, 207])
-def test_a_very_short_step_is_searched_for_long_enough(number: int) -> None:
-    """A share of these steps of 0.4 and 1 ms alone finds plans that are 7 to 9 % longer."""
-    case = small_case(number, None)
-    hurried_s = seconds_of(case, "prophet-search", least_search_s=0.0)
-    assert seconds_of(case, "prophet-search") <= 0.94 * hurried_s <= seconds_of(case, "prophet")
 
 
 def load_of(ranks: int, experts: int) -> IntArray:
@@ -158,7 +140,7 @@ def test_replicas_pay_with_many_tokens_and_not_where_routing_is_even() -> None:
     gain = {(r["tokens_per_rank"], r["gb_per_s"], r["skew"]): r["gain"] for r in rows}
     assert gain[65536, 450.0, 1.0] > 1.3
     assert gain[64, 0.1, 1.0] == 1.0
-    assert gain[16384, 25.0, 0.0] == 1.0
+    assert 1.0 <= gain[16384, 25.0, 0.0] < 1.03  # copies save a little of the exchanges even so
     assert all(r["gain_least"] >= 1.0 - 1e-9 for r in rows)
 
 
@@ -172,12 +154,10 @@ def test_what_a_splits_effort_buys(tmp_path: Path) -> None:
     preset = "h100-ib:Qwen3-30B-A3B"
     assert main(["--splits", "--trace", str(file), "--preset", preset, "--slots", "3", "--json", str(out)]) == 0
     rows = json.loads(out.read_text())
-    assert [(r["policy"], r["split_effort"]) for r in rows] == list(
-        itertools.product(["prophet", "prophet-gradual"], EFFORTS)
-    )
+    assert [(r["policy"], r["split_effort"]) for r in rows] == list(itertools.product(["prophet"], EFFORTS))
     assert all(r["cases"] == 5 and r["split_us_mean"] > 0 for r in rows)
     assert all(r["with_split_above_least"] > r["above_least"] for r in rows)
-    for of_one in (rows[: len(EFFORTS)], rows[len(EFFORTS) :]):
+    for of_one in (rows,):
         assert of_one[0]["above_least"] > 0.05  # the lowest bottleneck alone
         assert of_one[-1]["above_least"] == 0.0
         assert of_one[0]["step_s_geomean"] == pytest.approx(

@@ -16,6 +16,7 @@ import pytest
 import prophet
 from prophet.cli import BAD_INPUT, FAILED, INTERRUPTED, NAME_CONFLICT, OK, main, name_conflict
 from prophet.machine.topology import write_topology
+from prophet.planner import core
 from prophet.spec import Topology
 from prophet.traces.npz import RoutingTrace, write_trace
 
@@ -119,6 +120,16 @@ def test_a_page_that_cannot_be_drawn_is_refused_before_the_work(
     for command in (["plan", str(skewed), "--html", "page.html"], ["report", str(skewed.parent)]):
         assert main(command) == FAILED
         assert "the page needs matplotlib: pip install 'moe-prophet[report]'" in capsys.readouterr().err
+
+
+def test_without_its_core_a_planner_says_what_to_run(
+    skewed: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = core.Missing("the planner's compiled core is not there: `pip install -v -e .` builds it")
+    monkeypatch.setattr(core, "native", missing)
+    assert main(["plan", str(skewed), "--planner", "pro-prophet"]) == OK
+    assert main(["plan", str(skewed), "--planner", "prophet"]) == FAILED
+    assert capsys.readouterr().err == f"prophet: error: {missing.reason}\n"
 
 
 def test_no_slots_no_gain(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,6 @@ from prophet.convert.lora import Piece
 from prophet.errors import CheckpointError, ConversionError, PartialStateError
 from tests.helpers.moe_models import alone, batches, compare, hugging_face, layers_of, loss_of, together
 from tests.helpers.support import on_threads
-
-peft = pytest.importorskip("peft", reason="needs peft: pip install peft")
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match")
 

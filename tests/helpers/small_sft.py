@@ -45,6 +45,7 @@ def small_sft(out: Path, callback: Any, lora: Any = None, **settings: Any) -> An
         model=example()["model"](),
         args=SFTConfig(output_dir=str(out), **(chosen | settings)),
         train_dataset=example()["texts"](512),
+        eval_dataset=example()["texts"](16),
         processing_class=example()["tokenizer"](),
         peft_config=None if lora is None else LoraConfig(r=4, target_modules=lora),
         callbacks=[] if callback is None else [callback],

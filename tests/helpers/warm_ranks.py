@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib
 
-from prophet.planner import warm
-
 IMPORTED = (
     "hypothesis",  # by files of tests, which ranks import, too
     "pytest",
@@ -20,4 +18,3 @@ IMPORTED = (
 )
 for name in IMPORTED:
     importlib.import_module(name)
-warm()

@@ -13,11 +13,14 @@ import dataclasses
 import importlib
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from prophet_deepspeed import ConfigError, ProphetSection, autoep
+from prophet_deepspeed.checkpoint import Checkpoints
 from prophet_deepspeed.section import read_config
 from torch import Tensor, nn
 
@@ -196,6 +199,19 @@ def test_a_clients_optimizer_finds_the_new_parameters() -> None:
     dense, of_experts = (g["params"] for g in optimizer.param_groups)
     assert {id(p) for p in of_experts} == {id(p) for *_, layer in converted(model) for p in layer.experts.parameters()}
     assert {id(p) for p in (*dense, *of_experts)} == alive
+
+
+def test_what_does_not_train_can_be_left_out_of_an_export(tmp_path: Path) -> None:
+    """Under the names before AutoEP: the router has another here."""
+    model = hugging_face("qwen2")
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith("model.layers.0.mlp."))
+    wanted = {name for name, p in model.named_parameters() if p.requires_grad}
+    take_over(model, ThreadWorld(1).collective(0))
+    ds: Any = SimpleNamespace(module=model)
+    engine: Any = None
+    Checkpoints(ds, engine).save_model(tmp_path, "model.bin", exclude_frozen_parameters=True)
+    assert set(torch.load(tmp_path / "model.bin", weights_only=True)) == wanted
 
 
 # --- layouts of the experts that AutoEP replaced ---

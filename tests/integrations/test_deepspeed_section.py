@@ -73,6 +73,8 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
         ({"bf16": {"enabled": True, "immediate_grad_update": True}}, r"bf16\.immediate_grad_update: not supported"),
         ({"optimizer": {"type": "Muon"}}, r"optimizer\.type: 'Muon' is not supported"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency: not supported: what its samplers have drawn"),
+        ({"checkpoint": {"load_universal": True}}, r"checkpoint\.load_universal: not supported"),
+        ({"prophet": {"autoep_size": 2}}, r"prophet\.autoep_size: unknown key; did you mean 'ep_size'"),
         ({"amp": {"enabled": True}}, "amp: not supported"),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: only true"),
         ({"tensor_parallel": {"autotp_size": 2}}, r"tensor_parallel\.autotp_size"),

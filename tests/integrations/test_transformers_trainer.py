@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-prophet[hf]'")
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from prophet.errors import CheckpointError
 from tests.helpers.small_trainer import callback, key_warnings, logged, same_weights, small_trainer, trained
@@ -53,6 +53,45 @@ def test_model_init(tmp_path: Path) -> None:
     made = small_trainer(tmp_path, None)
     with pytest.raises(ValueError, match=r"model_init makes a new model .* Trainer\(model=model_init\(\)\)"):
         Trainer(model_init=lambda: made.model, args=made.args, callbacks=[callback()])
+
+
+class Listener(TrainerCallback):  # type: ignore[misc]
+    """Keeps what TensorBoard, W&B and the like are told."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.told.append(dict(logs))
+
+
+@pytest.mark.parametrize("balance", [True, False])
+def test_the_balance_is_in_the_logs(tmp_path: Path, balance: bool) -> None:
+    """With losses alone, as means over the steps since the last, also for callbacks that come before ours."""
+    made = callback(balance=balance)
+    trainer = small_trainer(tmp_path, made, logging_steps=2, save_strategy="no", eval_strategy="steps", eval_steps=2)
+    listener = Listener()
+    trainer.callback_handler.callbacks.insert(0, listener)
+    steps: list[Any] = []
+    if balance:
+        attached = made.on_train_begin
+
+        def attach(*args: Any, **named: Any) -> None:
+            attached(*args, **named)
+            made.engine.on_step.append(steps.append)
+
+        made.on_train_begin = attach
+    trainer.train()
+    with_balance = [row for row in listener.told if "moe/copies" in row or "moe/max_mean" in row]
+    if not balance:
+        assert with_balance == []
+        return
+    assert len(with_balance) == 2
+    assert all("loss" in row for row in with_balance)
+    by_step = [[step.max_mean for step in steps[at : at + 2]] for at in (0, 2)]
+    assert [row["moe/max_mean"] for row in with_balance] == pytest.approx([sum(pair) / 2 for pair in by_step])
+    assert [row["moe/copies"] for row in with_balance] == [0.0, 0.0]  # there is no other rank
+    assert logged(trainer, "moe/max_mean") == [row["moe/max_mean"] for row in with_balance]
 
 
 class ForgetsTheModel(Trainer):  # type: ignore[misc]

@@ -335,7 +335,7 @@ def test_a_planner_that_lacks_the_protocols_defaults() -> None:
 
     with pytest.raises(
         TypeError,
-        match=r"a prophet.planner.Planner, got Bare without replicates, withdraws, warm: derive",
+        match=r"a prophet.planner.Planner, got Bare without replicates, withdraws, needs_core: derive",
     ):
         prophet.EngineConfig(planner=Bare())  # type: ignore[arg-type]
 

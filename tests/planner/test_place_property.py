@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prophet.planner import PLANNER_NAMES, get_planner, shortest
+from prophet.planner import PLANNER_NAMES, core, get_planner
 from prophet.planner.cost import step_cost
-from prophet.planner.greedy import Machine, ProphetPlanner
+from prophet.planner.greedy import Machine, ProphetPlanner, Tuning
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
 from tests.helpers.planner_cases import Case, cases
 
@@ -66,35 +66,16 @@ def test_prophet_is_never_worse_than_no_replicas(case: Case) -> None:
 
 
 @MANY
-@given(
-    cases(), st.sampled_from([(0.0, 0.0), (0.0, 1e-3), (1.0, 0.0), (1000.0, 0.0)]), st.sampled_from([0.0, 0.03, 10.0])
-)
-@example(SLOT_CASE, (0.0, 0.0), 0.03)
-def test_a_further_slot_never_makes_the_prediction_worse(
-    case: Case, effort: tuple[float, float], split_effort: float
-) -> None:
-    share, least_s = effort
-    planner = ProphetPlanner(
-        gain_margin=0.0, spare=0.0, effort=share, least_search_s=least_s, split_effort=split_effort
-    )
-
-    def predicted_with(slots: int) -> float:
-        context = dataclasses.replace(case.context, slots_per_rank=slots)
-        placement = planner.place(case.load, context)
-        return step_cost(planner.split(case.load, placement, context), placement, context).total_s
-
+@given(cases(), st.sampled_from([0.0, 0.03, 10.0]))
+@example(SLOT_CASE, 0.03)
+def test_a_further_slot_makes_no_first_plan_worse(case: Case, split_effort: float) -> None:
+    planner = ProphetPlanner(tuning=Tuning(gain_margin=0.0, spare=0.0, split_effort=split_effort))
     slots = case.context.slots_per_rank
-    assert predicted_with(slots + 1) <= predicted_with(slots) * (1 + 1e-9)
-
-
-@settings(max_examples=60, deadline=None)
-@given(cases(), st.sampled_from([0.2, 1.0, 1000.0]), st.sampled_from([0.0, 0.03, 10.0]))
-def test_a_search_is_never_worse_than_the_fast_plan(case: Case, effort: float, split_effort: float) -> None:
-    fast_s, searched_s = (
-        predicted_with(ProphetPlanner(gain_margin=0.0, spare=0.0, effort=e, split_effort=split_effort), case)
-        for e in (0.0, effort)
+    less, more = (
+        predicted_with(planner, dataclasses.replace(case, context=dataclasses.replace(case.context, slots_per_rank=s)))
+        for s in (slots, slots + 1)
     )
-    assert searched_s <= fast_s * (1 + 1e-9)
+    assert more <= less * (1 + 1e-9)
 
 
 def predicted_with(planner: ProphetPlanner, case: Case) -> float:
@@ -106,7 +87,7 @@ def predicted_with(planner: ProphetPlanner, case: Case) -> float:
 @given(cases(), st.sampled_from([0.0, 0.02, 1.0]))
 def test_compiled_cost_agrees_with_its_definition(case: Case, effort: float) -> None:
     machine = Machine.of(case.context)
-    *_, fast = shortest.timed_flows(
+    *_, fast = core.native.split_rows(
         case.load,
         case.placement.holds,
         case.placement.home,
@@ -117,25 +98,27 @@ def test_compiled_cost_agrees_with_its_definition(case: Case, effort: float) -> 
         effort,
     )
     slow = step_cost(
-        ProphetPlanner(split_effort=effort).split(case.load, case.placement, case.context), case.placement, case.context
+        ProphetPlanner(tuning=Tuning(split_effort=effort)).split(case.load, case.placement, case.context),
+        case.placement,
+        case.context,
     )
     expected = [slow.total_s, slow.a2a_s, slow.expert_s, slow.exposed_trans_s, slow.exposed_agg_s]
-    assert fast.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-15)
+    assert list(fast) == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 @MANY
 @given(cases())
 def test_the_placement_in_force_is_kept_while_it_is_as_good(case: Case) -> None:
-    planner = ProphetPlanner()
+    planner = ProphetPlanner(effort=0.0, tuning=Tuning(least_search_s=0.0))  # a try may find a better one
     first = planner.place(case.load, case.context)
     again = planner.place(case.load, dataclasses.replace(case.context, previous=first))
     assert again == first
 
 
 @MANY
-@given(cases(), st.sampled_from(["prophet", "prophet-gradual"]), st.sampled_from([0.0, 0.1]))
-def test_a_placement_that_no_longer_pays_is_not_kept(case: Case, name: str, gain_margin: float) -> None:
-    planner = get_planner(name, gain_margin=gain_margin)
+@given(cases(), st.sampled_from([0.0, 0.1]))
+def test_a_placement_that_no_longer_pays_is_not_kept(case: Case, gain_margin: float) -> None:
+    planner = ProphetPlanner(tuning=Tuning(gain_margin=gain_margin))
     context = dataclasses.replace(case.context, previous=case.placement)
     placement = planner.place(case.load, context)
     homes = context.homes_only()
@@ -150,7 +133,9 @@ def test_a_placement_that_no_longer_pays_is_not_kept(case: Case, name: str, gain
 def test_effort_never_makes_a_split_slower_than_the_one_with_the_lowest_bottleneck(case: Case, effort: float) -> None:
     timed, exact = (
         step_cost(
-            ProphetPlanner(split_effort=e).split(case.load, case.placement, case.context), case.placement, case.context
+            ProphetPlanner(tuning=Tuning(split_effort=e)).split(case.load, case.placement, case.context),
+            case.placement,
+            case.context,
         )
         for e in (effort, 0.0)
     )
@@ -158,35 +143,19 @@ def test_effort_never_makes_a_split_slower_than_the_one_with_the_lowest_bottlene
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases(), st.sampled_from([0.1, 30.0, 1000.0]))
-def test_every_effort_respects_limits_and_is_never_worse_than_none(case: Case, effort: float) -> None:
-    planner = ProphetPlanner(effort=effort, split_effort=1.0)
-    placement = planner.place(case.load, case.context)
-    assert (placement.copies_per_rank() <= case.context.slot_limits()).all()
-    none = case.context.homes_only()
-    chosen_s, none_s = (
-        step_cost(planner.split(case.load, p, case.context), p, case.context).total_s for p in (placement, none)
-    )
-    assert chosen_s <= none_s * (1 + 1e-9)
-    planner.split(case.load, placement, case.context).check(case.load, placement)
-
-
-@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_spare_replicas_cost_at_most_their_margin(case: Case) -> None:
-    bare, spared = (ProphetPlanner(spare=s, gain_margin=0.0) for s in (0.0, 0.2))
+    bare, spared = (ProphetPlanner(tuning=Tuning(spare=s, gain_margin=0.0)) for s in (0.0, 0.2))
     bare_s = predicted_s(case, bare.place(case.load, case.context), case.context)
     spared_s = predicted_s(case, spared.place(case.load, case.context), case.context)
-    assert spared_s <= bare_s * (1 + spared.spare_margin + 1e-9)
+    assert spared_s <= bare_s * (1 + spared.tuning.spare_margin + 1e-9)
 
 
 @MANY
-@given(cases(), st.sampled_from([4e-5, 1.0]))
-def test_a_step_of_a_gradual_search_never_makes_the_prediction_worse(case: Case, budget_s: float) -> None:
-    """Where it goes on from a placement; elsewhere it plans anew, as the fast plan does."""
-    planner = get_planner("prophet-gradual", least_search_s=budget_s, gain_margin=0.0)
-    homes = case.context.homes_only()
-    base = step_cost(planner.split(case.load, homes, case.context), homes, case.context)
+@given(cases(), st.sampled_from([0.0, 1.0]))
+def test_a_later_call_never_makes_the_prediction_worse(case: Case, least_search_s: float) -> None:
+    """But for what noise in the counts may cost: `keep_margin`, where a plan is made anew; and spare replicas."""
+    planner = ProphetPlanner(tuning=Tuning(least_search_s=least_search_s, gain_margin=0.0, spare=0.0, keep_margin=0.0))
 
     def predicted(placement: Placement) -> float:
         return step_cost(planner.split(case.load, placement, case.context), placement, case.context).total_s
@@ -195,29 +164,17 @@ def test_a_step_of_a_gradual_search_never_makes_the_prediction_worse(case: Case,
     for _ in range(3):
         following = planner.place(case.load, dataclasses.replace(case.context, previous=placement))
         assert (following.copies_per_rank() <= case.context.slot_limits()).all()
-        if base.a2a_s > 0.11 * base.total_s and not placement.is_static:
-            assert predicted(following) <= predicted(placement) * (1 + 1e-9)
+        assert predicted(following) <= predicted(placement) * (1 + 1e-9)
         placement = following
 
 
 @MANY
-@given(cases(), st.sampled_from([0.0, 0.03, 10.0]))
-def test_a_further_slot_makes_no_first_plan_of_a_gradual_search_worse(case: Case, split_effort: float) -> None:
-    planner = ProphetPlanner(gradual=True, gain_margin=0.0, spare=0.0, split_effort=split_effort)
-    slots = case.context.slots_per_rank
-    less, more = (
-        predicted_with(planner, dataclasses.replace(case, context=dataclasses.replace(case.context, slots_per_rank=s)))
-        for s in (slots, slots + 1)
-    )
-    assert more <= less * (1 + 1e-9)
-
-
-@MANY
-@given(cases())
-def test_a_gradual_search_goes_on_from_any_placement(case: Case) -> None:
-    """Also from one that no longer fits the limits."""
+@given(cases(), st.sampled_from([0.0, 1.0]))
+def test_it_goes_on_from_any_placement(case: Case, least_search_s: float) -> None:
+    """Also from one that no longer fits the limits; and equal arguments give equal plans."""
+    planner = ProphetPlanner(tuning=Tuning(least_search_s=least_search_s))
     context = dataclasses.replace(case.context, previous=case.placement)
-    placement = get_planner("prophet-gradual", least_search_s=1.0).place(case.load, context)
+    placement = planner.place(case.load, context)
     assert placement.home.tolist() == list(case.context.home)
     assert (placement.copies_per_rank() <= case.context.slot_limits()).all()
-    assert placement == get_planner("prophet-gradual", least_search_s=1.0).place(case.load.copy(), context)
+    assert placement == planner.place(case.load.copy(), context)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prophet.planner import PLANNER_NAMES, flow, get_planner, shortest
+from prophet.planner import PLANNER_NAMES, get_planner
+from prophet.planner.core import native
 from prophet.planner.cost import step_cost
-from prophet.planner.greedy import ProphetPlanner
+from prophet.planner.greedy import Machine, ProphetPlanner, Tuning
 from prophet.planner.naive import naive_bottleneck, naive_split
 from prophet.planner.split import exact_flows, exact_split, local_split
 from prophet.spec import Placement, Split, Topology
@@ -140,7 +139,7 @@ def test_without_replicas_everything_goes_home(case: Case) -> None:
 @given(cases(), st.sampled_from([1e-6, 0.03, 10.0]))
 def test_a_timed_split_is_never_slower_than_using_no_replica(case: Case, effort: float) -> None:
     """Whatever the placement: replicas that were planned for other routing are left alone where they only cost."""
-    planner = ProphetPlanner(split_effort=effort)
+    planner = ProphetPlanner(tuning=Tuning(split_effort=effort))
     timed = step_cost(planner.split(case.load, case.placement, case.context), case.placement, case.context)
     home = step_cost(Split.to_homes(case.load, case.placement), case.placement, case.context)
     assert timed.total_s <= home.total_s * (1 + 1e-9)
@@ -151,34 +150,27 @@ def test_a_timed_split_is_never_slower_than_using_no_replica(case: Case, effort:
 def test_replicas_of_experts_that_get_no_tokens(case: Case, effort: float) -> None:
     load = case.load.copy()
     load[:, case.placement.holds.sum(axis=1) > 1] = 0
-    split = ProphetPlanner(split_effort=effort).split(load, case.placement, case.context)
+    split = ProphetPlanner(tuning=Tuning(split_effort=effort)).split(load, case.placement, case.context)
     assert split == Split.to_homes(load, case.placement)
-
-
-def interpreted(kernel: Any) -> Any:
-    """A kernel as the Python function that it was compiled from."""
-    return kernel.py_func
 
 
 @MANY
 @given(cases())
-def test_what_is_moved_is_counted_alike_with_and_without_rows(case: Case) -> None:
-    load, home, node = case.load, case.placement.home, case.context.topology.node_ids()
-    ranks = load.shape[0]
-    holders = case.placement.holds.sum(axis=1)
-    multi = np.flatnonzero(holders > 1)
-    start = np.concatenate([[0], np.cumsum(holders[multi])])
-    arc_rank = np.nonzero(case.placement.holds[multi])[1]
-    split = exact_split(load, case.placement, case.context.topology)
-    x = split.tokens.sum(axis=0)[multi][case.placement.holds[multi]]
-    rank_load = split.rank_load()
-    rows, used = interpreted(flow.expand)(load, multi, start, arc_rank, node, x)
-    counted = [np.random.default_rng(0).integers(0, 99, (5, ranks)).astype(float) for _ in range(2)]
-    interpreted(shortest.count_rows)(rows, used, home, node, rank_load, counted[0])
-    problem = SimpleNamespace(load_RE=load, total_E=load.sum(axis=0), home_E=home, node_R=node)
-    room = np.empty((2, ranks), dtype=np.int64)
-    interpreted(shortest.count_exact)(problem, multi, start, arc_rank, x, rank_load, counted[1], room)
-    assert counted[0].tolist() == counted[1].tolist()
+def test_plans_are_compared_by_what_the_exact_split_costs(case: Case) -> None:
+    """The core counts what is moved without making the split."""
+    machine = Machine.of(case.context)
+    counted = native.exact_cost(
+        case.load,
+        case.placement.holds,
+        case.placement.home,
+        machine.node,
+        machine.speed,
+        machine.seconds_per_token,
+        machine.figures,
+    )
+    cost = step_cost(exact_split(case.load, case.placement, case.context.topology), case.placement, case.context)
+    expected = [cost.total_s, cost.a2a_s, cost.expert_s, cost.exposed_trans_s, cost.exposed_agg_s]
+    assert counted == pytest.approx(expected, rel=1e-9, abs=1e-15)
 
 
 @settings(max_examples=200, deadline=None)

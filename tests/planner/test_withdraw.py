@@ -42,7 +42,7 @@ def test_nothing_left_to_pay_always_pays() -> None:
 def test_replicas_pay_up_to_what_they_save() -> None:
     """Transfers of a schedule that hides nothing, so that all of them is left to pay."""
     context, load = slow_links(), hot(8, 8, 3)
-    planner = get_planner("prophet-search")
+    planner = get_planner("prophet")
     placement = planner.place(load, context)
     assert not placement.is_static
     split = planner.split(load, placement, context)
@@ -97,12 +97,9 @@ def test_layers_that_need_no_closer_look_are_decided_alike(experts: bool, overla
     preset=st.sampled_from(PRESET_NAMES),
     seed=st.integers(0, 999),
     overlap_cost=st.sampled_from([0.0, 0.3]),
-    policy=st.sampled_from(["prophet", "prophet-search"]),
 )
 @settings(max_examples=40, deadline=None)
-def test_a_settled_step_is_never_slower_than_one_without_replicas(
-    preset: str, seed: int, overlap_cost: float, policy: str
-) -> None:
+def test_a_settled_step_is_never_slower_than_one_without_replicas(preset: str, seed: int, overlap_cost: float) -> None:
     """Planned for one load, used with quite another one; but for what hiding the sent part has cost."""
     rng = np.random.default_rng(seed)
     context = get_preset(preset).context(8, 16, routed_per_rank=4096, slots_per_rank=2)
@@ -111,7 +108,7 @@ def test_a_settled_step_is_never_slower_than_one_without_replicas(
         np.stack([rng.multinomial(4096, share) for _ in range(8)]).astype(np.int64)
         for share in rng.dirichlet(np.full(16, 0.3), 2)
     )
-    planner = get_planner(policy)
+    planner = get_planner("prophet")
     placement = planner.place(planned, context)
     split = planner.split(present, placement, context)
     found, cost = settled_cost(present, split, placement, context)
@@ -133,7 +130,7 @@ def test_a_step_of_several_microbatches_is_worth_more() -> None:
     context = slow_links()
     planned, present = hot(8, 8, 3), hot(8, 8, 3)
     present[:, 3] = 512
-    planner = get_planner("prophet-search")
+    planner = get_planner("prophet")
     placement = planner.place(planned, context)
     split = planner.split(present, placement, context)
     once, _ = settled_cost(present, split, placement, context)

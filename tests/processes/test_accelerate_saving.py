@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import prophet
-from prophet.errors import CheckpointError, PartialStateError
+from prophet.errors import CheckpointError, CollectiveTimeout, PartialStateError
 from tests.helpers.accelerate_support import Loop, fresh_accelerator, microbatch, named
 from tests.helpers.launch import on_processes
 from tests.helpers.moe_models import hugging_face
@@ -133,6 +133,10 @@ def refusals(folder: str) -> dict[str, str]:
     loss = loop.model(input_ids=torch.zeros(2, 4, dtype=torch.long)).logits.sum()
     refused("step", RuntimeError, lambda: a.save_state(folder))
     loss.backward()
+    loop.optimizer.step()
+    if dist.get_rank() == 0:  # under `if accelerator.is_main_process:`
+        refused("alone", CollectiveTimeout, lambda: a.save_state(folder))
+    dist.barrier()
     a.free_memory()
     return said
 
@@ -167,7 +171,11 @@ def built_of_our_layers(folder: str) -> tuple[list[float], list[float], str]:
 
 
 def one_run(folder: str) -> dict[str, Any]:
+    stale = Path(folder, "random_states_7.pkl")
+    stale.touch()
+    dist.barrier()
     went_on = saved("ddp", folder)
+    assert not stale.exists()
     again = resumed("ddp", folder)
     loop = Loop("ddp", options=named(Path(folder, "named"), limit=1))
     seen: list[int] = []
@@ -208,6 +216,7 @@ def test_a_run_goes_on_bit_by_bit_and_every_file_has_all_experts(tmp_path: Path)
         assert "ranks: expected an integer" in said["field"]
         assert "of rank" in said["pickle"]
         assert "save_state() belongs between two steps" in said["step"]
+    assert "every rank must call it" in by_rank[0]["said"]["alone"]
     assert set(by_rank[0]["gaps"]) == {"get_state_dict", "save_model", "save_pretrained"}
 
 

@@ -14,18 +14,16 @@ from tests.helpers.support import RandomPlanner
 
 RANKS = 4
 LIMIT_S = 240.0
-SHORT = TrainConfig(steps=20, sequences=8, held_out_sequences=16, timeout_s=60.0, slots_per_rank=3)
-LONG = TrainConfig(steps=50, timeout_s=60.0, slots_per_rank=3)
+SIZES = {"sequences_per_rank": 2, "held_out_sequences_per_rank": 4, "slots_per_rank": 3}
+SHORT = TrainConfig(steps=20, timeout_s=60.0, **SIZES)
+LONG = TrainConfig(steps=50, timeout_s=60.0, **SIZES | {"sequences_per_rank": 4})
 
 
 def three_runs(config: TrainConfig) -> list[tuple[list[float], float, float, float]]:
     """By planner: losses, held-out loss, copies per rank and layer, median of max/mean after the first step."""
     corpus = load_corpus()
-    planners: list[str | Planner] = ["static", "prophet", RandomPlanner(seed=1)]
-    return [
-        measure(train(config, corpus, name=str(i), planner=p, group=collective_for(None)))
-        for i, p in enumerate(planners)
-    ]
+    planners: dict[str, str | Planner] = {"off": "static", "on": "prophet", "at random": RandomPlanner(seed=1)}
+    return [measure(run) for run in train(config, corpus, planners=planners, group=collective_for(None)).values()]
 
 
 def measure(run: RunResult) -> tuple[list[float], float, float, float]:

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 import prophet
 from prophet import checkpoint
@@ -19,27 +17,11 @@ from prophet.errors import PeerLost
 from prophet.ranks.process_group import collective_for
 from tests.helpers.launch import on_processes, process_outcomes
 from tests.helpers.moe_models import hugging_face
-from tests.helpers.support import FixedPlanner, TinyModel
+from tests.helpers.support import TinyModel
 
 LIMIT_S = 2.0
 WORK_S = 3.25 * LIMIT_S
 NOTICED_S = 4.0
-
-
-class Slow(FixedPlanner):
-    """Compiles for long on one rank."""
-
-    def warm(self) -> None:
-        if dist.get_rank() == 1:
-            time.sleep(WORK_S)
-
-
-def slow_start() -> int:
-    model = TinyModel(group=collective_for(None, timeout_s=LIMIT_S))
-    engine = prophet.attach(model, config=prophet.EngineConfig(planner=Slow(())))
-    model(torch.arange(4)).sum().backward()
-    engine.finish_step()
-    return engine.step
 
 
 def slow_save(folder: str) -> str:
@@ -78,11 +60,6 @@ def slow_export(folder: str, fate: str) -> str:
 
 def test_a_write_of_three_limits(tmp_path: Path) -> None:
     assert on_processes(2, slow_save, str(tmp_path), timeout_s=90) == ["{'step': 1}"] * 2
-
-
-@pytest.mark.slow
-def test_compiling_for_three_limits() -> None:
-    assert on_processes(2, slow_start, timeout_s=90) == [1, 1]
 
 
 @pytest.mark.slow

@@ -41,13 +41,11 @@ def report(steps: int = 12, layers: int = 3, ranks: int = 4, experts: int = 8) -
         before=Run(
             name="off",
             loss=loss,
-            step_s=np.full(steps, 0.1),
             rank_load=rng.integers(1, 99, (steps, layers, ranks)),
         ),
         after=Run(
             name="on",
             loss=loss * (1 + 1e-6),
-            step_s=np.full(steps, 0.1),
             rank_load=np.full((steps, layers, ranks), 50),
         ),
         counts=rng.integers(0, 9, (steps, layers, ranks, experts)),

@@ -1,0 +1,428 @@
+#include "exact.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace prophet {
+
+namespace {
+
+constexpr Int FAR = Int{1} << 60;
+constexpr Int CROSS = Int{1} << 24;  // cost of one token between nodes; one between ranks of a node costs 1
+constexpr Int NONE = -1;
+constexpr double ROUNDING = 1e-6;  // tokens by which a cap may be missed and still counts
+
+Int cap_at(double level, double speed) { return static_cast<Int>(std::floor(level * speed + ROUNDING)); }
+
+// The smallest T at which the caps of the chosen ranks add up to `need`.
+double raised_level(Int need, ConstInts chosen_R, ConstFloats speed_R) {
+    double total_speed = 0.0;
+    for (Int r = 0; r < speed_R.size; r++) {
+        if (chosen_R[r] > 0) total_speed += speed_R[r];
+    }
+    double level = static_cast<double>(need) / total_speed;
+    while (true) {
+        Int room = 0;
+        double following = std::numeric_limits<double>::infinity();
+        for (Int r = 0; r < speed_R.size; r++) {
+            if (chosen_R[r] <= 0) continue;
+            Int cap = cap_at(level, speed_R[r]);
+            room += cap;
+            following = std::min(following, static_cast<double>(cap + 1) / speed_R[r]);
+        }
+        if (room >= need) return level;
+        level = std::max(following, level * (1.0 + DBL_EPSILON));  // of many tokens the next level rounds to this one
+    }
+}
+
+// A group are the holders of one expert in one node. Its ranks' tokens, its supply, need not leave the node.
+class Solver {
+   public:
+    Solver(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, const Holders& holders, ConstInts node_R,
+           ConstFloats speed_R, Workspace& room);
+
+    // Fill the tokens by arc and the loads by rank; returns T.
+    double solve(double at_least, Ints tokens_A, Ints load_R);
+
+   private:
+    struct Path {
+        Int root;
+        Int tokens;
+        Int cost;
+    };
+
+    void group_arcs(ConstIntGrid load_RE);
+    Int supply_of(Int expert, Int rank, ConstIntGrid load_RE) const;
+    double lowest_level(double at_least) const;
+
+    void set_caps(double level);
+    void assign_cheapest();
+    void pour(Int tokens, Int first, Int last);
+
+    bool mark_excess();
+    void find_paths();
+    bool relax_within_node(Int j);
+    bool relax_across_nodes(Int j);
+    void reach(Int arc, Int by, Int distance);
+
+    Int nearest_room() const;
+    double cut_level();
+    void push(Int nearest);
+    Path path_to(Int sink) const;
+    void send_along(Int sink, Int tokens);
+
+    ConstInts total_E_, fixed_R_, node_R_;
+    ConstFloats speed_R_;
+    Holders holders_;
+    Workspace& room_;
+    bool one_node_;
+
+    Ints tokens_, load_;             // the answer, by arc and by rank
+    Ints cap_, chosen_;              // by rank
+    Ints have_;                      // tokens of every arc's own rank
+    Ints group_, group_first_, supply_, held_;
+    Ints group_order_, expert_order_;
+    Int groups_ = 0;
+
+    Ints distance_;                  // of every rank from an overloaded one
+    Ints came_from_, came_by_;       // the arcs over which the way to a rank leaves the one before and enters it
+    Ints at_first_, at_expert_;      // the experts of every rank
+    Ints stale_;                     // experts with a holder whose distance fell since they were relaxed
+    Ints nearest_arc_, nearest_;     // by group: the arc that is nearest, and its distance
+};
+
+Solver::Solver(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, const Holders& holders, ConstInts node_R,
+               ConstFloats speed_R, Workspace& room)
+    : total_E_(total_E), fixed_R_(fixed_R), node_R_(node_R), speed_R_(speed_R), holders_(holders), room_(room),
+      one_node_(node_R[node_R.size - 1] == 0) {
+    Int arcs = holders.arcs(), ranks = node_R.size, many = holders.experts();
+    for (Ints* by_arc : {&have_, &group_, &group_first_, &supply_, &held_, &group_order_, &at_expert_, &nearest_arc_,
+                         &nearest_}) {
+        *by_arc = room.ints(arcs + 1);
+    }
+    for (Ints* by_rank : {&cap_, &chosen_, &distance_, &came_from_, &came_by_, &at_first_}) {
+        *by_rank = room.ints(ranks + 2);
+    }
+    expert_order_ = room.ints(many);
+    stale_ = room.ints(many);
+    group_arcs(load_RE);
+    list_by_rank(holders, ranks, at_first_, at_expert_);
+    fewest_first(group_first_, groups_, group_order_, room);
+    fewest_first(holders.start, many, expert_order_, room);
+}
+
+void Solver::group_arcs(ConstIntGrid load_RE) {
+    for (Int j = 0; j < holders_.experts(); j++) {
+        Int e = holders_.expert_M[j], before = NONE;
+        for (Int k = holders_.start[j]; k < holders_.start[j + 1]; k++) {
+            Int r = holders_.rank_A[k];
+            have_[k] = load_RE[r][e];
+            if (node_R_[r] != before) {
+                before = node_R_[r];
+                group_first_[groups_] = k;
+                supply_[groups_] = one_node_ ? total_E_[e] : supply_of(e, r, load_RE);
+                groups_++;
+            }
+            group_[k] = groups_ - 1;
+        }
+    }
+    group_first_[groups_] = holders_.arcs();
+}
+
+// Tokens that the node of `rank` routes to `expert`.
+Int Solver::supply_of(Int expert, Int rank, ConstIntGrid load_RE) const {
+    Int node = node_R_[rank], supply = 0;
+    while (rank > 0 && node_R_[rank - 1] == node) rank--;
+    for (; rank < node_R_.size && node_R_[rank] == node; rank++) supply += load_RE[rank][expert];
+    return supply;
+}
+
+// No T below this one has room for all tokens, or for those of experts with one holder.
+double Solver::lowest_level(double at_least) const {
+    Int need = 0;
+    double level = 0.0;
+    for (Int r = 0; r < node_R_.size; r++) {
+        need += fixed_R_[r];
+        level = std::max(level, static_cast<double>(fixed_R_[r]) / speed_R_[r]);
+    }
+    for (Int e : holders_.expert_M) need += total_E_[e];
+    chosen_.fill(1);
+    return std::max({level, at_least, raised_level(need, chosen_, speed_R_)});
+}
+
+double Solver::solve(double at_least, Ints tokens_A, Ints load_R) {
+    tokens_ = tokens_A;
+    load_ = load_R;
+    double level = lowest_level(at_least);
+    for (bool final = false;; final = true) {  // a second time from the cheapest assignment, once the caps are known
+        set_caps(level);
+        assign_cheapest();
+        bool raised = false;
+        while (mark_excess()) {
+            find_paths();
+            Int nearest = nearest_room();
+            if (nearest < FAR) {
+                push(nearest);
+            } else {
+                level = cut_level();
+                set_caps(level);
+                raised = true;
+            }
+        }
+        if (final || !raised) return level;
+    }
+}
+
+void Solver::set_caps(double level) {
+    for (Int r = 0; r < node_R_.size; r++) cap_[r] = cap_at(level, speed_R_[r]);
+}
+
+// Without regard to caps; whoever has few holders to choose from chooses first.
+void Solver::assign_cheapest() {
+    load_.copy_from(fixed_R_);
+    for (Int k = 0; k < holders_.arcs(); k++) {
+        tokens_[k] = have_[k];
+        load_[holders_.rank_A[k]] += have_[k];
+    }
+    for (Int i = 0; i < groups_; i++) {
+        Int g = group_order_[i], first = group_first_[g], last = group_first_[g + 1];
+        Int rest = supply_[g];
+        for (Int k = first; k < last; k++) rest -= tokens_[k];
+        pour(rest, first, last);
+    }
+    for (Int i = 0; i < holders_.experts() && !one_node_; i++) {
+        Int j = expert_order_[i], first = holders_.start[j], last = holders_.start[j + 1];
+        Int rest = total_E_[holders_.expert_M[j]];
+        for (Int k = first; k < last; k++) rest -= tokens_[k];
+        pour(rest, first, last);
+    }
+    held_.fill(0);
+    for (Int k = 0; k < holders_.arcs(); k++) held_[group_[k]] += tokens_[k];
+}
+
+// Give tokens to the arcs first .. last - 1, each time to the roomiest rank, the lower one on ties.
+void Solver::pour(Int tokens, Int first, Int last) {
+    while (tokens > 0) {
+        Int best = first, best_room = -FAR;
+        for (Int k = first; k < last; k++) {
+            Int r = holders_.rank_A[k], room = cap_[r] - load_[r];
+            if (room > best_room) {
+                best_room = room;
+                best = k;
+            }
+        }
+        Int part = 0 < best_room && best_room < tokens ? best_room : tokens;
+        tokens_[best] += part;
+        load_[holders_.rank_A[best]] += part;
+        tokens -= part;
+    }
+}
+
+// Ways begin at overloaded ranks; returns whether there are any.
+bool Solver::mark_excess() {
+    bool excess = false;
+    stale_.fill(0);
+    for (Int r = 0; r < node_R_.size; r++) {
+        came_by_[r] = came_from_[r] = NONE;
+        distance_[r] = FAR;
+        if (load_[r] <= cap_[r]) continue;
+        distance_[r] = 0;
+        excess = true;
+        for (Int i = at_first_[r]; i < at_first_[r + 1]; i++) stale_[at_expert_[i]] = 1;
+    }
+    return excess;
+}
+
+// Shortest paths from all overloaded ranks (Bellman-Ford: arcs have negative costs).
+void Solver::find_paths() {
+    for (Int round = 0; round <= node_R_.size; round++) {
+        bool changed = false;
+        for (Int j = 0; j < holders_.experts(); j++) {
+            if (stale_[j] == 0) continue;
+            stale_[j] = 0;
+            if (one_node_ ? relax_within_node(j) : relax_across_nodes(j)) changed = true;
+        }
+        if (!changed) return;
+    }
+}
+
+// The way to the rank of `arc` leads over arc `by` of the same expert from now on.
+inline void Solver::reach(Int arc, Int by, Int distance) {
+    Int r = holders_.rank_A[arc];
+    distance_[r] = distance;
+    came_from_[r] = by;
+    came_by_[r] = arc;
+    for (Int i = at_first_[r]; i < at_first_[r + 1]; i++) stale_[at_expert_[i]] = 1;
+}
+
+// Shorten the ways that lead through expert j, where all ranks are in one node; returns whether any got shorter.
+bool Solver::relax_within_node(Int j) {
+    Int first = holders_.start[j], last = holders_.start[j + 1];
+    Int nearest = FAR, by = NONE;
+    for (Int k = first; k < last; k++) {
+        Int d = distance_[holders_.rank_A[k]];
+        if (d >= FAR || tokens_[k] <= 0) continue;
+        if (tokens_[k] <= have_[k]) d++;
+        if (d < nearest) {
+            nearest = d;
+            by = k;
+        }
+    }
+    if (by == NONE) return false;
+    bool changed = false;
+    for (Int k = first; k < last; k++) {
+        Int d = tokens_[k] < have_[k] ? nearest - 1 : nearest;
+        if (d < distance_[holders_.rank_A[k]] && k != by) {
+            reach(k, by, d);
+            changed = true;
+        }
+    }
+    return changed;
+}
+
+// The same where a way may stay in a group or lead to another node's.
+bool Solver::relax_across_nodes(Int j) {
+    Int first = holders_.start[j], last = holders_.start[j + 1];
+    Int out_distance = FAR, out_arc = NONE;
+    for (Int k = first; k < last; k++) {
+        Int g = group_[k];
+        if (k == group_first_[g]) {
+            nearest_[g] = FAR;
+            nearest_arc_[g] = NONE;
+        }
+        Int d = distance_[holders_.rank_A[k]];
+        if (d >= FAR || tokens_[k] <= 0) continue;
+        if (tokens_[k] <= have_[k]) d++;
+        if (d < nearest_[g]) {
+            nearest_[g] = d;
+            nearest_arc_[g] = k;
+        }
+        if (held_[g] <= supply_[g]) d += CROSS;
+        if (d < out_distance) {
+            out_distance = d;
+            out_arc = k;
+        }
+    }
+    if (out_arc == NONE) return false;
+    bool changed = false;
+    for (Int k = first; k < last; k++) {
+        Int g = group_[k], d = out_distance, by = out_arc;
+        if (held_[g] < supply_[g]) d -= CROSS;
+        if (nearest_[g] <= d) {
+            d = nearest_[g];
+            by = nearest_arc_[g];
+        }
+        if (tokens_[k] < have_[k]) d--;
+        if (by != k && d < distance_[holders_.rank_A[k]]) {
+            reach(k, by, d);
+            changed = true;
+        }
+    }
+    return changed;
+}
+
+// The distance of the nearest rank with room, or FAR.
+Int Solver::nearest_room() const {
+    Int nearest = FAR;
+    for (Int r = 0; r < node_R_.size; r++) {
+        if (load_[r] < cap_[r]) nearest = std::min(nearest, distance_[r]);
+    }
+    return nearest;
+}
+
+// The reached ranks are closed, none of their tokens has a holder elsewhere: the T that gives them room.
+double Solver::cut_level() {
+    Int need = 0;
+    for (Int r = 0; r < node_R_.size; r++) {
+        chosen_[r] = distance_[r] < FAR ? 1 : 0;
+        if (chosen_[r] > 0) need += load_[r];
+    }
+    return raised_level(need, chosen_, speed_R_);
+}
+
+void Solver::push(Int nearest) {
+    bool progress = false;
+    for (Int sink = 0; sink < node_R_.size; sink++) {
+        if (distance_[sink] != nearest || load_[sink] >= cap_[sink]) continue;
+        Path path = path_to(sink);
+        // An earlier path of this round may have used it up; the next round finds another.
+        if (path.tokens <= 0 || (path.cost != nearest && progress)) continue;
+        progress = true;
+        load_[path.root] -= path.tokens;
+        load_[sink] += path.tokens;
+        send_along(sink, path.tokens);
+    }
+}
+
+// Where the way to `sink` begins, how many tokens it takes as things are now, and what one of them costs.
+Solver::Path Solver::path_to(Int sink) const {
+    Int room = cap_[sink] - load_[sink], cost = 0, r = sink;
+    for (Int hops = 0; came_by_[r] != NONE && hops <= node_R_.size; hops++) {
+        Int to = came_by_[r], by = came_from_[r];
+        if (tokens_[by] > have_[by]) {
+            room = std::min(room, tokens_[by] - have_[by]);
+        } else {
+            room = std::min(room, tokens_[by]);
+            cost++;
+        }
+        if (tokens_[to] < have_[to]) {
+            room = std::min(room, have_[to] - tokens_[to]);
+            cost--;
+        }
+        Int from_group = group_[by], to_group = group_[to];
+        if (from_group != to_group) {
+            if (held_[from_group] > supply_[from_group]) {
+                room = std::min(room, held_[from_group] - supply_[from_group]);
+            } else {
+                cost += CROSS;
+            }
+            if (held_[to_group] < supply_[to_group]) {
+                room = std::min(room, supply_[to_group] - held_[to_group]);
+                cost -= CROSS;
+            }
+        }
+        r = holders_.rank_A[by];
+    }
+    return {r, std::min(room, load_[r] - cap_[r]), cost};
+}
+
+void Solver::send_along(Int sink, Int tokens) {
+    for (Int r = sink; came_by_[r] != NONE; r = holders_.rank_A[came_from_[r]]) {
+        Int to = came_by_[r], by = came_from_[r];
+        tokens_[by] -= tokens;
+        tokens_[to] += tokens;
+        held_[group_[by]] -= tokens;
+        held_[group_[to]] += tokens;
+    }
+}
+
+}  // namespace
+
+Exact solve_exact(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, const Holders& holders, ConstInts node_R,
+                  ConstFloats speed_R, double at_least, Workspace& room) {
+    Exact exact{room.ints(holders.arcs()), room.ints(node_R.size), 0.0};
+    Scope scope(room);
+    Solver solver(load_RE, total_E, fixed_R, holders, node_R, speed_R, room);
+    exact.bottleneck = solver.solve(at_least, exact.tokens_A, exact.load_R);
+    return exact;
+}
+
+Exact exact_split(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R,
+                  const Holders& holders, Workspace& room) {
+    Ints total_E = room.ints(load_RE.columns), fixed_R = room.ints(load_RE.rows);
+    count_totals(load_RE, total_E);
+    fixed_R.fill(0);
+    for (Int e = 0; e < total_E.size; e++) fixed_R[home_E[e]] += total_E[e];
+    for (Int e : holders.expert_M) fixed_R[home_E[e]] -= total_E[e];
+    return solve_exact(load_RE, total_E, fixed_R, holders, node_R, speed_R, 0.0, room);
+}
+
+Exact level_out(const Problem& problem, const Holders& holders, Workspace& room) {
+    Ints fixed_R = room.ints(problem.ranks());
+    fixed_R.copy_from(problem.home_load);
+    for (Int e : holders.expert_M) fixed_R[problem.home_E[e]] -= problem.total_E[e];
+    return solve_exact(problem.load_RE, problem.total_E, fixed_R, holders, problem.node_R, problem.speed_R, 0.0, room);
+}
+
+}  // namespace prophet

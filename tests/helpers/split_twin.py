@@ -1,0 +1,307 @@
+"""The naive twin of the timed split: plain Python over dense tokens, bit by bit the same.
+
+Shape legend: R ranks, E experts, D destination ranks (equal to R).
+
+It starts from the exact split, which has a naive twin elsewhere (`prophet.planner.naive`), and descends from there by
+the rules that `descent.h` states. Sums run in index order. Slow by design.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from prophet.planner.greedy import Machine
+from prophet.spec import IntArray, Placement
+
+LEVELS, MOST_SWEEPS, SETTLE_S = 9, 36, 3e-8
+WORTH_IT, FAR, LEVELLED, LEVEL_PRICES, LEAST_S = 0.01, 0.1, 1e-3, 0.01, 1e-30
+OUT_NEAR, IN_NEAR, OUT_FAR, IN_FAR = 1, 2, 3, 4  # resources of a rank, after its products, 0
+
+Table = list[list[float]]  # by resource and rank, or by kind of copy and rank
+
+
+@dataclass
+class Figures:
+    """A `Machine`'s figures by name."""
+
+    token_bytes: float
+    near_bytes_per_s: float
+    near_latency_s: float
+    far_bytes_per_s: float
+    far_latency_s: float
+    param_bytes: float
+    grad_bytes: float
+    fnec_s: float
+    bnec_s: float
+    overhead_s: float
+    overlap_cost: float
+    no_experts: float
+
+
+def power(value: float, q: int) -> float:
+    for _ in range(q.bit_length() - 1):
+        value *= value
+    return value
+
+
+def root(value: float, q: int) -> float:
+    for _ in range(q.bit_length() - 1):
+        value = math.sqrt(value)
+    return value
+
+
+class Twin:
+    """One load, one placement, one machine."""
+
+    def __init__(self, load: IntArray, placement: Placement, machine: Machine) -> None:
+        self.load, self.machine = load, machine
+        self.f = Figures(*machine.figures.tolist())
+        self.ranks, self.experts = load.shape
+        self.home, self.node = placement.home.tolist(), machine.node.tolist()
+        self.speed, seconds = machine.speed.tolist(), machine.seconds_per_token.tolist()
+        self.holders = {}  # of shared experts: the home, then the replicas from the last rank to the first
+        for e in range(self.experts):
+            others = [r for r in reversed(range(self.ranks)) if placement.holds[e, r] and r != self.home[e]]
+            if others:
+                self.holders[e] = [self.home[e], *others]
+        self.at_home = np.zeros((self.ranks, self.experts, self.ranks), np.int64)
+        for e in range(self.experts):
+            self.at_home[:, e, self.home[e]] = load[:, e]
+        near_s, far_s = self.f.token_bytes / self.f.near_bytes_per_s, self.f.token_bytes / self.f.far_bytes_per_s
+        self.rate: Table = [seconds, *([s] * self.ranks for s in (near_s, near_s, far_s, far_s))]
+        latency = (self.f.near_latency_s, self.f.near_latency_s, self.f.far_latency_s, self.f.far_latency_s)
+        self.base: Table = [[0.0] * self.ranks, *([s] * self.ranks for s in latency)]
+        for r, groups in enumerate(self.groups(self.at_home)):
+            self.base[0][r] = groups * self.f.overhead_s
+        for holders in self.holders.values():
+            for d in reversed(holders[1:]):
+                self.base[0][d] += self.f.overhead_s
+        self.trans_s, self.agg_s = (self.transfer_s(n) for n in (self.f.param_bytes, self.f.grad_bytes))
+
+    # ------------------------------------------------------------------------------------------------- cost
+
+    def groups(self, tokens: IntArray) -> list[int]:
+        """Experts with tokens on every rank."""
+        return [int(np.count_nonzero(tokens[:, :, d].sum(axis=0))) for d in range(self.ranks)]
+
+    def busy(self, tokens: IntArray) -> Table:
+        """Tokens on every resource."""
+        found = [[0.0] * self.ranks for _ in range(5)]
+        for r, e, d in np.argwhere(tokens > 0).tolist():
+            n = int(tokens[r, e, d])
+            found[0][d] += n
+            if r != d:
+                out = OUT_NEAR if self.node[r] == self.node[d] else OUT_FAR
+                found[out][r] += n
+                found[out + 1][d] += n
+        return found
+
+    def exchange_s(self, near: float, far: float, n_bytes: float) -> float:
+        near_s = self.f.near_latency_s + near * n_bytes / self.f.near_bytes_per_s if near > 0 else 0.0
+        far_s = self.f.far_latency_s + far * n_bytes / self.f.far_bytes_per_s if far > 0 else 0.0
+        return max(near_s, far_s)
+
+    def transfer_s(self, n_bytes: float) -> float:
+        """Trans or Agg in its cheaper form."""
+        sent, received = ([[0.0] * self.ranks for _ in range(6)] for _ in range(2))
+        for holders in self.holders.values():
+            home, others = holders[0], holders[1:]
+            part = 1.0 / len(others)
+            for d in others:
+                level = int(self.node[d] != self.node[home])
+                near = sum(self.node[o] == self.node[d] for o in others)
+                for kind, amount in ((level, 1.0), (2 + level, part)):
+                    sent[kind][home] += amount
+                    received[kind][d] += amount
+                for side in (sent, received):
+                    side[4][d] += (near - 1) * part
+                    side[5][d] += (len(others) - near) * part
+        most = [max(0.0, *sent[kind], *received[kind]) for kind in range(6)]
+        two_phase_s = self.exchange_s(most[2], most[3], n_bytes) + self.exchange_s(most[4], most[5], n_bytes)
+        return min(self.exchange_s(most[0], most[1], n_bytes), two_phase_s)
+
+    def felt(self, forward_s: float) -> tuple[float, float]:
+        beside_s = (1.0 - self.f.no_experts) * forward_s
+        windows = (beside_s + self.f.fnec_s, 2.0 * beside_s + self.f.bnec_s)
+        trans_s, agg_s = (
+            max(0.0, s - w) + self.f.overlap_cost * min(s, w)
+            for s, w in zip((self.trans_s, self.agg_s), windows, strict=True)
+        )
+        return trans_s, agg_s
+
+    def step_s(self, tokens: IntArray) -> tuple[float, float]:
+        """Seconds of the step, and of its all-to-alls."""
+        busy = self.busy(tokens)
+        products = zip(busy[0], self.rate[0], self.groups(tokens), strict=True)
+        forward_s = max(0.0, *(n * rate + groups * self.f.overhead_s for n, rate, groups in products))
+        near, far = max(busy[OUT_NEAR] + busy[IN_NEAR]), max(busy[OUT_FAR] + busy[IN_FAR])
+        a2a_s = 4.0 * self.exchange_s(near, far, self.f.token_bytes)
+        trans_s, agg_s = self.felt(forward_s)
+        return a2a_s + 3.0 * forward_s + trans_s + agg_s, a2a_s
+
+    def exchange_floor_s(self) -> float:
+        """Every token goes no farther than it must, and all ranks send alike."""
+        near = far = 0
+        for r in range(self.ranks):
+            for e in range(self.experts):
+                holders = self.holders.get(e, [self.home[e]])
+                if r in holders:
+                    continue
+                if any(self.node[d] == self.node[r] for d in holders):
+                    near += int(self.load[r, e])
+                else:
+                    far += int(self.load[r, e])
+        seconds = self.f.near_latency_s + near / self.ranks * self.rate[OUT_NEAR][0] if near > 0 else 0.0
+        far_s = self.f.far_latency_s + far / self.ranks * self.rate[OUT_FAR][0] if far > 0 else 0.0
+        return max(seconds, far_s)
+
+    # ---------------------------------------------------------------------------------------------- descent
+
+    def seconds(self, busy: Table) -> Table:
+        rows = zip(busy, self.rate, self.base, strict=True)
+        return [[n * c + b for n, c, b in zip(*row, strict=True)] for row in rows]
+
+    def norms(self, busy: Table, q: int) -> tuple[float, float, float, float, Table]:
+        """Largest and q-norm of exchanges, of products, and the powers that they are made of."""
+        seconds = self.seconds(busy)
+        used = [(k, r) for k in range(1, 5) for r in range(self.ranks) if busy[k][r] > 0]
+        longest, forward = max([0.0, *(seconds[k][r] for k, r in used)]), max(0.0, *seconds[0])
+        if q == 0:
+            return longest, longest, forward, forward, seconds
+        work = [[power(s / max(longest if k else forward, LEAST_S), q) for s in row] for k, row in enumerate(seconds)]
+        forward_q = longest_q = total = 0.0
+        for w in work[0]:
+            total += w
+        if forward > 0:
+            forward_q = forward * root(total, q)
+        total = 0.0
+        for k, r in used:
+            total += work[k][r]
+        if longest > 0:
+            longest_q = longest * root(total, q)
+        return longest, longest_q, forward, forward_q, work
+
+    def prices(self, busy: Table, q: int) -> None:
+        longest, longest_q, forward, forward_q, work = self.norms(busy, q)
+        beside_s = (1.0 - self.f.no_experts) * forward
+        hidden = 0.0
+        if self.trans_s > beside_s + self.f.fnec_s:
+            hidden += 1.0
+        if self.agg_s > 2.0 * beside_s + self.f.bnec_s:
+            hidden += 2.0
+        hidden = hidden * (1.0 - self.f.no_experts) * (1.0 - self.f.overlap_cost)
+        self.reference = [max(forward, LEAST_S), *[max(longest, LEAST_S)] * 4]
+        weight = max(3.0 - hidden, 0.1)
+        products = weight / power(forward_q / forward, q) if forward > 0 else weight
+        self.weight = [products, *[4.0 / power(longest_q / longest, q) if longest > 0 else 4.0] * 4]
+        self.price = [[self.weight[k] * c * w for c, w in zip(self.rate[k], work[k], strict=True)] for k in range(5)]
+
+    def way(self, r: int, d: int) -> list[tuple[int, int]]:
+        """The resources, each with its rank, that a token of r on d takes."""
+        if r == d:
+            return [(0, d)]
+        out = OUT_NEAR if self.node[r] == self.node[d] else OUT_FAR
+        return [(0, d), (out, r), (out + 1, d)]
+
+    def price_of(self, r: int, d: int) -> float:
+        first, *rest = (self.price[k][n] for k, n in self.way(r, d))
+        return first + (rest[0] + rest[1]) if rest else first
+
+    def price_at(self, k: int, n: int, tokens: float, q: int) -> float:
+        return (
+            self.weight[k]
+            * self.rate[k][n]
+            * power((tokens * self.rate[k][n] + self.base[k][n]) / self.reference[k], q)
+        )
+
+    def settle(self, tokens: IntArray, busy: Table, e: int, r: int, q: int) -> bool:
+        """Rank r moves tokens of expert e from the dearest holder to the cheapest; whether any."""
+        holders = self.holders[e]
+        paid = [self.price_of(r, d) for d in holders]
+        giving = [i for i, d in enumerate(holders) if tokens[r, e, d] > 0]
+        if not giving:
+            return False
+        dear = max(giving, key=lambda i: paid[i])  # the first of the largest
+        cheap = min(range(len(holders)), key=lambda i: paid[i])
+        if dear == cheap or paid[dear] <= paid[cheap] * (1.0 + LEVEL_PRICES):
+            return False
+        given, taken = self.way(r, holders[dear]), self.way(r, holders[cheap])
+        if len(given) == len(taken) == 3 and given[1] == taken[1]:
+            del given[1], taken[1]  # what r sends does not change
+        bend = high = low = 0.0
+        for k, n in given + taken:
+            c = self.rate[k][n]
+            bend += q * self.price[k][n] * c / (max(busy[k][n], 1.0) * c + self.base[k][n])
+        for k, n in given:
+            high += self.price[k][n]
+        for k, n in taken:
+            low += self.price[k][n]
+        step, gap = int(tokens[r, e, holders[dear]]), high - low
+        if bend * step > gap:
+            step = max(1, int(gap / bend))
+        while step > 0:
+            above = 0.0
+            for k, n in given:
+                above -= self.price_at(k, n, busy[k][n] - step, q)
+            for k, n in taken:
+                above += self.price_at(k, n, busy[k][n] + step, q)
+            if above < 0.5 * gap:
+                break
+            step //= 2
+        if step == 0:
+            return False
+        tokens[r, e, holders[dear]] -= step
+        tokens[r, e, holders[cheap]] += step
+        for sign, way in ((-step, given), (step, taken)):
+            for k, n in way:
+                busy[k][n] += sign
+                self.price[k][n] = self.price_at(k, n, busy[k][n], q)
+        return True
+
+    def guide(self, busy: Table, q: int) -> float:
+        _, longest, forward_s, forward_q, _ = self.norms(busy, q)
+        trans_s, agg_s = self.felt(forward_s)
+        return 4.0 * longest + 3.0 * forward_q + trans_s + agg_s
+
+    def shorten(self, tokens: IntArray, sweeps: int, far: bool) -> IntArray:
+        """The best tokens that the descent sees."""
+        tokens, busy = tokens.copy(), self.busy(tokens)
+        low, best = self.guide(busy, 0), tokens.copy()
+        done = 0
+        for i in range(LEVELS):
+            q = 2 << i
+            share = (sweeps * (i + 1) + (LEVELS - 1 if far else 0)) // LEVELS
+            smooth = math.inf
+            while done < share:
+                done += 1
+                self.prices(busy, q)
+                moves = [self.settle(tokens, busy, e, r, q) for e in self.holders for r in range(self.ranks)]
+                now = self.guide(busy, 0)
+                if now < low:
+                    low, best = now, tokens.copy()
+                before, smooth = smooth, self.guide(busy, q)
+                if not any(moves) or smooth > before * (1.0 - LEVELLED):
+                    break
+            done = max(done, share)
+        return best
+
+    def split(self, exact: IntArray, effort: float) -> tuple[IntArray, float]:
+        """Tokens [R, E, D] and the seconds of the step, from those of the exact split."""
+        tokens, (step_s, a2a_s) = exact, self.step_s(exact)
+        if effort > 0 and a2a_s > WORTH_IT * step_s:
+            above_s = a2a_s - 4.0 * self.exchange_floor_s()
+            pairs = len(self.holders) * self.ranks
+            if above_s > WORTH_IT * step_s and pairs:
+                sweeps = min(MOST_SWEEPS, int(effort * above_s / (SETTLE_S * pairs)))
+                if sweeps > 0:
+                    shorter = self.shorten(tokens, sweeps, above_s > FAR * step_s)
+                    shorter_s = self.step_s(shorter)[0]
+                    if shorter_s < step_s:
+                        tokens, step_s = shorter, shorter_s
+        home_s = self.step_s(self.at_home)[0]
+        if effort > 0 and home_s < step_s:
+            return self.at_home, home_s
+        return tokens, step_s

@@ -1,0 +1,192 @@
+"""The split's entries in the core: bit by bit the naive twin, safe against wrong arrays, on many threads."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prophet.errors import SpecError
+from prophet.planner.core import native
+from prophet.planner.greedy import Machine
+from prophet.planner.split import exact_split
+from prophet.spec import Placement
+from tests.helpers.planner_cases import Case, cases
+from tests.helpers.split_twin import Twin
+
+NAMES = ("load_RE", "holds_ER", "home_E", "node_R", "speed_R", "seconds_per_token_R", "figures")
+
+
+def arguments(case: Case) -> dict[str, Any]:
+    machine = Machine.of(case.context)
+    placement = case.placement
+    return dict(
+        zip(
+            NAMES,
+            (
+                case.load,
+                placement.holds,
+                placement.home,
+                machine.node,
+                machine.speed,
+                machine.seconds_per_token,
+                machine.figures,
+            ),
+            strict=True,
+        )
+    )
+
+
+def room_for(case: Case) -> np.ndarray:
+    ranks, experts = case.load.shape
+    return np.full((ranks, experts, ranks), -1, dtype=np.int64)
+
+
+def skewed(ranks: int, experts: int, seed: int) -> dict[str, Any]:
+    """Arguments of a load that descent has work with."""
+    rng = np.random.default_rng(seed)
+    load = rng.poisson(500 * (rng.pareto(1.2, experts) + 0.05) * rng.uniform(0.2, 1.8, (ranks, experts)))
+    home = np.arange(experts) // (experts // ranks)
+    replicas = zip(
+        rng.integers(0, experts, 3 * ranks).tolist(), rng.integers(0, ranks, 3 * ranks).tolist(), strict=True
+    )
+    placement = Placement.with_replicas(home, ranks, replicas)
+    figures = np.array([8192, 1e10, 1e-5, 1e9, 2e-5, 1e5, 2e5, 1e-4, 2e-4, 1e-6, 0.1, 0.0])
+    node = np.arange(ranks) // 4
+    values = (
+        load.astype(np.int64),
+        placement.holds,
+        placement.home,
+        node,
+        np.ones(ranks),
+        np.full(ranks, 1e-7),
+        figures,
+    )
+    return dict(zip(NAMES, values, strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(max_tokens=3000), st.sampled_from([0.0, 0.03, 1.0, 100.0]))
+def test_the_timed_split_is_its_naive_twin_bit_by_bit(case: Case, effort: float) -> None:
+    exact = exact_split(case.load, case.placement, case.context.topology).tokens
+    wanted, wanted_s = Twin(case.load, case.placement, Machine.of(case.context)).split(exact, effort)
+    tokens = room_for(case)
+    assert native.split_tokens(**arguments(case), effort=effort, out_tokens_RED=tokens) == wanted_s
+    assert np.array_equal(tokens, wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.sampled_from([0.0, 0.03, 100.0]))
+def test_rows_and_tokens_are_one_split(case: Case, effort: float) -> None:
+    given_ = arguments(case)
+    tokens = room_for(case)
+    step_s = native.split_tokens(**given_, effort=effort, out_tokens_RED=tokens)
+    shared, rows, rank_load, _, cost = native.split_rows(**given_, effort=effort)
+    assert cost[0] == step_s
+    assert np.array_equal(tokens.sum(axis=(0, 1)), rank_load)
+    source, expert, rank, amount = rows.T
+    assert np.array_equal(tokens[source, expert, rank], amount)
+    assert (tokens[:, shared].sum(), (amount > 0).all()) == (amount.sum(), True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_array_is_refused(name: str) -> None:
+    right = skewed(8, 16, 0)
+    array = right[name]
+    wrong: dict[str, Any] = {
+        "type": array.astype(np.float32),
+        "list": array.tolist(),
+        "dimensions": array[None],
+        "strided": np.repeat(array, 2, axis=-1)[..., ::2],
+        "order": np.asfortranarray(array) if array.ndim == 2 else None,
+        "none": None,
+    }
+    before = {k: v.copy() for k, v in right.items()}
+    for what, value in wrong.items():
+        if what == "order" and value is None:
+            continue
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            native.split_rows(**(right | {name: value}), effort=0.1)
+    for size in (array[:-1], np.concatenate([array, array[-1:]])):
+        with pytest.raises(SpecError):
+            native.split_rows(**(right | {name: np.ascontiguousarray(size)}), effort=0.1)
+    assert all(np.array_equal(before[k], right[k]) for k in NAMES)
+
+
+def test_read_only_arrays_are_read_and_never_written() -> None:
+    right = skewed(8, 16, 0)
+    wanted = native.split_rows(**right, effort=0.1)
+    for array in right.values():
+        array.setflags(write=False)
+    assert native.split_rows(**right, effort=0.1)[3:] == wanted[3:]
+    tokens = np.zeros((8, 16, 8), np.int64)
+    tokens.setflags(write=False)
+    with pytest.raises(TypeError):
+        native.split_tokens(**right, effort=0.1, out_tokens_RED=tokens)
+
+
+@pytest.mark.parametrize(
+    ("name", "index", "value"),
+    [
+        ("load_RE", (1, 2), -1),
+        ("home_E", 3, 8),
+        ("home_E", 3, -1),
+        ("home_E", 3, 7),  # a rank that does not hold it
+        ("node_R", 0, 1),
+        ("node_R", 4, 9),
+        ("speed_R", 2, 0.0),
+    ],
+)
+def test_values_that_point_outside_are_refused(name: str, index: Any, value: float) -> None:
+    right = skewed(8, 16, 0)
+    right["holds_ER"] = np.eye(16, 8, dtype=np.bool_) * False
+    right["holds_ER"][np.arange(16), right["home_E"]] = True
+    native.split_rows(**right, effort=0.1)
+    changed = right[name].copy()
+    changed[index] = value
+    with pytest.raises(SpecError):
+        native.split_rows(**(right | {name: changed}), effort=0.1)
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 7), (8, 15, 8), (7, 16, 8)])
+def test_room_of_another_size_is_refused(shape: tuple[int, int, int]) -> None:
+    with pytest.raises(SpecError, match="out_tokens_RED"):
+        native.split_tokens(**skewed(8, 16, 0), effort=0.1, out_tokens_RED=np.zeros(shape, np.int64))
+
+
+def test_calls_of_one_size_allocate_once() -> None:
+    def held() -> tuple[int, int, int]:
+        first = native.held_bytes()
+        native.split_rows(**skewed(8, 16, 0), effort=10.0)
+        second = native.held_bytes()
+        for seed in range(50):
+            native.split_rows(**skewed(8, 16, seed), effort=10.0)
+        return first, second, native.held_bytes()
+
+    with ThreadPoolExecutor(1) as pool:  # a thread that holds nothing yet
+        first, second, third = pool.submit(held).result(timeout=60)
+    assert first == 0 < second == third < 1 << 20
+
+
+def test_threads_do_not_disturb_one_another() -> None:
+    sizes = [(8, 16), (12, 24), (16, 32), (4, 64)]
+    given_ = [skewed(*sizes[i % 4], seed=i) for i in range(16)]
+    wanted = [native.split_rows(**g, effort=10.0) for g in given_]
+    start = threading.Barrier(16)
+
+    def split(i: int) -> bool:
+        start.wait(60)
+        same = True
+        for n in range(10):
+            k = (i + n) % 16
+            found = native.split_rows(**given_[k], effort=10.0)
+            same &= found[3:] == wanted[k][3:] and all(map(np.array_equal, found[:3], wanted[k][:3]))
+        return same
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(split, range(16), timeout=120))

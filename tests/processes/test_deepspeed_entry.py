@@ -1,0 +1,119 @@
+"""`deepspeed.initialize` itself: who heeds the section, what is refused, frozen experts, other ways to average."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import prophet
+from tests.helpers.deepspeed_support import Case, Model, batch, differences, moved, parameters, prepare, start, train
+from tests.helpers.launch import on_processes
+
+BASE = Case(optimizer="SGD", lr=0.5, scheduler=False, experts=4)
+AVERAGED: dict[str, dict[str, Any]] = {
+    "sum": {"gradient_allreduce_op": "sum"},
+    "predivided": {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+}
+
+
+def averaged(case: Case) -> Any:
+    engine = start(case)
+    losses = train(engine, 3)
+    return losses, 0 if case.plain else moved(engine), parameters(engine)
+
+
+def unsynced(case: Case) -> Any:
+    """Two microbatches by `no_sync` and then one with, without DeepSpeed's own accumulation."""
+    engine = start(replace(case, microbatches=1))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for micro in range(3):
+        inside = contextlib.nullcontext() if micro == 2 else engine.no_sync()
+        with inside:
+            engine.backward(engine(batch(0, micro).chunk(ranks)[rank]))
+    engine.step()
+    return [], 0 if case.plain else moved(engine), parameters(engine)
+
+
+def frozen(case: Case, layers: int) -> Any:
+    """The experts of the first `layers` blocks do not train."""
+    deepspeed = prepare()
+    model: Any = Model(case, 1 if not case.plain else dist.get_world_size())
+    for moe in model.moes[:layers]:
+        moe.deepspeed_moe.experts.requires_grad_(False)
+    params = [p for p in model.parameters() if p.requires_grad or not case.plain]
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=params, config=case.deepspeed_config())
+    return train(engine, 3), 0, parameters(engine)
+
+
+def refusals() -> dict[str, str]:
+    deepspeed, found = prepare(), {}
+
+    def said(name: str, model: nn.Module, config: dict[str, Any], **options: Any) -> None:
+        try:
+            deepspeed.initialize(model=model, config={"train_batch_size": 2, **config}, **options)
+        except Exception as error:  # any: its text is what is tested
+            found[name] = f"{type(error).__name__}: {error}"
+
+    def ours() -> nn.Module:
+        return nn.Sequential(prophet.MoE(4, 6, 4, 2, group=dist.group.WORLD))
+
+    said("plain", ours(), {})
+    said("dense", nn.Linear(2, 2), {"prophet": {}})
+    said("wrapped", nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), {"prophet": {}})
+    attached = ours()
+    prophet.attach(attached)
+    said("attached", attached, {"prophet": {}})
+    said("mpu", ours(), {"prophet": {}}, mpu=Any)
+    engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 2})
+    found["without a section"] = str(hasattr(engine, "prophet"))
+    return found
+
+
+def body() -> dict[str, Any]:
+    found: dict[str, Any] = {"refused": refusals()}
+    for kind in (False, True):
+        case = replace(BASE, plain=kind)
+        for name, config in AVERAGED.items():
+            found[name, kind] = averaged(replace(case, lr=0.1, config=config))
+        found["no_sync", kind] = unsynced(case)
+        found["one layer frozen", kind] = frozen(replace(case, stage=2), 1)
+    for stage in (0, 1, 2):
+        found[f"all frozen, ZeRO-{stage}", False] = frozen(replace(BASE, stage=stage), 2)
+        # plain DeepSpeed's ZeRO has no group of experts then, and refuses
+        found[f"all frozen, ZeRO-{stage}", True] = frozen(replace(BASE, plain=True), 2)
+    return found
+
+
+NAMES = [*AVERAGED, "no_sync", "one layer frozen", *(f"all frozen, ZeRO-{stage}" for stage in (0, 1, 2))]
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[Any, Any]:
+    return on_processes(2, body, timeout_s=300)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", NAMES)
+def test_losses_and_parameters_are_those_of_plain_deepspeed(name: str, runs: dict[Any, Any]) -> None:
+    (ours, replicas, mine), (plain, _, wanted) = runs[name, False], runs[name, True]
+    assert ours == pytest.approx(plain, abs=1e-6)
+    assert differences(mine, wanted) < 2e-6
+    assert replicas > 0 or "frozen" in name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_one_clear_error(runs: dict[Any, Any]) -> None:
+    found = runs["refused"]
+    assert "DeepSpeed alone would average its experts" in found["plain"]
+    assert "no MoE block found" in found["dense"]
+    assert "prophet: the model is wrapped in DistributedDataParallel already" in found["wrapped"]
+    assert "prophet: the model has an engine already" in found["attached"]
+    assert found["mpu"].startswith("ConfigError: mpu")
+    assert found["without a section"] == "False"
