@@ -90,11 +90,11 @@ TUTEL_TESTS := tests/convert/test_tutel.py tests/integrations/test_tutel.py test
 
 $(VENV)/.installed-tutel: $(VENV)/.installed-test
 	$(INSTALL) wheel
-	$(INSTALL) --no-build-isolation --no-deps $(PEERS_TUTEL)
+	$(INSTALL) --no-build-isolation --no-deps $(abspath $(PEERS_TUTEL))
 	@touch $@
 
-test-peers: export PEERS_TUTEL := $(PEERS_TUTEL)
-test-peers: export PEERS_DEEPSPEED := $(PEERS_DEEPSPEED)
+test-peers: export PEERS_TUTEL := $(abspath $(PEERS_TUTEL))
+test-peers: export PEERS_DEEPSPEED := $(abspath $(PEERS_DEEPSPEED))
 test-peers: $(VENV)/.installed-test $(if $(PEERS_TUTEL),$(VENV)/.installed-tutel)
 	$(PYTEST) tests/peers $(if $(PEERS_TUTEL),$(TUTEL_TESTS)) $(ARGS)
 
