@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 4 examples/deepspeed_config.py --out out/deepspeed --steps 6 --save-at 3
 
-Two things differ from a plain script, and `--plain` takes both away: the import, and the "prophet" section. With
+Two things differ from a plain script: the import, and the "prophet" section, which `--plain` leaves out. With
 `--resume` it goes on from the newest checkpoint in `--out`, on as many processes or on another number:
 
 torchrun --nproc-per-node 2 examples/deepspeed_config.py --out out/deepspeed --steps 9 --save-at 9 --resume
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import prophet_deepspeed  # noqa: F401  (makes deepspeed.initialize heed the section)
 import torch
 from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
