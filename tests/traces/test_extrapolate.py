@@ -54,7 +54,9 @@ def test_the_balanced_routing_is_even() -> None:
 
 def test_order_of_policies_and_the_bar_around_a_step() -> None:
     found = {p: ex.extrapolate(SCENARIO, p, 16, 8, EXACT) for p in ("static", "prophet", ex.BALANCED)}
-    assert found[ex.BALANCED].step_s <= found["prophet"].step_s <= found["static"].step_s
+    assert max(found[ex.BALANCED].step_s, found["prophet"].step_s) <= found["static"].step_s
+    # Copies keep tokens on their ranks, which even routing without copies cannot: one per cent, no more.
+    assert found[ex.BALANCED].step_s <= 1.01 * found["prophet"].step_s
     assert found[ex.BALANCED].max_mean == pytest.approx(1.0, abs=0.01)
     assert found["static"].copies_per_rank == 0 < found["prophet"].copies_per_rank
     step = found["static"]
