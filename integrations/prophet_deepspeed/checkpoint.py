@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from prophet.convert.state import names_before
 from prophet.engine.expert_state import Share, join_state, shares_of, split_state
 from prophet.engine.shared_errors import limit_of, on_all_ranks
 from prophet.errors import CheckpointError, SpecError
-from prophet.ranks.process_group import at_work, process_rank, processes
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import meet, process_rank, processes
 from prophet_deepspeed import layout
 from prophet_deepspeed.layout import Values
 from prophet_deepspeed.states import States
@@ -70,11 +72,14 @@ class Checkpoints:
         left_out = self._frozen() if exclude_frozen_parameters else set()
         module = {k: v.detach().cpu() for k, v in model.state_dict().items() if k not in left_out}
         experts["module"] = {k: v.clone() for k, v in module.items() if k in keys}
-        with at_work(f"writing {folder}"):
+        scheduler = None if ds.lr_scheduler is None else ds.lr_scheduler.state_dict()
+        with self._all("start of save_checkpoint"):
+            layout.check_readable(client_state=client_state, lr_scheduler=scheduler)
+        with self._all("start of save_checkpoint"):
             if process_rank() == 0:
                 folder.mkdir(parents=True, exist_ok=True)
                 layout.clear(folder)
-            self._meet("start of save_checkpoint")
+        with self._all("writing of save_checkpoint"):
             if expert_writer:
                 layout.write(experts, folder / layout.EXPERTS.format(ep.rank, ep.size))
             balancing, generators = self._own_files(folder)
@@ -89,16 +94,15 @@ class Checkpoints:
                     "module": {k: v for k, v in module.items() if k not in keys},
                     "counters": {k: int(getattr(ds, k)) for k in layout.COUNTERS},
                     "scaler": {} if states is None else states.scaler(),
-                    "scheduler": None if ds.lr_scheduler is None else ds.lr_scheduler.state_dict(),
+                    "scheduler": scheduler,
                     "client_state": client_state or {},
                     "frozen": not left_out,
                     "made_with": self._made_with(),
                 }
                 layout.write(dense, folder / layout.DENSE)
-            self._meet("end of save_checkpoint")
+        with self._all("end of save_checkpoint"):
             if save_latest and process_rank() == 0:
-                (Path(save_dir) / layout.LATEST).write_text(folder.name, encoding="utf-8")
-            self._meet("end of save_checkpoint")
+                layout.write_latest(str(folder.relative_to(save_dir)), Path(save_dir))
         return True
 
     def save_model(
@@ -119,11 +123,10 @@ class Checkpoints:
             state = {
                 k: v for k, v in state.items() if k not in frozen and not k.startswith(tuple(f"{n}." for n in layers))
             }
-        if writer:
-            with at_work(f"writing {save_dir}"):
+        with self._all("writing of save_16bit_model"):
+            if writer:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
                 layout.write({k: v.detach().cpu() for k, v in state.items()}, Path(save_dir) / save_filename)
-        self._meet("end of save_16bit_model")
         return True
 
     def _states(self) -> States | None:
@@ -151,10 +154,20 @@ class Checkpoints:
         rank, ranks, size = process_rank(), processes(), self._engine.collective.size
         return folder / layout.BALANCING.format(rank // size, ranks // size), folder / layout.RANDOM.format(rank, ranks)
 
-    def _meet(self, what: str) -> None:
-        """Wait for all processes."""
-        with on_all_ranks(what, timeout_s=limit_of(self._ds.module)):
-            pass
+    def _all(self, what: str) -> AbstractContextManager[None]:
+        """Go on when all processes have done it; where one fails, all raise."""
+        return on_all_ranks(what, timeout_s=limit_of(self._ds.module))
+
+    def _latest(self, load_dir: Path) -> str:
+        """The name in `latest`, on which all processes agree; empty where there is no such file."""
+        latest = load_dir / layout.LATEST
+        with self._all("reading of latest"):
+            name = latest.read_text(encoding="utf-8").strip() if latest.exists() else ""
+        op = Operation("names of the latest checkpoint")
+        found = sorted(set(meet(op, name, timeout_s=limit_of(self._ds.module))))
+        if len(found) > 1:
+            raise CheckpointError(f"{latest}: expected the same checkpoint on all ranks, found {found}")
+        return name
 
     # --- load ---
 
@@ -178,11 +191,10 @@ class Checkpoints:
         if custom_load_fn is not None:
             raise CheckpointError("custom_load_fn is not supported")
         ds = self._ds
-        latest = Path(load_dir) / layout.LATEST
         if tag is None:
-            if not latest.exists():
+            tag = self._latest(Path(load_dir))
+            if not tag:
                 return None, None
-            tag = latest.read_text(encoding="utf-8").strip()
         folder = Path(load_dir) / str(tag)
         states = self._states()
         with on_all_ranks("reading of", folder, said="could not read it", timeout_s=limit_of(ds.module)):
@@ -201,6 +213,7 @@ class Checkpoints:
                 layout.check_made_with(dense["made_with"], own, folder)
             wanted = states if load_optimizer_states and not load_module_only else None
             module, values, settings = self._read(folder, dense, wanted)
+            layout.check_module(module, ds.module.state_dict(), load_module_strict, folder)
             goes_on = (dense["processes"], dense["ranks"]) == (processes(), self._engine.collective.size)
             goes_on = goes_on and not load_module_only
             if goes_on:

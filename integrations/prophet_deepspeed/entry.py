@@ -27,7 +27,7 @@ def install(section: Mapping[str, Any] | None = None) -> None:
     _default[:] = [] if section is None else [ProphetSection.parse(section)]
     engine_class: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     plain = engine_class.__init__
-    if hasattr(plain, "__wrapped__"):
+    if hasattr(plain, "of_prophet_deepspeed"):
         return
     signature = inspect.signature(plain)
 
@@ -41,6 +41,7 @@ def install(section: Mapping[str, Any] | None = None) -> None:
             with start:
                 plain(ds, *args, **options)
 
+    __init__.of_prophet_deepspeed = True  # type: ignore[attr-defined]
     engine_class.__init__ = __init__
 
 

@@ -11,6 +11,7 @@ Nothing here imports deepspeed.
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import re
@@ -42,6 +43,44 @@ def write(content: Mapping[str, Any], path: Path) -> None:
     os.replace(partial, path)
 
 
+def write_latest(name: str, save_dir: Path) -> None:
+    """Say which checkpoint in `save_dir` is the latest, when that one is whole."""
+    partial = save_dir / f"{LATEST}.partial"
+    partial.write_text(name, encoding="utf-8")
+    os.replace(partial, save_dir / LATEST)
+
+
+def check_module(saved: Mapping[str, Any], own: Mapping[str, Any], strict: bool, folder: Path) -> None:
+    """Raise `CheckpointError` where a state dict does not fit the model's own, before any of it is copied."""
+    if strict and saved.keys() != own.keys():
+        missing, others = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+        raise CheckpointError(f"{folder}: of another model: it lacks {missing[:3]}, and has {others[:3]} besides")
+    for name in saved.keys() & own.keys():
+        shapes = [list(value.shape) for value in (own[name], saved[name]) if isinstance(value, Tensor)]
+        if len(shapes) == 2 and shapes[0] != shapes[1]:
+            raise CheckpointError(f"{folder}: {name}: expected a tensor {shapes[0]}, got {shapes[1]}")
+
+
+def check_readable(**contents: Any) -> None:
+    """Raise `CheckpointError` for what could be written, but not be read again: reading takes no code from files."""
+    for name, content in contents.items():
+        buffer = io.BytesIO()
+        try:
+            torch.save(content, buffer)
+            buffer.seek(0)
+            torch.load(buffer, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch raises what the pickler and the unpickler do: there is no one class
+            raise CheckpointError(
+                f"{name}: expected numbers, strings, tensors, and lists and dictionaries of them: {_reason(error)}"
+            ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The sentence of torch's message that names the fault, without its advice to trust the file."""
+    found = re.search(r"Unsupported [\w ]*: (?:GLOBAL )?(\S+)", str(error))
+    return f"it holds {found[1]}" if found else re.split(r"[.!]", str(error))[0] or type(error).__name__
+
+
 def read(path: Path, dictionaries: Iterable[str] = (), others: Iterable[str] = ()) -> dict[str, Any]:
     """A file's dictionary, its tensors on the CPU; raises `CheckpointError` where it is not one.
 
@@ -53,7 +92,7 @@ def read(path: Path, dictionaries: Iterable[str] = (), others: Iterable[str] = (
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises what the unpickler and the archive's reader do: there is no one class
-        raise CheckpointError(f"{path}: {re.split(r'[.!]', str(error))[0] or type(error).__name__}") from error
+        raise CheckpointError(f"{path}: {_reason(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: expected a dictionary, got {type(content).__name__}")
     for key in (*dictionaries, *others):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import prophet
 from prophet.convert import ConversionReport, find, standard_adapters
+from prophet.convert.elementwise import is_elementwise
 from prophet.convert.find import find_all
 from prophet.engine.balanced_layer import BalancedLayer
 from prophet.errors import ConversionError
@@ -84,7 +85,8 @@ class Start:
             self._convert_experts(model)
         layers = _layers(model, self._group())
         if not ds.has_moe_layers:  # DeepSpeed looks for layers of its own class only
-            ds.has_moe_layers = True
+            # and wants a group of experts of the optimizer that it makes up where none is given
+            ds.has_moe_layers = ds.client_optimizer is not None or ds.optimizer_name() is not None
             ds.num_experts.append(layers[0].num_experts)
         return sources
 
@@ -116,6 +118,8 @@ class Start:
             separate_experts(client_optimizer, self._ds.client_lr_scheduler)
         else:
             model_parameters = (self._groups or Groups(model_parameters)).separated()
+            if client_optimizer is not None:
+                client_optimizer = _elementwise(client_optimizer)
         trained = any(p.requires_grad for layer in moe_layers(self._model) for p in layer.experts.parameters())
         self._ds.has_moe_layers = trained  # ZeRO wants a group of experts if there are any
         try:
@@ -133,10 +137,28 @@ class Start:
             Binding(ds, balancer)
         show_experts(self._model)
         export_all_experts()
+        ds.has_moe_layers = True
         ds.prophet, ds.prophet_report = balancer, self._report
         checkpoints = Checkpoints(ds, balancer)
         ds.save_checkpoint, ds.load_checkpoint = checkpoints.save, checkpoints.load
         ds.save_16bit_model = ds.save_fp16_model = checkpoints.save_model
+
+
+def _elementwise(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Any], torch.optim.Optimizer]:
+    """`make`, which raises `ConfigError` for an optimizer that treats several experts in one tensor as a whole."""
+
+    def checked(groups: Any) -> torch.optim.Optimizer:
+        optimizer = make(groups)
+        for index, group in enumerate(optimizer.param_groups):
+            stacked = [p for p in group["params"] if getattr(p, "prophet_expert", False) and p.ndim > 2]
+            if stacked and not is_elementwise(optimizer, index, stacked[0]):
+                raise ConfigError(
+                    f"optimizer: {type(optimizer).__name__} treats experts that share a tensor as a whole: pass an "
+                    f"optimizer object, whose experts then get tensors of their own"
+                )
+        return optimizer
+
+    return checked
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -162,8 +184,8 @@ def _check_model(model: Any) -> None:
         )
     if any(isinstance(layer._port, BalancedLayer) for layer in moe_layers(model)):
         raise ConfigError(
-            f"{SECTION}: the model has an engine already, by prophet.attach or another integration: leave that call or "
-            f"this section out"
+            f"{SECTION}: the model has an engine already, by prophet.attach, another integration or an earlier "
+            f"initialize: call its close() first (engine.prophet.close()), or leave this section out"
         )
 
 

@@ -200,3 +200,19 @@ def test_random_generators_continue(tmp_path: Path) -> None:
         random.setstate(before[0])
         np.random.set_state(before[1])  # noqa: NPY002
         torch.set_rng_state(before[2])
+
+
+@pytest.mark.parametrize("content", [{"best": np.float64(1)}, {"folder": Path("x")}, [{"f": print}]])
+def test_what_could_not_be_read_again_is_not_written(content: Any) -> None:
+    layout.check_readable(client_state={"step": 3, "loss": torch.ones(2), "names": ["a"]}, lr_scheduler=None)
+    with pytest.raises(CheckpointError, match=r"^client_state: expected numbers, strings.*: it holds "):
+        layout.check_readable(lr_scheduler={}, client_state=content)
+
+
+def test_a_state_of_another_model_is_refused_before_it_is_copied(tmp_path: Path) -> None:
+    own = {"a": torch.zeros(2, 3), "b": torch.zeros(4)}
+    layout.check_module({"a": torch.ones(2, 3)}, own, False, tmp_path)
+    with pytest.raises(CheckpointError, match=r"a: expected a tensor \[2, 3\], got \[3, 2\]"):
+        layout.check_module({"a": torch.ones(3, 2)}, own, False, tmp_path)
+    with pytest.raises(CheckpointError, match=r"lacks \['b'\], and has \['c'\] besides"):
+        layout.check_module({"a": torch.ones(2, 3), "c": torch.ones(1)}, own, True, tmp_path)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -51,6 +52,11 @@ def frozen(case: Case, layers: int) -> Any:
     return train(engine, 3), 0, parameters(engine)
 
 
+def adafactor(groups: Any) -> torch.optim.Optimizer:
+    """It sums squares of gradients over the rows of a tensor."""
+    return torch.optim.Adafactor(groups)
+
+
 def refusals() -> dict[str, str]:
     deepspeed, found = prepare(), {}
 
@@ -70,8 +76,13 @@ def refusals() -> dict[str, str]:
     prophet.attach(attached)
     said("attached", attached, {"prophet": {}})
     said("mpu", ours(), {"prophet": {}}, mpu=Any)
+    section = {"prophet": {"ep_size": 2}}
+    model = ours()
+    said("function", model, section, model_parameters=model.parameters(), optimizer=adafactor)
     engine, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 2})
     found["without a section"] = str(hasattr(engine, "prophet"))
+    only, *_ = deepspeed.initialize(model=ours(), config={"train_batch_size": 2, "bf16": {"enabled": True}, **section})
+    found["no optimizer"] = str(only(torch.ones(2, 4, dtype=torch.bfloat16)).shape)
     return found
 
 
@@ -118,3 +129,5 @@ def test_one_clear_error(runs: dict[Any, Any]) -> None:
     assert "prophet: the model has an engine already" in found["attached"]
     assert found["mpu"].startswith("ConfigError: mpu")
     assert found["without a section"] == "False"
+    assert "optimizer: Adafactor treats experts that share a tensor as a whole" in found["function"]
+    assert found["no optimizer"] == "torch.Size([2, 4])"
