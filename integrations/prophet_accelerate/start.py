@@ -196,16 +196,30 @@ class Balanced:
 
     def _attach(self) -> None:
         """Attach the engine, once model and optimizer are what they will be."""
-        if self._model is None or self.engine is not None or self._closed:
+        if self._model is None:
             return
         mine = {id(p): getattr(p, "prophet_expert", False) for p in self._model.parameters()}
-        best: tuple[int, Any] = (0, None)
+        found: list[tuple[bool, Any]] = []  # optimizers of the model, and whether they hold experts
         for accelerated in self._accelerator._optimizers:
             optimizer = accelerated.optimizer
             held = [mine[id(p)] for g in optimizer.param_groups for p in g["params"] if id(p) in mine]
-            best = max(best, ((2 if any(held) else 1) if held else 0, optimizer), key=lambda pair: pair[0])
-        if best[1] is not None:
-            self._optimizer = best[1]
+            if held:
+                found.append((any(held), optimizer))
+        experts = [optimizer for has, optimizer in found if has]
+        if len(experts) > 1:
+            raise ValueError(
+                f"accelerator.prepare(): {len(experts)} optimizers hold experts; expected one for all of them"
+            )
+        best = experts or [optimizer for _, optimizer in found]
+        if not best or self._optimizer in best:
+            return
+        if self._optimizer is not None:
+            raise ValueError(
+                "accelerator.prepare(): the optimizer that holds the experts came after another one of the same model; "
+                "prepare it first, or both in one call"
+            )
+        self._optimizer = best[0]
+        if self.engine is None and not self._closed:
             self.engine = prophet.attach(self._model, self._optimizer, config=self._config)
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:

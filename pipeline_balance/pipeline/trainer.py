@@ -132,7 +132,8 @@ class PipelineTrainer:
             raise SpecError("the first stage needs inputs and the last one a target")
         losses: list[Tensor] = []
         self.meter.begin_step()
-        args = (inputs,) if first else ()
+        # PyTorch 2.11 compares strides of microbatches with those of the example, which is contiguous
+        args = (inputs.contiguous(),) if first and inputs is not None else ()
         options: dict[str, Any] = {"target": target, "losses": losses} if last else {}
         self._stages.runtime.step(*args, **options, return_outputs=False)
         self.meter.end_step()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from prophet.convert.lora_layer import lora_layers, reading_adapters, with_wrappers
@@ -56,7 +58,8 @@ def load_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
 
     options: for the class's `from_pretrained`. Raises `CheckpointError` where parameters of the model are missing.
     """
-    dtype = next(model.parameters()).dtype
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    dtype = functools.reduce(torch.promote_types, dtypes)  # no parameter is rounded on its way
     whole, said = type(model).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     missing = some(said["missing_keys"])
     if missing:

@@ -66,15 +66,23 @@ def load_original_state_dict(model: nn.Module, state: Mapping[str, Tensor], *, s
     """Load a state dict of the unconverted model; every rank reads all of it and keeps its own experts, and
     its parts of what `fully_shard` has cut.
 
-    Raises `ConversionError` where an expert's parameters are missing; other names as `load_state_dict` does.
+    Raises `ConversionError`, before anything is changed, where an expert's parameters are missing or have another
+    shape; other names as `load_state_dict` does.
     """
     layers = {name: layer for name, _, _, layer in converted(model)}
+    parts: dict[str, dict[str, Tensor]] = {}
     for name, layer in layers.items():
         part = {k.removeprefix(f"{name}."): t for k, t in state.items() if k.startswith(f"{name}.")}
-        missing = some({n for n, _ in layer.origin.skeleton.named_parameters()} - part.keys())
+        wanted = dict(layer.origin.skeleton.named_parameters())
+        missing = some(wanted.keys() - part.keys())
         if missing:
             raise ConversionError(f"{name}: {missing} are missing")
-        layer.take(part)
+        for n, p in wanted.items():
+            if part[n].shape != p.shape:
+                raise ConversionError(f"{name}.{n}: expected a tensor {list(p.shape)}, got {list(part[n].shape)}")
+        parts[name] = part
+    for name, layer in layers.items():
+        layer.take(parts[name])
     inside = tuple(f"{name}." for name in layers)
     before = names_before(layers)
     given = {k: t for k, t in state.items() if not k.startswith(inside)}

@@ -339,3 +339,26 @@ def test_the_report() -> None:
     console = Console(width=200, record=True, file=None, quiet=True)
     console.print(report)
     assert report.__rich__().row_count == 2
+
+
+def test_a_state_of_more_experts_changes_nothing() -> None:
+    model = hugging_face("mixtral")
+    prophet.convert(model)
+    before = original_state_dict(model)
+    wrong = {n: torch.cat([t + 1, t]) if "experts" in n else t + 1 for n, t in before.items()}
+    with pytest.raises(ConversionError, match=r"expected a tensor \[\d+, .*got \[\d+"):
+        load_original_state_dict(model, wrong)
+    after = original_state_dict(model)
+    assert all(torch.equal(after[n], t) for n, t in before.items())
+
+
+def test_loading_rounds_no_parameter_of_a_model_in_two_dtypes(tmp_path: Path) -> None:
+    from prophet_transformers import load_pretrained, save_pretrained
+
+    model = hugging_face("mixtral")
+    model.get_input_embeddings().bfloat16()  # type: ignore[operator]
+    prophet.convert(model, verify=False)
+    save_pretrained(model, tmp_path)
+    before = {n: t.clone() for n, t in original_state_dict(model).items()}
+    load_pretrained(model, tmp_path)
+    assert all(torch.equal(t, before[n]) for n, t in original_state_dict(model).items())
