@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from prophet.convert import original_state_dict
 from prophet.engine.config import Experiment
+from tests.helpers import deepspeed_support
 from tests.helpers.moe_models import VOCAB, hugging_face
 from tests.helpers.support import RandomPlanner
 
@@ -132,25 +133,14 @@ def start(case: Case) -> Any:
 
 
 def train(engine: Any, steps: int) -> list[float]:
-    """Go on for `steps` steps; the mean loss over ranks and microbatches, by step. Data follows `global_steps`."""
-    losses, rank, ranks = [], dist.get_rank(), dist.get_world_size()
-    for _ in range(steps):
-        step, micros = engine.global_steps, engine.gradient_accumulation_steps()
-        total = torch.zeros((), dtype=torch.float64)
-        for micro in range(micros):
-            ids = batch(step, micro).chunk(ranks)[rank]
-            loss = engine(input_ids=ids, labels=ids).loss
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach().double()
-        dist.all_reduce(total)
-        losses.append(float(total) / (ranks * micros))
-    return losses
+    """Go on for `steps` steps, as `deepspeed_support.train` does."""
 
+    def loss_of(engine: Any, step: int, micro: int) -> Tensor:
+        ids = batch(step, micro).chunk(dist.get_world_size())[dist.get_rank()]
+        loss: Tensor = engine(input_ids=ids, labels=ids).loss
+        return loss
 
-def moved(engine: Any) -> int:
-    """Replicas that the last step used on all ranks; the tests want some."""
-    return int(engine.prophet.last_step.copies.sum())
+    return deepspeed_support.train(engine, steps, loss_of)
 
 
 def counts(engine: Any) -> Array:

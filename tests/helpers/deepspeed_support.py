@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -216,20 +217,29 @@ def _fused(case: Case) -> Any:
     return Fused
 
 
-def train(engine: Any, steps: int) -> list[float]:
-    """Go on for `steps` steps; the mean loss over ranks and microbatches, by step. Data follows `global_steps`."""
-    losses, rank, ranks = [], dist.get_rank(), dist.get_world_size()
+def train(engine: Any, steps: int, loss_of: Callable[[Any, int, int], Tensor] | None = None) -> list[float]:
+    """Go on for `steps` steps; the mean loss over ranks and microbatches, by step. Data follows `global_steps`.
+
+    loss_of: this rank's loss from the engine, step and microbatch; that of `Model` if None.
+    """
+    loss_of = loss_of or _loss_of
+    losses = []
     for _ in range(steps):
         step, micros = engine.global_steps, engine.gradient_accumulation_steps()
         total = torch.zeros((), dtype=torch.float64)
         for micro in range(micros):
-            loss = engine(batch(step, micro).chunk(ranks)[rank])
+            loss = loss_of(engine, step, micro)
             engine.backward(loss)
             engine.step()
             total += loss.detach().double()
         dist.all_reduce(total)
-        losses.append(float(total) / (ranks * micros))
+        losses.append(float(total) / (dist.get_world_size() * micros))
     return losses
+
+
+def _loss_of(engine: Any, step: int, micro: int) -> Tensor:
+    loss: Tensor = engine(batch(step, micro).chunk(dist.get_world_size())[dist.get_rank()])
+    return loss
 
 
 def raw_state(engine: Any) -> dict[str, Any]:

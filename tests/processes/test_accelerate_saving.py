@@ -243,3 +243,41 @@ def test_a_run_goes_on_at_another_number_of_ranks(
             assert again == went_on
         assert again[0] == pytest.approx(went_on[0], rel=1e-6)
         assert again[1] == pytest.approx(went_on[1], rel=1e-5)
+
+
+def saved_without_an_engine(folder: str) -> tuple[bool, str]:
+    """Plain expert parallelism, by `close()` before `prepare()`; whether loading gives back this rank's moments."""
+
+    def moments() -> list[torch.Tensor]:
+        experts = [p for p in loop.bare.parameters() if getattr(p, "prophet_expert", False)]
+        return [loop.optimizer.state[p]["exp_avg"].clone() for p in experts]
+
+    loop = Loop("ddp", prepared=lambda loop: loop.balanced.close())  # type: ignore[union-attr]
+    loop.train(0, 2)
+    before = moments()
+    loop.accelerator.save_state(folder)
+    loop.train(2, 3)
+    loop.accelerator.load_state(folder)
+    return all(map(torch.equal, before, moments())), prepared_after_another()
+
+
+def prepared_after_another() -> str:
+    """What is said of experts' optimizer that comes after one of the other parameters."""
+    a = fresh_accelerator("ddp")
+    prophet_accelerate.balance(a)
+    model = a.prepare(hugging_face("mixtral", output_router_logits=False))
+    held = {
+        kind: [p for p in model.parameters() if getattr(p, "prophet_expert", False) is kind] for kind in (False, True)
+    }
+    a.prepare(torch.optim.SGD(held[False], lr=0.1))
+    try:
+        a.prepare(torch.optim.SGD(held[True], lr=0.1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_every_ranks_moments_come_back_without_an_engine(tmp_path: Path) -> None:
+    for same, said in on_processes(2, saved_without_an_engine, str(tmp_path / "state"), timeout_s=120):
+        assert same
+        assert "the optimizer that holds the experts came after another one" in said

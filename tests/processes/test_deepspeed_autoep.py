@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from prophet_deepspeed import CheckpointError
 
-from tests.helpers.autoep_support import Case, alone, counts, difference, moved, start, state, train
+from tests.helpers.autoep_support import Case, alone, counts, difference, start, state, train
+from tests.helpers.deepspeed_support import moved
 from tests.helpers.launch import EXAMPLES, on_processes, torchrun
 from tests.helpers.moe_models import hugging_face, loss_of
 
