@@ -19,7 +19,7 @@ from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row, compare_splits
 from prophet.layer.moe import MoE
 from prophet.layer.port import LayerWindow, Pass, PassCount, Port
-from prophet.planner.withdraw import pays
+from prophet.planner.model.withdraw import pays
 from prophet.scheduler.actions import Window
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.pieces import Form
