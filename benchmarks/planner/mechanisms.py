@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.planner.cores import Edit, build, edited, in_place, load
 from benchmarks.planner.walks import Call, Walked, alike, calls_of, contexts, geomean, machine_of, walk
-from prophet.planner.greedy import ProphetPlanner, Tuning
+from prophet.planner.search.prophet import ProphetPlanner, Tuning
 from prophet.spec import PlanContext
 from prophet.traces.npz import read_trace
 

@@ -16,9 +16,9 @@ from typing import TypeVar
 import numpy as np
 
 from prophet.machine.presets import PRESET_NAMES, get_preset
-from prophet.planner.cost import step_cost
-from prophet.planner.greedy import ProphetPlanner
-from prophet.planner.withdraw import settled_cost
+from prophet.planner.model.cost import step_cost
+from prophet.planner.search.prophet import ProphetPlanner
+from prophet.planner.model.withdraw import settled_cost
 from prophet.spec import BoolArray, FloatArray, IntArray, PlanContext
 from prophet.traces.npz import RoutingTrace
 from prophet.traces.replay import predicted_load, routed_per_rank
