@@ -1,11 +1,11 @@
-"""Replicas of a pipeline: which process is which, and the sum of their gradients while other stages still compute.
+"""Replicas of a pipeline: which process is which, and the mean of their gradients while other stages still compute.
 
 The processes are a grid of replicas x pipeline ranks. All replicas have one stage map and one schedule, and each has
 another part of the batch. The processes with one pipeline rank, a column, hold the same layers.
 
-Once a stage has run its last backward action, the schedule starts the sums of its layers' gradients. They run in that
+Once a stage has run its last backward action, the schedule starts the means of its layers' gradients. They run in that
 order in a thread, on a communicator that nothing else uses. Hooks on parameters would not do: torch's split backward
-does not fire them, and sums in an order that differs between ranks mix up layers in silence.
+does not fire them, and an order that differs between ranks mixes up layers in silence.
 
 Shape legend: R replicas, P pipeline ranks, N elements of a bucket.
 """
@@ -70,23 +70,23 @@ def check_units(units: Sequence[nn.Module]) -> None:
                 raise SpecError(f"{where} has sparse gradients, which a pipeline cannot add: use sparse=False")
 
 
-class ReplicaSums:
-    """Adds the gradients of this rank's layers over the replicas, in replica order, while a step goes on.
+class ReplicaMeans:
+    """Averages the gradients of this rank's layers over the replicas, in replica order, while a step goes on.
 
     column: the R processes that hold the same layers; nothing else may use its channel "weights" meanwhile. Each
-    microbatch's loss is weighted by the labels of all replicas, so that the sum is the gradient of the whole update.
-    All replicas must start the same buckets in the same order: they have one stage map and one schedule.
+    microbatch's loss is weighted by R over the labels of all replicas, so that the mean is the gradient of the whole
+    update. All replicas must start the same buckets in the same order: they have one stage map and one schedule.
     """
 
     def __init__(self, column: Collective) -> None:
         self.column = column
-        self._thread = Waiter("adds gradients of replicas") if column.size > 1 else None
+        self._thread = Waiter("averages gradients of replicas") if column.size > 1 else None
         self._under_way: list[Future[None]] = []
 
     def start(self, parameters: Iterable[nn.Parameter], layer: int) -> None:
-        """Begin to add the gradients of a layer whose backward is over; returns at once.
+        """Begin to average the gradients of a layer whose backward is over; returns at once.
 
-        Frozen parameters are left out. One without a gradient here counts as zeros, and gets the sum of the others.
+        Frozen parameters are left out. One without a gradient here counts as zeros, and gets the mean of all.
         Where no replica has a gradient there is none afterwards.
         """
         trainable = [p for p in parameters if p.requires_grad]
@@ -94,10 +94,10 @@ class ReplicaSums:
             return
         for dtype in sorted({p.dtype for p in trainable}, key=str):
             bucket = [p for p in trainable if p.dtype == dtype]
-            self._under_way.append(self._thread.submit(lambda bucket=bucket: self._add(bucket, layer)))  # type: ignore[misc]
+            self._under_way.append(self._thread.submit(lambda bucket=bucket: self._average(bucket, layer)))  # type: ignore[misc]
 
     def finish(self) -> None:
-        """Wait until all that was started is added. Raises what went wrong, each wait within the limit of `column`."""
+        """Wait until all that was started is averaged. Raises what went wrong; every wait has the limit of `column`."""
         under_way, self._under_way = self._under_way, []
         for future in under_way:
             future.result()
@@ -108,20 +108,20 @@ class ReplicaSums:
             self._thread.close()
 
     @torch.no_grad()
-    def _add(self, bucket: Sequence[nn.Parameter], layer: int) -> None:
-        op = Operation("sum of gradients over replicas", layer)
+    def _average(self, bucket: Sequence[nn.Parameter], layer: int) -> None:
+        op = Operation("mean of gradients over replicas", layer)
         here = [p.grad is not None for p in bucket]
         flat = torch.cat([p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket])
-        total, anywhere = add_in_order(flat, [float(h) for h in here], self.column, op=op)
-        for p, piece, some in zip(bucket, total.split([p.numel() for p in bucket]), anywhere, strict=True):
+        mean, anywhere = mean_in_order(flat, [float(h) for h in here], self.column, op=op)
+        for p, piece, some in zip(bucket, mean.split([p.numel() for p in bucket]), anywhere, strict=True):
             if some and p.grad is None:
                 p.grad = piece.view(p.shape).clone()
             elif some and p.grad is not None:
                 p.grad.copy_(piece.view(p.shape))
 
 
-def add_in_order(x: Tensor, said: Sequence[float], ranks: Collective, *, op: Operation) -> tuple[Tensor, list[float]]:
-    """The sum of all ranks' `x` [N], added in rank order, and the most that any rank `said`; collective.
+def mean_in_order(x: Tensor, said: Sequence[float], ranks: Collective, *, op: Operation) -> tuple[Tensor, list[float]]:
+    """The mean of all ranks' `x` [N], added in rank order, and the most that any rank `said`; collective.
 
     Each rank adds one of R equal shards, then all gather the shards: 2 (R - 1) / R of `x` travel each way. What ranks
     say are small whole numbers that travel with the shards. Raises `OutOfStep` where they are of different layers.
@@ -135,12 +135,13 @@ def add_in_order(x: Tensor, said: Sequence[float], ranks: Collective, *, op: Ope
     came = ranks.all_to_all(message, ones, ones, op=op, channel="weights").wait()
     layers = came[:, 0].tolist()
     if len(set(layers)) > 1:
-        raise OutOfStep(f"rank {ranks.rank}: {op}: other replicas add another layer: {[int(n) for n in layers]}")
+        raise OutOfStep(f"rank {ranks.rank}: {op}: other replicas average another layer: {[int(n) for n in layers]}")
     mine = came[0, len(head) :].clone()
     for part in came[1:, len(head) :]:
         mine += part
-    total = ranks.all_gather(mine, op=op, channel="weights").reshape(-1)[: x.numel()]
-    return total, came[:, 1 : len(head)].amax(dim=0).tolist()
+    mine /= size
+    mean = ranks.all_gather(mine, op=op, channel="weights").reshape(-1)[: x.numel()]
+    return mean, came[:, 1 : len(head)].amax(dim=0).tolist()
 
 
 def start_alike(tensors: Sequence[Tensor], column: Collective) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of replicas are added bucket by bucket, in replica order, and nothing else is touched."""
+"""Gradients of replicas are averaged bucket by bucket, in replica order, and nothing else is touched."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.replicas import Grid, ReplicaSums, add_in_order, check_units, start_alike
+from pipeline_balance.pipeline.replicas import Grid, ReplicaMeans, check_units, mean_in_order, start_alike
 from prophet.errors import OutOfStep, SpecError
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.threads import ThreadWorld
 
-OP = Operation("sum", 3)
+OP = Operation("mean", 3)
 
 
 def test_processes_form_a_grid() -> None:
@@ -33,15 +33,16 @@ def vector(rank: int, n: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("ranks", "n"), [(2, 7), (3, 9), (4, 2), (5, 0)])
-def test_the_sum_is_in_rank_order(ranks: int, n: int, dtype: torch.dtype) -> None:
+def test_the_mean_adds_in_rank_order(ranks: int, n: int, dtype: torch.dtype) -> None:
     expected = vector(0, n, dtype)
     for r in range(1, ranks):
         expected += vector(r, n, dtype)
+    expected /= ranks
     results = ThreadWorld(ranks, timeout_s=20.0).run(
-        lambda world: add_in_order(vector(world.rank, n, dtype), [0.0, float(world.rank == 1)], world, op=OP)
+        lambda world: mean_in_order(vector(world.rank, n, dtype), [0.0, float(world.rank == 1)], world, op=OP)
     )
-    for total, said in results:
-        assert torch.equal(total, expected)
+    for mean, said in results:
+        assert torch.equal(mean, expected)
         assert said == [0.0, 1.0]
 
 
@@ -59,9 +60,9 @@ def gradient(replica: int, layer: int, p: nn.Parameter) -> Tensor:
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_layers_are_added_in_the_order_they_are_started(replicas: int) -> None:
+def test_layers_are_averaged_in_the_order_they_are_started(replicas: int) -> None:
     def run(column: Collective) -> list[list[Tensor | None]]:
-        mine, sums = layers(), ReplicaSums(column)
+        mine, means = layers(), ReplicaMeans(column)
         for i, layer in enumerate(mine):
             for p in layer.parameters():
                 p.grad = gradient(column.rank, i, p)
@@ -69,17 +70,17 @@ def test_layers_are_added_in_the_order_they_are_started(replicas: int) -> None:
         if column.rank == 1:
             mine[2].weight.grad = None
         for i in (2, 0, 1):
-            sums.start(mine[i].parameters(), i)
-        sums.finish()
-        sums.finish()  # nothing is left
-        sums.close()
+            means.start(mine[i].parameters(), i)
+        means.finish()
+        means.finish()  # nothing is left
+        means.close()
         return [[p.grad for p in layer.parameters()] for layer in mine]
 
     def expected(i: int, p: nn.Parameter, giving: list[int]) -> Tensor:
         total = torch.zeros_like(p)
         for r in giving:
             total += gradient(r, i, p)
-        return total
+        return total / replicas
 
     everyone, reference = list(range(replicas)), layers()
     for rank, got in enumerate(ThreadWorld(replicas, timeout_s=20.0).run(run)):
@@ -100,24 +101,24 @@ def test_starting_does_not_wait_for_the_other_replica() -> None:
     went_on = threading.Event()
 
     def run(column: Collective) -> float:
-        p, sums = nn.Parameter(torch.ones(4)), ReplicaSums(column)
+        p, means = nn.Parameter(torch.ones(4)), ReplicaMeans(column)
         p.grad = torch.full((4,), 1.0 + column.rank)
         if column.rank == 1:
             assert went_on.wait(20.0)
-        sums.start([p], 0)
+        means.start([p], 0)
         went_on.set()
-        sums.finish()
+        means.finish()
         return float(p.grad[0])
 
-    assert ThreadWorld(2, timeout_s=20.0).run(run) == [3.0, 3.0]
+    assert ThreadWorld(2, timeout_s=20.0).run(run) == [1.5, 1.5]
 
 
-def test_another_order_of_layers_is_an_error_and_not_a_mixed_sum() -> None:
+def test_another_order_of_layers_is_an_error_and_not_a_mixed_mean() -> None:
     def run(column: Collective) -> None:
-        ps, sums = [nn.Parameter(torch.ones(2)) for _ in range(2)], ReplicaSums(column)
+        ps, means = [nn.Parameter(torch.ones(2)) for _ in range(2)], ReplicaMeans(column)
         for i in (0, 1) if column.rank else (1, 0):
             ps[i].grad = torch.ones(2)
-            sums._add([ps[i]], 7 + i)  # in this thread: operations of threads carry names, processes' do not
+            means._average([ps[i]], 7 + i)  # in this thread: operations of threads carry names, processes' do not
 
     class Unnamed:  # what a process group does: names of operations are not compared
         def __init__(self, inner: Collective) -> None:
@@ -131,11 +132,11 @@ def test_another_order_of_layers_is_an_error_and_not_a_mixed_sum() -> None:
 
 
 def test_an_error_comes_out_of_finish() -> None:
-    sums = ReplicaSums(ThreadWorld(2, timeout_s=0.2).collective(0))
+    means = ReplicaMeans(ThreadWorld(2, timeout_s=0.2).collective(0))
     p = nn.Parameter(torch.ones(2))
-    sums.start([p], 4)
-    with pytest.raises(RuntimeError, match="sum of gradients over replicas of layer 4 failed: no answer from rank 1"):
-        sums.finish()
+    means.start([p], 4)
+    with pytest.raises(RuntimeError, match="mean of gradients over replicas of layer 4 failed: no answer from rank 1"):
+        means.finish()
 
 
 def test_replicas_start_alike() -> None:
