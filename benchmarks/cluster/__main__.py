@@ -208,8 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     say(table(document["rows"]))
     for row in document["against"]:
-        ends = row["interval"] or [float("nan")] * 2
-        say(f"{row['policy']} over {row['over']}: {row['ratio_median']:.3f} ({ends[0]:.3f} to {ends[1]:.3f})")
+        ends = "too few repetitions" if row["interval"] is None else "{:.3f} to {:.3f}".format(*row["interval"])
+        say(f"{row['policy']} over {row['over']}: {row['ratio_median']:.3f} ({ends})")
     if args.json:
         write_json(args.json, document)
     return 0
