@@ -123,6 +123,7 @@ _PURE_MODULES = {
 
 _MAY_COMMUNICATE = {
     "prophet/ranks/process_group.py",
+    "prophet/ranks/works.py",
     "prophet/engine/checkpoint.py",  # torch's distributed checkpoint format
     "prophet/state/tensor_index.py",  # the same
     "pipeline_balance/pipeline/stages.py",

@@ -28,11 +28,11 @@ PLANNER_NAMES: tuple[str, ...] = tuple(_WHERE)
 
 # Names of the past, and what to write instead.
 _GONE = {
-    "prophet-search": "planner='prophet', which searches from step to step; its option `effort` says how much",
+    "prophet-search": "planner='prophet', which searches from step to step; EngineConfig(effort=...) says how much",
     "prophet-gradual": "planner='prophet', which goes on from the placement in force itself",
 }
 
-__all__ = ["PLANNER_NAMES", "Planner", "get_planner"]
+__all__ = ["PLANNER_NAMES", "Planner", "get_planner", "planner_with"]
 
 
 def get_planner(name: str, **options: Any) -> Planner:
@@ -47,6 +47,11 @@ def get_planner(name: str, **options: Any) -> Planner:
         return _build(name, options)
     except TypeError as error:
         raise SpecError(f"planner {name!r} does not take these options: {sorted(options)} ({error})") from error
+
+
+def planner_with(name: str, *, effort: float) -> Planner:
+    """The planner called `name`; if it searches, it may search for `effort` of a step. Raises as `get_planner`."""
+    return get_planner(name, effort=effort) if name == "prophet" else get_planner(name)
 
 
 def _build(name: str, options: dict[str, Any]) -> Planner:

@@ -12,7 +12,7 @@ import numpy as np
 
 from prophet.errors import SpecError
 from prophet.planner import core
-from prophet.planner.base import Planner
+from prophet.planner.base import EFFORT, Planner
 from prophet.planner.model.machine import Machine
 from prophet.planner.split.exact import Flows
 from prophet.spec import BoolArray, FloatArray, IntArray, Placement, PlanContext, Split, check_load
@@ -61,7 +61,7 @@ class ProphetPlanner(Planner):
         `Tuning.least_search_s`.
     """
 
-    effort: float = 0.003
+    effort: float = EFFORT
     tuning: Tuning = field(default_factory=Tuning)
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 
