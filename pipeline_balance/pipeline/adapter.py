@@ -89,7 +89,8 @@ class TransformersModel(PipelineModel):
         self._as_known: tuple[Any, ...] = ()
         self._numbers: dict[Any, int] = {}  # of kinds of layers
         self._kinds: list[int] = []  # [n]
-        self._front: frozenset[str] = frozenset()
+        self._front: frozenset[str] = frozenset()  # parameters by what reads them: before the layers, or after
+        self._behind: frozenset[str] = frozenset()
         self.router_loss: RouterLoss | None = None
         self._ends = (_Held(), _Held())
         self.units = (self._ends[0], *self.layers, self._ends[1])
@@ -125,7 +126,8 @@ class TransformersModel(PipelineModel):
 
     def _named(self, inputs: Inputs) -> dict[str, Tensor]:
         name = getattr(self.root, "main_input_name", "input_ids")
-        return {name: inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        named = {name: inputs} if isinstance(inputs, Tensor) else dict(inputs)
+        return {name: named.pop(name), **named} if name in named else named  # whose rows are the batch's comes first
 
     def _cut_rows(self, inputs: Any, labels: Tensor, parts: int) -> list[tuple[dict[str, Tensor], Tensor]]:
         named, rows = self._named(inputs), labels.shape[0]
@@ -211,11 +213,12 @@ class TransformersModel(PipelineModel):
 
         counts = self.counted(microbatch) > 0
         asked = self._asked(microbatch, labels=microbatch.labels if counts else None)
-        held = frozenset(self.skeleton.slots()) - self._front
         with ExitStack() as stack:
             if sums is not None and self.router_loss is not None:
                 stack.enter_context(self.router_loss.given(sums, microbatch.inputs.get("attention_mask")))
-            out = self.skeleton.forward(asked, stand, held=held, readable=readable, hooks=lambda: not readable.allowed)
+            out = self.skeleton.forward(
+                asked, stand, held=self._behind, readable=readable, hooks=lambda: not readable.allowed
+            )
         loss = out[0] if isinstance(out, tuple) else out["loss" if counts else "logits"]
         if counts:
             return (loss,)
@@ -345,18 +348,17 @@ class TransformersModel(PipelineModel):
         """
         _refuse_reentrant_checkpointing(self.root)
         self._kinds = [self._numbers.setdefault(_kind_of(layer), len(self._numbers)) for layer in self.layers]
+        self.skeleton.check()
         slots = self.skeleton.slots()
         wanted = getattr(getattr(self.root, "config", None), "output_router_logits", False)
         now = (*((name, id(p)) for name, p in slots.items()), wanted, *self._kinds)
         if now == self._as_known:
             return
-        on_meta = [n for n, b in self.skeleton.buffers().items() if b.is_meta]
-        if on_meta:
-            raise SpecError(f"the buffer {on_meta[0]} is on meta; every rank needs it: build the model on a device")
         self._known.clear()
         self._latest = None
         self.router_loss = find_router_loss(self.root, self.layers)
         self._front = self._find_front(slots)
+        self._behind = frozenset(slots) - self._front
         for unit, is_front in zip(self._ends, (True, False), strict=True):
             unit.hold({n: p for n, p in slots.items() if (n in self._front) is is_front})
         self._as_known = now

@@ -1,15 +1,11 @@
-"""Shapes and types of what passes between units: found without memory, agreed on before a step, checked when sent.
+"""What a layer returns, in shape and type, without running it on data.
 
-torch posts every receive into a buffer that was made before. `fit_buffers` puts one of the right size there for each
-microbatch. `agree` has all ranks of a replica compare the inputs that these sizes follow from. `check_sent` compares
-what a unit returned with what was said. Shapes that depend on the data are refused: such a layer keeps its full size
-and masks what it leaves out.
+Every rank needs this of all layers, before a step and without their parameters. Shapes that depend on the data cannot
+be told: such a layer keeps its full size and masks what it leaves out.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,11 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
-from pipeline_balance.pipeline.model import Boundary, Microbatch, _needs_data
+from pipeline_balance.pipeline.model import _needs_data
 from pipeline_balance.pipeline.skeleton import copy_of, only_before
-from pipeline_balance.pipeline.training_state import gather_json
-from prophet.errors import SpecError
-from prophet.ranks.collective import Collective, Operation
 
 _FROM_TORCH = "raised by a module of torch"
 
@@ -49,7 +42,7 @@ def output_of(
         for part in copy.modules():
             part.__dict__["_buffers"] = {n: None if b is None else fake(b) for n, b in part._buffers.items()}
             part.__dict__.update({n: fake(t) for n, t in part.__dict__.items() if isinstance(t, Tensor)})
-            part.__dict__["forward"] = _without_values(part, fake, whole=part is copy)
+            part.__dict__["forward"] = _without_values(part, whole=part is copy)
         given = tree_map_only(Tensor, fake, (tuple(args), dict(kwargs)))
         leaves, structure = tree_flatten(copy(*given[0], **given[1]))
     return [on_meta(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure
@@ -66,7 +59,7 @@ def _quiet() -> Iterator[None]:
         log.disabled = was
 
 
-def _without_values(part: nn.Module, fake: Callable[[Tensor], Tensor], *, whole: bool) -> Callable[..., Any]:
+def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
     """The forward of `part`; if it cannot run on shapes alone, its first floating-point argument stands for its result.
 
     That is so where values decide, and for kernels whose shapes torch cannot tell. Modules of torch always can, so what
@@ -95,55 +88,5 @@ def on_meta(tensor: Tensor) -> Tensor:
 
 
 def shape_of(tensor: Tensor) -> Shape:
+    """Shape and type, to be compared."""
     return tuple(tensor.shape), tensor.dtype
-
-
-def agree(microbatches: Sequence[Microbatch], collective: Collective, device: torch.device) -> None:
-    """Raise `SpecError` on every rank unless all were given microbatches of the same names, shapes and types.
-
-    One small collective where they agree; a second one says what each rank has where they do not.
-    """
-    mine = [[[name, None if of is None else str(of)] for name, of in part.shapes()] for part in microbatches]
-    digest = torch.tensor(list(_digest(json.dumps(mine))), dtype=torch.int64, device=device)
-    rows = collective.all_gather(digest, op=Operation("comparing the microbatches' shapes")).cpu().reshape(-1, 2)
-    if bool((rows == rows[0]).all()):
-        return
-    said = gather_json(mine, collective, device, Operation("telling the microbatches' shapes"))
-    other = next(r for r, one in enumerate(said) if one != said[0])
-    at = next((i for i, (a, b) in enumerate(zip(said[0], said[other], strict=False)) if a != b), None)
-    here = f"{len(said[0])} microbatches, rank {other} {len(said[other])}" if at is None else None
-    here = here or f"{dict(said[0][at or 0])} in microbatch {at}, rank {other} {dict(said[other][at or 0])}"
-    raise SpecError(f"all ranks must be given the same inputs and labels: rank 0 has {here}")
-
-
-def _digest(text: str) -> tuple[int, int]:
-    """Two numbers of 63 bits that differ where texts do."""
-    found = hashlib.sha256(text.encode()).digest()
-    return int.from_bytes(found[:8], "big") >> 1, int.from_bytes(found[8:16], "big") >> 1
-
-
-def fit_buffers(stage: Any, chunk: int, before: Boundary, after: Boundary, device: torch.device) -> None:
-    """Give torch's stage buffers of the right shapes and types to receive microbatch `chunk`.
-
-    `before` [tensors] comes in from the stage in front, and gradients of `after` [tensors] come back; both as `meta`
-    tensors. A buffer that fits is kept.
-    """
-    for infos, wanted in ((stage.args_recv_info, before), (stage.grad_recv_info, after)):
-        received = [info for info in infos.get(chunk, ()) if getattr(info, "buffer", None) is not None]
-        expected = list(wanted) if infos is stage.args_recv_info else [t for t in wanted if t.requires_grad]
-        if len(received) not in (0, len(expected)):
-            raise SpecError(f"stage {stage.stage_index} receives {len(received)} tensors, {len(expected)} were agreed")
-        for info, tensor in zip(received, expected, strict=False):
-            if shape_of(info.buffer) != shape_of(tensor):
-                info.buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-def check_sent(unit: int, said: Boundary, came: Boundary) -> None:
-    """Raise `SpecError` unless `unit` returned tensors of the shapes and types that were agreed on."""
-    if [shape_of(t) for t in said] == [shape_of(t) for t in came]:
-        return
-    words = [" and ".join(f"{list(t.shape)} of {t.dtype}" for t in boundary) for boundary in (said, came)]
-    raise SpecError(
-        f"unit {unit} returned {words[1]}, where {words[0]} was agreed on: what passes between layers may not depend "
-        "on the data; keep the full size and mask what is left out"
-    )

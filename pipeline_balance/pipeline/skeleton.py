@@ -78,13 +78,22 @@ class Skeleton:
         self.layers = layers
         self.device = device
 
+    def check(self) -> None:
+        """Raise `SpecError` for what a copy around the layers could not stand for."""
+        for path, module in self._around():
+            name = path.removesuffix(".") or "the model"
+            if "forward" in module.__dict__:
+                raise SpecError(
+                    f"{name} has a forward that was set on the object, as accelerate's hooks do: the model's forward "
+                    "cannot run without its layers then; give the model as it was before"
+                )
+            lost = next((n for n, b in module._buffers.items() if b is not None and b.is_meta), None)
+            if lost is not None:
+                raise SpecError(f"the buffer {path}{lost} is on meta, and every rank needs it: build it on a device")
+
     def slots(self) -> dict[str, nn.Parameter]:
         """Parameters around the layers, by full name; a tied one appears under each of its names."""
         return {f"{path}{n}": p for path, m in self._around() for n, p in m._parameters.items() if p is not None}
-
-    def buffers(self) -> dict[str, Tensor]:
-        """Buffers around the layers, by full name; every rank has them."""
-        return {f"{path}{n}": b for path, m in self._around() for n, b in m._buffers.items() if b is not None}
 
     def _around(self) -> list[tuple[str, nn.Module]]:
         """Modules that are no part of a layer, each with the prefix of its names."""
@@ -150,19 +159,13 @@ def copy_of(
     """A copy of a tree of modules that shares everything but the dictionaries that hold modules and parameters.
 
     `slot(name, parameter)` gives what stands for a parameter, `places` what stands for a module, by its id.
-    `hooks(kind)` says when hooks of a kind run (None: never). Raises `SpecError` if a forward was replaced on an
-    object, as that would run the original's modules.
+    `hooks(kind)` says when hooks of a kind run (None: never).
     """
     done = {} if done is None else done
     if id(module) in places:
         return places[id(module)]
     if id(module) in done:
         return done[id(module)]
-    if "forward" in module.__dict__:
-        raise SpecError(
-            f"{path or 'the model'} has a forward of its own, set on the object (as accelerate's hooks do): "
-            "the pipeline cannot run the model's forward without its layers; give the model without it"
-        )
     copy = done[id(module)] = module.__class__.__new__(module.__class__)
     copy.__dict__.update(module.__dict__)
     copy.__dict__["_compiled_call_impl"] = None

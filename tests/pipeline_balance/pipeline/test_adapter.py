@@ -292,5 +292,12 @@ def test_a_batch_that_does_not_fit_is_refused(change: Any, says: str) -> None:
 def test_a_forward_set_on_the_object_is_refused() -> None:
     model = small("llama")
     model.model.forward = model.model.forward
-    with pytest.raises(SpecError, match="has a forward of its own"):
+    with pytest.raises(SpecError, match="model has a forward that was set on the object"):
+        TransformersModel(model)
+
+
+def test_a_buffer_without_memory_is_refused() -> None:
+    model = small("llama")
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.to("meta")
+    with pytest.raises(SpecError, match=r"the buffer model\.rotary_emb\.inv_freq is on meta"):
         TransformersModel(model)
