@@ -128,6 +128,13 @@ class StageMap:
         return cls(tuple(boundaries), tuple(range(len(boundaries) - 1)))
 
     @classmethod
+    def even(cls, layers: int, ranks: int) -> StageMap:
+        """As many layers on every rank, those left over on the first ones; no more ranks than layers."""
+        used = min(layers, ranks)
+        size, more = divmod(layers, max(used, 1))
+        return cls.contiguous([k * size + min(k, more) for k in range(used + 1)])
+
+    @classmethod
     def from_assignment(cls, rank_of_layer: Iterable[int]) -> StageMap:
         """Every maximal run of layers on one rank becomes a stage; `rank_of_layer` is [L]."""
         assignment = [int(r) for r in rank_of_layer]
