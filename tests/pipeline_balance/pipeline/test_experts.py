@@ -113,9 +113,7 @@ def test_waiting_for_another_rank_is_no_work() -> None:
             lambda: timed.all_gather(torch.ones(1), op=OP),
             lambda: timed.gather_messages(torch.ones(1), op=OP),
             lambda: timed.all_to_all(torch.ones(2, 1), [1, 1], [1, 1], op=OP).wait(),
-            lambda: timed.exchange(
-                [(1 - column.rank, torch.ones(1))], [(1 - column.rank, torch.ones(1))], op=OP
-            ).wait(),
+            lambda: timed.exchange([(peer, torch.ones(1))], [(peer, torch.ones(1))], op=OP).wait(),
         ):
             if column.rank == 1:
                 time.sleep(0.1)
