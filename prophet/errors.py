@@ -70,6 +70,23 @@ class RankFailed(RuntimeError):
     """The ranks could not run to their end; the message says which one ended, and how."""
 
 
+class StageFailed(RankFailed):
+    """A rank of a pipeline failed, and with it all ranks; it says on each of them which rank was the first.
+
+    rank: in the pipeline's group. stages: those it ran. action: what it was in, or what another one waited for it in.
+    cause: its own words, or how it was lost.
+    """
+
+    def __init__(self, rank: int, stages: Sequence[int], action: str, cause: str) -> None:
+        number = ", ".join(map(str, stages))
+        place = f"stage{'s' * (len(stages) > 1)} {number}" if stages else "no stage"
+        super().__init__(f"rank {rank} ({place}) failed in {action}: {cause}")
+        self.rank = rank
+        self.stages = tuple(stages)
+        self.action = action
+        self.cause = cause
+
+
 class RoutingError(ValueError):
     """The gate produced scores that cannot be routed."""
 

@@ -72,6 +72,16 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance": {"pipeline_balance.control", "pipeline_balance.pipeline"},
 }
 
+# The same for the rooms of the planner, from bottom to top; its modules that are no rooms are there for all.
+_PLANNER_MAY_IMPORT: dict[str, set[str]] = {
+    "model": set(),
+    "oracle": set(),
+    "core": set(),
+    "split": {"core"},
+    "search": {"model", "split", "core"},
+    "policies": {"model", "split"},
+}
+
 # A room that may import a part of another one, and nothing else of it.
 _MAY_IMPORT_A_PART = {"pipeline_balance.maps": "prophet.planner.core"}  # one compiled module serves both halves
 
@@ -113,6 +123,7 @@ _PURE_MODULES = {
 
 _MAY_COMMUNICATE = {
     "prophet/ranks/process_group.py",
+    "prophet/ranks/works.py",
     "prophet/engine/checkpoint.py",  # torch's distributed checkpoint format
     "prophet/state/tensor_index.py",  # the same
     "pipeline_balance/pipeline/stages.py",
@@ -143,6 +154,20 @@ def wrong_rooms(imports: list[Import]) -> list[str]:
         part = _MAY_IMPORT_A_PART.get(here)
         if here != there and there not in _MAY_IMPORT[here] and not (part and f"{i.module}.".startswith(f"{part}.")):
             found.append(f"{i.where}: room {here} may not import {i.module}")
+    return found
+
+
+def wrong_planner_rooms(imports: list[Import]) -> list[str]:
+    """Imports from room to room of the planner that its table does not allow."""
+
+    def room(module: str) -> str:
+        return next((r for r in _PLANNER_MAY_IMPORT if f"{module}.".startswith(f"prophet.planner.{r}.")), "")
+
+    found = []
+    for i in imports:
+        here, there = room(module_name(i.path)), room(i.module)
+        if here and there and here != there and there not in _PLANNER_MAY_IMPORT[here] and not i.typing_only:
+            found.append(f"{i.where}: room {here} of the planner may not import {i.module}")
     return found
 
 
@@ -220,6 +245,14 @@ def test_the_halves_import_one_way() -> None:
 
 def test_rooms_import_one_way() -> None:
     assert not wrong_rooms(imports_in(*PACKAGES))
+
+
+def test_the_rooms_of_the_planner_import_one_way() -> None:
+    folders = {p.parts[2] for p in sources("prophet/planner") if len(p.parts) > 3}
+    assert folders == _PLANNER_MAY_IMPORT.keys(), "say in test_architecture.py what these may import"
+    assert not wrong_planner_rooms(imports_in("prophet/planner"))
+    breach = "from prophet.planner.policies.static import StaticPlanner"
+    assert wrong_planner_rooms(list(imports_of(breach, Path("prophet/planner/search/x.py"))))
 
 
 def test_nothing_is_too_long() -> None:

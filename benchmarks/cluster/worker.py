@@ -218,7 +218,6 @@ class Bench:
             windows=calibration.windows if calibration is not None and p.use_windows else Windows(),
             slots_per_rank=self.slots,
             refetch=p.refetch,
-            replan=p.replan,
         )
 
     def _attached(self, p: Policy, stack: ExitStack) -> tuple[torch.optim.Optimizer, Engine | None]:
@@ -230,7 +229,7 @@ class Bench:
             stack.enter_context(forced_balance(self.model, self.host.rank))
         if p.plain:
             return optimizer, None
-        experiment = Experiment(schedule=p.schedule, transfers=p.transfers)
+        experiment = Experiment(schedule=p.schedule, transfers=p.transfers, replan=p.replan)
         engine = attach(self.model, optimizer, config=self.config(p), experiment=experiment)
         stack.callback(engine.close)
         compute_apart()

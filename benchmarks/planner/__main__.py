@@ -24,10 +24,10 @@ from benchmarks.planner.optimum import gap_rows, optima
 from prophet.errors import SpecError, TraceError
 from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.planner import PLANNER_NAMES, Planner, get_planner
-from prophet.planner.cost import step_cost
-from prophet.planner.greedy import ProphetPlanner, Tuning
-from prophet.planner.published import forced_balance
-from prophet.planner.withdraw import settled_cost
+from prophet.planner.model.cost import step_cost
+from prophet.planner.model.withdraw import settled_cost
+from prophet.planner.policies.forced_balance import forced_balance
+from prophet.planner.search.prophet import ProphetPlanner, Tuning
 from prophet.spec import FloatArray, IntArray, Placement, PlanContext
 from prophet.traces.npz import RoutingTrace, read_trace
 

@@ -23,8 +23,8 @@ import numpy as np
 
 from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.planner import Planner, get_planner
-from prophet.planner.cost import step_cost
-from prophet.planner.oracle import solve_exactly
+from prophet.planner.model.cost import step_cost
+from prophet.planner.oracle.optimum import solve_exactly
 from prophet.spec import IntArray, Placement, PlanContext
 from prophet.traces.npz import RoutingTrace
 

@@ -16,8 +16,8 @@ from benchmarks.planner.optimum import PROVEN, SmallCase, gap_rows, optima, plac
 from prophet.machine.presets import get_preset
 from prophet.planner import get_planner
 from prophet.planner.base import Planner
-from prophet.planner.cost import step_cost
-from prophet.planner.oracle import solve_exactly
+from prophet.planner.model.cost import step_cost
+from prophet.planner.oracle.optimum import solve_exactly
 from prophet.spec import IntArray, Placement, PlanContext
 from prophet.traces.npz import RoutingTrace, TraceWriter
 
