@@ -50,7 +50,11 @@ class BenchmarkFileError(SpecError):
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed; carries the rank that noticed, and the operation it was in."""
+    """A collective failed; carries the rank that noticed, the operation it was in, and the ranks it waited for if it
+    were few: those that a message comes from or goes to.
+    """
+
+    peers: tuple[int, ...] = ()
 
     def __init__(self, rank: int, operation: Operation, reason: str) -> None:
         super().__init__(f"rank {rank}: {operation} failed: {reason}")
@@ -68,6 +72,23 @@ class PeerLost(CollectiveError):
 
 class RankFailed(RuntimeError):
     """The ranks could not run to their end; the message says which one ended, and how."""
+
+
+class StageFailed(RankFailed):
+    """A rank of a pipeline failed, and with it all ranks; it says on each of them which rank was the first.
+
+    rank: in the pipeline's group. stages: those it ran. action: what it was in, or what another one waited for it in.
+    cause: its own words, or how it was lost.
+    """
+
+    def __init__(self, rank: int, stages: Sequence[int], action: str, cause: str) -> None:
+        number = ", ".join(map(str, stages))
+        place = f"stage{'s' * (len(stages) > 1)} {number}" if stages else "no stage"
+        super().__init__(f"rank {rank} ({place}) failed in {action}: {cause}")
+        self.rank = rank
+        self.stages = tuple(stages)
+        self.action = action
+        self.cause = cause
 
 
 class RoutingError(ValueError):

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PULSE_S = 1.0
+LEFT = "at the end of its program"
 GRACE_S = 3.0  # in which ranks hear of each other when a collective has failed; three pulses
 
 
@@ -213,6 +214,19 @@ class Presence:
             found[r] = pulse
         return found
 
+    # --- the first failure ---
+
+    def tell(self, key: str, words: str) -> str:
+        """Say under `key` what has failed, and what is said there: that of the first who has."""
+        self._failed = True
+        said = self.store.compare_set(key, "", words).decode()
+        self._say()
+        return said
+
+    def told(self, key: str) -> str | None:
+        """What was said first under `key`; None where nothing was."""
+        return self.store.get(key).decode() if self.store.check([key]) else None
+
     # --- meeting ---
 
     def meet(self, what: str, ranks: Sequence[int], words: str, *, limit_s: float, hint: str = "") -> list[str]:
@@ -353,6 +367,9 @@ def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
         except Exception:  # the store is gone, and with it whoever could read this
             return
         del here
+    here = presence()
+    if here is not None and here.where == LEFT:
+        here._say()
 
 
 def _started(process: int) -> int:
@@ -382,4 +399,5 @@ _all: weakref.WeakSet[Any] = weakref.WeakSet()
 def _leave() -> None:
     """A thread that comes back from a library while the interpreter goes down aborts the process."""
     for presence in list(_all):
+        presence.where = LEFT
         presence.close()

@@ -12,22 +12,18 @@ Shape legend: R ranks.
 
 from __future__ import annotations
 
-import hashlib
-import os
-import socket
-import time
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from prophet.errors import CollectiveError, CollectiveTimeout, OutOfStep, PeerLost
+from prophet.errors import CollectiveError, CollectiveTimeout, OutOfStep, PeerLost, StageFailed
 from prophet.ranks.blocked import blocked
 from prophet.ranks.collective import (
     DEFAULT_TIMEOUT_S,
@@ -42,9 +38,12 @@ from prophet.ranks.collective import (
     check_rows,
 )
 from prophet.ranks.messages import Frames
+from prophet.ranks.places import machine, place
 from prophet.ranks.presence import Lost, Presence, Pulse, crossed, explained
 from prophet.ranks.threads import ThreadWorld
-from prophet.ranks.waiting import Waiter
+from prophet.ranks.waiting import Waiter, joined
+from prophet.ranks.watch import Watch
+from prophet.ranks.works import abort, at_once, beside, in_turns, nothing
 
 T = TypeVar("T")
 LOOK_S = 1.2  # after which a rank that waits looks whether the others can come; a little more than a pulse
@@ -56,32 +55,6 @@ _TAGS = 1 << 20  # tags of single messages come again after so many all-to-alls
 
 # torch 2.13 renamed it
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _place() -> int:
-    """A number that processes on one host share: they have its name and its network in common."""
-    return _number(socket.gethostname(), _namespace("net"))
-
-
-def _machine() -> int:
-    """A number that processes share which can see each other: they have the machine's start and its processes' numbers
-    in common.
-    """
-    start = ""
-    with suppress(OSError):
-        start = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return _number(start or socket.gethostname(), _namespace("pid"))
-
-
-def _namespace(kind: str) -> str:
-    """Containers on one machine have networks, and numbers of processes, of their own; not every system tells."""
-    with suppress(OSError):
-        return str(os.stat(f"/proc/self/ns/{kind}").st_ino)
-    return ""
-
-
-def _number(*names: str) -> int:
-    return int.from_bytes(hashlib.blake2b(" ".join(names).encode(), digest_size=7).digest(), "little")
 
 
 class _At(NamedTuple):
@@ -106,7 +79,11 @@ class ProcessGroupCollective(Collective):
     rank that comes late has its data to a peer on the way before it says that it is ready for the peer's, which then
     waits on the same connection: the two directions of a link take turns. None: where gloo connects several hosts.
     Within one host, where bytes are copied and not sent, gloo's own is the faster one.
+
+    On the host waits come back in short turns, so that Ctrl-C is seen. watch: who hears of failures in between.
     """
+
+    watch: Watch | None = None
 
     def __init__(
         self,
@@ -146,12 +123,13 @@ class ProcessGroupCollective(Collective):
             self._posters = {c: Waiter(f"gloo posts {c}") for c in self._groups}
             self._waiters = {c: Waiter(f"gloo waits for {c}") for c in self._groups}
         self._posted: dict[Channel, int] = dict.fromkeys(self._groups, 0)
+        self._single: Waiter | None = None
 
     def _on_several_hosts(self) -> bool:
-        places = self.all_gather(torch.tensor([_place()], device="cpu"), op=Operation("where ranks are"))
+        places = self.all_gather(torch.tensor([place()], device="cpu"), op=Operation("where ranks are"))
         return bool((places != places[0]).any())
 
-    def guard(self, call: Callable[[], T], op: Operation) -> T:
+    def guard(self, call: Callable[[], T], op: Operation, peers: Sequence[int] = ()) -> T:
         """Run `call`, turning the backend's failures into errors that name rank, layer and operation."""
         if self._broken is not None:
             raise CollectiveError(self.rank, op, f"an earlier operation failed ({self._broken})") from self._broken
@@ -159,11 +137,12 @@ class ProcessGroupCollective(Collective):
         here.where = _At(True, op, self.frames)
         try:
             result = call()
-        except OutOfStep as error:
+        except (OutOfStep, StageFailed) as error:
             self._broken = CollectiveError(self.rank, op, str(error))
             raise
         except RuntimeError as error:
             self._broken = self._failure(str(error) or type(error).__name__, op)
+            self._broken.peers = tuple(peers)
             raise self._broken from error
         here.where = _At(False, op, self.frames)
         return result
@@ -174,8 +153,10 @@ class ProcessGroupCollective(Collective):
         late = "timed out" in text.lower() or "timeout" in text.lower()
         if not late and not any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe")):
             return CollectiveError(self.rank, op, first)
-        account = self._presence.account(self._ranks)
         reason = f"no answer within {self.timeout_s:g} s" if late else "a connection was closed"
+        if self.watch is not None:  # it knows more, and asks in another thread
+            return (CollectiveTimeout if late else PeerLost)(self.rank, op, f"{reason} ({first})")
+        account = self._presence.account(self._ranks)
         kind = CollectiveTimeout if late and not account.gone else PeerLost
         return kind(self.rank, op, f"{reason}; {explained(account, self._ranks, late=late)} ({first})")
 
@@ -195,20 +176,18 @@ class ProcessGroupCollective(Collective):
             ),
             op,
         )
-        return self._coming([work], out, source, op)
+        return _coming([work], out, source, lambda work: self.guard(lambda: self._wait_on(x)(work), op))
 
-    def _coming(self, works: Sequence[Any], result: Tensor, keep: Any, op: Operation) -> Pending:
-        """torch's own `works` under way. keep: inputs, which stay alive until the transfer is over."""
+    def _turn(self) -> Callable[[], None]:
+        return self.watch.turns(math.inf) if self.watch is not None else nothing
 
-        def finish(keep: Any = keep) -> Tensor:
-            for work in works:
-                self.guard(work.wait, op)
-            return result
+    def _wait_on(self, x: Tensor) -> Callable[[Any], None]:
+        return (lambda work: in_turns(work, self._turn())) if x.device.type == "cpu" else at_once
 
-        def notify(call: Callable[[], None]) -> None:
-            torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: call())
-
-        return Coming(finish, lambda: all(work.is_completed() for work in works), notify)
+    def _beside(self, work: Any) -> None:
+        if self._single is None:
+            self._single = Waiter("gloo waits for messages")
+        beside(work, self._single, self._turn())
 
     def _post(
         self, source: Tensor, out: Tensor, send_rows: Rows, recv_rows: Rows, channel: Channel, op: Operation
@@ -241,7 +220,9 @@ class ProcessGroupCollective(Collective):
 
         done = self._waiters[channel].submit(finish)
         return Coming(
-            lambda: self.guard(done.result, op), done.done, lambda call: done.add_done_callback(lambda _: call())
+            lambda: self.guard(lambda: joined(done, self._turn()), op),
+            done.done,
+            lambda call: done.add_done_callback(lambda _: call()),
         )
 
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
@@ -251,7 +232,8 @@ class ProcessGroupCollective(Collective):
         out = x.new_empty((self.size, *x.shape))
 
         def gather() -> None:
-            _all_gather_single(out.view(-1), source.view(-1), group=self._groups[channel])
+            work = _all_gather_single(out.view(-1), source.view(-1), group=self._groups[channel], async_op=True)
+            self._wait_on(x)(work)
 
         self.guard(gather, op)
         return out
@@ -269,23 +251,20 @@ class ProcessGroupCollective(Collective):
 
         def gather() -> None:
             work = _all_gather_single(out.view(-1), source.view(-1), group=group, async_op=True)
-            deadline = time.monotonic() + self.timeout_s
             before: dict[int, Pulse] = {}
-            while time.monotonic() + LOOK_S < deadline:
-                try:
-                    work.wait(timedelta(seconds=max(LOOK_S, self.size / 100)))
-                except RuntimeError:
-                    if work.is_completed():
-                        raise
-                else:
-                    return
+            news = self._turn()
+
+            def turn() -> None:
+                nonlocal before
                 here = self._presence.stuck(self._ranks, group.group_name)
                 again = [r for r, p in here.items() if r in before and before[r].blocked == p.blocked]
                 if here and len(again) == len(here) and all(p.count > before[r].count for r, p in here.items()):
                     text = crossed({self._ranks.index(r): p for r, p in here.items()}, self.rank)
                     raise OutOfStep(f"rank {self.rank}: {op}, {self.frames}: {text}")
                 before = here
-            work.wait()
+                news()
+
+            in_turns(work, turn, max(LOOK_S, self.size / 100))
 
         self.guard(gather, op)
         return out
@@ -297,8 +276,16 @@ class ProcessGroupCollective(Collective):
         ops += [dist.P2POp(dist.isend, t, peers[p], group=group) for p, t in sends]
         if not ops:
             return Done(torch.empty(0))
-        works = self.guard(lambda: dist.batch_isend_irecv(ops), op)
-        return self._coming(works, torch.empty(0), (list(sends), list(recvs)), op)
+        known = sorted({p for p, _ in (*sends, *recvs)})
+        works = self.guard(lambda: dist.batch_isend_irecv(ops), op, known)
+        wait = self._beside if ops[0].tensor.device.type == "cpu" else at_once
+        keep = list(sends), list(recvs)
+        return _coming(works, torch.empty(0), keep, lambda work: self.guard(lambda: wait(work), op, known))
+
+    def watched(self, stages_of: Callable[[int], Sequence[int]]) -> Watch:
+        """From now on waits hear of failures of these ranks; each of them calls this. stages_of: see `Watch`."""
+        self.watch = Watch(self._presence, self._ranks, self._groups["tokens"].group_name, stages_of)
+        return self.watch
 
     def roll_call(self, op: Operation) -> None:
         roll_call(op, self._ranks, patience_s=self.timeout_s)
@@ -313,6 +300,12 @@ class ProcessGroupCollective(Collective):
             raise RuntimeError("the process group of this collective has been destroyed")
         return collective_for(base, timeout_s=timeout_s)
 
+    def abort(self) -> None:
+        """Let whatever waits for this collective fail at once, in any thread; it cannot be used afterwards."""
+        self._broken = CollectiveError(self.rank, Operation("abort"), "the collective was given up")
+        for group in self._groups.values():
+            abort(group)
+
     def close(self) -> None:
         self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
         if dist.is_initialized():
@@ -320,7 +313,23 @@ class ProcessGroupCollective(Collective):
                 dist.destroy_process_group(group)
         for waiter in (*self._posters.values(), *self._waiters.values()):
             waiter.close()
+        if self._single is not None:
+            self._single.close()
         self._groups.clear()
+
+
+def _coming(works: Sequence[Any], result: Tensor, keep: Any, wait: Callable[[Any], None]) -> Pending:
+    """torch's own `works` under way. keep: inputs, which stay alive until the transfer is over."""
+
+    def finish(keep: Any = keep) -> Tensor:
+        for work in works:
+            wait(work)
+        return result
+
+    def notify(call: Callable[[], None]) -> None:
+        torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: call())
+
+    return Coming(finish, lambda: all(work.is_completed() for work in works), notify)
 
 
 # --- who is there ---
@@ -341,7 +350,7 @@ def presence() -> Presence:
     if not _present or _present[0].find_store() is not store:
         for before in _present:
             before.close()
-        _present[:] = [Presence(find_store, dist.get_rank(), _machine())]
+        _present[:] = [Presence(find_store, dist.get_rank(), machine())]
         _present[0].find_blocked = _find_blocked
     return _present[0]
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+TURN_S = 0.1
 LEAVE_S = 2.0  # at the end of the program, for all threads together
 _Items = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
@@ -52,6 +53,20 @@ class Waiter:
     def close(self) -> None:
         """End the thread once it has called what it was given so far."""
         self._end()
+
+
+def joined(done: Future[T], turn: Callable[[], None] = lambda: None) -> T:
+    """What becomes of `done`, waited for in short turns: Ctrl-C is seen in between, and `turn` called, which may raise.
+
+    What was waited for goes on then, in its thread.
+    """
+    while True:
+        try:
+            return done.result(timeout=TURN_S)
+        except TimeoutError:
+            if done.done():
+                return done.result()
+        turn()
 
 
 _waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()

@@ -202,7 +202,7 @@ dist.destroy_process_group()
 COUNTED = """
 init("gloo")
 from unittest import mock
-with mock.patch("prophet.ranks.process_group._place", lambda: rank):
+with mock.patch("prophet.ranks.process_group.place", lambda: rank):
     group = ProcessGroupCollective(timeout_s=12)
 send, recv = [[0, 1, 0], [0] * 3, [0] * 3][rank], [[0] * 3, [1, 0, 0], [0] * 3][rank]
 group.all_to_all(torch.ones(sum(send)), send, recv, op=op).wait()

@@ -1,0 +1,156 @@
+"""Waits that hear what has become of the other ranks: who failed first, who has ended, who gives no sign of life.
+
+The first rank to fail tells all of them, through the store that they met in. Beside a wait that takes long a rank asks
+there, in a thread of its own: a store may not answer either. So ranks that wait for one another in a row all hear of
+the one at its end, and Ctrl-C is seen, for the thread that waits comes back in short turns.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+from prophet.errors import StageFailed
+from prophet.ranks.presence import LEFT, PULSE_S, Presence, Pulse
+from prophet.ranks.waiting import TURN_S, Waiter, joined
+
+T = TypeVar("T")
+LOOK_S = 0.5  # between two looks at the store; a wait that is shorter asks for nothing
+SILENT_S = 2.5 * PULSE_S
+ASK_S = 1.0  # how long the store may take to answer
+
+
+def _words(failure: StageFailed) -> str:
+    return json.dumps([failure.rank, failure.stages, failure.action, failure.cause])
+
+
+class Watch:
+    """What the ranks of one group hear of each other's failures.
+
+    ranks: the group's, by their numbers among all processes; errors use their numbers in the group. name: the group's,
+    equal on all of them. stages_of: the stages that a rank runs now.
+    """
+
+    def __init__(
+        self, presence: Presence, ranks: Sequence[int], name: str, stages_of: Callable[[int], Sequence[int]]
+    ) -> None:
+        self.presence = presence
+        self.ranks = list(ranks)
+        self.rank = self.ranks.index(presence.rank)
+        self.stages_of = stages_of
+        self._key = f"prophet first failure of {name}"
+        self._asker = Waiter(f"asks for news of {name}")
+        self._heard: dict[int, tuple[Pulse, float]] = {}  # a rank's last pulse, and since when it is that one
+        self._ended: set[int] = set()
+        self._looked = -math.inf  # when the store has answered last
+
+    # --- waits ---
+
+    def turns(self, limit_s: float) -> Callable[[], None]:
+        """What a wait calls between its turns: it raises `StageFailed` once a failure is heard of.
+
+        Raises TimeoutError after `limit_s`.
+        """
+        every_s = max(LOOK_S, len(self.ranks) / 200)
+        began = time.monotonic()
+        next_look = began + every_s
+        news: Future[StageFailed | None] | None = None
+
+        def turn() -> None:
+            nonlocal next_look, news
+            now = time.monotonic()
+            if news is not None and news.done():
+                failure, news = news.result(), None
+                if failure is not None:
+                    raise failure
+            if news is None and now >= next_look:
+                news, next_look = self._asker.submit(self._look), now + every_s
+            if now >= began + limit_s:
+                raise TimeoutError(f"no answer within {limit_s:g} s")
+
+        return turn
+
+    # --- news ---
+
+    def _look(self) -> StageFailed | None:
+        """The first failure, if there was one by now. A process that was found gone in two looks counts as one."""
+        ended = set()
+        try:
+            told = self.presence.told(self._key)
+            if told is not None:
+                return StageFailed(*json.loads(told))
+            now = time.monotonic()
+            for number, rank in enumerate(self.ranks):
+                pulse = self.presence.pulse(rank) if rank != self.presence.rank else None
+                if pulse is not None and (number not in self._heard or self._heard[number][0].count != pulse.count):
+                    self._heard[number] = pulse, now
+            self._looked = now
+        except RuntimeError:  # the process that keeps the store may be the one that is gone
+            pass
+        for number, (pulse, _) in self._heard.items():
+            if pulse.at != LEFT and self.presence.has_ended(pulse):
+                ended.add(number)
+        gone, self._ended = ended & self._ended, ended
+        return self._first(self._lost(min(gone), "its process has ended")) if gone else None
+
+    def _lost(self, number: int, cause: str) -> StageFailed:
+        at = self._heard[number][0].at if number in self._heard else ""
+        action = f"{at.removeprefix('in ')} (when last heard of)" if at else "its first action"
+        return StageFailed(number, tuple(self.stages_of(number)), action, cause)
+
+    def _first(self, failure: StageFailed) -> StageFailed:
+        try:
+            return StageFailed(*json.loads(self.presence.tell(self._key, _words(failure))))
+        except RuntimeError:
+            return failure
+
+    def tell(self, failure: StageFailed) -> StageFailed:
+        """Tell all ranks of `failure`, unless another one came first; which of them did."""
+        return self._asked(lambda: self._first(failure)) or failure
+
+    def explain(self, fallback: StageFailed, patience_s: float) -> StageFailed:
+        """Why a wait of this rank has failed, as it tells all ranks: the first failure that it hears of.
+
+        That was told by a rank, or is that of a process that was killed, that gives no sign of life, or that has ended
+        by itself. Where nothing of the kind is heard of within `patience_s`, it is `fallback`.
+        """
+        deadline = time.monotonic() + patience_s
+        while True:
+            asked = time.monotonic()
+            found = self._asked(self._look)
+            if found is not None:
+                return found
+            now = time.monotonic()
+            known = self._heard.items() if self._looked >= asked else ()
+            silent = [n for n, (_, since) in known if now - since > SILENT_S]
+            left = [n for n, (pulse, _) in known if pulse.at == LEFT]
+            if silent or left:
+                cause = "its program has ended" if left else f"no sign of life for {SILENT_S:g} s or more"
+                return self.tell(self._lost(min(left or silent), cause))
+            if now >= deadline:
+                return self.tell(fallback)
+            time.sleep(TURN_S)
+
+    def places(self) -> str:
+        """Where the other ranks were when they were last heard of."""
+        return "; ".join(f"rank {n} {pulse.at}" for n, (pulse, _) in sorted(self._heard.items()) if pulse.at)
+
+    def _asked(self, call: Callable[[], T]) -> T | None:
+        """What the store says; None where it does not answer in time."""
+        deadline = time.monotonic() + ASK_S
+
+        def turn() -> None:
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+
+        with suppress(TimeoutError):
+            return joined(self._asker.submit(call), turn)
+        return None
+
+    def close(self) -> None:
+        self._asker.close()

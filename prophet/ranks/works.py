@@ -1,0 +1,58 @@
+"""How torch's works are waited for, so that Ctrl-C is seen in between, and how they are given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from prophet.ranks.waiting import TURN_S, Waiter, joined
+
+_NEVER_SENT = 1 << 30  # a tag
+
+
+def nothing() -> None:
+    """What a wait calls in between where nobody is to be heard."""
+
+
+def in_turns(work: Any, turn: Callable[[], None] = nothing, turn_s: float = TURN_S) -> None:
+    """Wait for a collective on the host; its group's limit ends that. turn: called in between, and may raise."""
+    while True:
+        try:
+            work.wait(timedelta(seconds=turn_s))
+            return
+        except RuntimeError:
+            if work.is_completed():
+                break
+        turn()
+    work.wait()
+
+
+def beside(work: Any, waiter: Waiter, turn: Callable[[], None] = nothing) -> None:
+    """Wait for a single message on the host: in a thread, as gloo closes connections where a wait is cut short."""
+    joined(waiter.submit(work.wait), turn)
+
+
+def at_once(work: Any) -> None:
+    """Wait on a device that works behind the host's back."""
+    work.wait()
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Let whatever waits for this group in this process fail at once, in any thread; peers' waits may fail, too."""
+    if "cpu:gloo" not in str(dist.get_backend_config(group)):
+        with suppress(RuntimeError):
+            group.abort()
+        return
+    # gloo has no way to give up a wait; but where one takes too long, it closes all connections that are waited for
+    works: list[Any] = []
+    for peer in set(range(group.size())) - {group.rank()}:
+        with suppress(RuntimeError):
+            works.append(dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_NEVER_SENT))
+    for work in works[:1]:
+        with suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))
