@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
+from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of
 from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.export import whole_state
@@ -128,6 +129,24 @@ class ElasticPipeline:
         """
         chain = ModuleChain(layers, loss_fn, counted=counted, device=options.get("device"))
         return cls(chain, stage_map, **options)
+
+    @classmethod
+    def from_transformers(
+        cls,
+        model: nn.Module,
+        stage_map: StageMap | None = None,
+        *,
+        layers: str | None = None,
+        example: Mapping[str, Tensor] | None = None,
+        **options: Any,
+    ) -> ElasticPipeline:
+        """A pipeline of a transformers model, unchanged, cut between its layers; see `TransformersModel`.
+
+        Layer 0 is all that comes before the first layer, the last one all that follows, the model's own loss included.
+        `options` are the constructor's.
+        """
+        found = TransformersModel(model, layers=layers, example=example, device=options.get("device"))
+        return cls(found, stage_map, **options)
 
     # --- what is in force -------------------------------------------------------------------------------------
 
