@@ -94,7 +94,8 @@ class TransformersModel(PipelineModel):
         self.router_loss: RouterLoss | None = None
         self._ends = (_Held(), _Held())
         self.units = (self._ends[0], *self.layers, self._ends[1])
-        self._look()
+        self.skeleton.to_device()
+        self.look()
 
     # --- the batch ---------------------------------------------------------------------------------------------
 
@@ -109,7 +110,6 @@ class TransformersModel(PipelineModel):
 
         Raises `SpecError` if rows do not agree, are fewer than `microbatches`, or if something requires grad.
         """
-        self._look()
         if labels is None:
             raise SpecError("a transformers model computes its loss from labels: give them on every rank")
         if isinstance(labels, Tensor):
@@ -341,7 +341,7 @@ class TransformersModel(PipelineModel):
 
     # --- construction ------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Look at the model again where it may have changed: wrapped modules, a router loss, checkpointing.
 
         Raises `SpecError` for what a pipeline would get wrong in silence.

@@ -46,12 +46,13 @@ class Passing:
 
 def check_layers(model: PipelineModel) -> None:
     """Raise `SpecError` for layers that average or shard by themselves."""
-    for unit, module in enumerate(model.units):
-        for part in module.modules():
-            kinds = {kind.__name__ for kind in type(part).__mro__}
-            found = next((name for name in _WRAPPERS if name in kinds), None)
-            if found is not None:
-                raise SpecError(f"layer {unit} is wrapped in {found}, which a pipeline cannot move: pass it unwrapped")
+    named = {id(module): f"layer {unit}" for unit, module in enumerate(model.units)}
+    for path, part in model.root.named_modules():
+        kinds = {kind.__name__ for kind in type(part).__mro__}
+        found = next((name for name in _WRAPPERS if name in kinds), None)
+        if found is not None:
+            who = named.get(id(part), path or "the model")
+            raise SpecError(f"{who} is wrapped in {found}, which a pipeline cannot move: pass it unwrapped")
 
 
 def batch_of(

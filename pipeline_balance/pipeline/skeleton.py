@@ -91,6 +91,13 @@ class Skeleton:
             if lost is not None:
                 raise SpecError(f"the buffer {path}{lost} is on meta, and every rank needs it: build it on a device")
 
+    def to_device(self) -> None:
+        """Take buffers around the layers to the device where ranks compute: every rank needs them."""
+        for _, module in self._around():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[name] = buffer.to(self.device)
+
     def slots(self) -> dict[str, nn.Parameter]:
         """Parameters around the layers, by full name; a tied one appears under each of its names."""
         return {f"{path}{n}": p for path, m in self._around() for n, p in m._parameters.items() if p is not None}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
 from pipeline_balance.pipeline import update as gradients
+from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of, check_layers
 from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.export import whole_state
@@ -112,6 +113,24 @@ class ElasticPipeline:
         """
         chain = ModuleChain(layers, loss_fn, counted=counted, device=options.get("device"))
         return cls(chain, stage_map, **options)
+
+    @classmethod
+    def from_transformers(
+        cls,
+        model: nn.Module,
+        stage_map: StageMap | None = None,
+        *,
+        layers: str | None = None,
+        example: Mapping[str, Tensor] | None = None,
+        **options: Any,
+    ) -> ElasticPipeline:
+        """A pipeline of a transformers model, or of one built like them, as it is; see `TransformersModel`.
+
+        Layer 0 of the pipeline is all in front of the model's layers, the last one all behind them. `step` takes what
+        the model's forward takes, and the labels; the loss is the model's own. `options` are the constructor's.
+        """
+        adapted = TransformersModel(model, layers=layers, example=example, device=options.get("device"))
+        return cls(adapted, stage_map, **options)
 
     # --- what is in force -------------------------------------------------------------------------------------
 
