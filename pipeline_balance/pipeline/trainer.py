@@ -7,6 +7,7 @@ state to another map, `agreement` compares ranks before a step, and this module 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from pipeline_balance.pipeline import update as gradients
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of, check_layers
 from pipeline_balance.pipeline.executor import Run
-from pipeline_balance.pipeline.export import whole_state
+from pipeline_balance.pipeline.export import whole_state, write_pretrained
 from pipeline_balance.pipeline.model import CountLabels, Inputs, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
@@ -291,10 +292,17 @@ class ElasticPipeline:
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
 
-        `model.save_pretrained(folder, state_dict=...)` writes it for transformers' models.
+        `save_pretrained` writes it for transformers.
         """
         self._read_model()
         return whole_state(self.owned, self.stage_map, self.collective, self.config, rank)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Write the whole model to `folder` by its own `save_pretrained`, for transformers to load. Collective.
+
+        Rank 0 writes. `options` are those of the model's method.
+        """
+        write_pretrained(self.module, self.state_dict(), folder, options, self.collective, self.config)
 
     # --- measuring --------------------------------------------------------------------------------------------
 
