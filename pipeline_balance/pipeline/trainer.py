@@ -14,17 +14,27 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
-from pipeline_balance.pipeline import update as gradients
 from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of, check_layers
+from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of
 from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.export import whole_state, write_pretrained
 from pipeline_balance.pipeline.model import CountLabels, Inputs, LossFn, ModuleChain, PipelineModel
+from pipeline_balance.pipeline.norm import clip_gradients_, gradient_norm
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
+from pipeline_balance.pipeline.replicas import ReplicaMeans, check_units, start_alike
+from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
+from pipeline_balance.pipeline.ties import (
+    Tie,
+    check_ties,
+    counted_here,
+    find_ties,
+    share_tied_weights,
+    sum_tied_gradients,
+)
 from pipeline_balance.pipeline.training_state import Held, collect
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
@@ -40,11 +50,12 @@ class ElasticPipeline:
     """A model of L layers in a row, trained over the ranks of `group`, with stages that may change between updates.
 
     Every rank is given the whole `model` and keeps all its modules and parameters for the whole run; what lives
-    elsewhere is on `meta`. `make_optimizer(named_parameters)` is called once, with all of them, and returns one
-    optimizer of torch or several. `stage_map` None spreads the layers evenly. `microbatches` is how many parts a batch
-    is cut into. Layers draw random numbers by `seed`, wherever they run. `split_backward` computes weight gradients
-    apart from input gradients where that fills a wait. `budget_bytes` bounds the buffers of a move on a rank,
-    `timeout_s` every wait for another rank. `meter` takes the place of one with the wall clock.
+    elsewhere is on `meta`. With `replicas` R the ranks are R pipelines with one stage map, each with a part of the
+    batch. `make_optimizer(named_parameters)` is called once, with all of them, and returns one optimizer of torch or
+    several. `stage_map` None spreads the layers evenly. `microbatches` is how many parts a batch is cut into. Layers
+    draw random numbers by `seed`, wherever they run. `split_backward` computes weight gradients apart from input
+    gradients where that fills a wait. `budget_bytes` bounds the buffers of a move on a rank, `timeout_s` every wait for
+    another rank. `meter` takes the place of one with the wall clock.
 
     `joins` says that this process enters a group whose others call `change_group`: it has no layers at first and takes
     map, rates and counters from them.
@@ -67,8 +78,6 @@ class ElasticPipeline:
         meter: Meter | None = None,
         joins: bool = False,
     ) -> None:
-        if replicas != 1:
-            raise SpecError(f"replicas must be 1: pipelines do not average over replicas yet, got {replicas}")
         self.config = PipelineConfig(
             microbatches=microbatches,
             seed=seed,
@@ -76,13 +85,17 @@ class ElasticPipeline:
             split_backward=split_backward,
             budget_bytes=budget_bytes,
             timeout_s=timeout_s,
+            replicas=replicas,
         )
-        check_layers(model)
+        check_units(model.units, model.root)
         self.model = model
         self.meter = meter if meter is not None else Meter()
-        self.groups = PipelineGroups(group, timeout_s)
+        self.groups = PipelineGroups(group, timeout_s, replicas)
+        self.means = ReplicaMeans(self.groups.column)
         self.owned = Ownership(model)
-        self.builder = StageBuilder(model=model, config=self.config, groups=self.groups, meter=self.meter)
+        self.builder = StageBuilder(
+            model=model, config=self.config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
+        )
         if not joins and stage_map is None:
             stage_map = StageMap.even(len(model.units), self.ranks)
         if stage_map is not None:
@@ -96,7 +109,10 @@ class ElasticPipeline:
         self.grad_norm: float | None = None
         self._trainable = self.owned.trainable()
         self._used = False
+        self._averages = False
         self._stages = self.builder.build(self._meet(None if joins else stage_map))
+        if not joins:
+            self._start_alike()
 
     @classmethod
     def from_modules(
@@ -157,16 +173,17 @@ class ElasticPipeline:
 
     @property
     def collective(self) -> Collective:
-        """Communication among all ranks, whether they run a stage or not."""
-        return self.groups.collective
+        """Communication among all ranks, of all replicas, whether they run a stage or not."""
+        return self.groups.world
 
     @property
     def rank(self) -> int:
+        """This rank in its replica."""
         return self.groups.rank
 
     @property
     def ranks(self) -> int:
-        """Ranks that could run a stage, whether they do or not."""
+        """Ranks of a replica that could run a stage, whether they do or not."""
         return self.groups.collective.size
 
     # --- training ---------------------------------------------------------------------------------------------
@@ -182,33 +199,36 @@ class ElasticPipeline:
     ) -> float:
         """Train on one batch; returns the loss, equal on all ranks. Collective over all ranks, idle ones included.
 
-        `inputs` and `labels` are the same on every rank. With `update=False` gradients are only added up. The call with
-        `update=True` clips them to `max_norm`, steps the optimizers, and ends the update. The loss is the mean over all
-        labels of the update so far that count. Raises `SpecError` on all ranks, before any data moves, where ranks
-        disagree or the batch does not fit.
+        `inputs` and `labels` are the same on every rank of a replica. With `update=False` gradients are only added up.
+        The call with `update=True` averages them over replicas, clips them to `max_norm`, steps the optimizers, and
+        ends the update. `scaler` is what `pipeline.scaler()` makes. The loss is the mean over all labels of the update
+        so far that count. Raises `SpecError` on all ranks, before any data moves, where ranks disagree or the batch
+        does not fit.
         """
         if self._used:
             self.drop_gradients()
         passing = self._begin(inputs, labels, (update, max_norm), scaler)
-        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=1.0 / self.progress.divisor)
+        factor = self.config.replicas / self.progress.divisor
+        factor *= scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
+        self._averages = update
+        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=factor)
         self._run(run)
-        self.progress.add(self._shared_sum(run), len(passing.parts), passing.counted)
+        self.progress.add(self._shared_sum(run), self.config.replicas * len(passing.parts), passing.counted)
         loss = self.progress.loss
         if update:
-            self._update(max_norm)
+            self._update(max_norm, scaler)
         return loss
 
     def _begin(self, inputs: Inputs, labels: Tensor | None, arguments: tuple[Any, ...], scaler: Any) -> Passing:
         """The batch in microbatches with their shapes, once all ranks agree on it."""
 
         def prepare() -> Passing:
-            if scaler is not None:
-                raise SpecError(f"a pipeline does not take a {type(scaler).__name__} yet: train in bfloat16 instead")
+            check_scaler(scaler)
             self._read_model()
-            first = self.progress.parts
+            first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
-        passing = agree_on_batch(prepare, self.owned, arguments, self.collective, self.config.device)
+        passing = agree_on_batch(prepare, self.owned, (*arguments, scaler is None), self.groups, self.config.device)
         trainable = self.owned.trainable()
         if trainable != self._trainable:
             # times of layers that were frozen or thawed say nothing any more
@@ -228,10 +248,24 @@ class ElasticPipeline:
         missing = self.owned.missing(mine)
         if missing:
             raise SpecError(f"{missing[0]} has no memory on rank {self.rank}, which trains it: load its state first")
-        home = self.stage_map.assignment()
-        for name, units in self.owned.tied().items():
-            if len({home[u] for u in units}) > 1:
-                raise SpecError(f"{name} is shared by layers {list(units)}, which are on several ranks: untie them")
+
+    def _start_alike(self) -> None:
+        """Tied parameters begin as on their first holder, replicas as the first; collective."""
+        mine = self.stage_map.layers_on(self.rank)
+        whole = torch.tensor([int(not self.owned.missing(mine))], device=self.config.device)
+        if not bool(self.collective.all_gather(whole, op=Operation("starting a pipeline")).all()):
+            return  # built on `meta`: a checkpoint brings the values
+        share_tied_weights(self._ties(), self.stage_map, self.groups.collective)
+        start_alike(self.owned.tensors(mine), self.groups.column)
+
+    def _ties(self) -> tuple[Tie, ...]:
+        return find_ties(self.module, self.model.units)
+
+    def _stage_done(self, stage: int) -> None:
+        """A stage's gradients are complete on this rank: begin to average them over replicas."""
+        if self._averages:
+            for unit in self.stage_map.layers_of(stage):
+                self.means.start(self.model.units[unit].parameters(), unit)
 
     def _run(self, run: Run) -> None:
         if self._stages.executor is not None:
@@ -245,16 +279,43 @@ class ElasticPipeline:
         every = self.collective.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
         return float(every.sum())
 
-    def _update(self, max_norm: float | None) -> None:
+    def _update(self, max_norm: float | None, scaler: Any) -> None:
         """Use the gradients: one step of every optimizer, on every rank."""
-        progress = self.progress
-        gradients.scale_(self.owned, progress.divisor / max(progress.counted, 1))
+        progress, parameters = self.progress, self.owned.parameters
+        self.means.finish()
+        ties = self._ties()
+        sum_tied_gradients(ties, self.stage_map, self.groups.collective)
+        if scaler is not None and scaler.is_enabled():
+            for optimizer in self.optimizers.all:
+                scaler.unscale_(optimizer)
+        share = progress.divisor / max(progress.counted, 1)
+        if share != 1.0:
+            for parameter in parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(share)
         if max_norm is not None:
-            self.grad_norm = gradients.total_norm(self.owned, self.collective, self.config.device)
-            gradients.clip_(self.owned, self.grad_norm, max_norm)
-        self.optimizers.step()
+            norm = gradient_norm(parameters, self._counted(ties), self.collective, device=self.config.device)
+            clip_gradients_(parameters, max_norm, norm)
+            self.grad_norm = float(norm)
+        if scaler is None:
+            self.optimizers.step()
+        else:
+            for optimizer in self.optimizers.all:
+                scaler.step(optimizer)
+            scaler.update()
         progress.updated()
         self._used = True
+
+    def _counted(self, ties: Sequence[Tie]) -> set[str]:
+        """Names of the parameters whose gradients this rank measures: every parameter of one rank."""
+        if self.groups.replica:
+            return set()
+        mine = set(self.owned.of(self.stage_map.layers_on(self.rank))) - {tie.name for tie in ties}
+        return mine | counted_here(ties, self.stage_map, self.rank)
+
+    def scaler(self, **arguments: Any) -> PipelineScaler:
+        """A `torch.amp.GradScaler` with these arguments for `step(scaler=)`, the same on all ranks."""
+        return PipelineScaler(self.collective, self.config.device, **arguments)
 
     def evaluate(self, inputs: Inputs, labels: Tensor | None) -> float:
         """The mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
@@ -275,7 +336,7 @@ class ElasticPipeline:
                         self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size
                     )
 
-                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.collective, self.config.device)
+                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device)
                 run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
                 self._run(run)
                 return self._shared_sum(run) / max(passing.counted, 1)
@@ -286,7 +347,8 @@ class ElasticPipeline:
 
     def drop_gradients(self) -> None:
         """Forget gradients that the optimizers have used, so that they do not travel."""
-        gradients.drop(self.owned.parameters)
+        for parameter in self.owned.parameters.values():
+            parameter.grad = None
         self._used = False
 
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
@@ -295,7 +357,7 @@ class ElasticPipeline:
         `save_pretrained` writes it for transformers.
         """
         self._read_model()
-        return whole_state(self.owned, self.stage_map, self.collective, self.config, rank)
+        return whole_state(self.owned, self.stage_map, self.groups.collective, self.config, rank)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """Write the whole model to `folder` by its own `save_pretrained`, for transformers to load. Collective.
@@ -308,7 +370,12 @@ class ElasticPipeline:
 
     def measure(self) -> list[LayerCost]:
         """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
-        return gather_costs(self.local_costs(), self.stage_map.layers, self.collective, self.config.device)
+        return self.gather_costs(self.local_costs(), self.collective)
+
+    def gather_costs(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
+        """Costs of all layers from every rank's own; a layer's are its slowest replica's. Collective."""
+        layers, replicas = self.stage_map.layers, self.config.replicas
+        return gather_costs(local, layers, collective, self.config.device, replicas=replicas)
 
     def local_costs(self) -> dict[int, LayerCost]:
         """Costs of this rank's layers."""
@@ -344,6 +411,11 @@ class ElasticPipeline:
         if self._used:
             self.drop_gradients()
         self.owned.read()
+        ties = self._ties()
+        if self.progress.parts and any(len(tie.holders(self.stage_map)) > 1 for tie in ties):
+            raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
+        state: dict[Any, Any] = {p: e for o in self.optimizers.all for p, e in o.state.items()}
+        check_ties(ties, self.stage_map, self.groups.collective, state, device=self.config.device)
         self._stages, done = self.mover.rebuild(self._stages, stage_map, durations=durations, prepared=prepared)
         self.meter.reset()
         return done
@@ -387,6 +459,8 @@ class ElasticPipeline:
         `number` maps this rank's old group's ranks to the new one's and must hold every rank that runs a stage; None
         where this process comes back and knows no stages. `leave.membership.Membership` calls this.
         """
+        if self.config.replicas > 1:
+            raise SpecError("a pipeline with replicas cannot change its group: resume from a checkpoint instead")
         now, known = self._stages, None
         if number is not None:
             lost = sorted(set(now.stage_map.used_ranks) - set(number))
@@ -399,5 +473,4 @@ class ElasticPipeline:
 
     def _meet(self, known: StageMap | None) -> StageMap:
         """The group's stage map; a rank that knows none takes over how far the others are. Collective."""
-        found = agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config)
-        return found
+        return agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config)
