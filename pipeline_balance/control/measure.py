@@ -19,8 +19,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
@@ -74,6 +74,7 @@ class Meter:
     loss: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     counted: set[int] = field(default_factory=set)
+    _waited_s: float = 0.0
     _arrived: list[tuple[int, float]] = field(default_factory=list)
     _steps: int = 0
     _step_s: float = 0.0
@@ -139,8 +140,17 @@ class Meter:
         self._arrived.append((layer, self.work_s()))
 
     def work_s(self) -> float:
-        """A reading of the clock that times layers."""
-        return self.clock() if self.work_clock is None else self.work_clock()
+        """A reading of the clock that times layers; it stands still inside `waiting`."""
+        return self.clock() - self._waited_s if self.work_clock is None else self.work_clock()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, a layer waits for other ranks, which is none of its work."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self._waited_s += self.clock() - began
 
     def run_unit(
         self, index: int, module: nn.Module, call: Callable[[], tuple[Tensor, ...]], given: Sequence[Tensor]

@@ -408,15 +408,15 @@ class ElasticPipeline:
         `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
         Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
         """
-        if self._used:
-            self.drop_gradients()
         self.owned.read()
         ties = self._ties()
         if self.progress.parts and any(len(tie.holders(self.stage_map)) > 1 for tie in ties):
             raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
         state: dict[Any, Any] = {p: e for o in self.optimizers.all for p, e in o.state.items()}
         check_ties(ties, self.stage_map, self.groups.collective, state, device=self.config.device)
-        self._stages, done = self.mover.rebuild(self._stages, stage_map, durations=durations, prepared=prepared)
+        self._stages, done = self.mover.rebuild(
+            self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._used
+        )
         self.meter.reset()
         return done
 
