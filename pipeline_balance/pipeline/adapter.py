@@ -371,7 +371,15 @@ class TransformersModel(PipelineModel):
             example = said if isinstance(said, Mapping) else {"input_ids": _DEFAULT_EXAMPLE}
         asked = self._asked(Microbatch(0, {n: t.to(self.device) for n, t in example.items()}, None))
         readable = Readable(allowed=True)
-        found = [self._record(asked, readable, fill) for fill in (0.0, 1.0)]
+        try:
+            found = [self._record(asked, readable, fill) for fill in (0.0, 1.0)]
+        except SpecError:
+            raise
+        except Exception as error:
+            raise SpecError(
+                f"{type(self.root).__name__} cannot run on example inputs {sorted(example)} ({str(error)[:200]}): "
+                "give example={name: tensor} as its forward takes them"
+            ) from error
         for layer, (one, other) in enumerate(zip(found[0].calls, found[1].calls, strict=True)):
             for a, b in zip(one.leaves, other.leaves, strict=True):
                 if isinstance(a, Tensor) and not torch.equal(a, b):
