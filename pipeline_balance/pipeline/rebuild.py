@@ -117,7 +117,8 @@ class StateMover:
     ) -> tuple[Stages, Rebuilt]:
         """The stages of `stage_map` with the state of `now`, and what that took; collective.
 
-        Without `gradients`, those are dropped once all else has moved: they have been used. Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
+        Without `gradients`, those are dropped once all else has moved: they have been used. Raises `TransitionError` on
+        every rank, with everything as it was, if the state cannot be moved.
         """
         began = time.perf_counter()
         self.builder.check_map(stage_map)

@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
-from pipeline_balance.pipeline.model import _needs_data
 from pipeline_balance.pipeline.skeleton import copy_of, only_before
 
 _FROM_TORCH = "raised by a module of torch"
@@ -75,11 +79,18 @@ def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
             if torchs:
                 error.add_note(_FROM_TORCH)
             stays = _FROM_TORCH in getattr(error, "__notes__", ()) or whole
-            if not given or (stays and not _needs_data(error)):
+            if not given or (stays and not needs_data(error)):
                 raise
             return torch.empty_like(given[0])
 
     return run
+
+
+def needs_data(error: Exception) -> bool:
+    """Whether a forward without data failed for want of data, and not because shapes do not fit."""
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+    said = str(error).lower()
+    return isinstance(error, kinds) or any(word in said for word in ("numpy()", "tolist", "data pointer", "fake"))
 
 
 def on_meta(tensor: Tensor) -> Tensor:
