@@ -7,6 +7,7 @@ state to another map, `agreement` compares ranks before a step, and this module 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, loc
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of
 from pipeline_balance.pipeline.executor import Run
-from pipeline_balance.pipeline.export import whole_state
+from pipeline_balance.pipeline.export import whole_state, write_pretrained
 from pipeline_balance.pipeline.model import CountLabels, Inputs, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.norm import clip_gradients_, gradient_norm
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
@@ -86,7 +87,7 @@ class ElasticPipeline:
             timeout_s=timeout_s,
             replicas=replicas,
         )
-        check_units(model.units)
+        check_units(model.units, model.root)
         self.model = model
         self.meter = meter if meter is not None else Meter()
         self.groups = PipelineGroups(group, timeout_s, replicas)
@@ -140,13 +141,13 @@ class ElasticPipeline:
         example: Mapping[str, Tensor] | None = None,
         **options: Any,
     ) -> ElasticPipeline:
-        """A pipeline of a transformers model, unchanged, cut between its layers; see `TransformersModel`.
+        """A pipeline of a transformers model, or of one built like them, as it is; see `TransformersModel`.
 
-        Layer 0 is all that comes before the first layer, the last one all that follows, the model's own loss included.
-        `options` are the constructor's.
+        Layer 0 of the pipeline is all in front of the model's layers, the last one all behind them. `step` takes what
+        the model's forward takes, and the labels; the loss is the model's own. `options` are the constructor's.
         """
-        found = TransformersModel(model, layers=layers, example=example, device=options.get("device"))
-        return cls(found, stage_map, **options)
+        adapted = TransformersModel(model, layers=layers, example=example, device=options.get("device"))
+        return cls(adapted, stage_map, **options)
 
     # --- what is in force -------------------------------------------------------------------------------------
 
@@ -353,10 +354,17 @@ class ElasticPipeline:
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
 
-        `model.save_pretrained(folder, state_dict=...)` writes it for transformers' models.
+        `save_pretrained` writes it for transformers.
         """
         self._read_model()
         return whole_state(self.owned, self.stage_map, self.groups.collective, self.config, rank)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Write the whole model to `folder` by its own `save_pretrained`, for transformers to load. Collective.
+
+        Rank 0 writes. `options` are those of the model's method.
+        """
+        write_pretrained(self.module, self.state_dict(), folder, options, self.collective, self.config)
 
     # --- measuring --------------------------------------------------------------------------------------------
 
