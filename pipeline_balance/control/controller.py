@@ -179,7 +179,9 @@ class Controller:
     def _measure(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
         """All layers' costs as they would be on a rank of speed 1, from every rank's own; collective."""
         stage_map = self.pipeline.stage_map
-        costs = gather_costs(local, stage_map.layers, collective, self.pipeline.config.device)
+        costs = gather_costs(
+            local, stage_map.layers, collective, self.pipeline.config.device, self.pipeline.groups.replicas
+        )
         return [_scaled(c, self.limits[r].speed) for c, r in zip(costs, stage_map.assignment(), strict=True)]
 
     def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:

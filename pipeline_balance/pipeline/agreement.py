@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from pipeline_balance.pipeline.model import Boundary, Inputs, Microbatch, Pipeli
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, number_of
 from pipeline_balance.pipeline.progress import Progress
-from pipeline_balance.pipeline.stages import PipelineConfig
+from pipeline_balance.pipeline.replicas import Grid
+from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups
 from pipeline_balance.pipeline.training_state import gather_json
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
@@ -29,9 +30,9 @@ _COMPARED = (
     "train other parameters: call requires_grad_ alike on every rank",
     "call with other arguments",
     "have inputs of other shapes",
-    "have other inputs or labels: every rank must be given the same batch",
+    "have other inputs or labels: every rank of a replica must be given the same batch",
+    "would run another number or order of microbatches: replicas that share experts must run the same ones",
 )
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +43,6 @@ class Passing:
     shapes: list[list[Boundary]]
     counted: int
     data: int
-
-
-def check_layers(model: PipelineModel) -> None:
-    """Raise `SpecError` for layers that average or shard by themselves."""
-    for unit, module in enumerate(model.units):
-        for part in module.modules():
-            kinds = {kind.__name__ for kind in type(part).__mro__}
-            found = next((name for name in _WRAPPERS if name in kinds), None)
-            if found is not None:
-                raise SpecError(f"layer {unit} is wrapped in {found}, which a pipeline cannot move: pass it unwrapped")
 
 
 def batch_of(
@@ -94,12 +85,15 @@ def agree_on_batch(
     prepare: Callable[[], Passing],
     owned: Ownership,
     arguments: Sequence[Any],
-    collective: Collective,
+    groups: PipelineGroups,
     device: torch.device,
+    actions: Callable[[Passing], str],
 ) -> Passing:
-    """What `prepare` makes of the batch, once it is the same on all ranks; collective, one small all-gather.
+    """What `prepare` makes of the batch, once all ranks agree on it; collective, one small all-gather.
 
-    Where it fails on a rank, that error is raised there and a `SpecError` that names it on the others.
+    The batch is the same on all ranks of a replica. `actions` says what this rank will run, which must be the same on
+    the ranks that run these stages in other replicas. `counted` of the result is over all replicas. Where it fails on a
+    rank, that error is raised there and a `SpecError` that names it on the others.
     """
     failed: Exception | None = None
     passing = Passing(parts=[], shapes=[], counted=0, data=0)
@@ -114,20 +108,33 @@ def agree_on_batch(
         number_of(repr(tuple(arguments))),
         number_of(repr((len(passing.parts), passing.counted, shapes))),
         passing.data,
+        number_of(actions(passing)),
+        passing.counted,
     ]
     row = torch.tensor([int(failed is not None), *mine], dtype=torch.int64, device=device)
-    every = collective.all_gather(row, op=Operation("agreeing on a batch")).cpu()
+    every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
     if every[:, 0].any():
         text = f"{type(failed).__name__}: {failed}" if failed is not None else ""
-        said = gather_json(text[:2000], collective, device, Operation("telling what is wrong with a batch"))
+        said = gather_json(text[:2000], groups.world, device, Operation("telling what is wrong with a batch"))
         if failed is not None:
             raise failed
         raise SpecError("; ".join(f"rank {r}: {words}" for r, words in enumerate(said) if words))
+    grid = groups.grid
     for column, what in enumerate(_COMPARED, start=1):
-        differ = [r for r, x in enumerate(every[:, column].tolist()) if x != int(every[0, column])]
+        said = every[:, column].tolist()
+        like = [_compared_with(r, what, grid) for r in range(len(said))]
+        differ = [r for r, x in enumerate(said) if x != said[like[r]]]
         if differ:
-            raise SpecError(f"ranks {differ} {what} than rank 0" if "other" in what else f"ranks {differ} {what}")
-    return passing
+            than = f" than rank {like[differ[0]]}" if "other" in what else ""
+            raise SpecError(f"ranks {differ} {what}{than}")
+    return replace(passing, counted=int(every[:: grid.pipeline_ranks, -1].sum()))
+
+
+def _compared_with(rank: int, what: str, grid: Grid) -> int:
+    """The rank whose figure must be the same: a batch belongs to a replica, the actions to a column."""
+    if "inputs" in what:
+        return grid.replica(grid.replica_of(rank))[0]
+    return grid.pipeline_rank_of(rank) if "microbatches" in what else 0
 
 
 def agree_on_model(
@@ -137,6 +144,7 @@ def agree_on_model(
     progress: Progress,
     collective: Collective,
     config: PipelineConfig,
+    replicas: int,
 ) -> StageMap:
     """The stage map of the ranks that know it, compared among them; collective.
 
@@ -145,13 +153,16 @@ def agree_on_model(
     """
     mine = {
         "model": owned.structure(),
-        "settings": [config.microbatches, config.seed, config.split_backward],
+        "settings": [config.microbatches, config.seed, config.split_backward, replicas],
         "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
         "progress": progress.to_json(),
         "options": optimizers.options(owned.parameters),
     }
     every = gather_json(mine, collective, config.device, Operation("comparing the ranks' models"))
-    for what, field in (("hold another model", "model"), ("have other settings (microbatches, seed)", "settings")):
+    for what, field in (
+        ("hold another model", "model"),
+        ("have other settings (microbatches, seed, replicas)", "settings"),
+    ):
         differ = [r for r, said in enumerate(every) if said[field] != every[0][field]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than rank 0")

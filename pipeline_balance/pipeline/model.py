@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from pipeline_balance.pipeline.experts import expert_layers
 from prophet.errors import SpecError
 
 Boundary = tuple[Tensor, ...]
@@ -121,7 +122,9 @@ class ModuleChain(PipelineModel):
         counted: CountLabels | None = None,
         device: torch.device | None = None,
     ) -> None:
-        listed = list(layers.children()) if isinstance(layers, nn.Module) else list(layers)
+        # `children` would leave out a module that comes twice
+        given = layers._modules.values() if isinstance(layers, nn.Module) else layers
+        listed = [layer for layer in given if layer is not None]
         if not listed or not all(isinstance(layer, nn.Module) for layer in listed):
             raise SpecError(f"a pipeline needs one or more layers that are modules, got {layers!r:.200}")
         self.root = layers if isinstance(layers, nn.Module) else nn.ModuleList(listed)
@@ -196,6 +199,10 @@ class ModuleChain(PipelineModel):
 
     def _run_fake(self, unit: int, before: Boundary, part: Microbatch, state: dict[str, Tensor]) -> Boundary:
         module = self.units[unit]
+        if any(expert_layers([module])):
+            # running it would exchange tokens with other ranks; it is taken to keep shape and type
+            given = before if unit else tuple(part.inputs.values())
+            return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in given)
         try:
             with torch.nn.utils.stateless._reparametrize_module(module, state):
                 return self.run(unit, before, part)

@@ -25,7 +25,7 @@ from prophet.errors import CollectiveError, LayoutError, SpecError, TransitionEr
 from prophet.ranks.collective import Collective, Operation
 from prophet.state.route import Route, route
 from prophet.state.space import Space, TensorSpec
-from prophet.state.transition import Allocate, State, empty, transition
+from prophet.state.transition import Allocate, Moved, State, empty, transition
 
 WHOLE = "the state from before the move is whole"
 
@@ -118,14 +118,7 @@ class StateMover:
         held = self._collect(now)
         way, scalars = self._way(now, stage_map, held, prepared)
         assert isinstance(held, Held)
-        moved = transition(
-            way,
-            {piece: held.tensors[piece.name] for piece in way.before.pieces[self.groups.rank]},
-            self.groups.collective,
-            budget_bytes=self.budget_bytes,
-            device=self.device,
-            allocate=self.allocate,
-        )
+        moved = self._transition(way, held)
         found = self.attempt(lambda: self._assemble(stage_map, moved.state, scalars, durations))
         stages, change = self._agreed(found)
         change.make()
@@ -135,6 +128,30 @@ class StateMover:
             buffer_bytes=moved.buffer_bytes,
             seconds=time.perf_counter() - began,
         )
+
+    def _transition(self, way: Route, held: Held) -> Moved:
+        """Move state within this replica; where another replica cannot, that is an error here as well."""
+        failed: TransitionError | LayoutError | None = None
+        try:
+            moved = transition(
+                way,
+                {piece: held.tensors[piece.name] for piece in way.before.pieces[self.groups.rank]},
+                self.groups.collective,
+                budget_bytes=self.budget_bytes,
+                device=self.device,
+                allocate=self.allocate,
+            )
+        except (TransitionError, LayoutError) as error:
+            failed = error
+        if self.groups.replicas > 1:
+            try:
+                agree(str(failed or ""), self.groups.world, self.device, Operation("moving all replicas"), WHOLE)
+            except TransitionError:
+                if failed is None:
+                    raise
+        if failed is not None:
+            raise failed
+        return moved
 
     def adopt(
         self, stage_map: StageMap, state: State, scalars: Mapping[str, Any], before: Callable[[], None] | None = None
@@ -165,7 +182,7 @@ class StateMover:
         problem = f"the new stages could not be built ({found})" if isinstance(found, str) else ""
         op = Operation("agreeing on a move")
         try:
-            agree(problem, self.groups.collective, self.device, op, WHOLE)
+            agree(problem, self.groups.world, self.device, op, WHOLE)
         except CollectiveError as error:
             raise TransitionError(f"{error}; {WHOLE}") from error
         assert not isinstance(found, str)
@@ -218,10 +235,10 @@ class StateMover:
             mine = {"ready": False, "scalars": {}}
         if prepared is not None:
             op = Operation("completing a prepared move")
-            every = gather_json(mine, self.groups.collective, self.device, op)
+            every = gather_json(mine, self.groups.world, self.device, op)
             if all(said["ready"] for said in every):
                 return prepared.route, {name: value for said in every for name, value in said["scalars"].items()}
-        space, scalars = share(held, self.groups.collective, self.device, WHOLE)
+        space, scalars = share(held, self.groups.world, self.device, WHOLE)
         return self._route(space, now.stage_map, stage_map), scalars
 
     def _route(self, space: Space, before: StageMap, after: StageMap) -> Route:

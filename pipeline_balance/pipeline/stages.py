@@ -6,7 +6,7 @@ all ranks do around a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -17,6 +17,7 @@ from pipeline_balance.control.measure import Meter
 from pipeline_balance.maps.compare import dense_ranks
 from pipeline_balance.pipeline.executor import Executor
 from pipeline_balance.pipeline.model import PipelineModel
+from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.flexible import flexible
 from pipeline_balance.schedules.simulate import Durations
@@ -25,6 +26,7 @@ from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import ProcessGroupCollective
+from prophet.ranks.threads import ThreadWorld
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,33 +51,54 @@ class PipelineConfig:
 
 
 class PipelineGroups:
-    """The communicators of one pipeline: over all its ranks, and one over the same ranks for use beside a step."""
+    """The communicators of one pipeline on this process, which is pipeline rank `rank` of replica `replica`.
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    `world` is over all processes of `group`, `collective` over the P ranks of this replica, `column` over the processes
+    with this pipeline rank. `side` is over all processes, for use beside a step. With one replica, `world` and
+    `collective` are one.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, replicas: int = 1) -> None:
         self.timeout_s = timeout_s
+        self.replicas = replicas
         self._limit = timedelta(seconds=timeout_s)
         self.enter(group)
 
     def enter(self, group: dist.ProcessGroup | None) -> None:
         """Use `group` (None: all processes) from now on."""
         self.group = group
-        self.collective: Collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
-        self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self.rank = self.collective.rank
+        self._members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self.grid = Grid.of(len(self._members), self.replicas)
+        self.world: Collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
+        self.replica = self.grid.replica_of(self.world.rank)
+        self.rank = self.grid.pipeline_rank_of(self.world.rank)
+        self.collective: Collective = self.world
+        self.column: Collective = ThreadWorld(1).collective(0)
+        if self.replicas > 1:
+            self.collective = self._over(self.grid.replica(self.replica))
+            self.column = self._over(self.grid.column(self.rank))
         self._side: Collective | None = None
+
+    def _over(self, processes: Sequence[int]) -> Collective:
+        """A communicator over some of the processes, of which this is one; all processes make as many in this order."""
+        ranks = [self._members[p] for p in processes]
+        group = dist.new_group(ranks, timeout=self._limit, use_local_synchronization=True)
+        return ProcessGroupCollective(group, timeout_s=self.timeout_s)
 
     def leave(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `enter` goes on in another one."""
         if self._side is not None:
             self._side.close()
             self._side = None
-        self.collective.close()
+        if self.replicas > 1:
+            self.collective.close()
+            self.column.close()
+        self.world.close()
 
     def side(self) -> Collective:
-        """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
+        """A separate communicator over all processes, for use beside a step; made at the first call, by all of them."""
         if self._side is None:
-            group = dist.new_group(self._world, timeout=self._limit, use_local_synchronization=True)
-            self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
+            self._side = self._over(range(len(self._members)))
         return self._side
 
 

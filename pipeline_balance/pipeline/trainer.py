@@ -6,24 +6,28 @@ state to another map, `agreement` compares ranks before a step, and this module 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
-from pipeline_balance.pipeline import update as gradients
-from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of, check_layers
+from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of
 from pipeline_balance.pipeline.executor import Run
+from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import whole_state
 from pipeline_balance.pipeline.model import CountLabels, Inputs, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
+from pipeline_balance.pipeline.replicas import check_units, start_alike
+from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
+from pipeline_balance.pipeline.ties import check_ties, share_tied_weights, ties_of
 from pipeline_balance.pipeline.training_state import Held, collect
+from pipeline_balance.pipeline.update import Gradients
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
@@ -65,8 +69,6 @@ class ElasticPipeline:
         meter: Meter | None = None,
         joins: bool = False,
     ) -> None:
-        if replicas != 1:
-            raise SpecError(f"replicas must be 1: pipelines do not average over replicas yet, got {replicas}")
         self.config = PipelineConfig(
             microbatches=microbatches,
             seed=seed,
@@ -75,12 +77,19 @@ class ElasticPipeline:
             budget_bytes=budget_bytes,
             timeout_s=timeout_s,
         )
-        check_layers(model)
+        if joins and replicas != 1:
+            raise SpecError(f"a process cannot join a pipeline of {replicas} replicas: its processes stay the same")
+        check_units(model.units)
         self.model = model
         self.meter = meter if meter is not None else Meter()
-        self.groups = PipelineGroups(group, timeout_s)
+        self.groups = PipelineGroups(group, timeout_s, replicas)
+        column = self.groups.grid.column(self.groups.rank)
+        self.experts = StageExperts(model.units, self.groups.world.rank, column, self.meter)
         self.owned = Ownership(model)
-        self.builder = StageBuilder(model=model, config=self.config, groups=self.groups, meter=self.meter)
+        self.gradients = Gradients(self.owned, self.groups, self.experts)
+        self.builder = StageBuilder(
+            model=model, config=self.config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
+        )
         if not joins and stage_map is None:
             stage_map = StageMap.even(len(model.units), self.ranks)
         if stage_map is not None:
@@ -94,7 +103,10 @@ class ElasticPipeline:
         self.grad_norm: float | None = None
         self._trainable = self.owned.trainable()
         self._used = False
+        self._scaler: PipelineScaler | None = None
         self._stages = self.builder.build(self._meet(None if joins else stage_map))
+        if not joins:
+            self._start_alike()
 
     @classmethod
     def from_modules(
@@ -137,16 +149,17 @@ class ElasticPipeline:
 
     @property
     def collective(self) -> Collective:
-        """Communication among all ranks, whether they run a stage or not."""
-        return self.groups.collective
+        """Communication among all ranks of all replicas, whether they run a stage or not."""
+        return self.groups.world
 
     @property
     def rank(self) -> int:
+        """This process's rank in its replica of the pipeline."""
         return self.groups.rank
 
     @property
     def ranks(self) -> int:
-        """Ranks that could run a stage, whether they do or not."""
+        """Ranks of one replica that could run a stage, whether they do or not."""
         return self.groups.collective.size
 
     # --- training ---------------------------------------------------------------------------------------------
@@ -162,33 +175,58 @@ class ElasticPipeline:
     ) -> float:
         """Train on one batch; returns the loss, equal on all ranks. Collective over all ranks, idle ones included.
 
-        `inputs` and `labels` are the same on every rank. With `update=False` gradients are only added up. The call with
-        `update=True` clips them to `max_norm`, steps the optimizers, and ends the update. The loss is the mean over all
-        labels of the update so far that count. Raises `SpecError` on all ranks, before any data moves, where ranks
-        disagree or the batch does not fit.
+        `inputs` and `labels` are the same on every rank of a replica; each replica has its part of the batch. With
+        `update=False` gradients are only added up. The call with `update=True` averages them over replicas, clips them
+        to `max_norm`, steps the optimizers, and ends the update. The loss is the mean over all labels of the update so
+        far that count. `scaler` is what `pipe.scaler` made. Raises `SpecError` on all ranks, before any data moves,
+        where ranks disagree or the batch does not fit.
         """
         if self._used:
             self.drop_gradients()
         passing = self._begin(inputs, labels, (update, max_norm), scaler)
-        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=1.0 / self.progress.divisor)
-        self._run(run)
-        self.progress.add(self._shared_sum(run), len(passing.parts), passing.counted)
+        scale = self.groups.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
+        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=scale)
+        self.gradients.open(update=update)
+        with self.experts.passing(update=update):
+            self._run(run)
+        self.progress.add(self._shared_sum(run), len(passing.parts) * self.groups.replicas, passing.counted)
         loss = self.progress.loss
         if update:
-            self._update(max_norm)
+            self._update(max_norm, scaler)
         return loss
+
+    def scaler(self, **arguments: Any) -> PipelineScaler:
+        """A `torch.amp.GradScaler` for `step(scaler=)`, the same on all ranks; it takes that class's arguments by name.
+
+        Call it on every rank. Its `state_dict` belongs into checkpoints.
+        """
+        return PipelineScaler(self.groups.world, self.config.device, **arguments)
+
+    def balance_experts(self, attach: Callable[[nn.Module], Balancer]) -> Balancer | None:
+        """Balance the expert-parallel layers of this rank's stages: `attach` gets them as a module. On every rank.
+
+        Returns what `attach` returned, None on a rank without such layers.
+
+        >>> config = prophet.EngineConfig(accumulation_steps=microbatches)  # doctest: +SKIP
+        >>> pipe.balance_experts(lambda layers: prophet.attach(layers, config=config))  # doctest: +SKIP
+        """
+        return self.experts.balance(attach, self.stage_map.layers_on(self.rank))
 
     def _begin(self, inputs: Inputs, labels: Tensor | None, arguments: tuple[Any, ...], scaler: Any) -> Passing:
         """The batch in microbatches with their shapes, once all ranks agree on it."""
 
         def prepare() -> Passing:
-            if scaler is not None:
-                raise SpecError(f"a pipeline does not take a {type(scaler).__name__} yet: train in bfloat16 instead")
+            check_scaler(scaler)
+            if self.progress.parts and scaler is not self._scaler:
+                raise SpecError("all calls of an update must be given the same scaler: its gradients are added up")
             self._read_model()
-            first = self.progress.parts
+            first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
-        passing = agree_on_batch(prepare, self.owned, arguments, self.collective, self.config.device)
+        stages = self._stages.executor
+        actions = _listed(stages.training if stages is not None else ())
+        passing = agree_on_batch(prepare, self.owned, arguments, self.groups, self.config.device, lambda _: actions)
+        self._scaler = scaler
         trainable = self.owned.trainable()
         if trainable != self._trainable:
             # times of layers that were frozen or thawed say nothing any more
@@ -208,10 +246,6 @@ class ElasticPipeline:
         missing = self.owned.missing(mine)
         if missing:
             raise SpecError(f"{missing[0]} has no memory on rank {self.rank}, which trains it: load its state first")
-        home = self.stage_map.assignment()
-        for name, units in self.owned.tied().items():
-            if len({home[u] for u in units}) > 1:
-                raise SpecError(f"{name} is shared by layers {list(units)}, which are on several ranks: untie them")
 
     def _run(self, run: Run) -> None:
         if self._stages.executor is not None:
@@ -225,14 +259,20 @@ class ElasticPipeline:
         every = self.collective.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
         return float(every.sum())
 
-    def _update(self, max_norm: float | None) -> None:
+    def _stage_done(self, stage: int) -> None:
+        self.gradients.stage_done(self.stage_map.layers_of(stage))
+
+    def _update(self, max_norm: float | None, scaler: PipelineScaler | None) -> None:
         """Use the gradients: one step of every optimizer, on every rank."""
         progress = self.progress
-        gradients.scale_(self.owned, progress.divisor / max(progress.counted, 1))
+        self.gradients.complete(self.stage_map)
+        self.gradients.scale_(progress.divisor / max(progress.counted, 1))
+        if scaler is not None:
+            self.optimizers.unscale_(scaler)
         if max_norm is not None:
-            self.grad_norm = gradients.total_norm(self.owned, self.collective, self.config.device)
-            gradients.clip_(self.owned, self.grad_norm, max_norm)
-        self.optimizers.step()
+            self.grad_norm = self.gradients.clip_(self.stage_map, max_norm, self.config.device)
+        self.optimizers.step(scaler)
+        self.experts.finish()
         progress.updated()
         self._used = True
 
@@ -255,7 +295,14 @@ class ElasticPipeline:
                         self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size
                     )
 
-                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.collective, self.config.device)
+                stages = self._stages.executor
+
+                def actions(passing: Passing) -> str:
+                    if stages is None or not self.experts.any:
+                        return ""
+                    return _listed(stages.evaluation(len(passing.parts)))
+
+                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device, actions)
                 run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
                 self._run(run)
                 return self._shared_sum(run) / max(passing.counted, 1)
@@ -266,22 +313,28 @@ class ElasticPipeline:
 
     def drop_gradients(self) -> None:
         """Forget gradients that the optimizers have used, so that they do not travel."""
-        gradients.drop(self.owned.parameters)
+        self.gradients.drop()
         self._used = False
 
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
 
+        `rank` counts all processes: with replicas, those of the first run from 0 on.
         `model.save_pretrained(folder, state_dict=...)` writes it for transformers' models.
         """
+        self.experts.check_static("gather or save a model")
         self._read_model()
-        return whole_state(self.owned, self.stage_map, self.collective, self.config, rank)
+        if self.groups.grid.replica_of(rank) != self.groups.replica:
+            return {}
+        at = self.groups.grid.pipeline_rank_of(rank)
+        return whole_state(self.owned, self.stage_map, self.groups.collective, self.config, at)
 
     # --- measuring --------------------------------------------------------------------------------------------
 
     def measure(self) -> list[LayerCost]:
         """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
-        return gather_costs(self.local_costs(), self.stage_map.layers, self.collective, self.config.device)
+        layers, replicas = self.stage_map.layers, self.groups.replicas
+        return gather_costs(self.local_costs(), layers, self.collective, self.config.device, replicas)
 
     def local_costs(self) -> dict[int, LayerCost]:
         """Costs of this rank's layers."""
@@ -314,15 +367,19 @@ class ElasticPipeline:
         `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
         Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
         """
+        self.experts.check_static("move layers")
         if self._used:
             self.drop_gradients()
         self.owned.read()
+        device, state = self.config.device, self.optimizers.state()
+        check_ties(ties_of(self.owned), self.stage_map, self.groups.world, self.groups.grid, state, device=device)
         self._stages, done = self.mover.rebuild(self._stages, stage_map, durations=durations, prepared=prepared)
         self.meter.reset()
         return done
 
     def held(self) -> Held:
         """This rank's state without gradients, as it is saved."""
+        self.experts.check_static("gather or save a model")
         self._read_model()
         return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
 
@@ -352,6 +409,8 @@ class ElasticPipeline:
 
     def leave_group(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `change_group` goes on in another."""
+        if self.groups.replicas > 1:
+            raise SpecError(f"the group of a pipeline of {self.groups.replicas} replicas cannot change")
         self.groups.leave()
 
     def change_group(self, group: ProcessGroup | None, number: Mapping[int, int] | None) -> None:
@@ -372,5 +431,18 @@ class ElasticPipeline:
 
     def _meet(self, known: StageMap | None) -> StageMap:
         """The group's stage map; a rank that knows none takes over how far the others are. Collective."""
-        found = agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config)
-        return found
+        replicas = self.groups.replicas
+        return agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config, replicas)
+
+    def _start_alike(self) -> None:
+        """Every replica starts with the weights of the first, every holder of a tied parameter with the first's."""
+        share_tied_weights(ties_of(self.owned), self.stage_map, self.groups.collective)
+        units = self.stage_map.layers_on(self.rank)
+        mine: list[Tensor] = [self.owned.parameters[n] for n in self.owned.of(units)]
+        mine = [p for p in mine if p not in self.experts.parameters]
+        mine += [b.tensor for b in self.owned.buffers.values() if not set(b.units).isdisjoint(units)]
+        start_alike(mine, self.groups.column)
+
+
+def _listed(actions: Sequence[object]) -> str:
+    return " ".join(map(str, actions))
