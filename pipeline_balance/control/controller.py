@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, Policy, decide
 from pipeline_balance.control.learn import Learner, MoveTime
-from pipeline_balance.control.measure import gather_costs
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
 from prophet.errors import SpecError
@@ -179,9 +178,7 @@ class Controller:
     def _measure(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
         """All layers' costs as they would be on a rank of speed 1, from every rank's own; collective."""
         stage_map = self.pipeline.stage_map
-        costs = gather_costs(
-            local, stage_map.layers, collective, self.pipeline.config.device, self.pipeline.groups.replicas
-        )
+        costs = self.pipeline.gather_costs(local, collective)
         return [_scaled(c, self.limits[r].speed) for c, r in zip(costs, stage_map.assignment(), strict=True)]
 
     def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:

@@ -17,7 +17,6 @@ from pipeline_balance.pipeline.model import Boundary, Inputs, Microbatch, Pipeli
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, number_of
 from pipeline_balance.pipeline.progress import Progress
-from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups
 from pipeline_balance.pipeline.training_state import gather_json
 from pipeline_balance.spec import StageMap
@@ -25,19 +24,23 @@ from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation
 
 _SAMPLE_BYTES = 1 << 16
+# what is compared, and among whom
 _COMPARED = (
-    "hold another model: names, shapes or types of its parameters differ",
-    "train other parameters: call requires_grad_ alike on every rank",
-    "call with other arguments",
-    "have inputs of other shapes",
-    "have other inputs or labels: every rank of a replica must be given the same batch",
-    "would run another number or order of microbatches: replicas that share experts must run the same ones",
+    ("hold a model with other names, shapes or types", "all"),
+    ("train (requires_grad) other parameters", "all"),
+    ("call with other arguments", "all"),
+    ("have inputs of other shapes", "replica"),
+    ("were given other inputs or labels", "replica"),
+    ("would run the stages that share experts in another order, or on other microbatches,", "column"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """A batch on its way: its microbatches [M], their boundaries without memory, and how many labels count."""
+    """A batch on its way: its microbatches [M], their boundaries without memory, and how many labels count.
+
+    Once agreed on, `counted` is of all replicas.
+    """
 
     parts: list[Microbatch]
     shapes: list[list[Boundary]]
@@ -89,11 +92,10 @@ def agree_on_batch(
     device: torch.device,
     actions: Callable[[Passing], str],
 ) -> Passing:
-    """What `prepare` makes of the batch, once all ranks agree on it; collective, one small all-gather.
+    """What `prepare` makes of the batch, once all ranks mean the same; collective, one small all-gather.
 
-    The batch is the same on all ranks of a replica. `actions` says what this rank will run, which must be the same on
-    the ranks that run these stages in other replicas. `counted` of the result is over all replicas. Where it fails on a
-    rank, that error is raised there and a `SpecError` that names it on the others.
+    `actions` says what this rank would run, which must be the same on the ranks with these stages in all replicas.
+    Where it fails on a rank, that error is raised there and a `SpecError` that names it on the others.
     """
     failed: Exception | None = None
     passing = Passing(parts=[], shapes=[], counted=0, data=0)
@@ -106,35 +108,26 @@ def agree_on_batch(
         owned.structure(),
         owned.trainable(),
         number_of(repr(tuple(arguments))),
-        number_of(repr((len(passing.parts), passing.counted, shapes))),
+        number_of(repr((passing.counted, shapes))),
         passing.data,
         number_of(actions(passing)),
-        passing.counted,
     ]
-    row = torch.tensor([int(failed is not None), *mine], dtype=torch.int64, device=device)
+    row = torch.tensor([int(failed is not None), *mine, passing.counted], dtype=torch.int64, device=device)
     every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
     if every[:, 0].any():
         text = f"{type(failed).__name__}: {failed}" if failed is not None else ""
-        said = gather_json(text[:2000], groups.world, device, Operation("telling what is wrong with a batch"))
+        words = gather_json(text[:2000], groups.world, device, Operation("telling what is wrong with a batch"))
         if failed is not None:
             raise failed
-        raise SpecError("; ".join(f"rank {r}: {words}" for r, words in enumerate(said) if words))
-    grid = groups.grid
-    for column, what in enumerate(_COMPARED, start=1):
+        raise SpecError("; ".join(f"rank {r}: {said}" for r, said in enumerate(words) if said))
+    size = groups.collective.size
+    for column, (what, among) in enumerate(_COMPARED, start=1):
         said = every[:, column].tolist()
-        like = [_compared_with(r, what, grid) for r in range(len(said))]
-        differ = [r for r, x in enumerate(said) if x != said[like[r]]]
+        first = {r: {"all": 0, "replica": r // size * size, "column": r % size}[among] for r in range(len(said))}
+        differ = [r for r, x in enumerate(said) if x != said[first[r]]]
         if differ:
-            than = f" than rank {like[differ[0]]}" if "other" in what else ""
-            raise SpecError(f"ranks {differ} {what}{than}")
-    return replace(passing, counted=int(every[:: grid.pipeline_ranks, -1].sum()))
-
-
-def _compared_with(rank: int, what: str, grid: Grid) -> int:
-    """The rank whose figure must be the same: a batch belongs to a replica, the actions to a column."""
-    if "inputs" in what:
-        return grid.replica(grid.replica_of(rank))[0]
-    return grid.pipeline_rank_of(rank) if "microbatches" in what else 0
+            raise SpecError(f"ranks {differ} {what} than rank {first[differ[0]]}")
+    return replace(passing, counted=int(every[::size, -1].sum()))
 
 
 def agree_on_model(
@@ -144,7 +137,6 @@ def agree_on_model(
     progress: Progress,
     collective: Collective,
     config: PipelineConfig,
-    replicas: int,
 ) -> StageMap:
     """The stage map of the ranks that know it, compared among them; collective.
 
@@ -153,16 +145,13 @@ def agree_on_model(
     """
     mine = {
         "model": owned.structure(),
-        "settings": [config.microbatches, config.seed, config.split_backward, replicas],
+        "settings": [config.microbatches, config.seed, config.split_backward],
         "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
         "progress": progress.to_json(),
         "options": optimizers.options(owned.parameters),
     }
     every = gather_json(mine, collective, config.device, Operation("comparing the ranks' models"))
-    for what, field in (
-        ("hold another model", "model"),
-        ("have other settings (microbatches, seed, replicas)", "settings"),
-    ):
+    for what, field in (("hold another model", "model"), ("have other settings (microbatches, seed)", "settings")):
         differ = [r for r, said in enumerate(every) if said[field] != every[0][field]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than rank 0")

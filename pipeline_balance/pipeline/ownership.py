@@ -74,6 +74,11 @@ class Ownership:
         """Names of the parameters that any of `units` holds, in the model's order."""
         return [n for n in self.parameters if not set(self.units_of[n]).isdisjoint(units)]
 
+    def tensors(self, units: Collection[int]) -> list[Tensor]:
+        """Parameters and buffers that any of `units` holds."""
+        buffers = [b.tensor for b in self.buffers.values() if not set(b.units).isdisjoint(units)]
+        return [*(self.parameters[n] for n in self.of(units)), *buffers]
+
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several units hold, with those units."""
         return {n: self.units_of[n] for n in self.parameters if len(self.units_of[n]) > 1}

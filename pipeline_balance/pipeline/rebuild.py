@@ -21,7 +21,7 @@ from pipeline_balance.pipeline.stages import PipelineGroups, StageBuilder, Stage
 from pipeline_balance.pipeline.training_state import Held, agree, by_layer, collect, gather_json, share, state_entries
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
-from prophet.errors import CollectiveError, LayoutError, SpecError, TransitionError
+from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
 from prophet.ranks.collective import Collective, Operation
 from prophet.state.route import Route, route
 from prophet.state.space import Space, TensorSpec
@@ -118,22 +118,10 @@ class StateMover:
         held = self._collect(now)
         way, scalars = self._way(now, stage_map, held, prepared)
         assert isinstance(held, Held)
-        moved = self._transition(way, held)
-        found = self.attempt(lambda: self._assemble(stage_map, moved.state, scalars, durations))
-        stages, change = self._agreed(found)
-        change.make()
-        return stages, Rebuilt(
-            sent_bytes=moved.sent_bytes,
-            received_bytes=moved.received_bytes,
-            buffer_bytes=moved.buffer_bytes,
-            seconds=time.perf_counter() - began,
-        )
-
-    def _transition(self, way: Route, held: Held) -> Moved:
-        """Move state within this replica; where another replica cannot, that is an error here as well."""
-        failed: TransitionError | LayoutError | None = None
+        moved: Moved | None = None
+        found: tuple[Stages, Change] | str
         try:
-            moved = transition(
+            moved = arrived = transition(
                 way,
                 {piece: held.tensors[piece.name] for piece in way.before.pieces[self.groups.rank]},
                 self.groups.collective,
@@ -141,17 +129,20 @@ class StateMover:
                 device=self.device,
                 allocate=self.allocate,
             )
-        except (TransitionError, LayoutError) as error:
-            failed = error
-        if self.groups.replicas > 1:
-            try:
-                agree(str(failed or ""), self.groups.world, self.device, Operation("moving all replicas"), WHOLE)
-            except TransitionError:
-                if failed is None:
-                    raise
-        if failed is not None:
-            raise failed
-        return moved
+            found = self.attempt(lambda: self._assemble(stage_map, arrived.state, scalars, durations))
+        except (TransitionError, BudgetError) as error:
+            if self.groups.replicas == 1:
+                raise  # on all ranks
+            found = str(error)
+        stages, change = self._agreed(found)
+        assert moved is not None
+        change.make()
+        return stages, Rebuilt(
+            sent_bytes=moved.sent_bytes,
+            received_bytes=moved.received_bytes,
+            buffer_bytes=moved.buffer_bytes,
+            seconds=time.perf_counter() - began,
+        )
 
     def adopt(
         self, stage_map: StageMap, state: State, scalars: Mapping[str, Any], before: Callable[[], None] | None = None

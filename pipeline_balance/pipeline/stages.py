@@ -6,7 +6,7 @@ all ranks do around a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -44,6 +44,7 @@ class PipelineConfig:
     split_backward: bool = False
     budget_bytes: int = 64 << 20
     timeout_s: float = DEFAULT_TIMEOUT_S
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -51,54 +52,54 @@ class PipelineConfig:
 
 
 class PipelineGroups:
-    """The communicators of one pipeline on this process, which is pipeline rank `rank` of replica `replica`.
+    """The communicators of one pipeline of `replicas` copies.
 
-    `world` is over all processes of `group`, `collective` over the P ranks of this replica, `column` over the processes
-    with this pipeline rank. `side` is over all processes, for use beside a step. With one replica, `world` and
-    `collective` are one.
+    `world` is over all ranks, `collective` over those of this rank's replica, `column` over the ranks that run the same
+    layers in all replicas. Process r of the group is rank r mod P of replica r // P.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, replicas: int = 1) -> None:
         self.timeout_s = timeout_s
-        self.replicas = replicas
         self._limit = timedelta(seconds=timeout_s)
+        self.replicas = replicas
         self.enter(group)
 
     def enter(self, group: dist.ProcessGroup | None) -> None:
         """Use `group` (None: all processes) from now on."""
         self.group = group
-        self._members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self.grid = Grid.of(len(self._members), self.replicas)
         self.world: Collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
-        self.replica = self.grid.replica_of(self.world.rank)
-        self.rank = self.grid.pipeline_rank_of(self.world.rank)
+        self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+        self._side: Collective | None = None
+        self.grid = grid = Grid.of(self.world.size, self.replicas)
         self.collective: Collective = self.world
         self.column: Collective = ThreadWorld(1).collective(0)
+        self.replica = grid.replica_of(self.world.rank)
         if self.replicas > 1:
-            self.collective = self._over(self.grid.replica(self.replica))
-            self.column = self._over(self.grid.column(self.rank))
-        self._side: Collective | None = None
+            rows = [grid.replica(r) for r in range(self.replicas)]
+            columns = [grid.column(p) for p in range(grid.pipeline_ranks)]
+            self.collective, self.column = (self._part(parts) for parts in (rows, columns))
+        self.rank = self.collective.rank
 
-    def _over(self, processes: Sequence[int]) -> Collective:
-        """A communicator over some of the processes, of which this is one; all processes make as many in this order."""
-        ranks = [self._members[p] for p in processes]
-        group = dist.new_group(ranks, timeout=self._limit, use_local_synchronization=True)
-        return ProcessGroupCollective(group, timeout_s=self.timeout_s)
+    def _part(self, parts: list[tuple[int, ...]]) -> Collective:
+        """Among groups that all ranks make in the same order, the one of this rank."""
+        made = [dist.new_group([self._world[r] for r in part], timeout=self._limit) for part in parts]
+        mine = next(g for part, g in zip(parts, made, strict=True) if self.world.rank in part)
+        if dist.get_world_size(mine) == 1:
+            return ThreadWorld(1).collective(0)
+        return ProcessGroupCollective(mine, timeout_s=self.timeout_s)
 
     def leave(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `enter` goes on in another one."""
         if self._side is not None:
             self._side.close()
             self._side = None
-        if self.replicas > 1:
-            self.collective.close()
-            self.column.close()
         self.world.close()
 
     def side(self) -> Collective:
-        """A separate communicator over all processes, for use beside a step; made at the first call, by all of them."""
+        """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         if self._side is None:
-            self._side = self._over(range(len(self._members)))
+            group = dist.new_group(self._world, timeout=self._limit, use_local_synchronization=True)
+            self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
         return self._side
 
 

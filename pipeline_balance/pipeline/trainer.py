@@ -42,11 +42,12 @@ class ElasticPipeline:
     """A model of L layers in a row, trained over the ranks of `group`, with stages that may change between updates.
 
     Every rank is given the whole `model` and keeps all its modules and parameters for the whole run; what lives
-    elsewhere is on `meta`. `make_optimizer(named_parameters)` is called once, with all of them, and returns one
-    optimizer of torch or several. `stage_map` None spreads the layers evenly. `microbatches` is how many parts a batch
-    is cut into. Layers draw random numbers by `seed`, wherever they run. `split_backward` computes weight gradients
-    apart from input gradients where that fills a wait. `budget_bytes` bounds the buffers of a move on a rank,
-    `timeout_s` every wait for another rank. `meter` takes the place of one with the wall clock.
+    elsewhere is on `meta`. With `replicas` R the ranks are R pipelines with one stage map, each with a part of the
+    batch. `make_optimizer(named_parameters)` is called once, with all of them, and returns one optimizer of torch or
+    several. `stage_map` None spreads the layers evenly. `microbatches` is how many parts a batch is cut into. Layers
+    draw random numbers by `seed`, wherever they run. `split_backward` computes weight gradients apart from input
+    gradients where that fills a wait. `budget_bytes` bounds the buffers of a move on a rank, `timeout_s` every wait for
+    another rank. `meter` takes the place of one with the wall clock.
 
     `joins` says that this process enters a group whose others call `change_group`: it has no layers at first and takes
     map, rates and counters from them.
@@ -76,14 +77,13 @@ class ElasticPipeline:
             split_backward=split_backward,
             budget_bytes=budget_bytes,
             timeout_s=timeout_s,
+            replicas=replicas,
         )
-        if joins and replicas != 1:
-            raise SpecError(f"a process cannot join a pipeline of {replicas} replicas: its processes stay the same")
         check_units(model.units)
         self.model = model
         self.meter = meter if meter is not None else Meter()
         self.groups = PipelineGroups(group, timeout_s, replicas)
-        column = self.groups.grid.column(self.groups.rank)
+        column = self.groups.grid.column(self.rank)
         self.experts = StageExperts(model.units, self.groups.world.rank, column, self.meter)
         self.owned = Ownership(model)
         self.gradients = Gradients(self.owned, self.groups, self.experts)
@@ -149,17 +149,17 @@ class ElasticPipeline:
 
     @property
     def collective(self) -> Collective:
-        """Communication among all ranks of all replicas, whether they run a stage or not."""
+        """Communication among all ranks, of all replicas, whether they run a stage or not."""
         return self.groups.world
 
     @property
     def rank(self) -> int:
-        """This process's rank in its replica of the pipeline."""
+        """This rank in its replica."""
         return self.groups.rank
 
     @property
     def ranks(self) -> int:
-        """Ranks of one replica that could run a stage, whether they do or not."""
+        """Ranks of a replica that could run a stage, whether they do or not."""
         return self.groups.collective.size
 
     # --- training ---------------------------------------------------------------------------------------------
@@ -175,42 +175,25 @@ class ElasticPipeline:
     ) -> float:
         """Train on one batch; returns the loss, equal on all ranks. Collective over all ranks, idle ones included.
 
-        `inputs` and `labels` are the same on every rank of a replica; each replica has its part of the batch. With
-        `update=False` gradients are only added up. The call with `update=True` averages them over replicas, clips them
-        to `max_norm`, steps the optimizers, and ends the update. The loss is the mean over all labels of the update so
-        far that count. `scaler` is what `pipe.scaler` made. Raises `SpecError` on all ranks, before any data moves,
-        where ranks disagree or the batch does not fit.
+        `inputs` and `labels` are the same on every rank of a replica. With `update=False` gradients are only added up.
+        The call with `update=True` averages them over replicas, clips them to `max_norm`, steps the optimizers, and
+        ends the update. `scaler` is what `pipeline.scaler()` makes. The loss is the mean over all labels of the update
+        so far that count. Raises `SpecError` on all ranks, before any data moves, where ranks disagree or the batch
+        does not fit.
         """
         if self._used:
             self.drop_gradients()
         passing = self._begin(inputs, labels, (update, max_norm), scaler)
-        scale = self.groups.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
-        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=scale)
+        factor = self.config.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
+        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=factor)
         self.gradients.open(update=update)
         with self.experts.passing(update=update):
             self._run(run)
-        self.progress.add(self._shared_sum(run), len(passing.parts) * self.groups.replicas, passing.counted)
+        self.progress.add(self._shared_sum(run), self.config.replicas * len(passing.parts), passing.counted)
         loss = self.progress.loss
         if update:
             self._update(max_norm, scaler)
         return loss
-
-    def scaler(self, **arguments: Any) -> PipelineScaler:
-        """A `torch.amp.GradScaler` for `step(scaler=)`, the same on all ranks; it takes that class's arguments by name.
-
-        Call it on every rank. Its `state_dict` belongs into checkpoints.
-        """
-        return PipelineScaler(self.groups.world, self.config.device, **arguments)
-
-    def balance_experts(self, attach: Callable[[nn.Module], Balancer]) -> Balancer | None:
-        """Balance the expert-parallel layers of this rank's stages: `attach` gets them as a module. On every rank.
-
-        Returns what `attach` returned, None on a rank without such layers.
-
-        >>> config = prophet.EngineConfig(accumulation_steps=microbatches)  # doctest: +SKIP
-        >>> pipe.balance_experts(lambda layers: prophet.attach(layers, config=config))  # doctest: +SKIP
-        """
-        return self.experts.balance(attach, self.stage_map.layers_on(self.rank))
 
     def _begin(self, inputs: Inputs, labels: Tensor | None, arguments: tuple[Any, ...], scaler: Any) -> Passing:
         """The batch in microbatches with their shapes, once all ranks agree on it."""
@@ -218,14 +201,15 @@ class ElasticPipeline:
         def prepare() -> Passing:
             check_scaler(scaler)
             if self.progress.parts and scaler is not self._scaler:
-                raise SpecError("all calls of an update must be given the same scaler: its gradients are added up")
+                raise SpecError("all calls of an update need the same scaler, as its gradients are added up")
             self._read_model()
             first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
         stages = self._stages.executor
         actions = _listed(stages.training if stages is not None else ())
-        passing = agree_on_batch(prepare, self.owned, arguments, self.groups, self.config.device, lambda _: actions)
+        given = (*arguments, scaler is None)
+        passing = agree_on_batch(prepare, self.owned, given, self.groups, self.config.device, lambda _: actions)
         self._scaler = scaler
         trainable = self.owned.trainable()
         if trainable != self._trainable:
@@ -247,6 +231,18 @@ class ElasticPipeline:
         if missing:
             raise SpecError(f"{missing[0]} has no memory on rank {self.rank}, which trains it: load its state first")
 
+    def _start_alike(self) -> None:
+        """Tied parameters begin as on their first holder, replicas as the first; collective."""
+        mine = self.stage_map.layers_on(self.rank)
+        whole = torch.tensor([int(not self.owned.missing(mine))], device=self.config.device)
+        if not bool(self.collective.all_gather(whole, op=Operation("starting a pipeline")).all()):
+            return  # built on `meta`: a checkpoint brings the values
+        share_tied_weights(ties_of(self.owned), self.stage_map, self.groups.collective)
+        start_alike([t for t in self.owned.tensors(mine) if t not in self.experts.parameters], self.groups.column)
+
+    def _stage_done(self, stage: int) -> None:
+        self.gradients.stage_done(self.stage_map.layers_of(stage))
+
     def _run(self, run: Run) -> None:
         if self._stages.executor is not None:
             self.meter.begin_step()
@@ -259,10 +255,7 @@ class ElasticPipeline:
         every = self.collective.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
         return float(every.sum())
 
-    def _stage_done(self, stage: int) -> None:
-        self.gradients.stage_done(self.stage_map.layers_of(stage))
-
-    def _update(self, max_norm: float | None, scaler: PipelineScaler | None) -> None:
+    def _update(self, max_norm: float | None, scaler: Any) -> None:
         """Use the gradients: one step of every optimizer, on every rank."""
         progress = self.progress
         self.gradients.complete(self.stage_map)
@@ -275,6 +268,23 @@ class ElasticPipeline:
         self.experts.finish()
         progress.updated()
         self._used = True
+
+    def scaler(self, **arguments: Any) -> PipelineScaler:
+        """A `torch.amp.GradScaler` for `step(scaler=)`, the same on all ranks; it takes that class's arguments by name.
+
+        Call it on every rank. Its `state_dict` belongs into checkpoints.
+        """
+        return PipelineScaler(self.collective, self.config.device, **arguments)
+
+    def balance_experts(self, attach: Callable[[nn.Module], Balancer]) -> Balancer | None:
+        """Balance the expert-parallel layers of this rank's stages: `attach` gets them as a module. On every rank.
+
+        Returns what `attach` returned, None on a rank without such layers.
+
+        >>> config = prophet.EngineConfig(accumulation_steps=microbatches)  # doctest: +SKIP
+        >>> pipe.balance_experts(lambda layers: prophet.attach(layers, config=config))  # doctest: +SKIP
+        """
+        return self.experts.balance(attach, self.stage_map.layers_on(self.rank))
 
     def evaluate(self, inputs: Inputs, labels: Tensor | None) -> float:
         """The mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
@@ -319,22 +329,27 @@ class ElasticPipeline:
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
 
-        `rank` counts all processes: with replicas, those of the first run from 0 on.
+        `rank` counts all processes: the first replica's come first.
         `model.save_pretrained(folder, state_dict=...)` writes it for transformers' models.
         """
         self.experts.check_static("gather or save a model")
         self._read_model()
-        if self.groups.grid.replica_of(rank) != self.groups.replica:
+        grid = self.groups.grid
+        if grid.replica_of(rank) != self.groups.replica:
             return {}
-        at = self.groups.grid.pipeline_rank_of(rank)
+        at = grid.pipeline_rank_of(rank)
         return whole_state(self.owned, self.stage_map, self.groups.collective, self.config, at)
 
     # --- measuring --------------------------------------------------------------------------------------------
 
     def measure(self) -> list[LayerCost]:
         """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
-        layers, replicas = self.stage_map.layers, self.groups.replicas
-        return gather_costs(self.local_costs(), layers, self.collective, self.config.device, replicas)
+        return self.gather_costs(self.local_costs(), self.collective)
+
+    def gather_costs(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
+        """Costs of all layers from every rank's own; a layer's are its slowest replica's. Collective."""
+        layers, replicas = self.stage_map.layers, self.config.replicas
+        return gather_costs(local, layers, collective, self.config.device, replicas=replicas)
 
     def local_costs(self) -> dict[int, LayerCost]:
         """Costs of this rank's layers."""
@@ -371,8 +386,11 @@ class ElasticPipeline:
         if self._used:
             self.drop_gradients()
         self.owned.read()
-        device, state = self.config.device, self.optimizers.state()
-        check_ties(ties_of(self.owned), self.stage_map, self.groups.world, self.groups.grid, state, device=device)
+        ties = ties_of(self.owned)
+        if self.progress.parts and any(len(tie.holders(self.stage_map)) > 1 for tie in ties):
+            raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
+        groups, state = self.groups, self.optimizers.state()
+        check_ties(ties, self.stage_map, groups.world, groups.grid, state, device=self.config.device)
         self._stages, done = self.mover.rebuild(self._stages, stage_map, durations=durations, prepared=prepared)
         self.meter.reset()
         return done
@@ -409,8 +427,6 @@ class ElasticPipeline:
 
     def leave_group(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `change_group` goes on in another."""
-        if self.groups.replicas > 1:
-            raise SpecError(f"the group of a pipeline of {self.groups.replicas} replicas cannot change")
         self.groups.leave()
 
     def change_group(self, group: ProcessGroup | None, number: Mapping[int, int] | None) -> None:
@@ -419,6 +435,8 @@ class ElasticPipeline:
         `number` maps this rank's old group's ranks to the new one's and must hold every rank that runs a stage; None
         where this process comes back and knows no stages. `leave.membership.Membership` calls this.
         """
+        if self.config.replicas > 1:
+            raise SpecError("a pipeline with replicas cannot change its group: resume from a checkpoint instead")
         now, known = self._stages, None
         if number is not None:
             lost = sorted(set(now.stage_map.used_ranks) - set(number))
@@ -431,17 +449,7 @@ class ElasticPipeline:
 
     def _meet(self, known: StageMap | None) -> StageMap:
         """The group's stage map; a rank that knows none takes over how far the others are. Collective."""
-        replicas = self.groups.replicas
-        return agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config, replicas)
-
-    def _start_alike(self) -> None:
-        """Every replica starts with the weights of the first, every holder of a tied parameter with the first's."""
-        share_tied_weights(ties_of(self.owned), self.stage_map, self.groups.collective)
-        units = self.stage_map.layers_on(self.rank)
-        mine: list[Tensor] = [self.owned.parameters[n] for n in self.owned.of(units)]
-        mine = [p for p in mine if p not in self.experts.parameters]
-        mine += [b.tensor for b in self.owned.buffers.values() if not set(b.units).isdisjoint(units)]
-        start_alike(mine, self.groups.column)
+        return agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config)
 
 
 def _listed(actions: Sequence[object]) -> str:
