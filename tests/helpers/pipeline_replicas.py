@@ -114,7 +114,7 @@ def one_process(updates: int) -> Outcome:
 
 
 def maps(update: int, ranks: int) -> StageMap:
-    """Boundaries wander, the last rank stands idle for a while, and stages are interleaved once."""
+    """Boundaries wander, the last rank stands idle for a while, and both holders of the tie are once on one rank."""
     if ranks == 1:
         return StageMap((0, UNITS), (0,))
     turn = update // 2 % 4
@@ -122,7 +122,7 @@ def maps(update: int, ranks: int) -> StageMap:
         return StageMap((0, UNITS), (0,))
     if turn == 2:
         return StageMap((0, 1, 3, 5, UNITS), (1, 0, 1, 0))
-    return StageMap((0, 2 + turn // 3, UNITS), (0, 1))
+    return StageMap((0, 1, 4, UNITS), (0, 1, 0)) if turn == 3 else StageMap((0, 2, UNITS), (0, 1))
 
 
 def part_of(tensor: Tensor, replica: int, replicas: int) -> Tensor:
