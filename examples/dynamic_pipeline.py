@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import pipeline_balance
-from pipeline_balance import ControllerConfig, Meter, PipelineConfig, PipelineTrainer, StageMap
+from pipeline_balance import ControllerConfig, Meter, PipelineConfig, ElasticPipeline, StageMap
 from pipeline_balance.dynamics.freezing import freeze_prefix
 from pipeline_balance.dynamics.gpt import Block, GPTShape, boundaries, builder, loss
 from prophet.demo.text import VOCABULARY, load_corpus, rank_batch
@@ -28,7 +28,7 @@ MICROBATCHES, SEQUENCES = 4, 2
 def train(steps: int) -> list[StageMap]:
     """Train on all ranks; returns the stage map of every step."""
     ranks = dist.get_world_size()
-    pipeline = PipelineTrainer(
+    pipeline = ElasticPipeline(
         builder(SHAPE, lambda _: Block(SHAPE.dim, SHAPE.heads), seed=0),
         StageMap.contiguous([k * SHAPE.layers // ranks for k in range(ranks + 1)]),
         loss_fn=loss,

@@ -1,9 +1,9 @@
 """Keeps the pipeline stages of a dynamic model equally busy and moves training state between layouts.
 
 >>> import pipeline_balance                                                   # doctest: +SKIP
->>> pipeline = pipeline_balance.PipelineTrainer(build_layer, stage_map, ...)  # doctest: +SKIP
->>> balanced = pipeline_balance.attach(pipeline)                              # on all ranks alike
->>> loss = balanced.step(inputs, target)                                      # and train as before
+>>> pipeline = pipeline_balance.ElasticPipeline.from_modules(layers, loss_fn, ...)  # doctest: +SKIP
+>>> balanced = pipeline_balance.attach(pipeline)  # on all ranks alike
+>>> loss = balanced.step(inputs, labels)  # and train as before
 
 Names are imported when they are first asked for, so that `import pipeline_balance` alone needs neither torch nor numpy.
 """
@@ -19,17 +19,15 @@ if TYPE_CHECKING:
     from pipeline_balance.control.controller import Controller
     from pipeline_balance.control.decide import ControllerConfig
     from pipeline_balance.control.measure import Meter
-    from pipeline_balance.pipeline.stages import PipelineConfig
-    from pipeline_balance.pipeline.trainer import PipelineTrainer
+    from pipeline_balance.pipeline.trainer import ElasticPipeline
     from pipeline_balance.spec import RankLimits, StageMap
 
-__all__ = ["ControllerConfig", "Meter", "PipelineConfig", "PipelineTrainer", "StageMap", "attach"]
+__all__ = ["ControllerConfig", "ElasticPipeline", "Meter", "StageMap", "attach"]
 
 _MODULE_OF = {
     "ControllerConfig": "pipeline_balance.control.decide",
     "Meter": "pipeline_balance.control.measure",
-    "PipelineConfig": "pipeline_balance.pipeline.stages",
-    "PipelineTrainer": "pipeline_balance.pipeline.trainer",
+    "ElasticPipeline": "pipeline_balance.pipeline.trainer",
     "StageMap": "pipeline_balance.spec",
 }
 
@@ -41,7 +39,7 @@ def __getattr__(name: str) -> object:
 
 
 def attach(
-    pipeline: PipelineTrainer, limits: Sequence[RankLimits] | None = None, config: ControllerConfig | None = None
+    pipeline: ElasticPipeline, limits: Sequence[RankLimits] | None = None, config: ControllerConfig | None = None
 ) -> Controller:
     """Balance `pipeline` from now on: train with the returned controller's `step` instead of the pipeline's.
 

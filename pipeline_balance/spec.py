@@ -128,6 +128,13 @@ class StageMap:
         return cls(tuple(boundaries), tuple(range(len(boundaries) - 1)))
 
     @classmethod
+    def even(cls, layers: int, ranks: int) -> StageMap:
+        """As many layers on every rank, those left over on the first ones; no more ranks than layers."""
+        used = min(layers, ranks)
+        size, more = divmod(layers, max(used, 1))
+        return cls.contiguous([k * size + min(k, more) for k in range(used + 1)])
+
+    @classmethod
     def from_assignment(cls, rank_of_layer: Iterable[int]) -> StageMap:
         """Every maximal run of layers on one rank becomes a stage; `rank_of_layer` is [L]."""
         assignment = [int(r) for r in rank_of_layer]
@@ -211,9 +218,12 @@ class Imbalance:
         )
 
 
-def in_flight(stage: int, stages: int, microbatches: int) -> int:
-    """Microbatches whose activations stage `stage` of `stages` holds at once under 1F1B: min(M, S - stage)."""
-    return min(microbatches, stages - stage)
+def in_flight(stage: int, stages: int, microbatches: int, slices: int = 1) -> int:
+    """Units whose activations stage `stage` of `stages` holds at once under 1F1B: min(M N, N - 1 + S - stage).
+
+    A unit is one of the N slices of a microbatch, and without slices a microbatch: then it is min(M, S - stage).
+    """
+    return min(microbatches * slices, slices - 1 + stages - stage)
 
 
 def rank_loads_s(costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits]) -> tuple[float, ...]:
@@ -225,14 +235,22 @@ def rank_loads_s(costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequen
 
 
 def rank_memory_bytes(
-    costs: Sequence[LayerCost], stage_map: StageMap, limits: Sequence[RankLimits], microbatches: int
+    costs: Sequence[LayerCost],
+    stage_map: StageMap,
+    limits: Sequence[RankLimits],
+    microbatches: int,
+    slices: int = 1,
 ) -> tuple[int, ...]:
-    """Bytes every rank needs, [P]: state, and activations of min(M, S - k) microbatches for every stage k it runs."""
+    """Bytes every rank needs, [P]: state, and activations of `in_flight` units for every stage that it runs.
+
+    `activation_bytes` is a microbatch's; a unit has the N-th part of it, rounded up.
+    """
     _check(costs, stage_map, limits)
     needed = [0] * len(limits)
     for s, rank in enumerate(stage_map.ranks):
-        held = in_flight(s, stage_map.stages, microbatches)
-        needed[rank] += sum(costs[i].state_bytes + held * costs[i].activation_bytes for i in stage_map.layers_of(s))
+        held = in_flight(s, stage_map.stages, microbatches, slices)
+        for i in stage_map.layers_of(s):
+            needed[rank] += costs[i].state_bytes + held * -(-costs[i].activation_bytes // slices)
     return tuple(needed)
 
 

@@ -9,7 +9,6 @@ from prophet.convert import Adapter, convert, revert
 from prophet.engine.attach import attach
 from prophet.engine.config import EngineConfig
 from prophet.engine.engine import Engine
-from prophet.engine.replan import ReplanConfig
 from prophet.engine.report import StepReport
 from prophet.experts.gate import GateConfig
 from prophet.layer.moe import MoE, collect_losses
@@ -25,7 +24,6 @@ __all__ = [
     "EngineConfig",
     "GateConfig",
     "MoE",
-    "ReplanConfig",
     "StepReport",
     "Topology",
     "Windows",

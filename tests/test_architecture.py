@@ -66,10 +66,21 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance.control": _PIPELINE | {"prophet.spec", "pipeline_balance.maps", "pipeline_balance.schedules"},
     "pipeline_balance.pipeline": _PIPELINE
     | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
+    "pipeline_balance.slices": {"prophet.errors"},
     "pipeline_balance.leave": _PIPELINE | {"prophet.files", "prophet.state", "pipeline_balance.pipeline"},
     # its mixture of experts is made of the other half's layer
     "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
     "pipeline_balance": {"pipeline_balance.control", "pipeline_balance.pipeline"},
+}
+
+# The same for the rooms of the planner, from bottom to top; its modules that are no rooms are there for all.
+_PLANNER_MAY_IMPORT: dict[str, set[str]] = {
+    "model": set(),
+    "oracle": set(),
+    "core": set(),
+    "split": {"core"},
+    "search": {"model", "split", "core"},
+    "policies": {"model", "split"},
 }
 
 # A room that may import a part of another one, and nothing else of it.
@@ -147,6 +158,20 @@ def wrong_rooms(imports: list[Import]) -> list[str]:
     return found
 
 
+def wrong_planner_rooms(imports: list[Import]) -> list[str]:
+    """Imports from room to room of the planner that its table does not allow."""
+
+    def room(module: str) -> str:
+        return next((r for r in _PLANNER_MAY_IMPORT if f"{module}.".startswith(f"prophet.planner.{r}.")), "")
+
+    found = []
+    for i in imports:
+        here, there = room(module_name(i.path)), room(i.module)
+        if here and there and here != there and there not in _PLANNER_MAY_IMPORT[here] and not i.typing_only:
+            found.append(f"{i.where}: room {here} of the planner may not import {i.module}")
+    return found
+
+
 def wrong_packages(imports: list[Import]) -> list[str]:
     found = []
     for i in imports:
@@ -221,6 +246,14 @@ def test_the_halves_import_one_way() -> None:
 
 def test_rooms_import_one_way() -> None:
     assert not wrong_rooms(imports_in(*PACKAGES))
+
+
+def test_the_rooms_of_the_planner_import_one_way() -> None:
+    folders = {p.parts[2] for p in sources("prophet/planner") if len(p.parts) > 3}
+    assert folders == _PLANNER_MAY_IMPORT.keys(), "say in test_architecture.py what these may import"
+    assert not wrong_planner_rooms(imports_in("prophet/planner"))
+    breach = "from prophet.planner.policies.static import StaticPlanner"
+    assert wrong_planner_rooms(list(imports_of(breach, Path("prophet/planner/search/x.py"))))
 
 
 def test_nothing_is_too_long() -> None:

@@ -29,7 +29,7 @@ from pipeline_balance.control.controller import Controller, ControllerConfig, De
 from pipeline_balance.control.measure import Meter, PipelineLayer
 from pipeline_balance.dynamics.gpt import loss as loss_fn
 from pipeline_balance.pipeline.stages import PipelineConfig
-from pipeline_balance.pipeline.trainer import PipelineTrainer
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.demo.text import Corpus, load_corpus
@@ -57,7 +57,7 @@ class Runner:
     """One policy's copy of the model and what it has taken so far."""
 
     policy: str
-    pipeline: PipelineTrainer
+    pipeline: ElasticPipeline
     dynamism: Dynamism
     controller: Controller | None = None
     step_s: list[float] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Runner:
 class PacedController(Controller):
     """A controller on a slower host: its tensors' work takes the host's time, planning is a processor's work."""
 
-    def __init__(self, pipeline: PipelineTrainer, pace: Pace, *, config: ControllerConfig) -> None:
+    def __init__(self, pipeline: ElasticPipeline, pace: Pace, *, config: ControllerConfig) -> None:
         super().__init__(pipeline, config=config)
         self.pace = pace
 
@@ -90,10 +90,10 @@ class Bench:
         self.transfer_s, self.bytes_per_s = self._probe()
         self.between_s = 0.0
 
-    def _pipeline(self) -> PipelineTrainer:
+    def _pipeline(self) -> ElasticPipeline:
         layers = self.case.layers
         size, more = divmod(layers, self.ranks)
-        return PipelineTrainer(
+        return ElasticPipeline(
             self.case.build_layer(),
             StageMap.contiguous([k * size + min(k, more) for k in range(self.ranks + 1)]),
             loss_fn=paced_loss(self.pace, loss_fn),

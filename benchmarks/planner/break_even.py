@@ -18,7 +18,7 @@ import numpy as np
 
 from prophet.machine.presets import get_preset
 from prophet.planner import get_planner
-from prophet.planner.cost import step_cost
+from prophet.planner.model.cost import step_cost
 from prophet.spec import IntArray, Link, PlanContext
 
 TOKENS = (64, 256, 1024, 4096, 16384, 65536)  # routed tokens per rank

@@ -12,8 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from prophet.engine.config import EngineConfig
-from prophet.engine.replan import ReplanConfig
+from prophet.engine.config import GONE, OLD_NAMES, EngineConfig
 from prophet.errors import TopologyError
 from prophet.files import read_json, shown
 from prophet.machine.topology import read_topology
@@ -33,7 +32,6 @@ _JSON: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "float": ("a number", (int, float)),
     "str": ("a string", str),
     "Topology": ("a string", str),
-    "ReplanConfig": ("an object", Mapping),
 }
 
 
@@ -49,7 +47,7 @@ class ProphetSection:
     were built for, all ranks where they were built whole. convert: replace the MoE blocks that `prophet.convert` knows;
     False leaves a model of `prophet.MoE` layers as it is. verify: compare every block before and after on a few tokens.
     engine: how to balance. Its fields are keys of the section themselves: `planner` by name, `topology` as the path of
-    a file that `prophet calibrate` wrote, `replan` as an object of the fields of `prophet.ReplanConfig`.
+    a file that `prophet calibrate` wrote.
     """
 
     enabled: bool = True
@@ -63,6 +61,9 @@ class ProphetSection:
         """The section as JSON has it; raises `ConfigError` that names the key."""
         own = [f for f in fields(cls) if f.name != "engine"]
         balancing = [f for f in fields(EngineConfig) if f.name not in _NOT_A_KEY]
+        for name in OLD_NAMES:
+            if name in found:
+                raise ConfigError(f"{SECTION}.{name} {GONE}")
         check_keys(SECTION, found, [f.name for f in (*own, *balancing)])
         for f in (*own, *balancing):
             if f.name in found:
@@ -86,15 +87,12 @@ def _check_kind(key: Field[Any], value: Any) -> None:
 
 
 def _engine_config(options: dict[str, Any]) -> EngineConfig:
-    planner, topology, replan = (options.get(name) for name in ("planner", "topology", "replan"))
+    planner, topology = options.get("planner"), options.get("topology")
     if planner is not None and planner not in PLANNER_NAMES:
         raise ConfigError(f"{SECTION}.planner: expected one of {', '.join(PLANNER_NAMES)}, got {shown(planner)}")
-    check_keys(f"{SECTION}.replan", replan or {}, [f.name for f in fields(ReplanConfig)])
     try:
         if topology is not None:
             options["topology"] = read_topology(topology)
-        if replan is not None:
-            options["replan"] = ReplanConfig(**replan)
         return EngineConfig(**options)
     except TopologyError as error:
         raise ConfigError(f"{SECTION}.topology: {error!s:.1000}") from error
@@ -104,10 +102,8 @@ def _engine_config(options: dict[str, Any]) -> EngineConfig:
 
 def _named(text: str) -> str:
     """An engine's message about one of its fields, with the section's name of that field in front."""
-    for name, here in (("EngineConfig.", f"{SECTION}."), ("ReplanConfig.", f"{SECTION}.replan.")):
-        if text.startswith(name):
-            return here + text.removeprefix(name)
-    return f"{SECTION}: {text}"
+    name = "EngineConfig."
+    return f"{SECTION}.{text.removeprefix(name)}" if text.startswith(name) else f"{SECTION}: {text}"
 
 
 def check_keys(name: str, found: Mapping[str, Any], known: list[str]) -> None:

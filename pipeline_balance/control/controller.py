@@ -1,4 +1,4 @@
-"""Measure, decide, move only where it pays: the controller of a `PipelineTrainer`.
+"""Measure, decide, move only where it pays: the controller of a `ElasticPipeline`.
 
 Shape legend: L layers, P ranks. It does not know why loads change. `decide` and `learn` work out what to do, from
 figures that are equal on all ranks.
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,8 +27,9 @@ from prophet.ranks.collective import Collective, Operation
 from prophet.spec import digest
 
 if TYPE_CHECKING:
+    from pipeline_balance.pipeline.model import Inputs
     from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt
-    from pipeline_balance.pipeline.trainer import PipelineTrainer
+    from pipeline_balance.pipeline.trainer import ElasticPipeline
 
 __all__ = ["Controller", "ControllerConfig", "Decision", "DecisionMismatch", "MoveCost", "Overhead", "Policy", "decide"]
 
@@ -65,7 +66,7 @@ class _Ready:
 
 
 class Controller:
-    """Runs the steps of a `PipelineTrainer` and keeps its stages balanced. All ranks drive theirs in step.
+    """Runs the steps of a `ElasticPipeline` and keeps its stages balanced. All ranks drive theirs in step.
 
     `limits` [P] are the ranks' memory and speed, equal on all ranks. Layer times measured on a rank of speed v are
     taken as v times as long on a rank of speed 1. `learner` holds what earlier decisions have taught.
@@ -73,7 +74,7 @@ class Controller:
 
     def __init__(
         self,
-        pipeline: PipelineTrainer,
+        pipeline: ElasticPipeline,
         limits: Sequence[RankLimits] | None = None,
         config: ControllerConfig | None = None,
     ) -> None:
@@ -82,7 +83,8 @@ class Controller:
         if len(self.limits) != pipeline.ranks:
             raise SpecError(f"limits needs one entry per rank ({pipeline.ranks}), got {len(self.limits)}")
         self.config = config or ControllerConfig()
-        self.learner = Learner(self.limits, pipeline.config.microbatches, self.config)
+        first = pipeline.progress.first_ranks
+        self.learner = Learner(self.limits, pipeline.config.microbatches, self.config, first)
         self.decisions: list[Decision] = []
         self.imbalance: Imbalance | None = None
         self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
@@ -91,29 +93,38 @@ class Controller:
         self._ahead: Future[_Ready] | None = None
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
-        self._refreshed = pipeline.refreshed
+        self._trainable = pipeline.owned.trainable()
         if self.config.prepare_in_backward:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="prepare-move")
             pipeline.side_collective()
             pipeline.meter.max_samples = self.config.measure_steps * pipeline.config.microbatches
         pipeline.meter.enabled = self.learner.timer.measuring
 
-    def step(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
-        """One training step, and a decision where one is due. Returns what the pipeline's step returns."""
+    def step(
+        self,
+        inputs: Inputs,
+        labels: Tensor | None,
+        *,
+        update: bool = True,
+        max_norm: float | None = None,
+        scaler: Any = None,
+    ) -> float:
+        """`ElasticPipeline.step`, and a decision where one is due; layers move only after an update."""
         if len(self.limits) != self.pipeline.ranks:
             now = f"the group has {self.pipeline.ranks} ranks now, the controller was made for {len(self.limits)}"
             raise SpecError(f"{now}: attach again after the group has changed")
         with self._spending("total"):
             timer = self.learner.timer
-            if self.pipeline.refreshed != self._refreshed:
-                self._refreshed = self.pipeline.refreshed
+            trainable = self.pipeline.owned.trainable()
+            if trainable != self._trainable:
+                self._trainable = trainable
                 timer.loads_changed()
             self.pipeline.meter.enabled = timer.measuring
-            due = timer.due and (self._thread is None or timer.step >= self._timed_from)
+            due = update and timer.due and (self._thread is None or timer.step >= self._timed_from)
             if due and self._thread is not None:
                 self.pipeline.meter.on_backward = self._begin
-            loss = self.pipeline.step(inputs, target)
-            timer.step += 1
+            loss = self.pipeline.step(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
+            timer.step += int(update)
             if due:
                 self.rebalance()
         return loss
@@ -194,7 +205,6 @@ class Controller:
         best = ready.decision.best
         speeds = [r.speed for r in self.limits]
         durations = Durations.of_stages(ready.costs, best, speeds=speeds, transfer_s=self.config.transfer_s)
-        self.pipeline.drop_gradients()
         done = self.pipeline.rebuild(best, durations=durations, prepared=ready.prepared)
         self._moves.append(done)
         figures = [done.seconds, float(done.sent_bytes + done.received_bytes)]

@@ -120,11 +120,15 @@ def decide(
     horizon_steps: int,
     config: ControllerConfig,
     missed_s: float = 0.0,
+    first_ranks: int = 0,
 ) -> Decision:
     """The map to go on with for `horizon_steps` steps. Equal figures give equal decisions on every rank.
 
     `missed_s` is what staying has lost since the last time there was nothing to gain: once that and the gain to come
     exceed a move's cost it is made, so no more is ever lost by waiting than a move would have taken.
+
+    `first_ranks` is how many ranks the run began with. `repack_slowdown` compares with a step on as many, however often
+    it has packed since.
 
     Raises `PartitionError` if nothing fits, the map in force included.
     """
@@ -132,7 +136,7 @@ def decide(
     everyone = tuple(range(min(len(limits), len(costs))))
     options = compared.proposed(everyone)
     if config.repack_slowdown is not None:
-        allowed_s = min([s for s, _ in options], default=compared.now_s) * (1.0 + config.repack_slowdown)
+        allowed_s = compared.first_s(options, first_ranks) * (1.0 + config.repack_slowdown)
         packed = compared.packed(allowed_s)
         if packed is not None:
             ranks = len(packed.stage_map.used_ranks)
@@ -205,6 +209,14 @@ class _Comparison:
             return False
         loads = rank_loads_s(self.costs, stage_map, self.limits)
         return max(loads) > (1.0 - self.config.min_gain / 2) * max(rank_loads_s(self.costs, self.current, self.limits))
+
+    def first_s(self, options: Sequence[tuple[float, StageMap]], first_ranks: int) -> float:
+        """Predicted seconds of a step on as many ranks as the run began with; those that left are like the first."""
+        if first_ranks > len(self.limits):
+            limits = (*self.limits, *[self.limits[0]] * (first_ranks - len(self.limits)))
+            first = _Comparison(self.costs, limits, self.current, self.microbatches, self.config)
+            options = first.proposed(tuple(range(min(first_ranks, len(self.costs)))))
+        return min([s for s, _ in options], default=self.now_s)
 
     def packed(self, allowed_s: float) -> ComparedMap | None:
         """The best map on the fewest ranks, fewer than those in use, whose step takes at most `allowed_s`."""

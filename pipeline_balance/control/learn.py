@@ -60,12 +60,15 @@ class Learner:
     """Decides with what earlier decisions and moves have taught.
 
     `trust` from 0 to 1 is how much of a predicted gain was still there at the next decision. `missed_s` is what staying
-    has lost since the last time there was nothing to gain.
+    has lost since the last time there was nothing to gain. `first_ranks` is how many ranks the run began with.
     """
 
-    def __init__(self, limits: Sequence[RankLimits], microbatches: int, config: ControllerConfig) -> None:
+    def __init__(
+        self, limits: Sequence[RankLimits], microbatches: int, config: ControllerConfig, first_ranks: int = 0
+    ) -> None:
         self.limits = tuple(limits)
         self.microbatches = microbatches
+        self.first_ranks = first_ranks
         self.config = config
         self.timer = DecisionTimer(config)
         self.move_cost: MoveCost = config.move_cost
@@ -87,6 +90,7 @@ class Learner:
             horizon_steps=self.lasting_steps(),
             config=replace(self.config, move_cost=self.move_cost),
             missed_s=self.missed_s,
+            first_ranks=self.first_ranks,
         )
         waits = decision.gains and not decision.move
         self.missed_s = self.missed_s + decision.gain_s * self.timer.interval_steps if waits else 0.0

@@ -19,8 +19,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.spec import LayerCost
-from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation
 
 _FIGURES = tuple(f.name for f in fields(LayerCost) if f.name != "name")
@@ -75,6 +74,7 @@ class Meter:
     loss: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     counted: set[int] = field(default_factory=set)
+    _waited_s: float = 0.0
     _arrived: list[tuple[int, float]] = field(default_factory=list)
     _steps: int = 0
     _step_s: float = 0.0
@@ -140,21 +140,50 @@ class Meter:
         self._arrived.append((layer, self.work_s()))
 
     def work_s(self) -> float:
-        """A reading of the clock that times layers."""
-        return self.clock() if self.work_clock is None else self.work_clock()
+        """A reading of the clock that times layers; it stands still inside `waiting`."""
+        return self.clock() - self._waited_s if self.work_clock is None else self.work_clock()
 
-    def timed_loss(self, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """`loss_fn`, with its seconds noted."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, a layer waits for other ranks, which is none of its work."""
+        began = self.clock()
+        try:
+            yield
+        finally:
+            self._waited_s += self.clock() - began
 
-        def timed(output: Tensor, target: Tensor) -> Tensor:
-            if not self.enabled:
-                return loss_fn(output, target)
-            began = self.work_s()
-            result = loss_fn(output, target)
-            self.add(self.loss, self.work_s() - began)
-            return result
+    def run_unit(
+        self, index: int, module: nn.Module, call: Callable[[], tuple[Tensor, ...]], given: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """What `call` returns: the forward of layer `index`, which is `module` and is given `given`."""
+        if not self.enabled:
+            return call()
+        known = index in self.activation_bytes
+        count = index not in self.counted and (not known or bool(self.forward[index]))
+        saved = _SavedBytes(module) if count else None
+        began = self.work_s()
+        with saved.counting() if saved else nullcontext():
+            out = call()
+        self.input_grad[index] = any(t.requires_grad for t in given)
+        if saved:
+            self.activation_bytes[index] = saved.total
+            self.counted.add(index)
+        else:
+            # the counted microbatch is slower and gives no sample
+            self.add(self.forward[index], self.work_s() - began)
+        first = next((t for t in out if t.requires_grad), None)
+        if first is not None and torch.is_grad_enabled():
+            first.register_hook(lambda _: self.gradient_arrived(index))
+        return out
 
-        return timed
+    def timed(self, call: Callable[[], Tensor]) -> Tensor:
+        """What `call` returns, the loss of a microbatch, with its seconds noted."""
+        if not self.enabled:
+            return call()
+        began = self.work_s()
+        result = call()
+        self.add(self.loss, self.work_s() - began)
+        return result
 
     def times(self) -> RankTimes:
         """Per step, over the steps since the last reset."""
@@ -167,63 +196,6 @@ class Meter:
             wait_backward_s=self._wait_s["B"] / n,
             between_s=_median(self.between),
         )
-
-
-class PipelineLayer(nn.Module):
-    """One layer of the pipeline with its own random stream and its meter.
-
-    The stream goes where the layer goes: dropout draws the same numbers whatever stage map is in force. It replaces the
-    CPU generator's state during forward, and the device's where `device` is a GPU.
-    """
-
-    rng_state: Tensor
-
-    def __init__(self, module: nn.Module, index: int, meter: Meter, *, seed: int | None) -> None:
-        super().__init__()
-        self.module = module
-        self.index = index
-        self.meter = meter
-        self.has_stream = seed is not None
-        state = torch.Generator().manual_seed(0 if seed is None else seed * 1_000_003 + index).get_state()
-        # not a buffer: it is no part of the model's state_dict
-        object.__setattr__(self, "rng_state", state)
-
-    def forward(self, x: Tensor) -> Tensor:
-        meter, index = self.meter, self.index
-        if not meter.enabled:
-            return self._run(x)
-        known = index in meter.activation_bytes
-        count = index not in meter.counted and (not known or bool(meter.forward[index]))
-        saved = _SavedBytes(self.module) if count else None
-        began = meter.work_s()
-        with saved.counting() if saved else nullcontext():
-            out = self._run(x)
-        meter.input_grad[index] = bool(x.requires_grad)
-        if saved:
-            meter.activation_bytes[index] = saved.total
-            meter.counted.add(index)
-        else:
-            # the counted microbatch is slower and gives no sample
-            meter.add(meter.forward[index], meter.work_s() - began)
-        if not isinstance(out, Tensor):
-            raise SpecError(f"layer {index} returns a {type(out).__name__}, expected one tensor")
-        if out.requires_grad and torch.is_grad_enabled():
-            out.register_hook(lambda _: meter.gradient_arrived(index))
-        return out
-
-    def _run(self, x: Tensor) -> Tensor:
-        """The module, on the layer's own random stream where it has one."""
-        if not self.has_stream:
-            out: Tensor = self.module(x)
-            return out
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self.rng_state)
-        try:
-            out = self.module(x)
-            return out
-        finally:
-            object.__setattr__(self, "rng_state", torch.get_rng_state())
-            torch.set_rng_state(outer)
 
 
 class _SavedBytes:
@@ -245,12 +217,15 @@ class _SavedBytes:
 
 
 def local_costs(
-    layers: Mapping[int, PipelineLayer],
+    layers: Mapping[int, nn.Module],
     stages: Mapping[int, Sequence[int]],
     meter: Meter,
-    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[int, Mapping[str, Any]],
 ) -> dict[int, LayerCost]:
-    """Costs of this rank's layers; `stages` lists the layers of each of its stages, as `meter` numbers them."""
+    """Costs of this rank's layers; `stages` lists the layers of each of its stages, as `meter` numbers them.
+
+    `state` is what optimizers keep per parameter, by its id.
+    """
     weights = _weight_seconds(layers, stages, meter)
     found: dict[int, LayerCost] = {}
     # only the rank of the model's last layer has seen a loss
@@ -266,7 +241,6 @@ def local_costs(
             input_s, weight_s = 0.0, backward
         else:
             input_s = weight_s = backward / 2
-        state = optimizer.state if optimizer is not None else {}
         found[index] = LayerCost(
             forward_s=_typical(meter.forward.get(index, ())) + (_typical(meter.loss) if index == last else 0.0),
             backward_input_s=input_s,
@@ -275,14 +249,14 @@ def local_costs(
             parameter_bytes=sum(_n_bytes(p) for p in layer.parameters()),
             gradient_bytes=sum(_n_bytes(p) for p in trainable),
             optimizer_bytes=sum(
-                _n_bytes(v) for p in trainable for v in state.get(p, {}).values() if isinstance(v, Tensor)
+                _n_bytes(v) for p in trainable for v in state.get(id(p), {}).values() if isinstance(v, Tensor)
             ),
         )
     return found
 
 
 def _weight_seconds(
-    layers: Mapping[int, PipelineLayer], stages: Mapping[int, Sequence[int]], meter: Meter
+    layers: Mapping[int, nn.Module], stages: Mapping[int, Sequence[int]], meter: Meter
 ) -> dict[int, float]:
     """Measured weight-gradient seconds where the schedule splits the backward, shared by trainable parameters."""
     shared: dict[int, float] = {}

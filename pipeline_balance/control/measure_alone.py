@@ -1,6 +1,6 @@
 """Measuring layers without a pipeline: one process, one layer at a time, before training begins.
 
-For runtimes that fix their stages when the model is built and know nothing of `PipelineTrainer`. Only one layer and its
+For runtimes that fix their stages when the model is built and know nothing of `ElasticPipeline`. Only one layer and its
 input are in memory at once, so a model that no single rank could hold can be measured.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.control.measure import Meter, PipelineLayer, local_costs
+from pipeline_balance.control.measure import Meter, local_costs
 from pipeline_balance.spec import LayerCost
 from prophet.errors import SpecError
 
@@ -51,13 +51,12 @@ def measure_alone(
             # an instance is callable too, but calling it would not build it
             module = (copy.deepcopy(made) if isinstance(made, nn.Module) else made()).to(device)
             meter = Meter(work_clock=_clock(device), max_samples=repeats)
-            layer = PipelineLayer(module, index, meter, seed=None)
             ends = loss_fn if index == len(layers) - 1 else None
-            parameters = [p for p in layer.parameters() if p.requires_grad]
+            parameters = [p for p in module.parameters() if p.requires_grad]
             optimizer = make_optimizer(parameters) if make_optimizer is not None and parameters else None
             out = x
             for run in range(repeats + 1):
-                out = _pass(layer, x, trains_below, ends, target)
+                out = _pass(module, index, meter, x, trains_below, ends, target)
                 if run == 0:
                     # threads started, memory got, activations counted: not what a step takes
                     for samples in (meter.forward, meter.backward):
@@ -65,28 +64,38 @@ def measure_alone(
                     meter.loss.clear()
             if optimizer is not None:
                 optimizer.step()
-            found = local_costs({index: layer}, {0: [index]}, meter, optimizer)[index]
+            kept = {id(p): entries for p, entries in optimizer.state.items()} if optimizer is not None else {}
+            found = local_costs({index: module}, {0: [index]}, meter, kept)[index]
             costs.append(replace(found, name=type(module).__name__))
             x, trains_below = out, trains_below or bool(parameters)
     return costs
 
 
 def _pass(
-    layer: PipelineLayer,
+    module: nn.Module,
+    index: int,
+    meter: Meter,
     x: Tensor,
     trains_below: bool,
     loss_fn: Callable[[Tensor, Tensor], Tensor] | None,
     target: Tensor | None,
 ) -> Tensor:
     """Forward and backward once; the detached output."""
-    layer.zero_grad(set_to_none=True)
+    module.zero_grad(set_to_none=True)
     given = x.detach().requires_grad_(trains_below and x.is_floating_point())
-    out: Tensor = layer(given)
+
+    def forward() -> tuple[Tensor]:
+        found = module(given)
+        if not isinstance(found, Tensor):
+            raise SpecError(f"layer {index} returns a {type(found).__name__}, expected one tensor")
+        return (found,)
+
+    (out,) = meter.run_unit(index, module, forward, (given,))
     value = out
     if loss_fn is not None and target is not None:
-        value = layer.meter.timed_loss(loss_fn)(out, target.to(out.device))
+        value = meter.timed(lambda: loss_fn(out, target.to(out.device)))
     if value.requires_grad:
-        layer.meter.run_action("B", 0, lambda: torch.autograd.backward(value, torch.ones_like(value)))
+        meter.run_action("B", 0, lambda: torch.autograd.backward(value, torch.ones_like(value)))
     return out.detach()
 
 

@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.dynamics.gpt import Block, with_loss
+from pipeline_balance.added_loss import add_loss
+from pipeline_balance.dynamics.gpt import Block
 from prophet.errors import SpecError
 
 
@@ -53,7 +54,7 @@ class MixtureOfDepths(nn.Module):
             wanted = torch.zeros_like(weights).scatter_(1, chosen, 1.0)
             guess = self.predictor(x.detach()).squeeze(-1)
             extra = nn.functional.binary_cross_entropy_with_logits(guess, wanted)
-            y = with_loss(y, self.predictor_weight * extra)
+            y = add_loss(y, self.predictor_weight * extra)
         return y
 
     def _by_prediction(self, x: Tensor) -> Tensor:

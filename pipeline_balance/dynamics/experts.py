@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.dynamics.gpt import Block, with_loss
+from pipeline_balance.added_loss import add_loss
+from pipeline_balance.dynamics.gpt import Block
 from prophet.experts.gate import GateConfig
 from prophet.layer.moe import MoE, collect_losses
 from prophet.ranks.collective import Collective
@@ -43,5 +44,5 @@ class MixtureOfExperts(nn.Module):
         with collect_losses(self.block) as book:
             y: Tensor = self.block(x)
         if self.training and torch.is_grad_enabled() and book.entries:
-            return with_loss(y, book.total())
+            return add_loss(y, book.total())
         return y

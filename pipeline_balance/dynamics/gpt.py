@@ -120,30 +120,8 @@ class Head(nn.Module):
         return logits
 
 
-class _WithLoss(torch.autograd.Function):
-    """Hands x on; in backward, the loss gets a gradient of one."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, loss: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        (grad,) = grads
-        return grad, torch.ones((), dtype=grad.dtype, device=grad.device)
-
-
-def with_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """x, with `loss` added to what the backward pass minimises: so a layer with one output can add its loss.
-
-    The loss counts once per microbatch, like the model's; whoever averages gradients over microbatches averages it too.
-    """
-    result: Tensor = _WithLoss.apply(x, loss)  # type: ignore[no-untyped-call]
-    return result
-
-
 def builder(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: int = 0) -> Callable[[int], nn.Module]:
-    """`build_layer` for a `PipelineTrainer`: the same layer i on every rank. `make_block(i)` makes block i of 0, 1, ..
+    """A function that builds layer i, the same on every rank. `make_block(i)` makes block i of 0, 1, ..
 
     The caller's random stream is left as it was.
     """
@@ -158,11 +136,10 @@ def builder(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: in
     return build
 
 
-def boundaries(shape: GPTShape, sequences: int, tokens: int) -> list[Tensor]:
-    """Example tensors between the layers for a microbatch of `sequences` x `tokens`, without memory."""
-    hidden = torch.empty(sequences, tokens, shape.dim + shape.channels, device="meta")
-    ids = torch.empty(sequences, tokens, dtype=torch.int64, device="meta")
-    return [ids, *[hidden] * (shape.blocks + 1), torch.empty(sequences, tokens, shape.vocabulary, device="meta")]
+def modules(shape: GPTShape, make_block: Callable[[int], nn.Module], *, seed: int = 0) -> list[nn.Module]:
+    """All layers of the model, for `ElasticPipeline.from_modules`."""
+    build = builder(shape, make_block, seed=seed)
+    return [build(i) for i in range(shape.layers)]
 
 
 def loss(logits: Tensor, target: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ run: `prophet.state.tensor_index` reads torch's index, which is a pickle.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
-from pipeline_balance.pipeline.trainer import PipelineTrainer
-from pipeline_balance.pipeline.training_state import MAX_DESCRIPTION_BYTES, by_layer, collect, share
+from pipeline_balance.pipeline.optimizers import meant, said
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.pipeline.training_state import MAX_DESCRIPTION_BYTES, base_name, by_layer, share
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.files import read_json, shown
@@ -33,34 +34,61 @@ DESCRIPTION = "pipeline.json"
 _MOST = 1 << 53  # of any whole number
 
 
+class Stateful(Protocol):
+    """What else a run has that is saved with it: a scheduler, a scaler."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """What a checkpoint says of itself: the next step, and the stage map that the next run is meant to use."""
+    """What a checkpoint says of itself: the next step, and the stage map that the next run is meant to use.
+
+    `options` are the optimizers' groups, `progress` the run's counters, `also` what was saved beside them.
+    """
 
     step: int
     stage_map: StageMap
     space: Space
     scalars: dict[str, Any]
     frozen: frozenset[str]
+    options: list[Any]
+    progress: dict[str, Any]
+    also: dict[str, Any]
 
 
-def save_checkpoint(pipeline: PipelineTrainer, folder: Path, *, step: int, stage_map: StageMap | None = None) -> None:
-    """Write parameters, buffers, optimizer state and random streams of all layers; collective, between steps.
+def save_checkpoint(
+    pipeline: ElasticPipeline,
+    folder: Path,
+    *,
+    step: int,
+    stage_map: StageMap | None = None,
+    also: Mapping[str, Stateful] | None = None,
+) -> None:
+    """Write parameters, buffers, optimizers with their groups, and the run's counters; collective, between updates.
 
-    `stage_map` is for the run that reads it, on any number of ranks (None: the one in force). Gradients are not saved.
-    The description is written last: a folder without it holds no checkpoint.
+    Names are the unsplit model's. `stage_map` is for the run that reads it, on any number of ranks (None: the one in
+    force). `also` holds schedulers and the like, equal on all ranks, by a name of yours. The description is written
+    last: a folder without it holds no checkpoint.
     """
     after = stage_map if stage_map is not None else pipeline.stage_map
     after.check_layers(pipeline.stage_map.layers)
-    held = collect(pipeline.layers, pipeline.optimizer, gradients=False)
-    space, scalars, frozen = share(held, pipeline.collective, pipeline.config.device)
-    said = {
+    if pipeline.progress.parts:
+        raise SpecError("an update is under way and its gradients would be lost: save after a step with update=True")
+    held = pipeline.held()
+    space, scalars = share(held, pipeline.collective, pipeline.config.device, "nothing was saved")
+    description = {
         "step": step,
         "boundaries": list(after.boundaries),
         "ranks": list(after.ranks),
         "tensors": [[t.name, list(t.shape), t.dtype, t.kind, t.layer] for t in space.tensors],
         "scalars": scalars,
-        "frozen": sorted(frozen),
+        "frozen": sorted(n for n, p in pipeline.owned.parameters.items() if not p.requires_grad),
+        "options": pipeline.optimizers.options(pipeline.owned.parameters),
+        "progress": pipeline.progress.to_json(),
+        "also": {name: said(it.state_dict(), name) for name, it in (also or {}).items()},
     }
     writer = pipeline.collective.rank == 0
     with at_work(f"writing {folder}"):
@@ -71,7 +99,7 @@ def save_checkpoint(pipeline: PipelineTrainer, folder: Path, *, step: int, stage
         save_tensors(dict(held.tensors), checkpoint_id=folder, process_group=pipeline.groups.group)
         if writer:
             part = folder / f"{DESCRIPTION}.part"
-            part.write_text(json.dumps(said), encoding="utf-8")
+            part.write_text(json.dumps(description), encoding="utf-8")
             part.replace(folder / DESCRIPTION)
         pipeline.collective.meet(Operation("finishing a checkpoint"))
 
@@ -79,14 +107,14 @@ def save_checkpoint(pipeline: PipelineTrainer, folder: Path, *, step: int, stage
 def read_checkpoint(folder: Path) -> Checkpoint:
     """The description of a checkpoint, without its tensors. Raises `SpecError`, naming the file, if it is none."""
     path = folder / DESCRIPTION
-    said = read_json(path, most_bytes=MAX_DESCRIPTION_BYTES, expected="a finished checkpoint", error=SpecError)
-    if not isinstance(said, dict):
-        raise SpecError(f"{path}: expected an object written by save_checkpoint, got {shown(said)}")
+    found = read_json(path, most_bytes=MAX_DESCRIPTION_BYTES, expected="a finished checkpoint", error=SpecError)
+    if not isinstance(found, dict):
+        raise SpecError(f"{path}: expected an object written by save_checkpoint, got {shown(found)}")
 
     def field(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
-        if not fits(said.get(name)):
-            raise SpecError(f"{path}: {name}: expected {expected}, got {shown(said.get(name))}")
-        return said[name]
+        if not fits(found.get(name)):
+            raise SpecError(f"{path}: {name}: expected {expected}, got {shown(found.get(name))}")
+        return found[name]
 
     step = field("step", _is_whole, "a whole number")
     boundaries, ranks = (field(n, _are_whole, "a list of whole numbers") for n in ("boundaries", "ranks"))
@@ -101,7 +129,16 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         space = Space(tuple(TensorSpec(name=n, shape=tuple(s), dtype=d, kind=k, layer=i) for n, s, d, k, i in tensors))
     except SpecError as error:
         raise SpecError(f"{path}: tensors: {error!s:.300}") from error
-    return Checkpoint(step=step, stage_map=stage_map, space=space, scalars=scalars, frozen=frozenset(frozen))
+    return Checkpoint(
+        step=step,
+        stage_map=stage_map,
+        space=space,
+        scalars=scalars,
+        frozen=frozenset(frozen),
+        options=field("options", _are_options, "the optimizers' groups"),
+        progress=field("progress", lambda p: isinstance(p, dict), "the run's counters"),
+        also=field("also", lambda a: isinstance(a, dict), "what was saved beside the model"),
+    )
 
 
 def _is_whole(value: Any) -> bool:
@@ -124,23 +161,45 @@ def _is_tensor(value: Any) -> bool:
     return all(isinstance(t, str) for t in (name, dtype, kind)) and _are_whole(shape) and _is_whole(layer)
 
 
-def load_checkpoint(pipeline: PipelineTrainer, folder: Path) -> Checkpoint:
+def _are_options(value: Any) -> bool:
+    """Whether it is a list of optimizers' lists of groups."""
+
+    def is_group(group: Any) -> bool:
+        if not isinstance(group, dict) or not isinstance(group.get("options"), dict):
+            return False
+        names = group.get("parameters")
+        return isinstance(names, list) and all(isinstance(n, str) for n in names)
+
+    return isinstance(value, list) and all(isinstance(o, list) and all(map(is_group, o)) for o in value)
+
+
+def load_checkpoint(
+    pipeline: ElasticPipeline, folder: Path, *, also: Mapping[str, Stateful] | None = None
+) -> Checkpoint:
     """Take over the state that other ranks, of any number, have saved; collective, before the first step.
 
     The pipeline keeps its own stage map (build it with `read_checkpoint(folder).stage_map` to use the saved one).
-    Raises `SpecError` on a checkpoint of another model, with the pipeline as it was.
+    `also` gets what was saved under the same names. Raises `SpecError` on a checkpoint of another model or other
+    optimizer groups, with the pipeline as it was.
     """
     saved = read_checkpoint(folder)
     saved.stage_map.check_layers(pipeline.stage_map.layers)
-    layers = pipeline.builder.new_layers(pipeline.stage_map)
-    pieces = by_layer(saved.space, pipeline.stage_map, pipeline.ranks).pieces[pipeline.rank]
-    shapes = {piece.name: piece.box.shape for piece in pieces}
-    for index, layer in layers.items():
-        for name, parameter in layer.module.named_parameters():
-            found = shapes.get(f"{index}/{name}")
-            if found != tuple(parameter.shape):
-                need = f"layer {index} needs {name} of shape {list(parameter.shape)}"
-                raise SpecError(f"{folder}: {need}, the checkpoint has {'none' if found is None else list(found)}")
+    missing = sorted(set(also or {}) - set(saved.also))
+    if missing:
+        raise SpecError(f"{folder}: holds no state of {missing}, only of {sorted(saved.also)}")
+    owned = pipeline.owned
+    owned.read()
+    spaces = {t.name: t for t in saved.space.tensors}
+    for name, parameter in owned.parameters.items():
+        found = spaces.get(name)
+        if found is None or found.shape != tuple(parameter.shape):
+            need = f"the model needs {name} of shape {list(parameter.shape)}"
+            raise SpecError(f"{folder}: {need}, the checkpoint has {'none' if found is None else list(found.shape)}")
+    strange = sorted(n for n in spaces if base_name(n) not in owned.units_of)
+    if strange:
+        raise SpecError(f"{folder}: holds {strange[0]}, which the model does not have")
+    pipeline.optimizers.check(saved.options, owned.parameters)
+    pieces = by_layer(saved.space, pipeline.stage_map, pipeline.ranks, owned.tied()).pieces[pipeline.rank]
     state: dict[Any, Tensor] = {
         piece: torch.empty(piece.box.shape, dtype=torch_dtype(saved.space[piece.name]), device=pipeline.config.device)
         for piece in pieces
@@ -154,5 +213,7 @@ def load_checkpoint(pipeline: PipelineTrainer, folder: Path) -> Checkpoint:
     except CheckpointException as error:  # of any rank; all ranks get it
         rank, (why, _) = next(iter(error.failures.items()))
         raise SpecError(f"{folder}: rank {rank} cannot read its tensors: {why}") from error
-    pipeline.adopt(layers, state, saved.scalars, set(saved.frozen))
+    pipeline.adopt(state, saved.scalars, saved.frozen, saved.options, saved.progress)
+    for name, it in (also or {}).items():
+        it.load_state_dict(meant(saved.also[name]))
     return saved

@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from pipeline_balance.pipeline.trainer import PipelineTrainer
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S
 
@@ -63,7 +63,7 @@ class Membership:
         self._enter(first)
         return first
 
-    def switch(self, pipeline: PipelineTrainer, members: Sequence[int]) -> bool:
+    def switch(self, pipeline: ElasticPipeline, members: Sequence[int]) -> bool:
         """Go from the present generation to one of `members`, between steps; called by all present members.
 
         Members that run a stage must stay: `rebuild` without them first. Newcomers must be waiting (`wait_for_call`).
@@ -92,7 +92,7 @@ class Membership:
         """Wait, outside any group, until a later generation names this member; False once training has ended.
 
         After True, enter the pipeline: `pipeline.change_group(None, None)` where there is one from before, else
-        `PipelineTrainer(build_layer, None, ...)`. Raises `MembershipError` after `timeout_s` without news.
+        `ElasticPipeline(build_layer, None, ...)`. Raises `MembershipError` after `timeout_s` without news.
         """
         limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
         while True:
@@ -150,7 +150,7 @@ def _key(number: int) -> str:
 
 
 def released(
-    membership: Membership, pipeline: PipelineTrainer, on_release: Callable[[Sequence[int]], None] | None = None
+    membership: Membership, pipeline: ElasticPipeline, on_release: Callable[[Sequence[int]], None] | None = None
 ) -> bool:
     """Let all members without a stage go, and tell `on_release` (on the first rank that stays) which they are.
 

@@ -1,26 +1,33 @@
-"""Moving training state to another stage map, and building its stages: all of it, or nothing has changed.
+"""Moving training state to another stage map: all of it, or nothing has changed.
 
-Layers that stay keep their memory. Layers that move bring parameters, optimizer state, gradients and their random
-stream along, so the loss does not notice.
+Layers that stay keep their memory. Layers that move bring parameters, buffers, optimizer state and gradients along, so
+the loss does not notice. Whatever can fail (memory, messages, the new stages) happens on the side. Then ranks agree
+once, and what is left is assignments.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline_balance.control.measure import PipelineLayer
-from pipeline_balance.pipeline.stages import StageBuilder, Stages
-from pipeline_balance.pipeline.training_state import Held, apply, by_layer, collect, gather_json, share
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.optimizers import Optimizers
+from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, like_meta, put
+from pipeline_balance.pipeline.stages import PipelineGroups, StageBuilder, Stages
+from pipeline_balance.pipeline.training_state import Held, agree, by_layer, collect, gather_json, share, state_entries
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
-from prophet.errors import TransitionError
+from prophet.errors import CollectiveError, LayoutError, SpecError, TransitionError
 from prophet.ranks.collective import Collective, Operation
 from prophet.state.route import Route, route
 from prophet.state.space import Space, TensorSpec
 from prophet.state.transition import Allocate, State, empty, transition
+
+WHOLE = "the state from before the move is whole"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,46 +47,77 @@ class Prepared:
     stage_map: StageMap
     specs: tuple[TensorSpec, ...]
     route: Route
-    arrivals: Mapping[int, PipelineLayer]
+
+
+@dataclass
+class Change:
+    """Assignments that put moved state in its place on this rank; nothing in `make` can fail.
+
+    `contents` has what parameters become, `grads` and `states` what belongs to them afterwards; `buffers` likewise.
+    """
+
+    contents: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
+    grads: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
+    states: list[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Any] | None]] = field(default_factory=list)
+    buffers: list[tuple[HeldBuffer, Tensor]] = field(default_factory=list)
+
+    def make(self) -> None:
+        """Change parameters, gradients, optimizer state and buffers."""
+        for parameter, content in self.contents:
+            put(parameter, content)
+        for parameter, grad in self.grads:
+            parameter.grad = grad
+        for optimizer, parameter, entries in self.states:
+            if entries is None:
+                optimizer.state.pop(parameter, None)
+            else:
+                optimizer.state[parameter] = entries
+        for buffer, tensor in self.buffers:
+            buffer.module._buffers[buffer.name] = tensor
 
 
 @dataclass
 class StateMover:
-    """Takes the training state from the stages in force to those of another map; see `PipelineTrainer`'s methods.
+    """Takes the training state from the stages in force to those of another map; see `ElasticPipeline`'s methods.
 
     `budget_bytes` bounds this rank's buffers; the least of all ranks holds. `allocate` is how memory is asked for.
     """
 
     builder: StageBuilder
+    owned: Ownership
+    optimizers: Optimizers
     budget_bytes: int
     allocate: Allocate = empty
 
-    def __post_init__(self) -> None:
-        self.groups = self.builder.groups
-        self.device = self.builder.config.device
+    @property
+    def groups(self) -> PipelineGroups:
+        return self.builder.groups
+
+    @property
+    def device(self) -> torch.device:
+        return self.builder.config.device
 
     def prepare(self, now: Stages, stage_map: StageMap, collective: Collective) -> Prepared:
-        """Describe the state, find the route, make new layers and the new stages' process group; collective."""
+        """Describe the state and find the route; collective."""
         self.builder.check_map(stage_map)
-        held = collect(now.layers, now.optimizer, gradients=False)
-        space, _, _ = share(held, collective, self.device)
+        held = self._collect(now, gradients=False)
+        space, _ = share(held, collective, self.device, WHOLE)
         way = self._route(space, now.stage_map, stage_map)
-        mine = stage_map.layers_on(self.groups.rank)
-        arrivals = {i: self.builder.new_layer(i) for i in mine if i not in now.layers}
-        self.groups.of_stages(stage_map.used_ranks)
-        return Prepared(stage_map=stage_map, specs=tuple(held.specs), route=way, arrivals=arrivals)
+        specs = tuple(held.specs) if isinstance(held, Held) else ()
+        return Prepared(stage_map=stage_map, specs=specs, route=way)
 
     def rebuild(
         self, now: Stages, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> tuple[Stages, Rebuilt]:
         """The stages of `stage_map` with the state of `now`, and what that took; collective.
 
-        Raises `TransitionError` on every rank, with `now` still whole, if the state cannot be moved.
+        Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
         """
         began = time.perf_counter()
         self.builder.check_map(stage_map)
-        held = collect(now.layers, now.optimizer)
-        way, scalars, frozen = self._way(now, stage_map, held, prepared)
+        held = self._collect(now)
+        way, scalars = self._way(now, stage_map, held, prepared)
+        assert isinstance(held, Held)
         moved = transition(
             way,
             {piece: held.tensors[piece.name] for piece in way.before.pieces[self.groups.rank]},
@@ -88,17 +126,10 @@ class StateMover:
             device=self.device,
             allocate=self.allocate,
         )
-        arrivals = prepared.arrivals if prepared is not None else {}
-        try:
-            mine = stage_map.layers_on(self.groups.rank)
-            layers = {i: now.layers.get(i) or arrivals.get(i) or self.builder.new_layer(i) for i in mine}
-            after = self.adopt(stage_map, layers, moved.state, scalars, frozen, durations)
-        except (RuntimeError, MemoryError) as error:
-            # a layer that stays has kept its memory, one that leaves its state: the old stages can go on
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            failed = f"rank {self.groups.rank}: the new stages could not be built ({reason})"
-            raise TransitionError(f"{failed}; the state from before the move is whole") from error
-        return after, Rebuilt(
+        found = self.attempt(lambda: self._assemble(stage_map, moved.state, scalars, durations))
+        stages, change = self._agreed(found)
+        change.make()
+        return stages, Rebuilt(
             sent_bytes=moved.sent_bytes,
             received_bytes=moved.received_bytes,
             buffer_bytes=moved.buffer_bytes,
@@ -106,33 +137,93 @@ class StateMover:
         )
 
     def adopt(
-        self,
-        stage_map: StageMap,
-        layers: dict[int, PipelineLayer],
-        state: State,
-        scalars: Mapping[str, Any],
-        frozen: set[str],
-        durations: Durations | None = None,
+        self, stage_map: StageMap, state: State, scalars: Mapping[str, Any], before: Callable[[], None] | None = None
     ) -> Stages:
-        """The stages of `stage_map` from these layers and their state (named as `collect` does); collective."""
-        mine = {name: value for name, value in scalars.items() if int(name.split("/", 1)[0]) in layers}
-        optimizer = apply(layers, self.builder.make_optimizer, state, mine, frozen)
-        return self.builder.build(stage_map, layers, optimizer, durations)
+        """The stages of `stage_map` with this state, named as `collect` does; collective, all or nothing.
+
+        `before` checks more on this rank; what it raises is told to all ranks.
+        """
+
+        def assemble() -> tuple[Stages, Change]:
+            if before is not None:
+                before()
+            return self._assemble(stage_map, state, scalars, None)
+
+        stages, change = self._agreed(self.attempt(assemble))
+        change.make()
+        return stages
+
+    def attempt(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns, or in words why it failed on this rank."""
+        try:
+            return call()
+        except (RuntimeError, MemoryError, SpecError, LayoutError, KeyError, TypeError, ValueError) as error:
+            return f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+
+    def _agreed(self, found: tuple[Stages, Change] | str) -> tuple[Stages, Change]:
+        """What was assembled, once all ranks have; the last thing that can fail."""
+        problem = f"the new stages could not be built ({found})" if isinstance(found, str) else ""
+        op = Operation("agreeing on a move")
+        try:
+            agree(problem, self.groups.collective, self.device, op, WHOLE)
+        except CollectiveError as error:
+            raise TransitionError(f"{error}; {WHOLE}") from error
+        assert not isinstance(found, str)
+        return found
+
+    def _collect(self, now: Stages, *, gradients: bool = True) -> Held | str:
+        units = now.stage_map.layers_on(self.groups.rank)
+        held: Held | str = self.attempt(lambda: collect(self.owned, self.optimizers, units, gradients=gradients))
+        return held
+
+    def _assemble(
+        self, stage_map: StageMap, state: State, scalars: Mapping[str, Any], durations: Durations | None
+    ) -> tuple[Stages, Change]:
+        """The stages of `stage_map`, and the assignments that give them this state."""
+        stages = self.builder.build(stage_map, durations)
+        values = {piece.name: tensor for piece, tensor in state.items()}
+        entries = state_entries(values, scalars)
+        optimizer_of = self.optimizers.of()
+        units = stage_map.layers_on(self.groups.rank)
+        mine = set(self.owned.of(units))
+        change = Change()
+        for name, parameter in self.owned.parameters.items():
+            optimizer = optimizer_of.get(id(parameter))
+            if name in mine:
+                tensor = values[name]
+                if parameter.is_meta or parameter.data_ptr() != tensor.data_ptr():
+                    change.contents.append((parameter, nn.Parameter(tensor, requires_grad=parameter.requires_grad)))
+                change.grads.append((parameter, values.get(f"{name}#grad")))
+                if optimizer is not None:
+                    change.states.append((optimizer, parameter, entries.get(name)))
+            elif not parameter.is_meta:
+                change.contents.append((parameter, like_meta(parameter)))
+                change.grads.append((parameter, None))
+                if optimizer is not None:
+                    change.states.append((optimizer, parameter, None))
+        for name, buffer in self.owned.buffers.items():
+            if not set(buffer.units).isdisjoint(units):
+                change.buffers.append((buffer, values[name]))
+            elif not buffer.tensor.is_meta:
+                change.buffers.append((buffer, buffer.tensor.to("meta")))
+        return stages, change
 
     def _way(
-        self, now: Stages, stage_map: StageMap, held: Held, prepared: Prepared | None
-    ) -> tuple[Route, dict[str, Any], set[str]]:
-        """The route, and what travels in words: plain numbers of the optimizer and the frozen parameters' names."""
-        if prepared is not None and prepared.stage_map == stage_map:
-            mine = {"ready": prepared.specs == tuple(held.specs), "scalars": held.scalars, "frozen": held.frozen}
+        self, now: Stages, stage_map: StageMap, held: Held | str, prepared: Prepared | None
+    ) -> tuple[Route, dict[str, Any]]:
+        """The route, and the plain numbers of the optimizers, which travel in words."""
+        if prepared is not None and prepared.stage_map == stage_map and isinstance(held, Held):
+            mine: dict[str, Any] = {"ready": prepared.specs == tuple(held.specs), "scalars": held.scalars}
+        else:
+            mine = {"ready": False, "scalars": {}}
+        if prepared is not None:
             op = Operation("completing a prepared move")
             every = gather_json(mine, self.groups.collective, self.device, op)
             if all(said["ready"] for said in every):
-                scalars = {name: value for said in every for name, value in said["scalars"].items()}
-                return prepared.route, scalars, {name for said in every for name in said["frozen"]}
-        space, scalars, frozen = share(held, self.groups.collective, self.device)
-        return self._route(space, now.stage_map, stage_map), scalars, frozen
+                return prepared.route, {name: value for said in every for name, value in said["scalars"].items()}
+        space, scalars = share(held, self.groups.collective, self.device, WHOLE)
+        return self._route(space, now.stage_map, stage_map), scalars
 
     def _route(self, space: Space, before: StageMap, after: StageMap) -> Route:
-        ranks = self.groups.collective.size
-        return route(by_layer(space, before, ranks), by_layer(space, after, ranks))
+        ranks, tied = self.groups.collective.size, self.owned.tied()
+        return route(by_layer(space, before, ranks, tied), by_layer(space, after, ranks, tied))

@@ -1,91 +1,124 @@
-"""`PipelineTrainer`: training over pipeline stages that can be cut anew between steps.
+"""`ElasticPipeline`: training over pipeline stages that can be cut anew between updates.
 
 Shape legend: L layers, P ranks, M microbatches. `stages` builds what runs a stage map, `rebuild` moves the training
-state to another map, and this module runs the steps in between.
+state to another map, `agreement` compares ranks before a step, and this module runs the steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipeline_balance.control.measure import Meter, PipelineLayer, RankTimes, gather_costs, local_costs
+from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
+from pipeline_balance.pipeline import update as gradients
+from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of, check_layers
+from pipeline_balance.pipeline.executor import Run
+from pipeline_balance.pipeline.export import whole_state
+from pipeline_balance.pipeline.model import CountLabels, Inputs, LossFn, ModuleChain, PipelineModel
+from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
+from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
-from pipeline_balance.pipeline.stages import (
-    BuildLayer,
-    LossFn,
-    MakeOptimizer,
-    PipelineConfig,
-    PipelineGroups,
-    StageBuilder,
-)
-from pipeline_balance.pipeline.training_state import gather_json
+from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
+from pipeline_balance.pipeline.training_state import Held, collect
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.state.transition import State
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class PipelineTrainer:
-    """A model of L layers in a row, trained over the ranks of `group`, with stages that may change between steps.
+class ElasticPipeline:
+    """A model of L layers in a row, trained over the ranks of `group`, with stages that may change between updates.
 
-    `build_layer(i)` makes layer i, a module from one tensor to one tensor, equal on every rank that calls it;
-    `make_optimizer` makes an optimizer for a list of parameters, with the learning rate then in force.
-    `loss_fn(output, target)` is the mean over a microbatch; a step's gradient is the mean over microbatches.
-    `boundaries` are L + 1 example tensors of one microbatch: the input of every layer in turn, and the output of the
-    last; shapes and types matter, values do not.
+    Every rank is given the whole `model` and keeps all its modules and parameters for the whole run; what lives
+    elsewhere is on `meta`. `make_optimizer(named_parameters)` is called once, with all of them, and returns one
+    optimizer of torch or several. `stage_map` None spreads the layers evenly. `microbatches` is how many parts a batch
+    is cut into. Layers draw random numbers by `seed`, wherever they run. `split_backward` computes weight gradients
+    apart from input gradients where that fills a wait. `budget_bytes` bounds the buffers of a move on a rank,
+    `timeout_s` every wait for another rank. `meter` takes the place of one with the wall clock.
 
-    `stage_map` is None for a process that enters a group whose others call `change_group`: it starts without layers and
-    takes the map from them. `meter` takes the place of one with the wall clock.
+    `joins` says that this process enters a group whose others call `change_group`: it has no layers at first and takes
+    map, rates and counters from them.
     """
 
     def __init__(
         self,
-        build_layer: BuildLayer,
-        stage_map: StageMap | None,
+        model: PipelineModel,
+        stage_map: StageMap | None = None,
         *,
-        loss_fn: LossFn,
         make_optimizer: MakeOptimizer,
-        boundaries: Sequence[Tensor],
-        config: PipelineConfig,
+        microbatches: int,
+        replicas: int = 1,
+        seed: int = 0,
+        device: torch.device | None = None,
+        split_backward: bool = False,
+        budget_bytes: int = 64 << 20,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         group: ProcessGroup | None = None,
         meter: Meter | None = None,
+        joins: bool = False,
     ) -> None:
-        if stage_map is not None and len(boundaries) != stage_map.layers + 1:
-            raise SpecError(f"boundaries needs {stage_map.layers + 1} example tensors, got {len(boundaries)}")
-        self.config = config
-        self.meter = meter if meter is not None else Meter()
-        self.refreshed = 0
-        self.groups = PipelineGroups(group, config.timeout_s)
-        self.builder = StageBuilder(
-            build_layer=build_layer,
-            loss_fn=loss_fn,
-            make_optimizer=make_optimizer,
-            boundaries=[b.detach().to("meta") for b in boundaries],
-            config=config,
-            groups=self.groups,
-            meter=self.meter,
+        if replicas != 1:
+            raise SpecError(f"replicas must be 1: pipelines do not average over replicas yet, got {replicas}")
+        self.config = PipelineConfig(
+            microbatches=microbatches,
+            seed=seed,
+            device=device if device is not None else torch.device("cpu"),
+            split_backward=split_backward,
+            budget_bytes=budget_bytes,
+            timeout_s=timeout_s,
         )
-        self.mover = StateMover(self.builder, config.budget_bytes)
-        layers: dict[int, PipelineLayer] = {}
-        if stage_map is None:
-            stage_map = self._shared_map(None)
-        else:
+        check_layers(model)
+        self.model = model
+        self.meter = meter if meter is not None else Meter()
+        self.groups = PipelineGroups(group, timeout_s)
+        self.owned = Ownership(model)
+        self.builder = StageBuilder(model=model, config=self.config, groups=self.groups, meter=self.meter)
+        if not joins and stage_map is None:
+            stage_map = StageMap.even(len(model.units), self.ranks)
+        if stage_map is not None:
             self.builder.check_map(stage_map)
-            layers = self.builder.new_layers(stage_map)
-        parameters = [p for i in sorted(layers) for p in layers[i].parameters()]
-        optimizer = make_optimizer(parameters) if parameters else None
-        self._stages = self.builder.build(stage_map, layers, optimizer)
+        mine = stage_map.layers_on(self.rank) if stage_map is not None else ()
+        self.owned.keep_only(mine)
+        self.owned.to_device(self.config.device)
+        self.optimizers = Optimizers(make_optimizer, self.owned.parameters)
+        self.progress = Progress(first_ranks=self.ranks)
+        self.mover = StateMover(self.builder, self.owned, self.optimizers, budget_bytes)
+        self.grad_norm: float | None = None
+        self._trainable = self.owned.trainable()
+        self._used = False
+        self._stages = self.builder.build(self._meet(None if joins else stage_map))
+
+    @classmethod
+    def from_modules(
+        cls,
+        layers: nn.Module | Sequence[nn.Module],
+        loss_fn: LossFn,
+        stage_map: StageMap | None = None,
+        *,
+        counted: CountLabels | None = None,
+        **options: Any,
+    ) -> ElasticPipeline:
+        """A pipeline of modules, each called with what the one before it returns; see `ModuleChain`.
+
+        `loss_fn(output, labels)` is a mean over `counted(labels)` labels. `options` are the constructor's.
+        """
+        chain = ModuleChain(layers, loss_fn, counted=counted, device=options.get("device"))
+        return cls(chain, stage_map, **options)
 
     # --- what is in force -------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The unsplit model, with the parameters that live elsewhere on `meta`."""
+        return self.model.root
 
     @property
     def stage_map(self) -> StageMap:
@@ -93,14 +126,14 @@ class PipelineTrainer:
         return self._stages.stage_map
 
     @property
-    def layers(self) -> dict[int, PipelineLayer]:
-        """This rank's layers by number; empty without a stage."""
-        return self._stages.layers
+    def layers(self) -> dict[int, nn.Module]:
+        """The layers that run on this rank, by number; empty without a stage."""
+        return {i: self.model.units[i] for i in self.stage_map.layers_on(self.rank)}
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """The optimizer of this rank's layers; None without a stage."""
-        return self._stages.optimizer
+    def optimizer(self) -> Any:
+        """What `make_optimizer` returned; the same object for the whole run, on every rank."""
+        return self.optimizers.made
 
     @property
     def collective(self) -> Collective:
@@ -118,39 +151,131 @@ class PipelineTrainer:
 
     # --- training ---------------------------------------------------------------------------------------------
 
-    def forward_backward(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
-        """All microbatches forward and backward; gradients are left in place.
+    def step(
+        self,
+        inputs: Inputs,
+        labels: Tensor | None,
+        *,
+        update: bool = True,
+        max_norm: float | None = None,
+        scaler: Any = None,
+    ) -> float:
+        """Train on one batch; returns the loss, equal on all ranks. Collective over all ranks, idle ones included.
 
-        `inputs` [M * microbatch, ...] matters on the rank of the first stage, `target` on that of the last, which
-        returns the mean loss; all others return None.
+        `inputs` and `labels` are the same on every rank. With `update=False` gradients are only added up. The call with
+        `update=True` clips them to `max_norm`, steps the optimizers, and ends the update. The loss is the mean over all
+        labels of the update so far that count. Raises `SpecError` on all ranks, before any data moves, where ranks
+        disagree or the batch does not fit.
         """
-        if self._stages.runtime is None:
-            return None
-        first = self.stage_map.ranks[0] == self.rank
-        last = self.stage_map.ranks[-1] == self.rank
-        if (first and inputs is None) or (last and target is None):
-            raise SpecError("the first stage needs inputs and the last one a target")
-        losses: list[Tensor] = []
-        self.meter.begin_step()
-        # PyTorch 2.11 compares strides of microbatches with those of the example, which is contiguous
-        args = (inputs.contiguous(),) if first and inputs is not None else ()
-        options: dict[str, Any] = {"target": target, "losses": losses} if last else {}
-        self._stages.runtime.step(*args, **options, return_outputs=False)
-        self.meter.end_step()
-        return float(torch.stack([x.detach() for x in losses]).mean()) if last else None
-
-    def step(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
-        """One training step: forward, backward, optimizer. Returns the mean loss where the last stage runs."""
-        self.drop_gradients()
-        loss = self.forward_backward(inputs, target)
-        if self.optimizer is not None:
-            self.optimizer.step()
+        if self._used:
+            self.drop_gradients()
+        passing = self._begin(inputs, labels, (update, max_norm), scaler)
+        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=1.0 / self.progress.divisor)
+        self._run(run)
+        self.progress.add(self._shared_sum(run), len(passing.parts), passing.counted)
+        loss = self.progress.loss
+        if update:
+            self._update(max_norm)
         return loss
 
+    def _begin(self, inputs: Inputs, labels: Tensor | None, arguments: tuple[Any, ...], scaler: Any) -> Passing:
+        """The batch in microbatches with their shapes, once all ranks agree on it."""
+
+        def prepare() -> Passing:
+            if scaler is not None:
+                raise SpecError(f"a pipeline does not take a {type(scaler).__name__} yet: train in bfloat16 instead")
+            self._read_model()
+            first = self.progress.parts
+            return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
+
+        passing = agree_on_batch(prepare, self.owned, arguments, self.collective, self.config.device)
+        trainable = self.owned.trainable()
+        if trainable != self._trainable:
+            # times of layers that were frozen or thawed say nothing any more
+            self._trainable = trainable
+            self.meter.reset()
+        if not self.progress.parts:
+            self.progress.divisor = max(passing.counted, 1)
+        self.progress.rows = max(next(iter(part.inputs.values())).shape[0] for part in passing.parts)
+        return passing
+
+    def _read_model(self) -> None:
+        """Take in what was added to the model since the last step; what belongs elsewhere goes to `meta`."""
+        self.owned.read()
+        mine = self.stage_map.layers_on(self.rank)
+        self.owned.keep_only(mine)
+        self.owned.to_device(self.config.device)
+        missing = self.owned.missing(mine)
+        if missing:
+            raise SpecError(f"{missing[0]} has no memory on rank {self.rank}, which trains it: load its state first")
+        home = self.stage_map.assignment()
+        for name, units in self.owned.tied().items():
+            if len({home[u] for u in units}) > 1:
+                raise SpecError(f"{name} is shared by layers {list(units)}, which are on several ranks: untie them")
+
+    def _run(self, run: Run) -> None:
+        if self._stages.executor is not None:
+            self.meter.begin_step()
+            self._stages.executor.run(run)
+            self.meter.end_step()
+
+    def _shared_sum(self, run: Run) -> float:
+        """The sum of a pass's losses on every rank."""
+        mine = torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=torch.float64)
+        every = self.collective.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
+        return float(every.sum())
+
+    def _update(self, max_norm: float | None) -> None:
+        """Use the gradients: one step of every optimizer, on every rank."""
+        progress = self.progress
+        gradients.scale_(self.owned, progress.divisor / max(progress.counted, 1))
+        if max_norm is not None:
+            self.grad_norm = gradients.total_norm(self.owned, self.collective, self.config.device)
+            gradients.clip_(self.owned, self.grad_norm, max_norm)
+        self.optimizers.step()
+        progress.updated()
+        self._used = True
+
+    def evaluate(self, inputs: Inputs, labels: Tensor | None) -> float:
+        """The mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
+
+        The batch may have any number of rows: it is cut into microbatches of about the training's size. Modules are in
+        evaluation mode meanwhile.
+        """
+        modes = {module: module.training for module in self.module.modules()}
+        enabled, self.meter.enabled = self.meter.enabled, False
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                size = self.progress.rows
+
+                def prepare() -> Passing:
+                    self._read_model()
+                    return batch_of(
+                        self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size
+                    )
+
+                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.collective, self.config.device)
+                run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
+                self._run(run)
+                return self._shared_sum(run) / max(passing.counted, 1)
+        finally:
+            self.meter.enabled = enabled
+            for module, mode in modes.items():
+                module.training = mode
+
     def drop_gradients(self) -> None:
-        """Forget gradients that the optimizer has used, so that they do not travel."""
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
+        """Forget gradients that the optimizers have used, so that they do not travel."""
+        gradients.drop(self.owned.parameters)
+        self._used = False
+
+    def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
+        """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
+
+        `model.save_pretrained(folder, state_dict=...)` writes it for transformers' models.
+        """
+        self._read_model()
+        return whole_state(self.owned, self.stage_map, self.collective, self.config, rank)
 
     # --- measuring --------------------------------------------------------------------------------------------
 
@@ -161,7 +286,7 @@ class PipelineTrainer:
     def local_costs(self) -> dict[int, LayerCost]:
         """Costs of this rank's layers."""
         stages = {s: self.stage_map.layers_of(s) for s in self.stage_map.stages_on(self.rank)}
-        return local_costs(self.layers, stages, self.meter, self.optimizer)
+        return local_costs(self.layers, stages, self.meter, self.optimizers.state())
 
     def times(self) -> RankTimes:
         """Where this rank's time went since the last rebuild."""
@@ -187,27 +312,46 @@ class PipelineTrainer:
 
         `durations` of the new stages, equal on all ranks, let the schedule order what is ready by when it will be.
         `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
-        Raises `TransitionError` on every rank, with the old stages still in force, if the state cannot be moved.
+        Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
         """
+        if self._used:
+            self.drop_gradients()
+        self.owned.read()
         self._stages, done = self.mover.rebuild(self._stages, stage_map, durations=durations, prepared=prepared)
+        self.meter.reset()
         return done
 
-    def refresh(self) -> Rebuilt:
-        """Build the stages anew, after layers were frozen or thawed (`requires_grad_`); collective, between steps."""
-        self.refreshed += 1
-        return self.rebuild(self.stage_map)
+    def held(self) -> Held:
+        """This rank's state without gradients, as it is saved."""
+        self._read_model()
+        return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
 
     def adopt(
-        self, layers: dict[int, PipelineLayer], state: State, scalars: Mapping[str, Any], frozen: set[str]
+        self,
+        state: State,
+        scalars: Mapping[str, Any],
+        frozen: Collection[str],
+        options: list[list[dict[str, Any]]],
+        progress: dict[str, Any],
     ) -> None:
-        """Go on with these layers of the map in force and their state, named as `collect` does; collective."""
-        self._stages = self.mover.adopt(self.stage_map, layers, state, scalars, frozen)
+        """Go on with this state of the map in force, named as `held` does; collective."""
+        taken = Progress()
+
+        def check() -> None:
+            taken.take(progress)
+            self.optimizers.check(options, self.owned.parameters)
+
+        self._stages = self.mover.adopt(self.stage_map, state, scalars, check)
+        self.progress = taken
+        self.optimizers.set_options(options)
+        for name, parameter in self.owned.parameters.items():
+            parameter.requires_grad_(name not in frozen)
+        self._used = False
 
     # --- changing groups --------------------------------------------------------------------------------------
 
     def leave_group(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `change_group` goes on in another."""
-        self._stages = replace(self._stages, runtime=None)
         self.groups.leave()
 
     def change_group(self, group: ProcessGroup | None, number: Mapping[int, int] | None) -> None:
@@ -223,13 +367,10 @@ class PipelineTrainer:
                 raise SpecError(f"ranks {lost} still run stages and cannot leave: rebuild without them first")
             known = StageMap(now.stage_map.boundaries, tuple(number[r] for r in now.stage_map.ranks))
         self.groups.enter(group)
-        self._stages = self.builder.build(self._shared_map(known), now.layers, now.optimizer, now.durations)
+        self._stages = self.builder.build(self._meet(known), now.durations)
+        self.meter.reset()
 
-    def _shared_map(self, known: StageMap | None) -> StageMap:
-        """The stage map of the first rank that knows it; collective."""
-        mine = [list(known.boundaries), list(known.ranks)] if known is not None else None
-        said = gather_json(mine, self.collective, self.config.device, Operation("adopting the stage map"))
-        found = next((s for s in said if s is not None), None)
-        if found is None:
-            raise SpecError("no rank of the group knows the stage map")
-        return StageMap(tuple(found[0]), tuple(found[1]))
+    def _meet(self, known: StageMap | None) -> StageMap:
+        """The group's stage map; a rank that knows none takes over how far the others are. Collective."""
+        found = agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config)
+        return found

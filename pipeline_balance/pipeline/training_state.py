@@ -1,25 +1,26 @@
-"""Training state of pipeline layers as pieces of a space: parameters, buffers, gradients, moments, random streams.
+"""Training state of a pipeline as pieces of a space: parameters, buffers, gradients, what optimizers keep.
 
-Names: `3/mlp.weight` is a parameter or buffer of layer 3, `3/mlp.weight#grad` its gradient, `3/mlp.weight@exp_avg` an
-entry of its optimizer state, `3!rng` the layer's random stream. Every rank describes what it holds in JSON; the union
-is the space. Optimizer entries that are plain numbers travel in the description.
+Names are the unsplit model's: `3.mlp.weight` is a parameter or buffer, `3.mlp.weight#grad` its gradient,
+`3.mlp.weight@exp_avg` an entry of its optimizer state. Every rank describes what it holds in JSON; the union is the
+space. Optimizer entries that are plain numbers travel in the description.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeline_balance.control.measure import PipelineLayer
+from pipeline_balance.pipeline.optimizers import Optimizers
+from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.spec import StageMap
-from prophet.errors import LayoutError
+from prophet.errors import LayoutError, TransitionError
 from prophet.ranks.collective import Collective, Operation
-from prophet.state.layout import Layout, Piece, layout_from
+from prophet.state.layout import Layout, layout_from
 from prophet.state.space import ITEM_BYTES, Box, Space, StateKind, TensorSpec
 
 MAX_DESCRIPTION_BYTES = 1 << 28
@@ -32,55 +33,46 @@ class Held:
     specs: list[TensorSpec] = field(default_factory=list)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     scalars: dict[str, int | float | bool | None] = field(default_factory=dict)
-    frozen: list[str] = field(default_factory=list)
 
-    def add(self, name: str, tensor: Tensor, kind: StateKind, layer: int) -> None:
-        """Take in a tensor of `layer`; `LayoutError` for a kind of tensor that cannot be moved."""
+    def add(self, name: str, tensor: Tensor, kind: StateKind, unit: int) -> None:
+        """Take in a tensor of `unit`; `LayoutError` for a kind of tensor that cannot be moved."""
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES or tensor.layout != torch.strided:
             raise LayoutError(f"{name}: a {tensor.layout} tensor of {dtype} cannot be moved")
-        self.specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, kind=kind, layer=layer))
+        self.specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, kind=kind, layer=unit))
         self.tensors[name] = tensor.detach()
 
+    def add_state(self, key: str, entry: str, value: Any, device: torch.device, unit: int) -> None:
+        """Take in one entry of an optimizer's state for parameter `key`."""
+        if isinstance(value, Tensor) and (value.dim() > 0 or value.device == device):
+            self.add(f"{key}@{entry}", value, "optimizer", unit)
+        elif isinstance(value, Tensor):
+            self.scalars[f"{key}@{entry}:{str(value.dtype).removeprefix('torch.')}"] = value.item()
+        elif value is None or isinstance(value, int | float):
+            self.scalars[f"{key}@{entry}"] = value
+        else:
+            raise LayoutError(f"{key}: optimizer state {entry!r} is a {type(value).__name__}, cannot be moved")
 
-def collect(
-    layers: Mapping[int, PipelineLayer], optimizer: torch.optim.Optimizer | None, *, gradients: bool = True
-) -> Held:
-    """Everything that belongs to the layers of this rank. Parameters shared between layers are refused.
+
+def collect(owned: Ownership, optimizers: Optimizers, units: Collection[int], *, gradients: bool = True) -> Held:
+    """Everything that belongs to `units`, which run on this rank.
 
     Without `gradients`, those are left out: a backward pass may be filling them in at this moment.
     """
     held = Held()
-    owner: dict[int, int] = {}
-    for index in sorted(layers):
-        layer = layers[index]
-        for name, parameter in layer.module.named_parameters():
-            if owner.setdefault(id(parameter), index) != index:
-                raise LayoutError(
-                    f"layers {owner[id(parameter)]} and {index} share the parameter {name}: "
-                    f"they could not be on different ranks; untie them"
-                )
-            key = f"{index}/{name}"
-            held.add(key, parameter, "parameter", index)
-            if not parameter.requires_grad:
-                held.frozen.append(key)
-            if gradients and parameter.grad is not None:
-                held.add(f"{key}#grad", parameter.grad, "gradient", index)
-            state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
-            for entry, value in state.items():
-                if isinstance(value, Tensor) and (value.dim() > 0 or value.device == parameter.device):
-                    held.add(f"{key}@{entry}", value, "optimizer", index)
-                elif isinstance(value, Tensor):
-                    held.scalars[f"{key}@{entry}:{str(value.dtype).removeprefix('torch.')}"] = value.item()
-                elif value is None or isinstance(value, int | float):
-                    held.scalars[f"{key}@{entry}"] = value
-                else:
-                    raise LayoutError(f"{key}: optimizer state {entry!r} is a {type(value).__name__}, cannot be moved")
-        for name, buffer in layer.module.named_buffers():
-            held.add(f"{index}/{name}", buffer, "buffer", index)
-        if layer.has_stream:
-            device = next((p.device for p in layer.parameters()), torch.device("cpu"))
-            held.add(f"{index}!rng", layer.rng_state.to(device), "rng", index)
+    state = optimizers.state()
+    for name in owned.of(units):
+        parameter, unit = owned.parameters[name], owned.units_of[name][0]
+        if parameter.is_meta:
+            raise LayoutError(f"{name} has no memory on this rank, which runs layer {unit}: load its state first")
+        held.add(name, parameter, "parameter", unit)
+        if gradients and parameter.grad is not None:
+            held.add(f"{name}#grad", parameter.grad, "gradient", unit)
+        for entry, value in state.get(id(parameter), {}).items():
+            held.add_state(name, entry, value, parameter.device, unit)
+    for name, buffer in owned.buffers.items():
+        if not set(buffer.units).isdisjoint(units):
+            held.add(name, buffer.tensor, "buffer", buffer.units[0])
     return held
 
 
@@ -96,38 +88,68 @@ def gather_json(value: Any, collective: Collective, device: torch.device, op: Op
     return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
 
 
-def share(held: Held, collective: Collective, device: torch.device) -> tuple[Space, dict[str, Any], set[str]]:
-    """The space of all ranks' tensors, all scalars by name, and the names of all frozen parameters."""
-    mine = {
-        "tensors": [[s.name, list(s.shape), s.dtype, s.kind, s.layer] for s in held.specs],
-        "scalars": held.scalars,
-        "frozen": held.frozen,
-    }
-    tensors: list[TensorSpec] = []
-    scalars: dict[str, Any] = {}
-    frozen: set[str] = set()
-    for said in gather_json(mine, collective, device, Operation("describing state")):
-        tensors += [
-            TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=layer)
-            for name, shape, dtype, kind, layer in said["tensors"]
-        ]
-        scalars.update(said["scalars"])
-        frozen.update(said["frozen"])
-    return Space(tuple(sorted(tensors, key=lambda t: (t.layer or 0, t.name)))), scalars, frozen
+def agree(problem: str, collective: Collective, device: torch.device, op: Operation, after: str) -> None:
+    """Raise `TransitionError` on every rank if any has a `problem` (empty: none), naming rank and problem."""
+    every = gather_json(problem, collective, device, op)
+    refuse([(r, said) for r, said in enumerate(every) if said], after)
 
 
-def apply(
-    layers: Mapping[int, PipelineLayer],
-    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    state: Mapping[Piece, Tensor],
-    scalars: Mapping[str, Any],
-    frozen: set[str],
-) -> torch.optim.Optimizer | None:
-    """Put moved state into the layers that this rank now runs; returns its optimizer, with the state it had elsewhere.
+def refuse(problems: list[tuple[int, str]], after: str) -> None:
+    """Raise `TransitionError` for what ranks have said, if they have."""
+    if problems:
+        raise TransitionError("; ".join(f"rank {r}: {said}" for r, said in problems[:3]) + f"; {after}")
 
-    Tensors are handed over, not copied: a layer that stays keeps its memory.
+
+def share(held: Held | str, collective: Collective, device: torch.device, after: str) -> tuple[Space, dict[str, Any]]:
+    """The space of all ranks' tensors and all scalars by name. A rank that could not collect gives the reason.
+
+    Raises `TransitionError` on every rank then, with `after` for how things stand.
     """
-    values = {piece.name: tensor for piece, tensor in state.items()}
+    mine = {
+        "problem": held if isinstance(held, str) else "",
+        "tensors": []
+        if isinstance(held, str)
+        else [[s.name, list(s.shape), s.dtype, s.kind, s.layer] for s in held.specs],
+        "scalars": {} if isinstance(held, str) else held.scalars,
+    }
+    tensors: dict[str, TensorSpec] = {}
+    scalars: dict[str, Any] = {}
+    every = gather_json(mine, collective, device, Operation("describing state"))
+    refuse([(r, s["problem"]) for r, s in enumerate(every) if s["problem"]], after)
+    for row in every:
+        for name, shape, dtype, kind, unit in row["tensors"]:
+            tensors[name] = TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=unit)
+        scalars.update(row["scalars"])
+    return Space(tuple(sorted(tensors.values(), key=lambda t: (t.layer or 0, t.name)))), scalars
+
+
+def base_name(name: str) -> str:
+    """The parameter or buffer that a piece of state belongs to."""
+    return name.split("#", 1)[0].split("@", 1)[0]
+
+
+def by_layer(
+    space: Space, stage_map: StageMap, ranks: int, tied: Mapping[str, tuple[int, ...]] | None = None
+) -> Layout:
+    """Whole tensors on the rank that runs their layer; tensors without a layer on all ranks.
+
+    What belongs to a `tied` parameter is on the ranks of all its layers.
+    """
+    home = stage_map.assignment()
+    rows: dict[int, list[tuple[str, Box]]] = {r: [] for r in range(ranks)}
+    for tensor in space.tensors:
+        if tensor.layer is not None and not 0 <= tensor.layer < stage_map.layers:
+            raise LayoutError(f"{tensor.name} is of layer {tensor.layer}, outside 0..{stage_map.layers - 1}")
+        units = (tied or {}).get(base_name(tensor.name), (tensor.layer,) if tensor.layer is not None else ())
+        for rank in range(ranks) if tensor.layer is None else sorted({home[u] for u in units}):
+            if rank >= ranks:
+                raise LayoutError(f"{tensor.name} is to live on rank {rank} of {ranks}")
+            rows[rank].append((tensor.name, tensor.box))
+    return layout_from(space, ranks, rows)
+
+
+def state_entries(values: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Optimizer state by parameter name, from moved tensors and what travelled in words."""
     entries: dict[str, dict[str, Any]] = {}
     for name, tensor in values.items():
         if "@" in name:
@@ -137,41 +159,4 @@ def apply(
         key, entry = name.split("@", 1)
         entry, _, dtype = entry.partition(":")
         entries.setdefault(key, {})[entry] = torch.tensor(value, dtype=getattr(torch, dtype)) if dtype else value
-    named: dict[str, nn.Parameter] = {}
-    for index in sorted(layers):
-        layer = layers[index]
-        for name, parameter in layer.module.named_parameters():
-            key = f"{index}/{name}"
-            named[key] = parameter
-            if parameter.data_ptr() != values[key].data_ptr() or parameter.shape != values[key].shape:
-                parameter.data = values[key]
-            parameter.requires_grad_(key not in frozen)
-            parameter.grad = values.get(f"{key}#grad")
-        for module_name, module in layer.module.named_modules():
-            for name in list(module._buffers):
-                key = f"{index}/{module_name}.{name}" if module_name else f"{index}/{name}"
-                if module._buffers[name] is not None:
-                    module._buffers[name] = values[key]
-        if layer.has_stream:
-            object.__setattr__(layer, "rng_state", values[f"{index}!rng"].cpu())
-    if not named:
-        return None
-    optimizer = make_optimizer(list(named.values()))
-    for key, parameter in named.items():
-        if key in entries:
-            optimizer.state[parameter] = entries[key]
-    return optimizer
-
-
-def by_layer(space: Space, stage_map: StageMap, ranks: int) -> Layout:
-    """Whole tensors on the rank that runs their layer; tensors without a layer on all ranks."""
-    home = stage_map.assignment()
-    rows: dict[int, list[tuple[str, Box]]] = {r: [] for r in range(ranks)}
-    for tensor in space.tensors:
-        if tensor.layer is not None and not 0 <= tensor.layer < stage_map.layers:
-            raise LayoutError(f"{tensor.name} is of layer {tensor.layer}, outside 0..{stage_map.layers - 1}")
-        for rank in range(ranks) if tensor.layer is None else (home[tensor.layer],):
-            if rank >= ranks:
-                raise LayoutError(f"{tensor.name} is to live on rank {rank} of {ranks}")
-            rows[rank].append((tensor.name, tensor.box))
-    return layout_from(space, ranks, rows)
+    return entries

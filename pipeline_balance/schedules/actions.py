@@ -1,8 +1,9 @@
 """A pipeline schedule as a value: what every rank computes, in order, printable and read back.
 
-Shape legend: S stages, P ranks, M microbatches. An action prints as stage, kind, microbatch (`2F0`), the notation of
-`torch.distributed.pipelining`, so a printed schedule can be handed to torch's runtime. Kinds: F forward, I backward for
-the input only, W backward for the weights only, B both at once.
+Shape legend: S stages, P ranks, M microbatches, N slices of a microbatch. What passes the stages is a unit: a
+microbatch, or slice n of microbatch m, which is unit m N + n. An action prints as stage, kind, unit (`2F0`), the
+notation of `torch.distributed.pipelining`, so a printed schedule can be handed to torch's runtime. Kinds: F forward, I
+backward for the input only, W backward for the weights only, B both at once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ScheduleError(SpecError):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """One piece of computation: `kind` of microbatch `microbatch` in stage `stage`."""
+    """One piece of computation: `kind` of unit `microbatch` in stage `stage`. Without slices a unit is a microbatch."""
 
     stage: int
     kind: Kind
@@ -49,20 +50,22 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Every rank's actions in order, [P][...], and how many stages and microbatches they are of.
+    """Every rank's actions in order, [P][...], and how many stages, microbatches and slices they are of.
 
-    Valid when built: every stage runs on one rank; every microbatch passes F once and either B once, or I and then W
-    once. Whether the order can run at all is what `simulate` finds out.
+    Valid when built: every stage runs on one rank; every unit passes F once and either B once, or I and then W once. In
+    each stage the slices of a microbatch go forward in order and backward in reverse, as attention to earlier slices
+    asks for. Whether the order can run at all is what `simulate` finds out.
     """
 
     actions: tuple[tuple[Action, ...], ...]
     stages: int
     microbatches: int
+    slices: int = 1
 
     def __post_init__(self) -> None:
-        if min(len(self.actions), self.stages, self.microbatches) < 1:
-            got = f"{len(self.actions)}, {self.stages} and {self.microbatches}"
-            raise ScheduleError(f"a schedule needs ranks, stages and microbatches, got {got}")
+        if min(len(self.actions), self.stages, self.microbatches, self.slices) < 1:
+            got = f"{len(self.actions)}, {self.stages}, {self.microbatches} and {self.slices}"
+            raise ScheduleError(f"a schedule needs ranks, stages, microbatches and slices, got {got}")
         home: dict[int, int] = {}
         seen: set[Action] = set()
         for rank, row in enumerate(self.actions):
@@ -72,22 +75,44 @@ class Schedule:
         self._check_complete(seen)
 
     def _check_action(self, action: Action, rank: int, home: dict[int, int], seen: set[Action]) -> None:
-        if action.stage >= self.stages or action.microbatch >= self.microbatches:
-            raise ScheduleError(f"{action} is outside {self.stages} stages x {self.microbatches} microbatches")
+        if action.stage >= self.stages or action.microbatch >= self.units:
+            said = f" x {self.slices} slices" if self.slices > 1 else ""
+            raise ScheduleError(f"{action} is outside {self.stages} stages x {self.microbatches} microbatches{said}")
         if home.setdefault(action.stage, rank) != rank:
             raise ScheduleError(f"stage {action.stage} appears on ranks {home[action.stage]} and {rank}")
         if action in seen:
             raise ScheduleError(f"{action} appears twice")
         needs: dict[str, Kind] = {"I": "F", "B": "F", "W": "I"}
         if action.kind in needs and Action(action.stage, needs[action.kind], action.microbatch) not in seen:
-            raise ScheduleError(f"{action} comes before {needs[action.kind]} of the same microbatch")
+            raise ScheduleError(f"{action} comes before {needs[action.kind]} of the same {self._unit}")
+        if self.slices > 1:
+            self._check_slice(action, seen)
+
+    def _check_slice(self, action: Action, seen: set[Action]) -> None:
+        """Raise unless the slice that must come before `action`'s in its stage has come."""
+        stage, unit = action.stage, action.microbatch
+        place = unit % self.slices
+        if action.kind == "F" and place > 0 and Action(stage, "F", unit - 1) not in seen:
+            raise ScheduleError(f"{action} comes before {Action(stage, 'F', unit - 1)}: slices go forward in order")
+        later: list[Action] = [Action(stage, "B", unit + 1), Action(stage, "I", unit + 1)]
+        if action.kind in ("I", "B") and place < self.slices - 1 and not seen.intersection(later):
+            raise ScheduleError(f"{action} comes before {later[0]} or {later[1]}: slices go backward in reverse order")
 
     def _check_complete(self, seen: set[Action]) -> None:
-        for s, m in product(range(self.stages), range(self.microbatches)):
-            kinds = "".join(k for k in get_args(Kind) if Action(s, k, m) in seen)
+        for s, u in product(range(self.stages), range(self.units)):
+            kinds = "".join(k for k in get_args(Kind) if Action(s, k, u) in seen)
             if kinds not in ("FB", "FIW"):
                 said = kinds or "nothing"
-                raise ScheduleError(f"microbatch {m} in stage {s} runs {said}, expected F and B, or F, I and W")
+                raise ScheduleError(f"{self._unit} {u} in stage {s} runs {said}, expected F and B, or F, I and W")
+
+    @property
+    def units(self) -> int:
+        """M N: what passes every stage forward and backward."""
+        return self.microbatches * self.slices
+
+    @property
+    def _unit(self) -> str:
+        return "unit" if self.slices > 1 else "microbatch"
 
     @property
     def ranks(self) -> int:
@@ -104,13 +129,16 @@ class Schedule:
         return "\n".join(",".join(str(a) for a in row) for row in self.actions)
 
     @classmethod
-    def parse(cls, text: str) -> Schedule:
-        """Reverse of `str`; empty cells (idle slots) are skipped."""
+    def parse(cls, text: str, slices: int = 1) -> Schedule:
+        """Reverse of `str`, which does not tell `slices`; empty cells (idle slots) are skipped."""
         rows = [[Action.parse(c) for c in line.split(",") if c.strip()] for line in text.strip().splitlines()]
         every = [a for row in rows for a in row]
         if not every:
             raise ScheduleError("a schedule needs at least one action")
-        return build(rows, 1 + max(a.stage for a in every), 1 + max(a.microbatch for a in every))
+        units = 1 + max(a.microbatch for a in every)
+        if slices < 1 or units % slices:
+            raise ScheduleError(f"{units} units are no whole microbatches of {slices} slices")
+        return build(rows, 1 + max(a.stage for a in every), units // slices, slices)
 
 
 def check_shape(ranks: int, microbatches: int) -> None:
@@ -119,6 +147,6 @@ def check_shape(ranks: int, microbatches: int) -> None:
         raise ScheduleError(f"ranks and microbatches must be at least 1, got {ranks} and {microbatches}")
 
 
-def build(rows: Sequence[Iterable[Action]], stages: int, microbatches: int) -> Schedule:
+def build(rows: Sequence[Iterable[Action]], stages: int, microbatches: int, slices: int = 1) -> Schedule:
     """A schedule from every rank's actions, [P] rows; validated."""
-    return Schedule(tuple(tuple(row) for row in rows), stages=stages, microbatches=microbatches)
+    return Schedule(tuple(tuple(row) for row in rows), stages=stages, microbatches=microbatches, slices=slices)

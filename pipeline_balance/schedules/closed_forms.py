@@ -1,13 +1,14 @@
 """Closed forms that the simulator is checked against.
 
-Symbols: P ranks, M microbatches, V stages per rank; F, I, W seconds of one microbatch's forward, input backward and
-weight backward on one rank (all its stages together), B = I + W. Idle times are per rank, with even stages and free
-transfers.
+Symbols: P ranks, M microbatches, V stages per rank, N slices; F, I, W seconds of one microbatch's forward, input
+backward and weight backward on one rank (all its stages together), B = I + W. Idle times are per rank, with even stages
+and free transfers.
 """
 
 from __future__ import annotations
 
 from pipeline_balance.schedules.actions import ScheduleError, check_shape
+from pipeline_balance.schedules.sliced import Order
 
 
 def one_f_one_b_idle_s(ranks: int, forward_s: float, backward_s: float) -> float:
@@ -45,3 +46,37 @@ def chimera_bubble_ratio(ranks: int, forward_s: float, backward_s: float, commun
     if not span > 0:
         raise ScheduleError("Chimera's bubble ratio needs positive times")
     return bubble / span
+
+
+def sliced_peak_units(
+    rank: int, ranks: int, stages_per_rank: int, microbatches: int, slices: int, order: Order = "minimal"
+) -> int:
+    """Most units that a rank holds at once: min(N M V, N V + x (P - 1 - r)).
+
+    x is 1 in the minimal order and 2 in the aligned one (SlimPipe, Eq. 1). A unit is the (N V P)-th part of a
+    microbatch's activations.
+    """
+    ahead = (ranks - 1 - rank) * (1 if order == "minimal" else 2)
+    return min(slices * microbatches * stages_per_rank, slices * stages_per_rank + ahead)
+
+
+def sliced_peak_bytes(peak_units: int, slices: int, unit_bytes: int, chunk_gradient_bytes: int) -> int:
+    """Most bytes on a rank with one stage: units * a + (N - 1) g.
+
+    a is what a unit's activations take, g what the gradients of its keys and values take.
+    """
+    return peak_units * unit_bytes + (slices - 1) * chunk_gradient_bytes
+
+
+def sliced_idle_over_work(ranks: int, stages_per_rank: int, microbatches: int, slices: int) -> float:
+    """(P - 1) / (N M V) where all slices cost the same and transfers are free, in both orders."""
+    return (ranks - 1) / (slices * microbatches * stages_per_rank)
+
+
+def sliced_idle_over_work_attention(ranks: int, microbatches: int, slices: int) -> float:
+    """(P - 1) / (N + 1) (2 - (M - 1) P / (M N)) where slice n costs n + 1, as attention alone does.
+
+    One stage per rank, the minimal order, free transfers, N a multiple of P. It hardly falls with M: without an
+    exchange of attention among the ranks SlimPipe's bound (P - 1) / (N M) does not hold.
+    """
+    return (ranks - 1) / (slices + 1) * (2 - (microbatches - 1) * ranks / (microbatches * slices))

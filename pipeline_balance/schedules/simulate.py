@@ -1,8 +1,8 @@
 """What a schedule takes when operations are uneven: start and end of every action, bubble, activations by rank.
 
-Shape legend: S stages, P ranks, M microbatches. Model: start(op) = max(its rank is free + what the runtime takes
-between two actions, its dependency's end + transfer); transfers take time on the wire only and overlap with computation
-on both sides, and so does what the runtime takes where a rank waits for its input anyway.
+Shape legend: S stages, P ranks, U units (microbatches, or slices of them). Model: start(op) = max(its rank is free +
+what the runtime takes between two actions, its dependency's end + transfer); transfers take time on the wire only and
+overlap with computation on both sides, and so does what the runtime takes where a rank waits for its input anyway.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from prophet.spec import FloatArray
 
 @dataclass(frozen=True, kw_only=True)
 class Durations:
-    """Seconds of every operation, each [S] or, where microbatches differ, [S, M]; transfers are [S - 1].
+    """Seconds of every operation, each [S] or, where units differ, [S, U]; transfers are [S - 1].
 
     `forward_transfer_s[s]` is the activation's way from stage s to s + 1 and `backward_transfer_s[s]` the gradient's
-    way back; stages on one rank transfer in no time. `activation_bytes[s]` is what one microbatch keeps in stage s from
-    its forward until its last backward part. `between_s` is what the runtime takes on a rank from the end of one action
-    to the next one's start.
+    way back; stages on one rank transfer in no time. `activation_bytes` is what one unit keeps in a stage from its
+    forward until its last backward part, [S] or [S][U]. `chunk_gradient_bytes` [S] is what the gradients of one slice's
+    keys and values take, from the first backward that adds to them until the slice's own. `between_s` is what the
+    runtime takes on a rank from the end of one action to the next one's start.
     """
 
     forward_s: FloatArray
@@ -34,7 +35,8 @@ class Durations:
     weight_s: FloatArray
     forward_transfer_s: FloatArray = field(default_factory=lambda: np.zeros(0))
     backward_transfer_s: FloatArray = field(default_factory=lambda: np.zeros(0))
-    activation_bytes: tuple[int, ...] = ()
+    activation_bytes: Sequence[int] | Sequence[Sequence[int]] = ()
+    chunk_gradient_bytes: Sequence[int] = ()
     between_s: float = 0.0
 
     @classmethod
@@ -109,6 +111,12 @@ class Simulation:
             return 0.0
         return 1.0 - sum(self.busy_s) / (self.makespan_s * len(self.busy_s))
 
+    @property
+    def idle_over_work(self) -> float:
+        """Idle rank-seconds over busy ones, which most papers call the bubble; `bubble_ratio` divides by both."""
+        work = sum(self.busy_s)
+        return sum(self.idle_s) / work if work > 0 else 0.0
+
 
 def _checked(durations: Durations, name: str, *shapes: tuple[int, ...]) -> FloatArray:
     """The durations of that name, which must have one of the shapes."""
@@ -122,7 +130,7 @@ def _checked(durations: Durations, name: str, *shapes: tuple[int, ...]) -> Float
 
 def simulate(schedule: Schedule, durations: Durations) -> Simulation:
     """Run the schedule on paper. Raises `ScheduleError`, naming the heads of the waiting ranks, if it deadlocks."""
-    stages, whole = schedule.stages, (schedule.stages, schedule.microbatches)
+    stages, whole = schedule.stages, (schedule.stages, schedule.units)
 
     def table(name: str) -> FloatArray:
         array = _checked(durations, name, whole[:1], whole)
@@ -182,23 +190,55 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
         start_s=start,
         end_s=end,
         busy_s=tuple(busy),
-        peak_activation_bytes=peak_activation_bytes(schedule, durations.activation_bytes),
+        peak_activation_bytes=peak_activation_bytes(
+            schedule, durations.activation_bytes, durations.chunk_gradient_bytes
+        ),
     )
 
 
-def peak_activation_bytes(schedule: Schedule, activation_bytes: Sequence[int]) -> tuple[int, ...]:
-    """Most bytes of activations every rank holds at once, [P]; follows from the order alone, not from times."""
-    if activation_bytes and len(activation_bytes) != schedule.stages:
-        raise SpecError(f"activation_bytes needs one figure per stage ({schedule.stages})")
+def peak_activation_bytes(
+    schedule: Schedule,
+    activation_bytes: Sequence[int] | Sequence[Sequence[int]],
+    chunk_gradient_bytes: Sequence[int] = (),
+) -> tuple[int, ...]:
+    """Most bytes of activations, and of their chunks' gradients, that every rank holds at once, [P].
+
+    Follows from the order alone, not from times. A slice's backward adds to the gradients of all earlier slices' keys
+    and values, so those exist beside the slice's own activations (SlimPipe leaves them out).
+    """
+    kept = _by_unit(schedule, activation_bytes)
+    if chunk_gradient_bytes and len(chunk_gradient_bytes) != schedule.stages:
+        raise SpecError(f"chunk_gradient_bytes needs one figure per stage ({schedule.stages})")
+    added = list(chunk_gradient_bytes) or [0] * schedule.stages
     peaks = []
     for row in schedule.actions:
         held = peak = 0
+        waiting: set[tuple[int, int]] = set()
         for action in row:
-            size = activation_bytes[action.stage] if activation_bytes else 0
+            stage, unit = action.stage, action.microbatch
             if action.kind == "F":
-                held += size
-                peak = max(peak, held)
-            elif action.kind in ("B", "W"):
-                held -= size
+                held += kept[stage][unit]
+            elif action.kind in ("I", "B"):
+                earlier = {(stage, unit - back) for back in range(1, unit % schedule.slices + 1)}
+                held += added[stage] * len(earlier - waiting)
+                waiting |= earlier
+            peak = max(peak, held)
+            if action.kind in ("I", "B") and (stage, unit) in waiting:
+                waiting.discard((stage, unit))
+                held -= added[stage]
+            if action.kind in ("B", "W"):
+                held -= kept[stage][unit]
         peaks.append(peak)
     return tuple(peaks)
+
+
+def _by_unit(schedule: Schedule, given: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
+    """Bytes that every unit keeps in every stage, [S][U], from figures by stage or by stage and unit."""
+    if not given:
+        return [[0] * schedule.units] * schedule.stages
+    table = [[row] * schedule.units if isinstance(row, int) else list(row) for row in given]
+    if len(table) != schedule.stages or any(len(row) != schedule.units for row in table):
+        raise SpecError(
+            f"activation_bytes needs one figure per stage ({schedule.stages}), or {schedule.units} by stage and unit"
+        )
+    return table

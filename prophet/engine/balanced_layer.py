@@ -19,7 +19,7 @@ from prophet.experts.replica import Replica
 from prophet.layer.counts import Counts, Row, compare_splits
 from prophet.layer.moe import MoE
 from prophet.layer.port import LayerWindow, Pass, PassCount, Port
-from prophet.planner.withdraw import pays
+from prophet.planner.model.withdraw import pays
 from prophet.scheduler.actions import Window
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.pieces import Form
@@ -76,7 +76,7 @@ class BalancedLayer:
         collective = engine.collective
         who = f"rank {collective.rank}, MoE layer {index}"
         self.plans = PlanAhead(engine.thread, self.check, collective.timeout_s, who)
-        self.history = History(context.ranks, context.experts, adaptive=engine.replan.predict == "best")
+        self.history = History(context.ranks, context.experts, adaptive=engine.experiment.replan.predict == "best")
         self.windows = BlockWindows(index)
         self.counts = StepCounts.none(context.ranks, context.experts)
         self.last_rank_load: IntArray = np.zeros(context.ranks, dtype=np.int64)
@@ -192,12 +192,12 @@ class BalancedLayer:
     def _plan_next(self) -> None:
         """Plan the next step from the counts so far, on the planning thread."""
         engine, kept, seen = self._engine, self.plans.kept, self.counts.load.copy()
-        expected = self.history.forecast(seen, engine.replan.predict)
+        expected = self.history.forecast(seen, engine.experiment.replan.predict)
         begins = kept is None and self.placement.is_static  # no plan yet, and none to go on with
         context = replace(self.context, previous=None if begins else self.placement)
 
         def plan() -> KeptPlan:
-            found = next_plan(kept, seen, expected, engine.planner, context, engine.replan)
+            found = next_plan(kept, seen, expected, engine.planner, context, engine.experiment.replan)
             placement = found.placement
             fits = placement.experts == context.experts and placement.ranks == context.ranks
             if fits and not placement.is_static:

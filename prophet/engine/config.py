@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
-from prophet.engine.replan import ReplanConfig
+from prophet.engine.replan import EVERY_STEP, ReplanConfig
 from prophet.errors import ConfigMismatch, ReplicaMemoryError
 from prophet.layer.moe import MoE
-from prophet.planner import core, get_planner
-from prophet.planner.base import Planner
+from prophet.planner import core, get_planner, planner_with
+from prophet.planner.base import EFFORT, Planner
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.messages import tell
 from prophet.scheduler.forms import Transfers
@@ -25,32 +26,56 @@ from prophet.spec import PlanContext, Topology, Windows, digest, odd_ones_out
 _PLANNER = ("name", "replicates", "withdraws", "needs_core", "place", "split")
 
 
+# Names of the past, which the engine decides today.
+OLD_NAMES = ("schedule", "look_ahead_blocks", "transfers", "check_every", "predict", "replan")
+GONE = "is no setting any more: leave it out (studies set it in the `experiment` that attach() takes)"
+
+_T = TypeVar("_T")
+
+
+def _without_old_names(cls: type[_T]) -> type[_T]:
+    """Have a configuration refuse `OLD_NAMES` with what to write instead."""
+    made = cls.__init__
+
+    @functools.wraps(made)
+    def init(self: _T, **given: Any) -> None:
+        for name in given:
+            if name in OLD_NAMES:
+                raise TypeError(f"{cls.__name__}.{name} {GONE}")
+        made(self, **given)
+
+    cls.__init__ = init  # type: ignore[assignment]
+    return cls
+
+
+@_without_old_names
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How a model is balanced. Must be the same on all ranks.
 
     planner: a name from `prophet.planner.PLANNER_NAMES`, or a `prophet.planner.Planner`.
+    effort: the share of a step that the planner may search for better placements, from 0 to 1. Work is counted by
+        assumed times, never by a clock. Planners that do not search have no use for it; an object keeps its own.
     topology: the machine, for the performance model; None assumes equal ranks on one node.
-    windows: seconds of non-MoE compute per block, under which Trans and Agg can be hidden.
     slots_per_rank: replicas of one layer that a rank may hold.
     replica_memory_bytes: budget per rank for the replicas of all layers, parameters and gradients; None is no limit.
+    timeout_s: limit on every wait; None keeps the layers' own.
+    windows: seconds of non-MoE compute per block, under which Trans and Agg can be hidden.
     refetch: drop replicas' parameters after the forward pass, and send them again for the backward pass. Only
         neighbouring layers' parameters then count towards the budget. Otherwise they stay until the step ends.
     accumulation_steps: backward passes per optimizer step. Agg then runs once, with the last of them. With the default
         of 1 every backward pass brings its own gradients home, which is correct for any number of them.
-    replan: when placements are planned anew, and for which load; None does it for every step, from the last one's load.
-    timeout_s: limit on every wait; None keeps the layers' own.
     """
 
     planner: str | Planner = "prophet"
+    effort: float = EFFORT
     topology: Topology | None = None
-    windows: Windows = field(default_factory=Windows)
     slots_per_rank: int = 4
     replica_memory_bytes: int | None = None
+    timeout_s: float | None = None
+    windows: Windows = field(default_factory=Windows)
     refetch: bool = False
     accumulation_steps: int = 1
-    replan: ReplanConfig | None = None
-    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         lacking = [] if isinstance(self.planner, str) else [n for n in _PLANNER if not hasattr(self.planner, n)]
@@ -59,6 +84,9 @@ class EngineConfig:
                 f"EngineConfig.planner must be a name or a prophet.planner.Planner, got {type(self.planner).__name__} "
                 f"without {', '.join(lacking)}: derive your own from that class"
             )
+        number = isinstance(self.effort, int | float) and not isinstance(self.effort, bool)
+        if not number or not 0 <= self.effort <= 1:
+            raise ValueError(f"EngineConfig.effort must be a share of the step, from 0 to 1, got {self.effort!r}")
         for name in ("slots_per_rank", "replica_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 0:
@@ -79,6 +107,7 @@ class Experiment:
         of so many would not fit the budget), and for comparison "operator" (uncut) and "blocking" (nothing hidden).
     transfers: form of Trans and Agg: "direct" sends, "two-phase" (scatter and all-gather, reduce-scatter and gather),
         or "auto", the cheaper one by the performance model.
+    replan: when placements are planned anew, and for which load; by default for every step, from the last one's load.
     check_every: steps between explicit comparisons of splits and of shared parameters over ranks. Placements are
         compared in every layer of every step, at no extra message.
     """
@@ -86,6 +115,7 @@ class Experiment:
     schedule: Literal["block-wise", "look-ahead", "operator", "blocking"] = "block-wise"
     look_ahead_blocks: int = 2
     transfers: Transfers = "auto"
+    replan: ReplanConfig = EVERY_STEP
     check_every: int = 50
 
     def __post_init__(self) -> None:
@@ -101,14 +131,17 @@ class Experiment:
 def signature(*values: EngineConfig | Experiment) -> str:
     """What must be equal on all ranks, as text: every field, planners by name, and the planner's compiled core."""
     pairs = {f.name: getattr(value, f.name) for value in values for f in fields(value)}
-    planner = pairs["planner"]
-    pairs |= {"planner": getattr(planner, "name", planner), "core": core.version()}
+    planner, effort = pairs["planner"], pairs["effort"]
+    pairs |= {"planner": getattr(planner, "name", planner), "effort": getattr(planner, "effort", effort)}
+    pairs["core"] = core.version()
     return " ".join(f"{n}={v}" for n, v in pairs.items())
 
 
 def planner_of(config: EngineConfig, rank: int) -> Planner:
     """The configuration's planner; `static`, with a warning on rank 0, where it needs a core that was not built."""
-    planner = get_planner(config.planner) if isinstance(config.planner, str) else config.planner
+    planner = config.planner
+    if isinstance(planner, str):
+        planner = planner_with(planner, effort=config.effort)
     if not (planner.needs_core and core.lacking()):
         return planner
     if rank == 0:

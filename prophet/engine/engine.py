@@ -29,7 +29,6 @@ from prophet.engine.copies import check_not_copies
 from prophet.engine.gradient_watch import GradientWatch
 from prophet.engine.overflow import Following
 from prophet.engine.parallel import clip_grad_norm_, update_biases
-from prophet.engine.replan import EVERY_STEP
 from prophet.engine.report import StepReport
 from prophet.engine.resume import engine_state, engine_state_from
 from prophet.experts.replica import ReplicaPool
@@ -60,7 +59,6 @@ class Engine:
         self.layers = layers
         self.collective = ObservedCollective(collective)
         self.config, self.experiment = config, experiment
-        self.replan = config.replan or EVERY_STEP
         self.planner: Planner = planner_of(config, collective.rank)
         self.compared = collective.size > 1 and self.planner.replicates
         contexts = [context_of(layer, collective.size, config) for layer in layers]

@@ -13,7 +13,7 @@ from typing import Literal
 from prophet.engine.history import PREDICT_MODES, PredictMode, similarity
 from prophet.errors import SpecError
 from prophet.planner.base import Planner
-from prophet.planner.cost import step_cost
+from prophet.planner.model.cost import step_cost
 from prophet.spec import IntArray, Placement, PlanContext
 
 Reason = Literal["step", "first", "interval", "gain", "drift", "kept"]

@@ -13,7 +13,7 @@ import numpy as np
 
 from prophet.engine.report import StepReport
 from prophet.planner.base import Planner
-from prophet.planner.cost import step_cost
+from prophet.planner.model.cost import step_cost
 from prophet.spec import IntArray, PlanContext, Split
 
 HOTTEST = 4  # experts named per layer

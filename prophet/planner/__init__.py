@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from prophet.errors import SpecError
 from prophet.planner.base import Planner
 
-PLANNER_NAMES: tuple[str, ...] = (
-    "prophet",
-    "static",
-    "top2",
-    "top3",
-    "top-k",
-    "pro-prophet",
-    "fastermoe",
-    "eplb",
-    "llep",
-    "laer",
-    "ultraep",
-    "moonep",
-    "fine-ep",
-)
+# Module and class of every planner.
+_WHERE = {
+    "prophet": ("search.prophet", "ProphetPlanner"),
+    "static": ("policies.static", "StaticPlanner"),
+    "top2": ("policies.top_k", "TopKPlanner"),
+    "top3": ("policies.top_k", "TopKPlanner"),
+    "top-k": ("policies.top_k", "TopKPlanner"),
+    "pro-prophet": ("policies.pro_prophet", "ProProphetPlanner"),
+    "fastermoe": ("policies.fastermoe", "FasterMoEPlanner"),
+    "eplb": ("policies.eplb", "EplbPlanner"),
+    "llep": ("policies.llep", "LlepPlanner"),
+    "laer": ("policies.laer", "LaerPlanner"),
+    "ultraep": ("policies.ultraep", "UltraEpPlanner"),
+    "moonep": ("policies.ultraep", "UltraEpPlanner"),
+    "fine-ep": ("policies.fine_ep", "FineEpPlanner"),
+}
+PLANNER_NAMES: tuple[str, ...] = tuple(_WHERE)
 
 # Names of the past, and what to write instead.
 _GONE = {
-    "prophet-search": "planner='prophet', which searches from step to step; its option `effort` says how much",
+    "prophet-search": "planner='prophet', which searches from step to step; EngineConfig(effort=...) says how much",
     "prophet-gradual": "planner='prophet', which goes on from the placement in force itself",
 }
 
-__all__ = ["PLANNER_NAMES", "Planner", "get_planner"]
+__all__ = ["PLANNER_NAMES", "Planner", "get_planner", "planner_with"]
 
 
 def get_planner(name: str, **options: Any) -> Planner:
@@ -47,31 +49,16 @@ def get_planner(name: str, **options: Any) -> Planner:
         raise SpecError(f"planner {name!r} does not take these options: {sorted(options)} ({error})") from error
 
 
+def planner_with(name: str, *, effort: float) -> Planner:
+    """The planner called `name`; if it searches, it may search for `effort` of a step. Raises as `get_planner`."""
+    return get_planner(name, effort=effort) if name == "prophet" else get_planner(name)
+
+
 def _build(name: str, options: dict[str, Any]) -> Planner:
-    if name == "prophet":
-        from prophet.planner.greedy import ProphetPlanner
-
-        return ProphetPlanner(**options)
-    from prophet.planner import baselines
-
-    if name == "static":
-        return baselines.StaticPlanner(**options)
     if name in ("top2", "top3"):
-        return baselines.TopKPlanner(k=int(name[3:]), name=name, **options)
-    if name == "top-k":
-        return baselines.TopKPlanner(**options)
-    if name == "pro-prophet":
-        return baselines.ProProphetPlanner(**options)
-    from prophet.planner import published
-
-    if name == "moonep":
-        return published.UltraEpPlanner(exact_match=True, name=name, **options)
-    by_name: dict[str, Callable[..., Planner]] = {
-        "fastermoe": published.FasterMoEPlanner,
-        "eplb": published.EplbPlanner,
-        "llep": published.LlepPlanner,
-        "laer": published.LaerPlanner,
-        "ultraep": published.UltraEpPlanner,
-        "fine-ep": published.FineEpPlanner,
-    }
-    return by_name[name](**options)
+        options = {"k": int(name[3:]), "name": name, **options}
+    elif name == "moonep":
+        options = {"exact_match": True, "name": name, **options}
+    module, cls = _WHERE[name]
+    planner: Planner = getattr(import_module(f"prophet.planner.{module}"), cls)(**options)
+    return planner

@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 
 from prophet.spec import IntArray, Placement, PlanContext, Split
 
+EFFORT = 0.003  # share of a step that a planner may search, unless it is told otherwise
+
 
 @runtime_checkable
 class Planner(Protocol):

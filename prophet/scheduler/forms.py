@@ -30,7 +30,7 @@ class Seconds(NamedTuple):
         return self.first + self.second if two_phase else self.direct
 
     def two_phase(self, cut: tuple[int, ...], cover_s: float) -> bool:
-        """Whether the two-phase form is cheaper (as `planner.cost.transfer_cost` has it) and hides as well.
+        """Whether the two-phase form is cheaper (as `planner.model.cost.transfer_cost` has it) and hides as well.
 
         cover_s: compute under which the transfer runs, shared out by `cut`. The second phase cannot start before the
         first is over, so each has its own part of the cover; a direct transfer has all of it.

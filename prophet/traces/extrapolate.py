@@ -20,7 +20,7 @@ import numpy as np
 from prophet.errors import SpecError
 from prophet.files import is_number, read_json, shown
 from prophet.planner import get_planner
-from prophet.planner.withdraw import pays
+from prophet.planner.model.withdraw import pays
 from prophet.scheduler.forms import FormChooser
 from prophet.scheduler.schedules import runs_ahead, schedule_named
 from prophet.scheduler.simulate import SimulatedStep, predicted_durations, simulate

@@ -16,8 +16,8 @@ import numpy as np
 
 from prophet.errors import SpecError
 from prophet.planner.base import Planner
-from prophet.planner.cost import step_cost
-from prophet.planner.withdraw import settled_cost
+from prophet.planner.model.cost import step_cost
+from prophet.planner.model.withdraw import settled_cost
 from prophet.spec import FloatArray, IntArray, Placement, PlanContext
 from prophet.traces.npz import RoutingTrace
 

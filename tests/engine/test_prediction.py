@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import prophet
+from prophet.engine.config import Experiment
 from prophet.engine.history import History
+from prophet.engine.replan import EVERY_STEP, ReplanConfig
 from prophet.ranks.threads import ThreadCollective
 from prophet.spec import IntArray, Placement, PlanContext
 from tests.helpers.support import HomesPlanner, TinyModel, next_id_loss, on_threads
@@ -30,9 +34,9 @@ def test_placements_are_planned_for_the_predicted_load(mode: str) -> None:
         planner = Listening()
         model = TinyModel(seed=1, group=c, blocks=1).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        replan = prophet.ReplanConfig(interval=1, gain_loss=None, predict=mode)  # type: ignore[arg-type]
-        config = prophet.EngineConfig(planner=planner, replan=replan)
-        engine = prophet.attach(model, optimizer, config=config)
+        experiment = Experiment(replan=replace(EVERY_STEP, predict=mode))
+        config = prophet.EngineConfig(planner=planner)
+        engine = prophet.attach(model, optimizer, config=config, experiment=experiment)
         reference = History(c.size, 8, adaptive=True)
         for step in range(4):
             ids = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(10 * step + c.rank))
@@ -63,4 +67,4 @@ def test_a_forecast_is_the_prediction_after_observing_and_remembers_nothing(mode
 
 def test_an_unknown_prediction_is_refused() -> None:
     with pytest.raises(ValueError, match="predict must be one of 'last', 'ema', 'mean', 'best', got 'oracle'"):
-        prophet.ReplanConfig(predict="oracle")  # type: ignore[arg-type]
+        ReplanConfig(predict="oracle")  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import prophet
+from prophet.engine.config import Experiment
 from prophet.engine.history import History
 from prophet.engine.replan import EVERY_STEP, KeptPlan, ReplanConfig, next_plan, predicted_gain
 from prophet.errors import ConfigMismatch, SpecError
@@ -191,11 +192,9 @@ def test_the_engine_keeps_and_reports_what_it_planned() -> None:
     def body(c: ThreadCollective) -> list[tuple[str, ...]]:
         model = TinyModel(seed=1, group=c, blocks=2).double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        config = prophet.EngineConfig(
-            planner=FixedPlanner([(0, 1), (7, 0)]),
-            replan=prophet.ReplanConfig(predict="best", interval=3, gain_loss=None, drift=None),
-        )
-        engine = prophet.attach(model, optimizer, config=config)
+        config = prophet.EngineConfig(planner=FixedPlanner([(0, 1), (7, 0)]))
+        kept = ReplanConfig(predict="best", interval=3, gain_loss=None, drift=None)
+        engine = prophet.attach(model, optimizer, config=config, experiment=Experiment(replan=kept))
         planned = []
         for _ in range(6):
             ids = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(c.rank))
@@ -216,8 +215,8 @@ def test_the_engine_keeps_and_reports_what_it_planned() -> None:
 def test_ranks_must_agree_on_when_to_plan() -> None:
     def body(c: ThreadCollective) -> None:
         model = TinyModel(seed=1, group=c, blocks=1)
-        config = prophet.EngineConfig(replan=prophet.ReplanConfig(interval=2 + c.rank))
+        experiment = Experiment(replan=ReplanConfig(interval=2 + c.rank))
         with pytest.raises(ConfigMismatch, match="engine configuration"):
-            prophet.attach(model, config=config)
+            prophet.attach(model, experiment=experiment)
 
     on_threads(2, body)

@@ -22,12 +22,13 @@ from tests.helpers.support import RandomPlanner, TinyModel, next_id_loss, on_thr
 class Run:
     """A float32 model, its optimizer and engine on one rank."""
 
-    def __init__(self, group: ThreadCollective, blocks: int = 2, **config: Any) -> None:
+    def __init__(self, group: ThreadCollective, blocks: int = 2, **varied: Any) -> None:
         self.rank, self.steps = group.rank, 0
         self.model = TinyModel(group=group, blocks=blocks, seed=3)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        options = prophet.EngineConfig(**{"planner": RandomPlanner(1, 0.6), **config})
-        self.engine = prophet.attach(self.model, self.optimizer, config=options, experiment=Experiment(check_every=1))
+        options = prophet.EngineConfig(planner=RandomPlanner(1, 0.6))
+        experiment = Experiment(check_every=1, **varied)
+        self.engine = prophet.attach(self.model, self.optimizer, config=options, experiment=experiment)
 
     def train(self, steps: int) -> list[float]:
         losses = []

@@ -359,11 +359,11 @@ def deepspeed_config(folder: Path) -> Format:
         (("prophet",), but(lambda v: v == {})),
         (("prophet", "ep_size"), (0, *but(lambda v: v is None or (type(v) is int and v > 0)))),
         (("prophet", "slots_per_rank"), but(lambda v: type(v) is int and v >= 0)),
-        *((("prophet", name), VALUES) for name in ("planner", "schedule", "transfers", "replica_memory", "predict")),
+        *((("prophet", name), VALUES) for name in ("planner", "schedule", "replan", "replica_memory")),
+        (("prophet", "effort"), but(lambda v: type(v) in (int, float) and 0 <= v <= 1)),
         (("prophet", "verify"), but(bool)),
         (("prophet", "topology"), but(lambda v: v is None)),
         (("prophet", "timeout_s"), but(lambda v: v is None or (type(v) in (int, float) and v > 0))),
-        (("prophet", "replan"), but(lambda v: v is None or v == {})),
     ]
     base = of_json(document, fields)
 
@@ -403,7 +403,7 @@ FORMATS: dict[str, tuple[Callable[[Path], Format], int]] = {
 # words that readers look for
 _NAMES = [
     "benchmark", "rows", "simulated_error", "hosts", "name", "args",
-    "step", "boundaries", "ranks", "tensors", "scalars", "frozen", "prophet", "ep_size", "replan", "zero_optimization",
+    "step", "boundaries", "ranks", "tensors", "scalars", "frozen", "prophet", "ep_size", "effort", "zero_optimization",
 ]  # fmt: skip
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.control.measure import Meter, PipelineLayer
-from pipeline_balance.pipeline.stages import PipelineConfig
-from pipeline_balance.pipeline.trainer import PipelineTrainer
+from pipeline_balance.added_loss import added_losses
+from pipeline_balance.pipeline.generators import unit_seed
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 
 LAYERS, DIM, VOCABULARY, MICROBATCHES, BATCH = 7, 12, 11, 4, 8
@@ -50,54 +50,74 @@ def build_layer(index: int) -> nn.Module:
     return nn.Linear(DIM, VOCABULARY) if index == LAYERS - 1 else _Block(index)
 
 
-def boundaries() -> list[Tensor]:
-    rows = BATCH // MICROBATCHES
-    hidden = [torch.zeros(rows, DIM) for _ in range(LAYERS - 1)]
-    return [torch.zeros(rows, dtype=torch.int64), *hidden, torch.zeros(rows, VOCABULARY)]
-
-
 def batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(VOCABULARY, (BATCH,), generator=generator)
     return ids, (ids * 3 + 1) % VOCABULARY
 
 
-def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, lr=3e-3)
+def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.Adam(named, lr=3e-3)
 
 
-def pipeline(stage_map: StageMap | None, *, split_backward: bool = False) -> PipelineTrainer:
-    """The model on real processes; None for the map of a process that joins a group that trains already."""
-    return PipelineTrainer(
-        build_layer,
-        stage_map,
-        loss_fn=nn.functional.cross_entropy,
-        make_optimizer=make_optimizer,
-        boundaries=boundaries(),
-        config=PipelineConfig(microbatches=MICROBATCHES, seed=SEED, timeout_s=60.0, split_backward=split_backward),
+def pipeline(stage_map: StageMap | None = None, **options: Any) -> ElasticPipeline:
+    """The model on real processes."""
+    given: dict[str, Any] = {"make_optimizer": make_optimizer, "microbatches": MICROBATCHES, "seed": SEED}
+    layers = [build_layer(i) for i in range(LAYERS)]
+    return ElasticPipeline.from_modules(
+        layers, nn.functional.cross_entropy, stage_map, **{**given, "timeout_s": 60.0, **options}
     )
+
+
+def plain_step(
+    layers: list[nn.Module],
+    inputs: Tensor,
+    labels: Tensor,
+    loss_fn: Callable[[Any, Tensor], Tensor],
+    *,
+    microbatches: int,
+    seed: int,
+    update: int,
+    first: int = 0,
+    share: float = 1.0,
+) -> float:
+    """Forward and backward of one batch in one process, with a pipeline's random numbers: the mean loss.
+
+    `share` is what the batch counts in its update. Rows of equal size are assumed to count alike.
+    """
+    total = 0.0
+    parts = zip(inputs.tensor_split(microbatches), labels.tensor_split(microbatches), strict=True)
+    for number, (x, target) in enumerate(parts, start=first):
+        weight = share * target.shape[0] / labels.shape[0]
+        with added_losses(weight) as added:
+            for unit, layer in enumerate(layers):
+                torch.manual_seed(unit_seed(seed, unit, update, number))
+                x = layer(x) if not isinstance(x, tuple) else layer(*x)
+            loss = loss_fn(x, target)
+            (loss * weight).backward()
+        total += float(loss.detach().double() + sum(v.double() for v in added.values)) * weight / share
+    return total
 
 
 def plain_losses(
     steps: int, before_step: Callable[[dict[int, Any], int], object] | None = None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """The same training in one process without a pipeline."""
-    meter = Meter(enabled=False)
-    layers = [PipelineLayer(build_layer(i), i, meter, seed=SEED) for i in range(LAYERS)]
-    optimizer = make_optimizer([p for layer in layers for p in layer.parameters()])
+    layers = [build_layer(i) for i in range(LAYERS)]
+    optimizer = make_optimizer([(f"{i}.{n}", p) for i, layer in enumerate(layers) for n, p in layer.named_parameters()])
     losses = []
     for step in range(steps):
         optimizer.zero_grad()
         if before_step is not None:
             before_step(dict(enumerate(layers)), step)
-        parts = []
-        for ids, target in zip(*(t.chunk(MICROBATCHES) for t in batch(step)), strict=True):
-            x = ids
-            for layer in layers:
-                x = layer(x)
-            loss = nn.functional.cross_entropy(x, target)
-            (loss / MICROBATCHES).backward()
-            parts.append(float(loss.detach()))
+        loss = plain_step(
+            layers,
+            *batch(step),
+            nn.functional.cross_entropy,
+            microbatches=MICROBATCHES,
+            seed=SEED,
+            update=step,
+        )
         optimizer.step()
-        losses.append(sum(parts) / len(parts))
-    return losses, {f"{i}/{n}": t.detach() for i, m in enumerate(layers) for n, t in m.module.state_dict().items()}
+        losses.append(loss)
+    return losses, {f"{i}.{n}": t.detach() for i, m in enumerate(layers) for n, t in m.state_dict().items()}

@@ -2,8 +2,8 @@
 
 Shape legend: R ranks, E experts, D destination ranks (equal to R).
 
-It starts from the exact split, which has a naive twin elsewhere (`prophet.planner.naive`), and descends from there by
-the rules that `descent.h` states. Sums run in index order. Slow by design.
+It starts from the exact split, which has a naive twin elsewhere (`prophet.planner.split.naive`), and descends from
+there by the rules that `descent.h` states. Sums run in index order. Slow by design.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prophet.planner.greedy import Machine
+from prophet.planner.model.machine import Machine
 from prophet.spec import IntArray, Placement
 
 LEVELS, MOST_SWEEPS, SETTLE_S = 9, 36, 3e-8

@@ -24,8 +24,7 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     assert read_config(path) == (plain, section)
-    replan = read_config({"prophet": {"replan": {"interval": 7, "drift": None}}})[1].engine.replan
-    assert replan == prophet.ReplanConfig(interval=7, drift=None)
+    assert read_config({"prophet": {"effort": 0.02}})[1].engine == prophet.EngineConfig(effort=0.02)
     assert read_config({"prophet": {"enabled": False}})[1].engine.planner == "static"
 
 
@@ -52,18 +51,11 @@ def test_the_section_is_taken_out_and_the_config_left_alone(tmp_path: Path) -> N
         ({"prophet": {"slots_per_rank": -1}}, r"prophet\.slots_per_rank must not be negative"),
         ({"prophet": {"replica_memory_bytes": -1}}, r"prophet\.replica_memory_bytes must not be negative"),
         ({"prophet": {"timeout_s": 0}}, r"prophet\.timeout_s must be positive"),
-        ({"prophet": {"replan": 10}}, r"prophet\.replan: expected an object, got 10"),
-        (
-            {"prophet": {"replan": {"intervall": 10}}},
-            r"prophet\.replan\.intervall: unknown key; did you mean 'interval'",
-        ),
-        (
-            {"prophet": {"replan": {"interval": 0}}},
-            r"prophet\.replan\.interval must be an integer of at least 1, got 0",
-        ),
-        ({"prophet": {"replan": {"interval": "ten"}}}, r"prophet\.replan\.interval must be an integer .*, got 'ten'"),
-        ({"prophet": {"replan": {"drift": "some"}}}, r"prophet\.replan\.drift must be a number .*, got 'some'"),
-        ({"prophet": {"replan": {"predict": "oracle"}}}, r"prophet\.replan\.predict must be one of .*, got 'oracle'"),
+        ({"prophet": {"effort": "much"}}, r"prophet\.effort: expected a number, got 'much'"),
+        ({"prophet": {"effort": None}}, r"prophet\.effort: expected a number, got None"),
+        ({"prophet": {"effort": 3}}, r"prophet\.effort must be a share of the step, from 0 to 1, got 3"),
+        ({"prophet": {"replan": {"interval": 10}}}, r"prophet\.replan is no setting any more: leave it out"),
+        ({"prophet": {"schedule": "blocking"}}, r"prophet\.schedule is no setting any more: leave it out"),
         ({"prophet": {"refetch": "always"}}, r"prophet\.refetch: expected true or false, got 'always'"),
         ({"prophet": {"accumulation_steps": 2}}, r"prophet\.accumulation_steps: unknown key"),
         ({"zero_optimization": {"stage": 3}}, r"zero_optimization\.stage: 3 is not supported.*no whole expert"),

@@ -14,7 +14,7 @@ from prophet.experts.feed_forward import FeedForwardBank
 from prophet.machine.calibrate import Calibration, calibrate, check, model_lines
 from prophet.machine.fit import Fit, Line, Point, fit_line, rate_of
 from prophet.machine.measure import Probe, Ranges, measure_overlap
-from prophet.planner.cost import step_cost
+from prophet.planner.model.cost import step_cost
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.spec import FloatArray, LayerShape, Link, Placement, PlanContext, Split, Topology
 
@@ -145,7 +145,7 @@ def test_a_check_fits_nothing_and_uses_the_lines_it_is_given() -> None:
 
 
 def test_the_models_lines_are_what_the_cost_model_says() -> None:
-    from prophet.planner.cost import compute_seconds, exchange_seconds
+    from prophet.planner.model.cost import compute_seconds, exchange_seconds
 
     shape = LayerShape.feed_forward(dim=8, hidden=16)
     topology = Topology(
@@ -171,7 +171,7 @@ def test_the_models_lines_are_what_the_cost_model_says() -> None:
 
 
 def test_a_call_overhead_is_paid_once_and_only_where_there_is_work() -> None:
-    from prophet.planner.cost import compute_seconds
+    from prophet.planner.model.cost import compute_seconds
 
     topology = Topology.uniform(2, flops_per_s=1e6)
     shape = LayerShape.feed_forward(dim=8, hidden=16)

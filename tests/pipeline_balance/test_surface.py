@@ -8,12 +8,12 @@ import pytest
 
 import pipeline_balance
 from pipeline_balance.pipeline.stages import PipelineConfig
-from pipeline_balance.pipeline.trainer import PipelineTrainer
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from prophet.errors import SpecError
 
 
 def test_the_package_offers_what_it_lists() -> None:
-    assert pipeline_balance.PipelineTrainer is PipelineTrainer
+    assert pipeline_balance.ElasticPipeline is ElasticPipeline
     assert all(getattr(pipeline_balance, name).__name__ == name for name in pipeline_balance.__all__)
     with pytest.raises(AttributeError, match="Elastic"):
         _ = pipeline_balance.Elastic
@@ -23,7 +23,7 @@ def test_the_package_offers_what_it_lists() -> None:
     ("door", "name"),
     [
         ("runtime", "ElasticPipeline"),
-        ("runtime", "PipelineTrainer"),
+        ("runtime", "ElasticPipeline"),
         ("measure", "Meter"),
         ("controller", "ControllerConfig"),
         ("spec", "StageMap"),
@@ -36,7 +36,7 @@ def test_documented_modules_stay(door: str, name: str) -> None:
     assert hasattr(module, name)
     assert all(hasattr(module, n) for n in getattr(module, "__all__", ()))
     if name == "ElasticPipeline":
-        assert module.ElasticPipeline is PipelineTrainer
+        assert module.ElasticPipeline is ElasticPipeline
 
 
 def test_a_pipeline_needs_microbatches() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from prophet.machine.presets import get_preset
 from prophet.planner.core import native
-from prophet.planner.greedy import Machine
+from prophet.planner.model.machine import Machine
 
 
 def arguments() -> list[Any]:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from prophet.errors import SpecError
 from prophet.planner.core import native
-from prophet.planner.greedy import Machine
-from prophet.planner.split import exact_split
+from prophet.planner.model.machine import Machine
+from prophet.planner.split.exact import exact_split
 from prophet.spec import Placement
 from tests.helpers.planner_cases import Case, cases
 from tests.helpers.split_twin import Twin

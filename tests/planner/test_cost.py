@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from prophet.errors import SpecError
-from prophet.planner.cost import exchange_seconds, mean_bandwidth, paper_cost, step_cost, transfer_cost
+from prophet.planner.model.cost import exchange_seconds, mean_bandwidth, paper_cost, step_cost, transfer_cost
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
 
 SHAPE = LayerShape.feed_forward(

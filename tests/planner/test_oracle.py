@@ -10,8 +10,8 @@ import pytest
 from prophet.errors import SpecError
 from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.planner import get_planner
-from prophet.planner.cost import step_cost
-from prophet.planner.greedy import Tuning
+from prophet.planner.model.cost import step_cost
+from prophet.planner.search.prophet import Tuning
 from prophet.spec import Placement
 
 pytest.importorskip("scipy")
@@ -20,7 +20,7 @@ pytest.importorskip("scipy")
 @pytest.mark.parametrize(("overlap_cost", "experts"), [(0.0, True), (0.3, True), (0.0, False), (0.3, False)])
 @pytest.mark.parametrize("name", ["hpwnv:MoE-GPT-L", "h100-nvlink:Mixtral-8x7B", "gloo-loopback"])
 def test_no_planner_beats_the_oracle(name: str, overlap_cost: float, experts: bool) -> None:
-    from prophet.planner.oracle import lower_bound, solve_exactly
+    from prophet.planner.oracle.optimum import lower_bound, solve_exactly
 
     rng = np.random.default_rng(3)
     load = rng.multinomial(4096, rng.dirichlet(np.full(4, 0.4)), size=4).astype(np.int64)
@@ -43,7 +43,7 @@ def test_no_planner_beats_the_oracle(name: str, overlap_cost: float, experts: bo
 
 def test_the_timed_split_comes_close_to_the_best_one() -> None:
     """Exchange-bound cases, half of them on two nodes: where the lowest bottleneck alone is far from the best."""
-    from prophet.planner.oracle import solve_exactly
+    from prophet.planner.oracle.optimum import solve_exactly
 
     timed, exact = [], []
     for seed in range(12):
@@ -68,7 +68,7 @@ def test_the_timed_split_comes_close_to_the_best_one() -> None:
 
 
 def test_the_best_split_uses_the_given_replicas_only() -> None:
-    from prophet.planner.oracle import solve_exactly
+    from prophet.planner.oracle.optimum import solve_exactly
 
     load = np.array([[4000, 50], [4000, 50]], dtype=np.int64)
     context = get_preset("gloo-loopback").context(2, 2, routed_per_rank=4050, slots_per_rank=1)

@@ -10,8 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prophet.planner import PLANNER_NAMES, core, get_planner
-from prophet.planner.cost import step_cost
-from prophet.planner.greedy import Machine, ProphetPlanner, Tuning
+from prophet.planner.model.cost import step_cost
+from prophet.planner.model.machine import Machine
+from prophet.planner.search.prophet import ProphetPlanner, Tuning
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology
 from tests.helpers.planner_cases import Case, cases
 

@@ -11,8 +11,8 @@ import pytest
 from prophet.errors import SpecError
 from prophet.machine.presets import get_preset
 from prophet.planner import PLANNER_NAMES, Planner, get_planner
-from prophet.planner.cost import step_cost
-from prophet.planner.greedy import ProphetPlanner, Tuning
+from prophet.planner.model.cost import step_cost
+from prophet.planner.search.prophet import ProphetPlanner, Tuning
 from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
 
 # One expert of 4 is hot; a replica is cheap and hidden, so compute decides.
@@ -42,6 +42,7 @@ def test_unknown_names_and_options_are_refused() -> None:
         ("prophet", {"effort": -1.0}),
         ("top-k", {"k": -1}),
         ("pro-prophet", {"alpha": -1.0}),
+        ("pro-prophet", {"equation": 7}),
     ):
         with pytest.raises(SpecError):
             get_planner(name, **options)
@@ -254,6 +255,10 @@ def test_pro_prophet_follows_algorithm_1() -> None:
         home=(0, 1, 2, 3),
     )
     assert get_planner("pro-prophet").place(load, slow).is_static
+    # Windows hide them in Eq. 8, and do not in Eq. 6.
+    hidden = dataclasses.replace(slow, windows=Windows(fnec_s=1e6, bnec_s=1e6))
+    assert not get_planner("pro-prophet").place(load, hidden).is_static
+    assert get_planner("pro-prophet", equation=6).place(load, hidden).is_static
 
 
 def test_all_kinds_of_arrays_are_planned_alike() -> None:

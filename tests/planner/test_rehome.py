@@ -7,7 +7,7 @@ import pytest
 
 from prophet.errors import SpecError
 from prophet.planner import get_planner
-from prophet.planner.rehome import propose, swap_seconds
+from prophet.planner.search.rehome import propose, swap_seconds
 from prophet.spec import LayerShape, Link, PlanContext, Topology
 
 SHAPE = LayerShape.feed_forward(dim=32, hidden=64)

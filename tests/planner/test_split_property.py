@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from prophet.planner import PLANNER_NAMES, get_planner
 from prophet.planner.core import native
-from prophet.planner.cost import step_cost
-from prophet.planner.greedy import Machine, ProphetPlanner, Tuning
-from prophet.planner.naive import naive_bottleneck, naive_split
-from prophet.planner.split import exact_flows, exact_split, local_split
+from prophet.planner.model.cost import step_cost
+from prophet.planner.model.machine import Machine
+from prophet.planner.search.prophet import ProphetPlanner, Tuning
+from prophet.planner.split.exact import exact_flows, exact_split
+from prophet.planner.split.local import local_split
+from prophet.planner.split.naive import naive_bottleneck, naive_split
 from prophet.spec import Placement, Split, Topology
 from tests.helpers.planner_cases import Case, cases
 

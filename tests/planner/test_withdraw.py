@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.planner import get_planner
-from prophet.planner.cost import compute_seconds, step_cost
-from prophet.planner.withdraw import pays, settled_cost, split_seconds, unhidden_seconds
+from prophet.planner.model.cost import compute_seconds, step_cost
+from prophet.planner.model.withdraw import pays, settled_cost, split_seconds, unhidden_seconds
 from prophet.spec import IntArray, PlanContext, Split, Windows
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import pipeline_balance
 from pipeline_balance.control.controller import ControllerConfig, DecisionMismatch, MoveCost
 from pipeline_balance.pipeline.stages import PipelineConfig
-from pipeline_balance.pipeline.trainer import PipelineTrainer
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from tests.helpers.launch import run_gloo
 
@@ -34,8 +34,8 @@ class _Slow(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def make(size: int) -> PipelineTrainer:
-    return PipelineTrainer(
+def make(size: int) -> ElasticPipeline:
+    return ElasticPipeline(
         _Slow,
         StageMap.contiguous([k * LAYERS // size for k in range(size + 1)]),
         loss_fn=nn.functional.mse_loss,
@@ -45,7 +45,7 @@ def make(size: int) -> PipelineTrainer:
     )
 
 
-def _set_times(run: PipelineTrainer, slow: set[int]) -> None:
+def _set_times(run: ElasticPipeline, slow: set[int]) -> None:
     for i, layer in run.layers.items():
         layer.module.seconds = 12e-3 if i in slow else 1e-3  # type: ignore[assignment]
 

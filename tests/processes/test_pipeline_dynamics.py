@@ -11,7 +11,7 @@ from pipeline_balance.dynamics.freezing import Freezer, FreezingRule, freeze_pre
 from pipeline_balance.dynamics.gpt import GPTShape, boundaries, builder, loss
 from pipeline_balance.dynamics.pruning import prune_globally
 from pipeline_balance.pipeline.stages import PipelineConfig
-from pipeline_balance.pipeline.trainer import PipelineTrainer
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
@@ -85,7 +85,7 @@ def _plain(case: str) -> tuple[list[float], int]:
 
 def _train(rank: int, size: int, case: str) -> tuple[list[float | None], int]:
     shape, build = _model(case)
-    run = PipelineTrainer(
+    run = ElasticPipeline(
         build,  # type: ignore[arg-type]
         StageMap.contiguous((0, 3, shape.layers)),
         loss_fn=loss,

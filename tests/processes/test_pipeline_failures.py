@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.control.controller import Controller, ControllerConfig
-from pipeline_balance.pipeline.trainer import PipelineTrainer
+from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import collect
 from pipeline_balance.spec import PartitionError, RankLimits, StageMap
 from prophet.errors import TransitionError
@@ -21,11 +21,11 @@ from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, pipeline, pla
 THREE = StageMap.contiguous((0, 3, 5, LAYERS))
 
 
-def _state(run: PipelineTrainer) -> dict[str, Tensor]:
+def _state(run: ElasticPipeline) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in collect(run.layers, run.optimizer).tensors.items()}
 
 
-def _same(run: PipelineTrainer, before: dict[str, Tensor]) -> bool:
+def _same(run: ElasticPipeline, before: dict[str, Tensor]) -> bool:
     now = _state(run)
     return set(now) == set(before) and all(torch.equal(now[name], tensor) for name, tensor in before.items())
 
@@ -66,7 +66,7 @@ def test_a_rank_that_dies_during_a_move_leaves_the_others_whole() -> None:
         assert "of a transition failed" in answer["said"]
 
 
-def _no_memory(run: PipelineTrainer, calls: int) -> None:
+def _no_memory(run: ElasticPipeline, calls: int) -> None:
     left = [calls]
 
     def allocate(*args: Any) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prophet.errors import SpecError
-from prophet.planner.cost import transfer_cost
+from prophet.planner.model.cost import transfer_cost
 from prophet.scheduler.actions import Action
 from prophet.scheduler.pieces import Form
 from prophet.scheduler.schedules import NAMES, Schedule, block_wise, blocking, schedule_named

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from prophet.planner.cost import transfer_cost
+from prophet.planner.model.cost import transfer_cost
 from prophet.ranks.collective import Coming, Done, Operation
 from prophet.scheduler.forms import FormChooser, Seconds
 from prophet.scheduler.pieces import GRAIN, HALVES

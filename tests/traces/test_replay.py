@@ -8,7 +8,7 @@ import pytest
 from prophet.errors import SpecError
 from prophet.planner import get_planner
 from prophet.planner.base import Planner
-from prophet.planner.cost import step_cost
+from prophet.planner.model.cost import step_cost
 from prophet.spec import LayerShape, Placement, PlanContext, Split, Topology
 from prophet.traces.npz import RoutingTrace
 from prophet.traces.replay import choose_iterations, predicted_load, replay, routed_per_rank

@@ -16,7 +16,7 @@ def held_bytes() -> int:
 def exact_rows(
     load_RE: IntArray, holds_ER: BoolArray, home_E: IntArray, node_R: IntArray, speed_R: FloatArray
 ) -> tuple[IntArray, IntArray, IntArray, float]:
-    """The exact split: shared experts [M], their rows [F, 4] as of `split.Flows`, rank loads [R], the bottleneck."""
+    """The exact split: shared experts [M], their rows [F, 4] as of `Flows`, rank loads [R], the bottleneck."""
 
 def split_rows(
     load_RE: IntArray,
@@ -28,8 +28,8 @@ def split_rows(
     figures: FloatArray,
     effort: float,
 ) -> tuple[IntArray, IntArray, IntArray, float, _Seconds]:
-    """The same for the shortest step, and its cost. `figures` are those of `greedy.Machine`; `effort` is the share of
-    what could be saved on exchanges that may be spent on saving it."""
+    """The same for the shortest step, and its cost. `figures` are those of `model.machine.Machine`; `effort` is the
+    share of what could be saved on exchanges that may be spent on saving it."""
 
 def split_tokens(
     load_RE: IntArray,

@@ -1,4 +1,4 @@
-// The cost of a step: the twin of `prophet.planner.cost.step_cost`, in parts.
+// The cost of a step: the twin of `prophet.planner.model.cost.step_cost`, in parts.
 #pragma once
 
 #include "flow.h"

@@ -14,7 +14,7 @@ struct Link {
     double latency_s;
 };
 
-// The machine and the layer. Python passes them as one float array, in the order of `prophet.planner.timing`.
+// The machine and the layer. Python passes them as one float array, in the order of `prophet.planner.model.machine`.
 struct Figures {
     double token_bytes;
     Link intra;

@@ -2,7 +2,7 @@
 
 Shape legend: R ranks, E experts, D destination ranks (equal to R).
 
-The mixed-integer program chooses replicas and tokens together and contains every term of `cost.step_cost`.
+The mixed-integer program chooses replicas and tokens together and contains every term of `model.cost.step_cost`.
 Tokens are continuous in it, so its optimum is a lower bound that whole tokens miss by at most a rounding.
 Needs scipy.
 """

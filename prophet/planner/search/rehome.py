@@ -14,7 +14,7 @@ import numpy as np
 
 from prophet.errors import SpecError
 from prophet.planner.base import Planner
-from prophet.planner.cost import step_cost
+from prophet.planner.model.cost import step_cost
 from prophet.spec import IntArray, LayerShape, PlanContext, Topology, check_load
 
 Swap = tuple[int, int]

@@ -78,20 +78,3 @@ def exact_split(load: IntArray, placement: Placement, topology: Topology) -> Spl
     load = _check(load, placement, topology)
     flows = exact_flows(load, placement, node=topology.node_ids(), speed=topology.relative_speed(), check=False)
     return flows.dense()
-
-
-def local_split(load: IntArray, placement: Placement) -> Split:
-    """Tokens stay where their expert is held locally and go home otherwise: the split of the published
-    baselines.
-    """
-    load = check_load(load)
-    ranks, experts = load.shape
-    if (ranks, experts) != (placement.ranks, placement.experts):
-        raise SpecError(
-            f"load is {list(load.shape)}, placement is for {placement.ranks} ranks x {placement.experts} experts"
-        )
-    tokens = np.zeros((ranks, experts, ranks), dtype=np.int64)
-    rank, expert = np.divmod(np.arange(ranks * experts), experts)
-    target = np.where(placement.holds.T.reshape(-1), rank, placement.home[expert])
-    tokens[rank, expert, target] = load.reshape(-1)
-    return Split.trusted(tokens)

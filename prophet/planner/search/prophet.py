@@ -12,92 +12,13 @@ import numpy as np
 
 from prophet.errors import SpecError
 from prophet.planner import core
-from prophet.planner.base import Planner
-from prophet.planner.split import Flows
-from prophet.spec import (
-    BoolArray,
-    FloatArray,
-    IntArray,
-    LayerShape,
-    Placement,
-    PlanContext,
-    Split,
-    Topology,
-    Windows,
-    check_load,
-)
+from prophet.planner.base import EFFORT, Planner
+from prophet.planner.model.machine import Machine
+from prophet.planner.split.exact import Flows
+from prophet.spec import BoolArray, FloatArray, IntArray, Placement, PlanContext, Split, check_load
 
 REMEMBERED = 4  # contexts
 _NONE = np.zeros((0, 0), dtype=np.bool_)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Machine:
-    """A `PlanContext` as the arrays that the core takes; all read-only."""
-
-    topology: Topology
-    shape: LayerShape
-    windows: Windows
-    home_tuple: tuple[int, ...]
-    budget_bytes: tuple[int, ...] | None
-    slots_per_rank: int
-    home: IntArray
-    node: IntArray
-    speed: FloatArray
-    seconds_per_token: FloatArray
-    figures: FloatArray
-    limit: IntArray
-
-    @classmethod
-    def of(cls, context: PlanContext) -> Machine:
-        topology, shape = context.topology, context.shape
-        figures = np.array(  # in the order of `core/problem.h`
-            [
-                shape.token_bytes,
-                topology.intra.bytes_per_s,
-                topology.intra.latency_s,
-                topology.inter.bytes_per_s,
-                topology.inter.latency_s,
-                context.trans_bytes,
-                context.agg_bytes,
-                context.windows.fnec_s,
-                context.windows.bnec_s,
-                topology.expert_overhead_s,
-                topology.overlap_cost,
-                not context.windows.experts,
-            ],
-            dtype=np.float64,
-        )
-        limit = np.minimum(context.slot_limits(), context.experts)
-        return cls(
-            topology=topology,
-            shape=shape,
-            windows=context.windows,
-            home_tuple=context.home,
-            budget_bytes=context.budget_bytes,
-            slots_per_rank=context.slots_per_rank,
-            home=np.asarray(context.home, dtype=np.int64),
-            node=topology.node_ids(),
-            speed=topology.relative_speed(),
-            seconds_per_token=shape.forward_flops_per_token / np.asarray(topology.flops_per_s),
-            figures=figures,
-            limit=limit,
-        )
-
-    def matches(self, context: PlanContext) -> bool:
-        """Whether `context` (apart from `previous`) is the one these arrays were made from."""
-        return (
-            self.slots_per_rank == context.slots_per_rank
-            and _same(self.topology, context.topology)
-            and _same(self.shape, context.shape)
-            and _same(self.windows, context.windows)
-            and _same(self.home_tuple, context.home)
-            and _same(self.budget_bytes, context.budget_bytes)
-        )
-
-
-def _same(a: object, b: object) -> bool:
-    return a is b or a == b
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,7 +61,7 @@ class ProphetPlanner(Planner):
         `Tuning.least_search_s`.
     """
 
-    effort: float = 0.003
+    effort: float = EFFORT
     tuning: Tuning = field(default_factory=Tuning)
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 

@@ -10,7 +10,7 @@ Shape legend: R ranks, E experts.
 
 from __future__ import annotations
 
-from prophet.planner.cost import (
+from prophet.planner.model.cost import (
     A2A_PER_STEP,
     FORWARD_AND_BACKWARD,
     compute_seconds,

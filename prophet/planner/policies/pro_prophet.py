@@ -1,85 +1,46 @@
-"""Published placement policies, each from its paper's description, to compare with.
+"""Pro-Prophet: Algorithm 1 of "A Systematic Load Balancing Method for Efficient Parallel Training of Large-scale MoE
+Models" (Wang et al.), over the performance model of its Eq. 1-8.
 
-Shape legend: R ranks (D of the Pro-Prophet paper), E experts.
-
-All respect the context's slot limits: a rank whose slots are taken is passed over.
+Shape legend: R ranks (D of the paper), E experts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from prophet.errors import SpecError
 from prophet.planner.base import Planner
-from prophet.planner.cost import paper_cost
-from prophet.planner.split import local_split
+from prophet.planner.model.cost import paper_cost
+from prophet.planner.policies.copies import Copies
+from prophet.planner.split.local import local_split
 from prophet.spec import BoolArray, IntArray, Placement, PlanContext, Split, StepCost, check_load
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StaticPlanner(Planner):
-    """Plain expert parallelism: no replicas."""
-
-    name: str = "static"
-
-    @property
-    def replicates(self) -> bool:
-        return False
-
-    def place(self, load: IntArray, context: PlanContext) -> Placement:
-        del load
-        return context.homes_only()
-
-    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
-        del context
-        return local_split(load, placement)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TopKPlanner(Planner):
-    """The k experts with the most tokens on every rank (Pro-Prophet, section VI-C, its policies top2 and
-    top3).
-    """
-
-    k: int = 2
-    name: str = "top-k"
-
-    def __post_init__(self) -> None:
-        if self.k < 0:
-            raise SpecError(f"top-k planner: k must not be negative, got {self.k}")
-
-    def place(self, load: IntArray, context: PlanContext) -> Placement:
-        load = check_load(load)
-        heaviest = np.argsort(-load.sum(axis=0), kind="stable")[: self.k]
-        state = Copies.of(context)
-        for expert in heaviest:
-            state.copy_to(int(expert), np.arange(context.ranks))
-        return state.placement()
-
-    def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
-        del context
-        return local_split(load, placement)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ProProphetPlanner(Planner):
-    """Pro-Prophet's greedy search (Algorithm 1), scored with its Eq. 8.
+    """Pro-Prophet's greedy search (Algorithm 1).
 
     `n` is the number of ranks that do not get a replicated expert, `None` to try every n and keep the best.
-    `alpha` is the balance coefficient of Eq. 7. Where the printed algorithm is unclear: with several experts
-    per rank the heaviest rank gives its heaviest expert that was not taken yet; loads are computed before
-    they are scored; the search ends when the load is balanced.
+    `alpha` is the balance coefficient of Eq. 7. `equation` scores with Eq. 6, for blocking transfers, or Eq. 8, for
+    block-wise ones. The search interval is the engine's: `ReplanConfig`.
+
+    Where the printed algorithm is unclear: with several experts per rank the heaviest rank gives its heaviest expert
+    that was not taken yet; loads are computed before they are scored; the search ends when the load is balanced.
     """
 
     n: int | None = None
     alpha: float = 0.5
+    equation: Literal[6, 8] = 8
     name: str = "pro-prophet"
 
     def __post_init__(self) -> None:
         if self.alpha < 0 or (self.n is not None and self.n < 0):
             raise SpecError(f"pro-prophet planner: n and alpha must not be negative, got {self.n}, {self.alpha}")
+        if self.equation not in (6, 8):
+            raise SpecError(f"pro-prophet planner: equation must be 6 or 8, got {self.equation}")
 
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         load = check_load(load)
@@ -127,7 +88,14 @@ class ProProphetPlanner(Planner):
         return best_s, Placement(home, best)
 
     def _score(self, computed: IntArray, received: IntArray, replicated: int, n: int, context: PlanContext) -> StepCost:
-        return paper_cost(computed, received, replicated=replicated, excluded=n, context=context)
+        return paper_cost(
+            computed,
+            received,
+            replicated=replicated,
+            excluded=n,
+            context=context,
+            overlapped=self.equation == 8,
+        )
 
 
 def local_loads(load: IntArray, holds: BoolArray, home: IntArray) -> tuple[IntArray, IntArray]:
@@ -138,30 +106,3 @@ def local_loads(load: IntArray, holds: BoolArray, home: IntArray) -> tuple[IntAr
     leaves = np.where(local, 0, load).sum(axis=0)
     received = np.bincount(home, weights=leaves, minlength=ranks).astype(np.int64)
     return stays + received, received
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Copies:
-    """Holders under construction, with the slots that are left; the arrays are changed in place."""
-
-    home: IntArray
-    holds: BoolArray
-    free: IntArray
-
-    @classmethod
-    def of(cls, context: PlanContext) -> Copies:
-        """Every expert at home only."""
-        home = np.asarray(context.home, dtype=np.int64)
-        holds = np.zeros((context.experts, context.ranks), dtype=np.bool_)
-        holds[np.arange(context.experts), home] = True
-        return cls(home, holds, context.slot_limits())
-
-    def copy_to(self, expert: int, ranks: IntArray) -> None:
-        """Put a replica of `expert` on those of `ranks` that lack it and have a slot."""
-        target = ranks[(self.free[ranks] > 0) & ~self.holds[expert, ranks]]
-        self.holds[expert, target] = True
-        self.free[target] -= 1
-
-    def placement(self) -> Placement:
-        """What has been copied so far, as a value."""
-        return Placement(self.home, self.holds)

@@ -1,0 +1,233 @@
+"""Running a schedule's actions on one rank: forward, backward, and the messages between stages.
+
+Shape legend: S stages, M microbatches. A stage keeps what a microbatch's forward left until its backward. Every message
+has the shapes and types that all ranks have agreed on for its microbatch; what a stage sends is checked against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from pipeline_balance.added_loss import added_losses
+from pipeline_balance.control.measure import Meter
+from pipeline_balance.pipeline.generators import seeded, unit_seed
+from pipeline_balance.pipeline.model import Boundary, Microbatch, PipelineModel
+from pipeline_balance.schedules.actions import Action
+from pipeline_balance.schedules.transfers import Message, Step
+from prophet.errors import SpecError
+from prophet.ranks.collective import Collective, Operation, Pending
+
+
+@dataclass
+class Run:
+    """One pass of a batch through the stages.
+
+    `shapes` [M] are every microbatch's boundaries without memory. The gradient is that of the sum of losses times
+    `scale`. `losses` collects this rank's sums: the model's on the last
+    stage's, and what layers add.
+    """
+
+    microbatches: Sequence[Microbatch]
+    shapes: Sequence[Sequence[Boundary]]
+    update: int
+    scale: float = 1.0
+    trains: bool = True
+    losses: list[Tensor] = field(default_factory=list)
+
+
+@dataclass
+class _Kept:
+    """What a forward leaves for its backward: the stage's inputs, and what it differentiates."""
+
+    inputs: Boundary
+    outputs: Boundary
+    groups: Any = None
+
+
+class Executor:
+    """Runs this rank's stages. `stages` has their units by number, `training` this rank's steps of the schedule.
+
+    `on_stage_done` is called after a stage's last backward action of a pass.
+    """
+
+    def __init__(
+        self,
+        model: PipelineModel,
+        stages: Mapping[int, Sequence[int]],
+        total_stages: int,
+        *,
+        training: Sequence[Step],
+        evaluation: Callable[[int], Sequence[Step]],
+        collective: Callable[[], Collective],
+        config_seed: int,
+        device: torch.device,
+        meter: Meter,
+        on_stage_done: Callable[[int], None],
+    ) -> None:
+        self.model, self.stages, self.total = model, stages, total_stages
+        self.training, self.evaluation = training, evaluation
+        self.collective, self.seed, self.device = collective, config_seed, device
+        self.meter, self.on_stage_done = meter, on_stage_done
+        self._left: dict[int, int] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._arrived: dict[tuple[bool, int, int], Boundary] = {}
+        self._coming: dict[tuple[bool, int, int], tuple[Pending, Boundary]] = {}
+        self._outgoing: list[Pending] = []
+        last = [a for a in self.training if isinstance(a, Action) and a.kind in "BW"]
+        self._left = {s: sum(a.stage == s for a in last) for s in self.stages}
+
+    def run(self, run: Run) -> None:
+        """All steps of the schedule; returns when everything sent has left."""
+        self._begin()
+        try:
+            for step in self.training if run.trains else self.evaluation(len(run.microbatches)):
+                if isinstance(step, Message):
+                    self._post(step, run)
+                else:
+                    self.run_action(step, run)
+            for pending in self._outgoing:
+                pending.wait()
+        finally:
+            kept, self._outgoing = self._kept, []
+            kept.clear()
+            self._arrived.clear()
+            self._coming.clear()
+
+    def run_action(self, action: Action, run: Run) -> None:
+        """One action, with its input waited for."""
+        s, m = action.stage, action.microbatch
+        if action.kind == "F":
+            given = self._take(True, s, m, run) if s else ()
+            self.meter.run_action("F", s, lambda: self._forward(s, m, given, run))
+            return
+        if action.kind == "W":
+            self._weight(s, m)
+        else:
+            grads = self._take(False, s + 1, m, run) if s + 1 < self.total else ()
+            self._backward(s, m, grads, run, split=action.kind == "I")
+        if action.kind in "BW":
+            self._left[s] -= 1
+            if not self._left[s]:
+                self.on_stage_done(s)
+
+    # --- forward ----------------------------------------------------------------------------------------------
+
+    def _forward(self, s: int, m: int, given: Boundary, run: Run) -> None:
+        units, part = self.stages[s], run.microbatches[m]
+        out = given
+        with added_losses(self._weight_of(m, run)) as added:
+            for unit in units:
+                with seeded(unit_seed(self.seed, unit, run.update, part.number), self.device):
+                    out = self._unit(unit, out, part)
+        run.losses += [value.double() * self.model.counted(part) for value in added.values]
+        if s == self.total - 1:
+            loss = self.meter.timed(lambda: self.model.loss(out, part))
+            run.losses.append(loss.detach().double())
+            out = (loss * run.scale,)
+        else:
+            self._check(s, out, run.shapes[m][units[-1] + 1], part)
+            kept = tuple(t.detach().requires_grad_(t.requires_grad) for t in out)
+            self._arrived[True, s + 1, m] = kept
+        if run.trains:
+            self._kept[s, m] = _Kept(given, out)
+
+    def _unit(self, unit: int, given: Boundary, part: Microbatch) -> Boundary:
+        return self.meter.run_unit(unit, self.model.units[unit], lambda: self.model.run(unit, given, part), given)
+
+    def _weight_of(self, m: int, run: Run) -> float:
+        """What a mean over a microbatch counts."""
+        return self.model.counted(run.microbatches[m]) * run.scale
+
+    def _check(self, s: int, out: Boundary, agreed: Boundary, part: Microbatch) -> None:
+        """What a stage hands on must be what the next one expects."""
+
+        def said(boundary: Boundary) -> list[str]:
+            return [f"{list(t.shape)} {t.dtype}{' with gradient' * t.requires_grad}" for t in boundary]
+
+        if said(out) != said(agreed):
+            raise SpecError(
+                f"layer {self.stages[s][-1]} returned {', '.join(said(out))} for microbatch {part.number}, "
+                f"the ranks had agreed on {', '.join(said(agreed))}"
+            )
+
+    # --- backward ---------------------------------------------------------------------------------------------
+
+    def _backward(self, s: int, m: int, grads: Boundary, run: Run, *, split: bool) -> None:
+        kept = self._kept[s, m] if split else self._kept.pop((s, m))
+        outputs = tuple(t for t in kept.outputs if t.requires_grad)
+        inputs = tuple(t for t in kept.inputs if t.requires_grad)
+        kept.outputs = ()
+        if not outputs:  # nothing here or below trains
+            return
+        if s == self.total - 1:
+            grads = tuple(torch.ones_like(t) for t in outputs)
+        # layers that recompute their forward may add their losses only now
+        with added_losses(self._weight_of(m, run)):
+            # without an input gradient to pass on first, splitting the backward has no use
+            if split and inputs:
+                self.meter.run_action("I", s, lambda: self._input_gradients(s, kept, outputs, grads, inputs))
+            else:
+                self.meter.run_action("B", s, lambda: torch.autograd.backward(outputs, grads))
+        if inputs:
+            self._arrived[False, s, m] = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs)
+            for t in inputs:
+                t.grad = None
+
+    def _input_gradients(self, s: int, kept: _Kept, outputs: Boundary, grads: Boundary, inputs: Boundary) -> None:
+        _, kept.groups = stage_backward_input(list(outputs), list(grads), list(inputs), iter(self._weights(s)))
+
+    def _weight(self, s: int, m: int) -> None:
+        kept = self._kept.pop((s, m))
+        if kept.groups is not None:
+            self.meter.run_action("W", s, lambda: stage_backward_weight(iter(self._weights(s)), kept.groups))
+
+    def _weights(self, s: int) -> list[torch.nn.Parameter]:
+        """Parameters of a stage that train."""
+        every = (p for unit in self.stages[s] for p in self.model.units[unit].parameters())
+        return [p for p in dict.fromkeys(every) if p.requires_grad]
+
+    # --- messages ---------------------------------------------------------------------------------------------
+
+    def _take(self, forward: bool, boundary: int, m: int, run: Run) -> Boundary:
+        """What has come over `boundary`: activations for the stage above it, gradients for the one below."""
+        key = (forward, boundary, m)
+        if key in self._coming:
+            pending, tensors = self._coming.pop(key)
+            pending.wait()
+            if forward:
+                for t, like in zip(tensors, run.shapes[m][self.stages[boundary][0]], strict=True):
+                    t.requires_grad_(like.requires_grad)
+            return tensors
+        return self._arrived.pop(key, ())
+
+    def _post(self, message: Message, run: Run) -> None:
+        """Begin to send or receive."""
+        key = (message.forward, message.boundary, message.microbatch)
+        op = Operation(f"{message}")
+        if message.what == "send":
+            tensors = [t.detach().contiguous() for t in self._arrived.pop(key, ())]
+            if tensors:
+                sends = [(message.peer, t) for t in tensors]
+                self._outgoing.append(self.collective().exchange(sends, [], op=op))
+            return
+        agreed = run.shapes[message.microbatch][self._unit_below(message)]
+        wanted = [t for t in agreed if message.forward or t.requires_grad]
+        made = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in wanted]
+        if made:
+            pending = self.collective().exchange([], [(message.peer, t) for t in made], op=op)
+            self._coming[key] = (pending, tuple(made))
+
+    def _unit_below(self, message: Message) -> int:
+        """Which of the boundaries between units the message is of."""
+        stage = message.boundary if message.forward else message.boundary - 1
+        units = self.stages[stage]
+        return units[0] if message.forward else units[-1] + 1

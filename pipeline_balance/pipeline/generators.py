@@ -1,0 +1,36 @@
+"""Random numbers that do not depend on where a unit runs: its generator is seeded anew for every microbatch.
+
+The key is (seed, unit, update, microbatch), the microbatch counted over replicas and accumulated calls. So nothing
+travels with a layer, and one process with the same keys draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def unit_seed(seed: int, unit: int, update: int, microbatch: int) -> int:
+    """The seed of one unit's generators for one microbatch, 63 bits."""
+    text = f"{seed} {unit} {update} {microbatch}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Inside, the default generators of the host and of `device` draw from `seed`; afterwards they go on as before."""
+    on_device = getattr(torch, device.type, None) if device.type not in ("cpu", "meta") else None
+    host = torch.get_rng_state()
+    other = on_device.get_rng_state(device) if on_device is not None else None
+    torch.default_generator.manual_seed(seed)
+    if on_device is not None:
+        on_device.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(host)
+        if on_device is not None:
+            on_device.set_rng_state(other, device)

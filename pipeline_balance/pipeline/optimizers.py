@@ -1,0 +1,127 @@
+"""A run's optimizers: made once from all parameters on every rank, with what they keep per parameter and per group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from prophet.errors import SpecError
+
+NamedParameters = list[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[NamedParameters], Optimizer | Sequence[Optimizer]]
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+class Optimizers:
+    """What `make_optimizer` returned, as a list, with lookup by parameter.
+
+    `made` is that value itself. Raises `SpecError` for LBFGS, whose step mixes layers, and for a parameter that two
+    optimizers have.
+    """
+
+    def __init__(self, make_optimizer: MakeOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.made = make_optimizer(list(parameters.items()))
+        self.all: list[Optimizer] = [self.made] if isinstance(self.made, Optimizer) else list(self.made)
+        for optimizer in self.all:
+            if not isinstance(optimizer, Optimizer):
+                raise SpecError(f"make_optimizer must return optimizers of torch, got a {type(optimizer).__name__}")
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise SpecError("LBFGS mixes all layers in one step and cannot train stages: use another optimizer")
+        names = {id(p): n for n, p in parameters.items()}
+        seen: set[int] = set()
+        for parameter in self._parameters():
+            if id(parameter) in seen:
+                raise SpecError(f"parameter {names.get(id(parameter), '?')} is in two optimizers or groups")
+            seen.add(id(parameter))
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def step(self) -> None:
+        """Step all of them, in their order."""
+        for optimizer in self.all:
+            optimizer.step()
+
+    def of(self) -> dict[int, Optimizer]:
+        """The optimizer of every parameter, by the parameter's id; groups may have been added since the start."""
+        return {id(p): o for o in self.all for g in o.param_groups for p in g["params"]}
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """What they keep per parameter, by its id."""
+        return {id(p): entries for o in self.all for p, entries in o.state.items() if isinstance(p, Tensor)}
+
+    def options(self, parameters: Mapping[str, nn.Parameter]) -> list[list[dict[str, Any]]]:
+        """Every group's options and its parameters' names, as JSON can say them: [optimizer][group]."""
+        names = {id(p): n for n, p in parameters.items()}
+        return [
+            [
+                {
+                    "parameters": [names.get(id(p), "") for p in group["params"]],
+                    "options": {k: said(v, k) for k, v in group.items() if k not in _NOT_OPTIONS},
+                }
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self.all
+        ]
+
+    def check(self, options: list[list[dict[str, Any]]], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raise `SpecError` unless `options` are of these groups with these parameters."""
+        mine = [[g["parameters"] for g in groups] for groups in self.options(parameters)]
+        others = [[g["parameters"] for g in groups] for groups in options]
+        if [len(g) for g in mine] != [len(g) for g in others]:
+            raise SpecError(
+                f"the optimizers have {[len(g) for g in mine]} groups, the saved ones {[len(g) for g in others]}"
+            )
+        for o, (here, there) in enumerate(zip(mine, others, strict=True)):
+            for g, (a, b) in enumerate(zip(here, there, strict=True)):
+                if a != b:
+                    differ = sorted(set(a) ^ set(b))[:3] or a[:3]
+                    raise SpecError(f"group {g} of optimizer {o} holds other parameters than the saved one: {differ}")
+
+    def set_options(self, options: list[list[dict[str, Any]]]) -> None:
+        """Take over the groups' options, as `options` gave them and `check` has passed them."""
+        for optimizer, groups in zip(self.all, options, strict=True):
+            for group, given in zip(optimizer.param_groups, groups, strict=True):
+                for name, words in given["options"].items():
+                    value = meant(words)
+                    if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
+                        group[name].copy_(value)
+                    else:
+                        group[name] = value
+
+
+def said(value: Any, what: str) -> Any:
+    """`value` as JSON can say it: numbers, words, None, lists, tuples, dictionaries and small tensors of them."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor) and not value.is_meta:
+        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
+    if isinstance(value, tuple):
+        return {"tuple": [said(v, what) for v in value]}
+    if isinstance(value, list):
+        return [said(v, what) for v in value]
+    if isinstance(value, Mapping):
+        return {"items": [[said(k, what), said(v, what)] for k, v in value.items()]}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy's
+        return value.item()
+    raise SpecError(f"{what} is a {type(value).__name__}, which cannot be saved: expected numbers, words or tensors")
+
+
+def meant(value: Any) -> Any:
+    """Reverse of `said`."""
+    if isinstance(value, list):
+        return [meant(v) for v in value]
+    if isinstance(value, dict):
+        if "tensor" in value:
+            return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+        if "tuple" in value:
+            return tuple(meant(v) for v in value["tuple"])
+        return {meant(k): meant(v) for k, v in value["items"]}
+    return value

@@ -1,0 +1,139 @@
+"""Which unit holds which parameter and buffer, and how a tensor's place changes while its object stays.
+
+Shape legend: L units. Every rank has one object per parameter for the whole run. Where a parameter lives elsewhere, it
+is on `meta`: shape and type without memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.model import PipelineModel
+from prophet.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBuffer:
+    """A buffer by its place: `module` has it under `name`, `units` hold the module."""
+
+    module: nn.Module
+    name: str
+    units: tuple[int, ...]
+
+    @property
+    def tensor(self) -> Tensor:
+        found = self.module._buffers[self.name]
+        assert found is not None
+        return found
+
+
+class Ownership:
+    """Parameters and buffers of `model` by their names in the unsplit model, with the units that hold each.
+
+    Reads the model anew in `read`, since adapters, masks and the like are put in while training goes on. A buffer that
+    no unit holds is left out: it stays on every rank.
+    """
+
+    def __init__(self, model: PipelineModel) -> None:
+        self.model = model
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, HeldBuffer] = {}
+        self.units_of: dict[str, tuple[int, ...]] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Find parameters and buffers as they are now. Raises `SpecError` for a parameter that no unit holds."""
+        holders: dict[int, list[int]] = {}
+        for unit, module in enumerate(self.model.units):
+            for parameter in module.parameters():
+                holders.setdefault(id(parameter), []).append(unit)
+            for part in module.modules():
+                holders.setdefault(id(part), []).append(unit)
+        parameters: dict[str, nn.Parameter] = {}
+        buffers: dict[str, HeldBuffer] = {}
+        units_of: dict[str, tuple[int, ...]] = {}
+        for name, parameter in self.model.root.named_parameters():
+            if id(parameter) not in holders:
+                raise SpecError(f"parameter {name} belongs to no layer of the pipeline, so no rank would train it")
+            parameters[name] = parameter
+            units_of[name] = tuple(holders[id(parameter)])
+        for path, module in self.model.root.named_modules():
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and id(module) in holders:
+                    name = f"{path}.{attribute}" if path else attribute
+                    buffers[name] = HeldBuffer(module, attribute, tuple(holders[id(module)]))
+                    units_of[name] = buffers[name].units
+        self.parameters, self.buffers, self.units_of = parameters, buffers, units_of
+
+    def of(self, units: Collection[int]) -> list[str]:
+        """Names of the parameters that any of `units` holds, in the model's order."""
+        return [n for n in self.parameters if not set(self.units_of[n]).isdisjoint(units)]
+
+    def tied(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several units hold, with those units."""
+        return {n: self.units_of[n] for n in self.parameters if len(self.units_of[n]) > 1}
+
+    def structure(self) -> int:
+        """A digest of all names with their shapes and types, equal on ranks that built the same model."""
+        lines = [f"{n} {list(p.shape)} {p.dtype} {self.units_of[n]}" for n, p in self.parameters.items()]
+        lines += [f"{n} {b.units}" for n, b in self.buffers.items()]
+        return number_of("\n".join(lines))
+
+    def trainable(self) -> int:
+        """A digest of which parameters train."""
+        return number_of("".join("10"[not p.requires_grad] for p in self.parameters.values()))
+
+    def keep_only(self, units: Collection[int]) -> None:
+        """Leave on this rank what `units` hold; everything else goes to `meta`, without its gradient."""
+        mine = set(units)
+        for name, parameter in self.parameters.items():
+            if mine.isdisjoint(self.units_of[name]) and not parameter.is_meta:
+                put(parameter, like_meta(parameter))
+        for name, buffer in self.buffers.items():
+            if mine.isdisjoint(self.units_of[name]) and not buffer.tensor.is_meta:
+                buffer.module._buffers[buffer.name] = buffer.tensor.to("meta")
+
+    def to_device(self, device: torch.device) -> None:
+        """Take what lives on this rank to `device`; what is on `meta` stays there."""
+        for parameter in self.parameters.values():
+            if not parameter.is_meta and parameter.device.type != device.type:
+                put(parameter, nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad))
+        for module in self.model.root.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
+                    module._buffers[name] = buffer.to(device)
+
+    def missing(self, units: Collection[int]) -> list[str]:
+        """What `units` need here and is still on `meta`."""
+        mine = [n for n in self.units_of if not set(self.units_of[n]).isdisjoint(units)]
+        return [n for n in mine if (self.parameters[n] if n in self.parameters else self.buffers[n].tensor).is_meta]
+
+
+def number_of(text: str) -> int:
+    """62 bits of a digest, for comparing over ranks."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def like_meta(tensor: Tensor) -> nn.Parameter:
+    """A parameter of the same shape, type and `requires_grad` without memory."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(made, requires_grad=tensor.requires_grad)
+
+
+def put(parameter: nn.Parameter, content: nn.Parameter) -> None:
+    """`parameter` becomes what `content` is: the same object, attributes and hooks, another tensor and gradient.
+
+    What refers to it goes on referring to it: modules, optimizers' groups, weak references. `parameter.data = ...` does
+    not reach from a device to `meta`, and `torch.utils.swap_tensors` takes attributes and hooks away.
+    """
+    torch._C._swap_tensor_impl(parameter, content)
+    # torch keeps hooks with the tensor's content: registered anew, they go with the object
+    if parameter._backward_hooks is not None:
+        parameter._backward_hooks = parameter._backward_hooks
+    if parameter._post_accumulate_grad_hooks is not None:
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks

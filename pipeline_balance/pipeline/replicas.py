@@ -1,0 +1,153 @@
+"""Replicas of a pipeline: which process is which, and the mean of their gradients while other stages still compute.
+
+The processes are a grid of replicas x pipeline ranks. All replicas have one stage map and one schedule, and each has
+another part of the batch. The processes with one pipeline rank, a column, hold the same layers.
+
+Once a stage has run its last backward action, the schedule starts the means of its layers' gradients. They run in that
+order in a thread, on a communicator that nothing else uses. Hooks on parameters would not do: torch's split backward
+does not fire them, and an order that differs between ranks mixes up layers in silence.
+
+Shape legend: R replicas, P pipeline ranks, N elements of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from prophet.errors import OutOfStep, SpecError
+from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.waiting import Waiter
+
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grid:
+    """R x P processes: process r is pipeline rank r mod P of replica r // P."""
+
+    replicas: int
+    pipeline_ranks: int
+
+    @classmethod
+    def of(cls, processes: int, replicas: int) -> Grid:
+        """Raises `SpecError` unless the processes divide into as many replicas."""
+        if replicas < 1 or processes % replicas:
+            raise SpecError(f"{processes} processes cannot be divided into {replicas} replicas of a pipeline")
+        return cls(replicas=replicas, pipeline_ranks=processes // replicas)
+
+    def replica_of(self, process: int) -> int:
+        return process // self.pipeline_ranks
+
+    def pipeline_rank_of(self, process: int) -> int:
+        return process % self.pipeline_ranks
+
+    def replica(self, number: int) -> tuple[int, ...]:
+        """The processes of a replica, by pipeline rank [P]."""
+        return tuple(range(number * self.pipeline_ranks, (number + 1) * self.pipeline_ranks))
+
+    def column(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The processes with one pipeline rank, by replica [R]."""
+        return tuple(range(pipeline_rank, self.replicas * self.pipeline_ranks, self.pipeline_ranks))
+
+
+def check_units(units: Sequence[nn.Module]) -> None:
+    """Raise `SpecError` where a unit is wrapped for data parallelism by torch, or its gradients are sparse."""
+    for number, unit in enumerate(units):
+        for name, module in unit.named_modules():
+            where = f"layer {number}" + (f" ({name})" if name else "")
+            kinds = {k.__name__ for k in type(module).__mro__ if k.__module__.startswith("torch.")}
+            for kind in sorted(kinds & _WRAPPERS):
+                raise SpecError(
+                    f"{where} is wrapped in {kind}, which averages or cuts gradients at its own times: give the bare "
+                    f"module, and replicas=R to the pipeline"
+                )
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                raise SpecError(f"{where} has sparse gradients, which a pipeline cannot add: use sparse=False")
+
+
+class ReplicaMeans:
+    """Averages the gradients of this rank's layers over the replicas, in replica order, while a step goes on.
+
+    column: the R processes that hold the same layers; nothing else may use its channel "weights" meanwhile. Each
+    microbatch's loss is weighted by R over the labels of all replicas, so that the mean is the gradient of the whole
+    update. All replicas must start the same buckets in the same order: they have one stage map and one schedule.
+    """
+
+    def __init__(self, column: Collective) -> None:
+        self.column = column
+        self._thread = Waiter("averages gradients of replicas") if column.size > 1 else None
+        self._under_way: list[Future[None]] = []
+
+    def start(self, parameters: Iterable[nn.Parameter], layer: int) -> None:
+        """Begin to average the gradients of a layer whose backward is over; returns at once.
+
+        Frozen parameters are left out. One without a gradient here counts as zeros, and gets the mean of all.
+        Where no replica has a gradient there is none afterwards.
+        """
+        trainable = [p for p in parameters if p.requires_grad]
+        if self._thread is None or not trainable:
+            return
+        for dtype in sorted({p.dtype for p in trainable}, key=str):
+            bucket = [p for p in trainable if p.dtype == dtype]
+            self._under_way.append(self._thread.submit(lambda bucket=bucket: self._average(bucket, layer)))  # type: ignore[misc]
+
+    def finish(self) -> None:
+        """Wait until all that was started is averaged. Raises what went wrong; every wait has the limit of `column`."""
+        under_way, self._under_way = self._under_way, []
+        for future in under_way:
+            future.result()
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.close()
+
+    @torch.no_grad()
+    def _average(self, bucket: Sequence[nn.Parameter], layer: int) -> None:
+        op = Operation("mean of gradients over replicas", layer)
+        here = [p.grad is not None for p in bucket]
+        flat = torch.cat([p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket])
+        mean, anywhere = mean_in_order(flat, [float(h) for h in here], self.column, op=op)
+        for p, piece, some in zip(bucket, mean.split([p.numel() for p in bucket]), anywhere, strict=True):
+            if some and p.grad is None:
+                p.grad = piece.view(p.shape).clone()
+            elif some and p.grad is not None:
+                p.grad.copy_(piece.view(p.shape))
+
+
+def mean_in_order(x: Tensor, said: Sequence[float], ranks: Collective, *, op: Operation) -> tuple[Tensor, list[float]]:
+    """The mean of all ranks' `x` [N], added in rank order, and the most that any rank `said`; collective.
+
+    Each rank adds one of R equal shards, then all gather the shards: 2 (R - 1) / R of `x` travel each way. What ranks
+    say are small whole numbers that travel with the shards. Raises `OutOfStep` where they are of different layers.
+    """
+    size = ranks.size
+    shard = -(-x.numel() // size)
+    head = x.new_tensor([float((op.layer or 0) % 128), *said])
+    padded = torch.cat([x, x.new_zeros(shard * size - x.numel())]).view(size, shard)
+    message = torch.cat([head.expand(size, -1), padded], dim=1)
+    ones = [1] * size
+    came = ranks.all_to_all(message, ones, ones, op=op, channel="weights").wait()
+    layers = came[:, 0].tolist()
+    if len(set(layers)) > 1:
+        raise OutOfStep(f"rank {ranks.rank}: {op}: other replicas average another layer: {[int(n) for n in layers]}")
+    mine = came[0, len(head) :].clone()
+    for part in came[1:, len(head) :]:
+        mine += part
+    mine /= size
+    mean = ranks.all_gather(mine, op=op, channel="weights").reshape(-1)[: x.numel()]
+    return mean, came[:, 1 : len(head)].amax(dim=0).tolist()
+
+
+def start_alike(tensors: Sequence[Tensor], column: Collective) -> None:
+    """Overwrite parameters and buffers by those of replica 0, in place; collective over `column`. For the start."""
+    if column.size == 1:
+        return
+    with torch.no_grad():
+        for t in tensors:
+            t.copy_(column.all_gather(t.detach(), op=Operation("weights of the first replica"), channel="weights")[0])

@@ -1,0 +1,172 @@
+"""Tied parameters: one Parameter object in several units of a pipeline, such as an embedding and the head.
+
+Every rank holds all modules, so every rank sees all ties. A tied parameter lives on each rank that runs one of its
+units, its holders. Each holder's gradient is its own units' part. The sum of the parts, in the order of the stages, is
+the gradient in one process, and has the same bits on all holders. So weights and moments stay equal, and a digest of
+them is compared before layers move.
+
+Shape legend: L units, R ranks, T ties.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.spec import StageMap
+from prophet.errors import TransitionError
+from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.messages import tell
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class Tie:
+    """A parameter that `units` (ascending) share; `name` is the one that the unsplit model gives it."""
+
+    name: str
+    parameter: nn.Parameter
+    units: tuple[int, ...]
+
+    def holders(self, stage_map: StageMap) -> tuple[int, ...]:
+        """The pipeline ranks that hold it, in the order of their first stages with it. Two units of a rank are one."""
+        home = stage_map.assignment()
+        return tuple(dict.fromkeys(home[unit] for unit in self.units))
+
+
+def find_ties(root: nn.Module, units: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """The parameters that several of the `units` [L] of `root` hold, in the order of the unsplit model's names."""
+    owners: dict[int, list[int]] = {}
+    for unit, module in enumerate(units):
+        for p in module.parameters():
+            owners.setdefault(id(p), []).append(unit)
+    return tuple(
+        Tie(name=name, parameter=p, units=tuple(owners[id(p)]))
+        for name, p in root.named_parameters()
+        if len(owners.get(id(p), ())) > 1
+    )
+
+
+def counted_here(ties: Sequence[Tie], stage_map: StageMap, rank: int) -> set[str]:
+    """Names of the tied parameters that `rank` counts in a norm or saves: its first holder does, nobody else."""
+    return {tie.name for tie in ties if tie.holders(stage_map)[0] == rank}
+
+
+@torch.no_grad()
+def sum_tied_gradients(ties: Sequence[Tie], stage_map: StageMap, pipeline: Collective) -> None:
+    """Give every holder the sum of all holders' gradients; collective over each tie's holders.
+
+    pipeline: the ranks of one replica. Call it once gradients are complete, and averaged over replicas where there are
+    any. A holder without a gradient gets that of the others; where none has one, none gets one. Frozen ones are left
+    out: `requires_grad` must be the same on all ranks.
+    """
+    sends: list[tuple[int, Tensor]] = []
+    recvs: list[tuple[int, Tensor]] = []
+    parts: list[tuple[Tie, dict[int, Tensor]]] = []
+    for tie in ties:
+        holders = tie.holders(stage_map)
+        if pipeline.rank not in holders or len(holders) == 1 or not tie.parameter.requires_grad:
+            continue
+        mine = _with_presence(tie.parameter)
+        by_rank = {r: mine if r == pipeline.rank else torch.empty_like(mine) for r in holders}
+        others = [r for r in holders if r != pipeline.rank]
+        sends += [(r, mine) for r in others]
+        recvs += [(r, by_rank[r]) for r in others]
+        parts.append((tie, by_rank))
+    if not parts:
+        return
+    pipeline.exchange(sends, recvs, op=Operation("sum of tied parameters' gradients")).wait()
+    for tie, by_rank in parts:
+        first, *rest = by_rank.values()  # in the order of the stages on every holder
+        total = first.clone()
+        for part in rest:
+            total += part
+        if total[0] > 0:
+            p = tie.parameter
+            summed = total[1:].view(p.shape)
+            if p.grad is None:
+                p.grad = summed.clone()
+            else:
+                p.grad.copy_(summed)
+
+
+def _with_presence(p: nn.Parameter) -> Tensor:
+    """Whether there is a gradient, one or zero, and then its elements: that needs no message by itself."""
+    flat = p.new_zeros(1 + p.numel())
+    if p.grad is not None:
+        flat[0] = 1.0
+        flat[1:] = p.grad.reshape(-1)
+    return flat
+
+
+@torch.no_grad()
+def share_tied_weights(ties: Sequence[Tie], stage_map: StageMap, pipeline: Collective) -> None:
+    """Give every holder the weights of the first, in place; collective over holders. For the start of a run."""
+    sends: list[tuple[int, Tensor]] = []
+    recvs: list[tuple[int, Tensor]] = []
+    arrived: list[tuple[nn.Parameter, Tensor]] = []
+    for tie in ties:
+        first, *others = tie.holders(stage_map)
+        if pipeline.rank == first:
+            sends += [(r, tie.parameter.detach().contiguous()) for r in others]
+        elif pipeline.rank in others:
+            arrived.append((tie.parameter, torch.empty_like(tie.parameter, memory_format=torch.contiguous_format)))
+            recvs.append((first, arrived[-1][1]))
+    if sends or recvs:
+        pipeline.exchange(sends, recvs, op=Operation("tied parameters of their first holder")).wait()
+    for p, weights in arrived:
+        p.copy_(weights)
+
+
+def check_ties(
+    ties: Sequence[Tie],
+    stage_map: StageMap,
+    pipeline: Collective,
+    state: Mapping[nn.Parameter, Mapping[str, Any]],
+    *,
+    device: torch.device,
+) -> None:
+    """Compare digests of tied weights and their optimizer `state` among holders; collective over `pipeline`.
+
+    Raises `TransitionError` on all ranks where they differ. It names the parameter, the ranks, and whether weights or
+    optimizer state have come apart.
+    """
+    if not ties:
+        return
+    digests: list[int] = []
+    for tie in ties:
+        here = pipeline.rank in tie.holders(stage_map)
+        digests.append(_digest([("weights", tie.parameter)]) if here else 0)
+        digests.append(_digest(state.get(tie.parameter, {}).items()) if here else 0)
+    table = tell(pipeline, digests, op=Operation("comparing tied parameters"), device=device)  # [R, 2 T]
+    for i, tie in enumerate(ties):
+        holders = tie.holders(stage_map)
+        for offset, what in enumerate(("weights", "optimizer state")):
+            column = table[:, 2 * i + offset]
+            differ = sorted(r for r in holders if column[r] != column[holders[0]])
+            if differ:
+                raise TransitionError(
+                    f"the tied parameter {tie.name!r} has other {what} on rank(s) {differ} than on rank {holders[0]}: "
+                    f"change it on all ranks that hold it, or through the optimizer; nothing has moved"
+                )
+
+
+def _digest(entries: Any) -> int:
+    """A number for named values; equal for the same bits."""
+    found = 0
+    for name, value in sorted(entries, key=lambda entry: str(entry[0])):
+        for part in _bytes_of(value):
+            found = zlib.crc32(part, zlib.crc32(str(name).encode(), found))
+    return found
+
+
+def _bytes_of(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        yield str((value.dtype, tuple(value.shape))).encode()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        yield repr(value).encode()

@@ -1,0 +1,66 @@
+"""1F1B over slices of sequences, as data (SlimPipe, Section 4; in its minimal order also Seq1F1B).
+
+Shape legend: P ranks, V stages per rank, M microbatches, N slices. A slice attends to the slices before it, so a
+microbatch's slices go forward in order and backward in reverse. A rank that has the N V units of one microbatch needs
+few more before its first backward, so it holds little more than one microbatch where 1F1B holds P.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError, build, check_shape
+from pipeline_balance.schedules.classic import interleaved, one_f_one_b
+
+Order = Literal["minimal", "aligned"]
+
+
+def sliced(ranks: int, stages_per_rank: int, microbatches: int, slices: int, order: Order = "minimal") -> Schedule:
+    """1F1B over N slices of each of M microbatches; stage s runs on rank s mod P.
+
+    Rank r runs N V - 1 forwards ahead of its first forward and backward in turn, and further ones by `order`:
+    P - 1 - r of them in the minimal order, twice as many in the aligned one (the paper's). With those every rank runs
+    the same kind of pass at the same time, and a transfer has the time of a pass.
+
+    With one slice this is `one_f_one_b`, or `interleaved` with several stages per rank, whatever the order. Raises
+    `ScheduleError` if ranks run several stages and do not divide the slices.
+    """
+    check_shape(ranks, microbatches)
+    if min(stages_per_rank, slices) < 1:
+        raise ScheduleError(f"stages_per_rank and slices must be at least 1, got {stages_per_rank} and {slices}")
+    if order not in get_args(Order):
+        raise ScheduleError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
+    if slices == 1:
+        one_each = stages_per_rank == 1
+        return one_f_one_b(ranks, microbatches) if one_each else interleaved(ranks, stages_per_rank, microbatches)
+    if stages_per_rank > 1 and slices % ranks:
+        below = slices // ranks * ranks
+        near = f"{below} or {below + ranks}" if below else str(ranks)
+        raise ScheduleError(
+            f"with {stages_per_rank} stages per rank, slices must be a multiple of the {ranks} ranks: "
+            f"take {near} instead of {slices}"
+        )
+    passes = slices * stages_per_rank
+    total = passes * microbatches
+    rows = []
+    for r in range(ranks):
+        forward = [_turn(k, r, ranks, stages_per_rank, slices) for k in range(total)]
+        # the backward order mirrors the forward one within each microbatch
+        backward = [forward[k // passes * passes + passes - 1 - k % passes] for k in range(total)]
+        ahead = min(total, passes - 1 + (ranks - 1 - r) * (1 if order == "minimal" else 2))
+        row = [Action(s, "F", u) for s, u in forward[:ahead]]
+        for k, (stage, unit) in enumerate(backward):
+            row += [Action(s, "F", u) for s, u in forward[ahead + k : ahead + k + 1]]
+            row.append(Action(stage, "B", unit))
+        rows.append(row)
+    return build(rows, ranks * stages_per_rank, microbatches, slices)
+
+
+def _turn(k: int, rank: int, ranks: int, stages_per_rank: int, slices: int) -> tuple[int, int]:
+    """Stage and unit of a rank's k-th forward: P slices pass each of the rank's stages in turn."""
+    if stages_per_rank == 1:
+        return rank, k
+    microbatch, at = divmod(k, slices * stages_per_rank)
+    group, at = divmod(at, ranks * stages_per_rank)
+    chunk, place = divmod(at, ranks)
+    return chunk * ranks + rank, microbatch * slices + group * ranks + place

@@ -1,0 +1,87 @@
+"""Where a schedule's messages are sent and received: the same order on both ends, so that no rank waits in a circle.
+
+Shape legend: S stages, P ranks, M microbatches. The schedule is run on paper, one action per rank and turn. When an
+action ends whose result another rank needs, both write the message down at that moment: the sender to send, the
+receiver to begin receiving. So the messages between two ranks have one order, and all messages together have one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline_balance.schedules.actions import Action, ScheduleError
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A boundary (`forward`) or its gradient on the way from one rank to another.
+
+    `boundary` counts stages: that between stage k and k + 1 is k + 1. Prints as `send 1>2 of 0`, or `1<2` for a
+    gradient.
+    """
+
+    what: Literal["send", "receive"]
+    boundary: int
+    forward: bool
+    microbatch: int
+    peer: int
+
+    def __str__(self) -> str:
+        way = ">" if self.forward else "<"
+        return f"{self.what} {self.boundary - 1}{way}{self.boundary} of {self.microbatch}"
+
+
+Step = Action | Message
+
+
+def with_messages(rows: Sequence[Sequence[Action]], stage_ranks: Sequence[int]) -> list[list[Step]]:
+    """Every rank's actions [P] with its messages between them; neighbours on one rank need none.
+
+    Raises `ScheduleError` if the actions wait for each other in a circle.
+    """
+    stages = len(stage_ranks)
+    left = [list(reversed(row)) for row in rows]
+    out: list[list[Step]] = [[] for _ in rows]
+    ready = {("F", 0, a.microbatch) for row in rows for a in row if a.kind == "F"}
+    while any(left):
+        turn = [(r, row[-1]) for r, row in enumerate(left) if row and _may_run(row[-1], stages, ready)]
+        if not turn:
+            waiting = ", ".join(str(row[-1]) for row in left if row)
+            raise ScheduleError(f"the actions wait for each other: {waiting}")
+        for rank, action in turn:
+            left[rank].pop()
+            out[rank].append(action)
+        for rank, action in turn:
+            s, m = action.stage, action.microbatch
+            forward = action.kind == "F"
+            ready.add((f"done {action.kind}", s, m))
+            if action.kind == "W":
+                continue
+            neighbour = s + 1 if forward else s - 1
+            if not 0 <= neighbour < stages:
+                continue
+            ready.add(("F" if forward else "B", neighbour, m))
+            peer = stage_ranks[neighbour]
+            if peer != rank:
+                boundary = max(s, neighbour)
+                out[rank].append(Message("send", boundary, forward, m, peer))
+                out[peer].append(Message("receive", boundary, forward, m, rank))
+    return out
+
+
+def _may_run(action: Action, stages: int, ready: set[tuple[str, int, int]]) -> bool:
+    s, m = action.stage, action.microbatch
+    if action.kind == "F":
+        return ("F", s, m) in ready
+    if action.kind == "W":
+        return ("done I", s, m) in ready
+    return ("done F", s, m) in ready and (s == stages - 1 or ("B", s, m) in ready)
+
+
+def forward_rows(stage_ranks: Sequence[int], microbatches: int) -> list[list[Action]]:
+    """Forward only, for evaluation: every rank takes what comes first in time, [P]."""
+    ranks = max(stage_ranks) + 1
+    every = [(m + s, s, m) for s in range(len(stage_ranks)) for m in range(microbatches)]
+    return [[Action(s, "F", m) for _, s, m in sorted(every) if stage_ranks[s] == r] for r in range(ranks)]

@@ -1,0 +1,1 @@
+"""The optimum of the performance model, for small cases."""

@@ -1,0 +1,1 @@
+"""Published policies to compare with, one file each."""

@@ -1,0 +1,1 @@
+"""Our planner, and when other homes pay."""

@@ -1,0 +1,1 @@
+"""How many of a step's tokens every holder takes."""
