@@ -17,6 +17,7 @@ from pipeline_balance.pipeline import update as gradients
 from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of, check_layers
 from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.export import whole_state
+from pipeline_balance.pipeline.failures import Failures, together
 from pipeline_balance.pipeline.model import CountLabels, Inputs, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
@@ -141,6 +142,11 @@ class ElasticPipeline:
         return self.groups.collective
 
     @property
+    def failures(self) -> Failures:
+        """What makes one rank's failure that of all of them."""
+        return self.groups.failures
+
+    @property
     def rank(self) -> int:
         return self.groups.rank
 
@@ -151,6 +157,7 @@ class ElasticPipeline:
 
     # --- training ---------------------------------------------------------------------------------------------
 
+    @together("step")
     def step(
         self,
         inputs: Inputs,
@@ -236,6 +243,7 @@ class ElasticPipeline:
         progress.updated()
         self._used = True
 
+    @together("evaluation before step")
     def evaluate(self, inputs: Inputs, labels: Tensor | None) -> float:
         """The mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
 
@@ -269,6 +277,7 @@ class ElasticPipeline:
         gradients.drop(self.owned.parameters)
         self._used = False
 
+    @together("collecting the model before step")
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
 
@@ -279,6 +288,7 @@ class ElasticPipeline:
 
     # --- measuring --------------------------------------------------------------------------------------------
 
+    @together("measuring before step")
     def measure(self) -> list[LayerCost]:
         """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
         return gather_costs(self.local_costs(), self.stage_map.layers, self.collective, self.config.device)
@@ -305,6 +315,7 @@ class ElasticPipeline:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         return self.groups.side()
 
+    @together("move before step")
     def rebuild(
         self, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> Rebuilt:
@@ -326,6 +337,7 @@ class ElasticPipeline:
         self._read_model()
         return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
 
+    @together("loading before step")
     def adopt(
         self,
         state: State,
