@@ -56,6 +56,7 @@ class Failures:
         """
         if self.error is not None:
             raise self.error
+        self.watch.begin()
         before = self._what
         self._what, self._action, self._map = what, "", stage_map
         self.watch.presence.where = f"in {what}"

@@ -6,7 +6,6 @@ Four ranks, three of them with a stage. A rank ends as a program does, with ever
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from pipeline_balance.control.controller import Controller, ControllerConfig
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import StageFailed
-from tests.helpers.launch import process_outcomes
+from tests.helpers.launch import launcher_says, process_outcomes
 from tests.helpers.pipeline_model import LAYERS, batch, pipeline
 
 RANKS = 4
@@ -52,14 +52,18 @@ class End:
     noticed_s: float = float("inf")
 
 
-def ends(fate: str, where: str, victims: Sequence[int], *, ahead: bool = False, limit_s: float = 90.0) -> list[End]:
+def ends(
+    fate: str, where: str, victims: Sequence[int], *, ahead: bool = False, tcp: bool = False, limit_s: float = 90.0
+) -> list[End]:
     """Let `victims` meet their `fate` (is killed, stops, is interrupted, raises) in a step, a move or an evaluation.
 
-    ahead: a controller decides beside the backward pass.
+    ahead: a controller decides beside the backward pass. tcp: rank 0 keeps the store that the ranks have met in.
     """
+    told = launcher_says() if tcp else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        outcomes = process_outcomes(RANKS, _rank, name, fate, where, tuple(victims), ahead, timeout_s=limit_s)
+        blow = name, fate, where, tuple(victims), ahead
+        outcomes = process_outcomes(RANKS, _rank, *blow, timeout_s=limit_s, told=told)
         began = float((folder / "blow").read_text())
         found = []
         for rank, outcome in enumerate(outcomes):
@@ -74,7 +78,8 @@ def ends(fate: str, where: str, victims: Sequence[int], *, ahead: bool = False, 
 
 def _rank(name: str, fate: str, where: str, victims: tuple[int, ...], ahead: bool) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.freeze()  # what was imported before is not looked through at the end
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=LONG_S))
     folder, rank = Path(name), dist.get_rank()
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
     code, said = WELL, {}

@@ -22,24 +22,23 @@ def _assert_named(found: Sequence[End], victim: int, causes: Sequence[str], *, w
         assert (end.rank, end.stages) == (victim, () if victim == IDLE else (victim,)), end
         assert end.cause in causes
         assert end.noticed_s < within_s, end
-    assert len({(end.action, end.cause) for end in found}) == 1
+    assert len({end.cause for end in found}) == 1
 
 
 def _others(found: Sequence[End], victims: Sequence[int]) -> list[End]:
     return [end for rank, end in enumerate(found) if rank not in victims]
 
 
-def _is_killed(where: str, victim: int) -> None:
-    found = ends("is killed", where, [victim])
+def _is_killed(where: str, victim: int, *, tcp: bool = False) -> None:
+    found = ends("is killed", where, [victim], tcp=tcp)
     assert found[victim].code == -signal.SIGKILL
     _assert_named(_others(found, [victim]), victim, ["its process has ended"])
 
 
-def _stops(where: str, victim: int) -> None:
-    found = ends("stops", where, [victim])
+def _stops(where: str, victim: int, *, tcp: bool = False) -> None:
+    found = ends("stops", where, [victim], tcp=tcp)
     assert found[victim].code == -signal.SIGKILL, "the test has ended it, once the others had noticed"
-    silent = ["no sign of life for 2.5 s or more"]
-    _assert_named(_others(found, [victim]), victim, silent, within_s=PATIENCE_S + SOON_S)
+    _assert_named(_others(found, [victim]), victim, ["its process is stopped"], within_s=PATIENCE_S + SOON_S)
     assert min(end.noticed_s for end in _others(found, [victim])) > PATIENCE_S / 2, "it might have come back"
 
 
@@ -97,6 +96,14 @@ REST: list[tuple[Callable[[str, int], None], str, int]] = [
 @pytest.mark.parametrize(("fate", "where", "victim"), REST)
 def test_a_rank_is_lost(fate: Callable[[str, int], None], where: str, victim: int) -> None:
     fate(where, victim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["step", "move"])
+@pytest.mark.parametrize("fate", [_is_killed, _stops])
+def test_the_rank_with_the_store_is_lost(fate: Callable[..., None], where: str) -> None:
+    """Nobody can tell another rank anything then; all know the processes."""
+    fate(where, 0, tcp=True)
 
 
 @pytest.mark.slow
