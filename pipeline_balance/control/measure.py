@@ -287,16 +287,25 @@ def _n_bytes(tensor: Tensor) -> int:
 
 
 def gather_costs(
-    local: Mapping[int, LayerCost], layers: int, collective: Collective, device: torch.device
+    local: Mapping[int, LayerCost],
+    layers: int,
+    collective: Collective,
+    device: torch.device,
+    *,
+    replicas: int = 1,
 ) -> list[LayerCost]:
-    """Costs of all L layers on every rank, from the ranks that run them; one all-gather of [L, 7] figures."""
+    """Costs of all L layers on every rank, from the ranks that run them; one all-gather of [L, 7] figures.
+
+    With `replicas`, whose ranks follow one another, a figure is that of the slowest.
+    """
     table = torch.zeros((layers, len(_FIGURES)), dtype=torch.float64)
     for i, cost in local.items():
         table[i] = torch.tensor([float(getattr(cost, name)) for name in _FIGURES], dtype=torch.float64)
     gathered = collective.all_gather(table.to(device), op=Operation("gathering layer costs")).cpu()
-    # a layer is on one rank, all others contribute zeros
+    # in a replica a layer is on one rank, all others contribute zeros
+    figures = gathered.unflatten(0, (replicas, -1)).sum(dim=1).amax(dim=0)
     costs = []
-    for i, row in enumerate(gathered.sum(dim=0).tolist()):
+    for i, row in enumerate(figures.tolist()):
         found = {name: int(x) if name.endswith("_bytes") else x for name, x in zip(_FIGURES, row, strict=True)}
         costs.append(LayerCost(**found, name=f"layer {i}"))
     return costs

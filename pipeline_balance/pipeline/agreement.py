@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,41 +17,35 @@ from pipeline_balance.pipeline.model import Boundary, Inputs, Microbatch, Pipeli
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, number_of
 from pipeline_balance.pipeline.progress import Progress
-from pipeline_balance.pipeline.stages import PipelineConfig
+from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups
 from pipeline_balance.pipeline.training_state import gather_json
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation
 
 _SAMPLE_BYTES = 1 << 16
+# what is compared, and among whom
 _COMPARED = (
-    "hold another model: names, shapes or types of its parameters differ",
-    "train other parameters: call requires_grad_ alike on every rank",
-    "call with other arguments",
-    "have inputs of other shapes",
-    "have other inputs or labels: every rank must be given the same batch",
+    ("hold a model with other names, shapes or types", "all"),
+    ("train (requires_grad) other parameters", "all"),
+    ("call with other arguments", "all"),
+    ("have inputs of other shapes", "replica"),
+    ("were given other inputs or labels", "replica"),
+    ("would run the stages that share experts in another order, or on other microbatches,", "column"),
 )
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """A batch on its way: its microbatches [M], their boundaries without memory, and how many labels count."""
+    """A batch on its way: its microbatches [M], their boundaries without memory, and how many labels count.
+
+    Once agreed on, `counted` is of all replicas.
+    """
 
     parts: list[Microbatch]
     shapes: list[list[Boundary]]
     counted: int
     data: int
-
-
-def check_layers(model: PipelineModel) -> None:
-    """Raise `SpecError` for layers that average or shard by themselves."""
-    for unit, module in enumerate(model.units):
-        for part in module.modules():
-            kinds = {kind.__name__ for kind in type(part).__mro__}
-            found = next((name for name in _WRAPPERS if name in kinds), None)
-            if found is not None:
-                raise SpecError(f"layer {unit} is wrapped in {found}, which a pipeline cannot move: pass it unwrapped")
 
 
 def batch_of(
@@ -94,11 +88,13 @@ def agree_on_batch(
     prepare: Callable[[], Passing],
     owned: Ownership,
     arguments: Sequence[Any],
-    collective: Collective,
+    groups: PipelineGroups,
     device: torch.device,
+    actions: Callable[[Passing], str],
 ) -> Passing:
-    """What `prepare` makes of the batch, once it is the same on all ranks; collective, one small all-gather.
+    """What `prepare` makes of the batch, once all ranks mean the same; collective, one small all-gather.
 
+    `actions` says what this rank would run, which must be the same on the ranks with these stages in all replicas.
     Where it fails on a rank, that error is raised there and a `SpecError` that names it on the others.
     """
     failed: Exception | None = None
@@ -112,22 +108,26 @@ def agree_on_batch(
         owned.structure(),
         owned.trainable(),
         number_of(repr(tuple(arguments))),
-        number_of(repr((len(passing.parts), passing.counted, shapes))),
+        number_of(repr((passing.counted, shapes))),
         passing.data,
+        number_of(actions(passing)),
     ]
-    row = torch.tensor([int(failed is not None), *mine], dtype=torch.int64, device=device)
-    every = collective.all_gather(row, op=Operation("agreeing on a batch")).cpu()
+    row = torch.tensor([int(failed is not None), *mine, passing.counted], dtype=torch.int64, device=device)
+    every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
     if every[:, 0].any():
         text = f"{type(failed).__name__}: {failed}" if failed is not None else ""
-        said = gather_json(text[:2000], collective, device, Operation("telling what is wrong with a batch"))
+        words = gather_json(text[:2000], groups.world, device, Operation("telling what is wrong with a batch"))
         if failed is not None:
             raise failed
-        raise SpecError("; ".join(f"rank {r}: {words}" for r, words in enumerate(said) if words))
-    for column, what in enumerate(_COMPARED, start=1):
-        differ = [r for r, x in enumerate(every[:, column].tolist()) if x != int(every[0, column])]
+        raise SpecError("; ".join(f"rank {r}: {said}" for r, said in enumerate(words) if said))
+    size = groups.collective.size
+    for column, (what, among) in enumerate(_COMPARED, start=1):
+        said = every[:, column].tolist()
+        first = {r: {"all": 0, "replica": r // size * size, "column": r % size}[among] for r in range(len(said))}
+        differ = [r for r, x in enumerate(said) if x != said[first[r]]]
         if differ:
-            raise SpecError(f"ranks {differ} {what} than rank 0" if "other" in what else f"ranks {differ} {what}")
-    return passing
+            raise SpecError(f"ranks {differ} {what} than rank {first[differ[0]]}")
+    return replace(passing, counted=int(every[::size, -1].sum()))
 
 
 def agree_on_model(

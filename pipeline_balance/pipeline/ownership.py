@@ -48,6 +48,7 @@ class Ownership:
 
     def read(self) -> None:
         """Find parameters and buffers as they are now. Raises `SpecError` for a parameter that no unit holds."""
+        self.model.look()
         holders: dict[int, list[int]] = {}
         for unit, module in enumerate(self.model.units):
             for parameter in module.parameters():
@@ -73,6 +74,11 @@ class Ownership:
     def of(self, units: Collection[int]) -> list[str]:
         """Names of the parameters that any of `units` holds, in the model's order."""
         return [n for n in self.parameters if not set(self.units_of[n]).isdisjoint(units)]
+
+    def tensors(self, units: Collection[int]) -> list[Tensor]:
+        """Parameters and buffers that any of `units` holds."""
+        buffers = [b.tensor for b in self.buffers.values() if not set(b.units).isdisjoint(units)]
+        return [*(self.parameters[n] for n in self.of(units)), *buffers]
 
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several units hold, with those units."""

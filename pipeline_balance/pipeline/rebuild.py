@@ -21,11 +21,11 @@ from pipeline_balance.pipeline.stages import PipelineGroups, StageBuilder, Stage
 from pipeline_balance.pipeline.training_state import Held, agree, by_layer, collect, gather_json, share, state_entries
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
-from prophet.errors import CollectiveError, LayoutError, SpecError, TransitionError
+from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
 from prophet.ranks.collective import Collective, Operation
 from prophet.state.route import Route, route
 from prophet.state.space import Space, TensorSpec
-from prophet.state.transition import Allocate, State, empty, transition
+from prophet.state.transition import Allocate, Moved, State, empty, transition
 
 WHOLE = "the state from before the move is whole"
 
@@ -107,27 +107,42 @@ class StateMover:
         return Prepared(stage_map=stage_map, specs=specs, route=way)
 
     def rebuild(
-        self, now: Stages, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
+        self,
+        now: Stages,
+        stage_map: StageMap,
+        *,
+        durations: Durations | None = None,
+        prepared: Prepared | None = None,
+        gradients: bool = True,
     ) -> tuple[Stages, Rebuilt]:
         """The stages of `stage_map` with the state of `now`, and what that took; collective.
 
-        Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
+        Without `gradients`, those are dropped once all else has moved: they have been used. Raises `TransitionError` on
+        every rank, with everything as it was, if the state cannot be moved.
         """
         began = time.perf_counter()
         self.builder.check_map(stage_map)
-        held = self._collect(now)
+        held = self._collect(now, gradients=gradients)
         way, scalars = self._way(now, stage_map, held, prepared)
         assert isinstance(held, Held)
-        moved = transition(
-            way,
-            {piece: held.tensors[piece.name] for piece in way.before.pieces[self.groups.rank]},
-            self.groups.collective,
-            budget_bytes=self.budget_bytes,
-            device=self.device,
-            allocate=self.allocate,
-        )
-        found = self.attempt(lambda: self._assemble(stage_map, moved.state, scalars, durations))
+        moved: Moved | None = None
+        found: tuple[Stages, Change] | str
+        try:
+            moved = arrived = transition(
+                way,
+                {piece: held.tensors[piece.name] for piece in way.before.pieces[self.groups.rank]},
+                self.groups.collective,
+                budget_bytes=self.budget_bytes,
+                device=self.device,
+                allocate=self.allocate,
+            )
+            found = self.attempt(lambda: self._assemble(stage_map, arrived.state, scalars, durations))
+        except (TransitionError, BudgetError) as error:
+            if self.groups.replicas == 1:
+                raise  # on all ranks
+            found = str(error)
         stages, change = self._agreed(found)
+        assert moved is not None
         change.make()
         return stages, Rebuilt(
             sent_bytes=moved.sent_bytes,
@@ -165,13 +180,13 @@ class StateMover:
         problem = f"the new stages could not be built ({found})" if isinstance(found, str) else ""
         op = Operation("agreeing on a move")
         try:
-            agree(problem, self.groups.collective, self.device, op, WHOLE)
+            agree(problem, self.groups.world, self.device, op, WHOLE)
         except CollectiveError as error:
             raise TransitionError(f"{error}; {WHOLE}") from error
         assert not isinstance(found, str)
         return found
 
-    def _collect(self, now: Stages, *, gradients: bool = True) -> Held | str:
+    def _collect(self, now: Stages, *, gradients: bool) -> Held | str:
         units = now.stage_map.layers_on(self.groups.rank)
         held: Held | str = self.attempt(lambda: collect(self.owned, self.optimizers, units, gradients=gradients))
         return held
@@ -218,10 +233,10 @@ class StateMover:
             mine = {"ready": False, "scalars": {}}
         if prepared is not None:
             op = Operation("completing a prepared move")
-            every = gather_json(mine, self.groups.collective, self.device, op)
+            every = gather_json(mine, self.groups.world, self.device, op)
             if all(said["ready"] for said in every):
                 return prepared.route, {name: value for said in every for name, value in said["scalars"].items()}
-        space, scalars = share(held, self.groups.collective, self.device, WHOLE)
+        space, scalars = share(held, self.groups.world, self.device, WHOLE)
         return self._route(space, now.stage_map, stage_map), scalars
 
     def _route(self, space: Space, before: StageMap, after: StageMap) -> Route:

@@ -13,13 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
-from pipeline_balance.pipeline.model import _needs_data
 from pipeline_balance.pipeline.skeleton import copy_of, only_before
+from prophet.ranks.collective import Collective
 
 _FROM_TORCH = "raised by a module of torch"
+
+
+class _Communicates(Exception):
+    """The layer asks other ranks, which do not run now."""
+
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -62,24 +72,35 @@ def _quiet() -> Iterator[None]:
 def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
     """The forward of `part`; if it cannot run on shapes alone, its first floating-point argument stands for its result.
 
-    That is so where values decide, and for kernels whose shapes torch cannot tell. Modules of torch always can, so what
-    they raise is raised, and so is what the `whole` layer raises for another reason than a want of values.
+    That is so where values decide, for kernels whose shapes torch cannot tell, and for layers that communicate. Modules
+    of torch always can, so what they raise is raised. So is what the `whole` layer raises for another reason than a
+    want of values.
     """
     forward, torchs = type(part).forward, type(part).__module__.startswith("torch.nn.")
+    talks = isinstance(getattr(part, "collective", None), Collective)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
+            if talks:
+                raise _Communicates
             return forward(part, *args, **kwargs)
         except Exception as error:
             given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.is_floating_point()]
             if torchs:
                 error.add_note(_FROM_TORCH)
             stays = _FROM_TORCH in getattr(error, "__notes__", ()) or whole
-            if not given or (stays and not _needs_data(error)):
+            if not given or (stays and not needs_data(error)):
                 raise
             return torch.empty_like(given[0])
 
     return run
+
+
+def needs_data(error: Exception) -> bool:
+    """Whether a forward without data failed for want of data, and not because shapes do not fit."""
+    kinds = (_Communicates, DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+    said = str(error).lower()
+    return isinstance(error, kinds) or any(word in said for word in ("numpy()", "tolist", "data pointer", "fake"))
 
 
 def on_meta(tensor: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from pipeline_balance.control.measure import Meter
 from pipeline_balance.maps.compare import dense_ranks
 from pipeline_balance.pipeline.executor import Executor
+from pipeline_balance.pipeline.failures import Failures
 from pipeline_balance.pipeline.model import PipelineModel
+from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.flexible import flexible
 from pipeline_balance.schedules.simulate import Durations
@@ -25,6 +27,7 @@ from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import ProcessGroupCollective
+from prophet.ranks.threads import ThreadWorld
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,7 @@ class PipelineConfig:
     split_backward: bool = False
     budget_bytes: int = 64 << 20
     timeout_s: float = DEFAULT_TIMEOUT_S
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -49,33 +53,62 @@ class PipelineConfig:
 
 
 class PipelineGroups:
-    """The communicators of one pipeline: over all its ranks, and one over the same ranks for use beside a step."""
+    """The communicators of one pipeline of `replicas` copies.
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    `world` is over all ranks, `collective` over those of this rank's replica, `column` over the ranks that run the same
+    layers in all replicas. Process r of the group is rank r mod P of replica r // P.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, replicas: int = 1) -> None:
         self.timeout_s = timeout_s
         self._limit = timedelta(seconds=timeout_s)
+        self.replicas = replicas
         self.enter(group)
 
     def enter(self, group: dist.ProcessGroup | None) -> None:
         """Use `group` (None: all processes) from now on."""
         self.group = group
-        self.collective: Collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
+        self.world: Collective = (own := ProcessGroupCollective(group, timeout_s=self.timeout_s))
+        self.failures = Failures(own, self.abort)
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self.rank = self.collective.rank
         self._side: Collective | None = None
+        self.grid = grid = Grid.of(self.world.size, self.replicas)
+        self.collective: Collective = self.world
+        self.column: Collective = ThreadWorld(1).collective(0)
+        self.replica = grid.replica_of(self.world.rank)
+        if self.replicas > 1:
+            rows = [grid.replica(r) for r in range(self.replicas)]
+            columns = [grid.column(p) for p in range(grid.pipeline_ranks)]
+            self.collective, self.column = (self._part(parts) for parts in (rows, columns))
+        self.rank = self.collective.rank
+
+    def _part(self, parts: list[tuple[int, ...]]) -> Collective:
+        """Among groups that all ranks make in the same order, the one of this rank."""
+        made = [dist.new_group([self._world[r] for r in part], timeout=self._limit) for part in parts]
+        mine = next(g for part, g in zip(parts, made, strict=True) if self.world.rank in part)
+        if dist.get_world_size(mine) == 1:
+            return ThreadWorld(1).collective(0)
+        return ProcessGroupCollective(mine, timeout_s=self.timeout_s)
+
+    def abort(self) -> None:
+        """Let whatever waits for another rank fail at once; the communicators cannot be used afterwards."""
+        for collective in (self.world, self.collective, self.column, self._side):
+            if isinstance(collective, ProcessGroupCollective):
+                collective.abort()
 
     def leave(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `enter` goes on in another one."""
         if self._side is not None:
             self._side.close()
             self._side = None
-        self.collective.close()
+        self.world.close()
 
     def side(self) -> Collective:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         if self._side is None:
             group = dist.new_group(self._world, timeout=self._limit, use_local_synchronization=True)
             self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
+            self._side.watch = self.failures.watch
         return self._side
 
 
@@ -135,6 +168,7 @@ class StageBuilder:
             training=with_messages(spread([list(row) for row in schedule.actions]), stage_map.ranks)[rank],
             evaluation=lambda n: with_messages(forward_rows(stage_map.ranks, n), stage_map.ranks)[rank],
             collective=lambda: self.groups.collective,
+            failures=lambda: self.groups.failures,
             config_seed=self.config.seed,
             device=self.config.device,
             meter=self.meter,

@@ -6,24 +6,31 @@ state to another map, `agreement` compares ranks before a step, and this module 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
-from pipeline_balance.pipeline import update as gradients
-from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of, check_layers
+from pipeline_balance.pipeline.adapter import TransformersModel
+from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of
 from pipeline_balance.pipeline.executor import Run
-from pipeline_balance.pipeline.export import whole_state
+from pipeline_balance.pipeline.experts import Balancer, StageExperts
+from pipeline_balance.pipeline.export import whole_state, write_pretrained
+from pipeline_balance.pipeline.failures import Failures, together
 from pipeline_balance.pipeline.model import CountLabels, Inputs, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
+from pipeline_balance.pipeline.replicas import check_units, start_alike
+from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
+from pipeline_balance.pipeline.ties import check_ties, share_tied_weights, ties_of
 from pipeline_balance.pipeline.training_state import Held, collect
+from pipeline_balance.pipeline.update import Gradients
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
@@ -38,11 +45,12 @@ class ElasticPipeline:
     """A model of L layers in a row, trained over the ranks of `group`, with stages that may change between updates.
 
     Every rank is given the whole `model` and keeps all its modules and parameters for the whole run; what lives
-    elsewhere is on `meta`. `make_optimizer(named_parameters)` is called once, with all of them, and returns one
-    optimizer of torch or several. `stage_map` None spreads the layers evenly. `microbatches` is how many parts a batch
-    is cut into. Layers draw random numbers by `seed`, wherever they run. `split_backward` computes weight gradients
-    apart from input gradients where that fills a wait. `budget_bytes` bounds the buffers of a move on a rank,
-    `timeout_s` every wait for another rank. `meter` takes the place of one with the wall clock.
+    elsewhere is on `meta`. With `replicas` R the ranks are R pipelines with one stage map, each with a part of the
+    batch. `make_optimizer(named_parameters)` is called once, with all of them, and returns one optimizer of torch or
+    several. `stage_map` None spreads the layers evenly. `microbatches` is how many parts a batch is cut into. Layers
+    draw random numbers by `seed`, wherever they run. `split_backward` computes weight gradients apart from input
+    gradients where that fills a wait. `budget_bytes` bounds the buffers of a move on a rank, `timeout_s` every wait for
+    another rank. `meter` takes the place of one with the wall clock.
 
     `joins` says that this process enters a group whose others call `change_group`: it has no layers at first and takes
     map, rates and counters from them.
@@ -65,8 +73,6 @@ class ElasticPipeline:
         meter: Meter | None = None,
         joins: bool = False,
     ) -> None:
-        if replicas != 1:
-            raise SpecError(f"replicas must be 1: pipelines do not average over replicas yet, got {replicas}")
         self.config = PipelineConfig(
             microbatches=microbatches,
             seed=seed,
@@ -74,13 +80,19 @@ class ElasticPipeline:
             split_backward=split_backward,
             budget_bytes=budget_bytes,
             timeout_s=timeout_s,
+            replicas=replicas,
         )
-        check_layers(model)
+        check_units(model.units, model.root)
         self.model = model
         self.meter = meter if meter is not None else Meter()
-        self.groups = PipelineGroups(group, timeout_s)
+        self.groups = PipelineGroups(group, timeout_s, replicas)
+        column = self.groups.grid.column(self.rank)
+        self.experts = StageExperts(model.units, self.groups.world.rank, column, self.meter)
         self.owned = Ownership(model)
-        self.builder = StageBuilder(model=model, config=self.config, groups=self.groups, meter=self.meter)
+        self.gradients = Gradients(self.owned, self.groups, self.experts)
+        self.builder = StageBuilder(
+            model=model, config=self.config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
+        )
         if not joins and stage_map is None:
             stage_map = StageMap.even(len(model.units), self.ranks)
         if stage_map is not None:
@@ -94,7 +106,10 @@ class ElasticPipeline:
         self.grad_norm: float | None = None
         self._trainable = self.owned.trainable()
         self._used = False
+        self._scaler: PipelineScaler | None = None
         self._stages = self.builder.build(self._meet(None if joins else stage_map))
+        if not joins:
+            self._start_alike()
 
     @classmethod
     def from_modules(
@@ -112,6 +127,24 @@ class ElasticPipeline:
         """
         chain = ModuleChain(layers, loss_fn, counted=counted, device=options.get("device"))
         return cls(chain, stage_map, **options)
+
+    @classmethod
+    def from_transformers(
+        cls,
+        model: nn.Module,
+        stage_map: StageMap | None = None,
+        *,
+        layers: str | None = None,
+        example: Mapping[str, Tensor] | None = None,
+        **options: Any,
+    ) -> ElasticPipeline:
+        """A pipeline of a transformers model, or of one built like them, as it is; see `TransformersModel`.
+
+        Layer 0 of the pipeline is all in front of the model's layers, the last one all behind them. `step` takes what
+        the model's forward takes, and the labels; the loss is the model's own. `options` are the constructor's.
+        """
+        adapted = TransformersModel(model, layers=layers, example=example, device=options.get("device"))
+        return cls(adapted, stage_map, **options)
 
     # --- what is in force -------------------------------------------------------------------------------------
 
@@ -137,20 +170,27 @@ class ElasticPipeline:
 
     @property
     def collective(self) -> Collective:
-        """Communication among all ranks, whether they run a stage or not."""
-        return self.groups.collective
+        """Communication among all ranks, of all replicas, whether they run a stage or not."""
+        return self.groups.world
+
+    @property
+    def failures(self) -> Failures:
+        """What makes one rank's failure that of all of them."""
+        return self.groups.failures
 
     @property
     def rank(self) -> int:
+        """This rank in its replica."""
         return self.groups.rank
 
     @property
     def ranks(self) -> int:
-        """Ranks that could run a stage, whether they do or not."""
+        """Ranks of a replica that could run a stage, whether they do or not."""
         return self.groups.collective.size
 
     # --- training ---------------------------------------------------------------------------------------------
 
+    @together("step")
     def step(
         self,
         inputs: Inputs,
@@ -162,33 +202,42 @@ class ElasticPipeline:
     ) -> float:
         """Train on one batch; returns the loss, equal on all ranks. Collective over all ranks, idle ones included.
 
-        `inputs` and `labels` are the same on every rank. With `update=False` gradients are only added up. The call with
-        `update=True` clips them to `max_norm`, steps the optimizers, and ends the update. The loss is the mean over all
-        labels of the update so far that count. Raises `SpecError` on all ranks, before any data moves, where ranks
-        disagree or the batch does not fit.
+        `inputs` and `labels` are the same on every rank of a replica. With `update=False` gradients are only added up.
+        The call with `update=True` averages them over replicas, clips them to `max_norm`, steps the optimizers, and
+        ends the update. `scaler` is what `pipeline.scaler()` makes. The loss is the mean over all labels of the update
+        so far that count. Raises `SpecError` on all ranks, before any data moves, where ranks disagree or the batch
+        does not fit.
         """
         if self._used:
             self.drop_gradients()
         passing = self._begin(inputs, labels, (update, max_norm), scaler)
-        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=1.0 / self.progress.divisor)
-        self._run(run)
-        self.progress.add(self._shared_sum(run), len(passing.parts), passing.counted)
+        factor = self.config.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
+        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=factor)
+        self.gradients.open(update=update)
+        with self.experts.passing(update=update):
+            self._run(run)
+        self.progress.add(self._shared_sum(run), self.config.replicas * len(passing.parts), passing.counted)
         loss = self.progress.loss
         if update:
-            self._update(max_norm)
+            self._update(max_norm, scaler)
         return loss
 
     def _begin(self, inputs: Inputs, labels: Tensor | None, arguments: tuple[Any, ...], scaler: Any) -> Passing:
         """The batch in microbatches with their shapes, once all ranks agree on it."""
 
         def prepare() -> Passing:
-            if scaler is not None:
-                raise SpecError(f"a pipeline does not take a {type(scaler).__name__} yet: train in bfloat16 instead")
+            check_scaler(scaler)
+            if self.progress.parts and scaler is not self._scaler:
+                raise SpecError("all calls of an update need the same scaler, as its gradients are added up")
             self._read_model()
-            first = self.progress.parts
+            first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
-        passing = agree_on_batch(prepare, self.owned, arguments, self.collective, self.config.device)
+        stages = self._stages.executor
+        actions = _listed(stages.training if stages is not None else ())
+        given = (*arguments, scaler is None)
+        passing = agree_on_batch(prepare, self.owned, given, self.groups, self.config.device, lambda _: actions)
+        self._scaler = scaler
         trainable = self.owned.trainable()
         if trainable != self._trainable:
             # times of layers that were frozen or thawed say nothing any more
@@ -208,10 +257,18 @@ class ElasticPipeline:
         missing = self.owned.missing(mine)
         if missing:
             raise SpecError(f"{missing[0]} has no memory on rank {self.rank}, which trains it: load its state first")
-        home = self.stage_map.assignment()
-        for name, units in self.owned.tied().items():
-            if len({home[u] for u in units}) > 1:
-                raise SpecError(f"{name} is shared by layers {list(units)}, which are on several ranks: untie them")
+
+    def _start_alike(self) -> None:
+        """Tied parameters begin as on their first holder, replicas as the first; collective."""
+        mine = self.stage_map.layers_on(self.rank)
+        whole = torch.tensor([int(not self.owned.missing(mine))], device=self.config.device)
+        if not bool(self.collective.all_gather(whole, op=Operation("starting a pipeline")).all()):
+            return  # built on `meta`: a checkpoint brings the values
+        share_tied_weights(ties_of(self.owned), self.stage_map, self.groups.collective)
+        start_alike([t for t in self.owned.tensors(mine) if t not in self.experts.parameters], self.groups.column)
+
+    def _stage_done(self, stage: int) -> None:
+        self.gradients.stage_done(self.stage_map.layers_of(stage))
 
     def _run(self, run: Run) -> None:
         if self._stages.executor is not None:
@@ -225,17 +282,38 @@ class ElasticPipeline:
         every = self.collective.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
         return float(every.sum())
 
-    def _update(self, max_norm: float | None) -> None:
+    def _update(self, max_norm: float | None, scaler: Any) -> None:
         """Use the gradients: one step of every optimizer, on every rank."""
         progress = self.progress
-        gradients.scale_(self.owned, progress.divisor / max(progress.counted, 1))
+        self.gradients.complete(self.stage_map)
+        self.gradients.scale_(progress.divisor / max(progress.counted, 1))
+        if scaler is not None:
+            self.optimizers.unscale_(scaler)
         if max_norm is not None:
-            self.grad_norm = gradients.total_norm(self.owned, self.collective, self.config.device)
-            gradients.clip_(self.owned, self.grad_norm, max_norm)
-        self.optimizers.step()
+            self.grad_norm = self.gradients.clip_(self.stage_map, max_norm, self.config.device)
+        self.optimizers.step(scaler)
+        self.experts.finish()
         progress.updated()
         self._used = True
 
+    def scaler(self, **arguments: Any) -> PipelineScaler:
+        """A `torch.amp.GradScaler` for `step(scaler=)`, the same on all ranks; it takes that class's arguments by name.
+
+        Call it on every rank. Its `state_dict` belongs into checkpoints.
+        """
+        return PipelineScaler(self.collective, self.config.device, **arguments)
+
+    def balance_experts(self, attach: Callable[[nn.Module], Balancer]) -> Balancer | None:
+        """Balance the expert-parallel layers of this rank's stages: `attach` gets them as a module. On every rank.
+
+        Returns what `attach` returned, None on a rank without such layers.
+
+        >>> config = prophet.EngineConfig(accumulation_steps=microbatches)  # doctest: +SKIP
+        >>> pipe.balance_experts(lambda layers: prophet.attach(layers, config=config))  # doctest: +SKIP
+        """
+        return self.experts.balance(attach, self.stage_map.layers_on(self.rank))
+
+    @together("evaluation before step")
     def evaluate(self, inputs: Inputs, labels: Tensor | None) -> float:
         """The mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
 
@@ -255,7 +333,14 @@ class ElasticPipeline:
                         self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size
                     )
 
-                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.collective, self.config.device)
+                stages = self._stages.executor
+
+                def actions(passing: Passing) -> str:
+                    if stages is None or not self.experts.any:
+                        return ""
+                    return _listed(stages.evaluation(len(passing.parts)))
+
+                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device, actions)
                 run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
                 self._run(run)
                 return self._shared_sum(run) / max(passing.counted, 1)
@@ -266,22 +351,41 @@ class ElasticPipeline:
 
     def drop_gradients(self) -> None:
         """Forget gradients that the optimizers have used, so that they do not travel."""
-        gradients.drop(self.owned.parameters)
+        self.gradients.drop()
         self._used = False
 
+    @together("collecting the model before step")
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
 
-        `model.save_pretrained(folder, state_dict=...)` writes it for transformers' models.
+        `rank` counts all processes: the first replica's come first. `save_pretrained` writes it for transformers.
         """
+        self.experts.check_static("gather or save a model")
         self._read_model()
-        return whole_state(self.owned, self.stage_map, self.collective, self.config, rank)
+        grid = self.groups.grid
+        if grid.replica_of(rank) != self.groups.replica:
+            return {}
+        at = grid.pipeline_rank_of(rank)
+        return whole_state(self.owned, self.stage_map, self.groups.collective, self.config, at)
+
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Write the whole model to `folder` by its own `save_pretrained`, for transformers to load. Collective.
+
+        Rank 0 writes. `options` are those of the model's method.
+        """
+        write_pretrained(self.module, self.state_dict(), folder, options, self.collective, self.config)
 
     # --- measuring --------------------------------------------------------------------------------------------
 
+    @together("measuring before step")
     def measure(self) -> list[LayerCost]:
         """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
-        return gather_costs(self.local_costs(), self.stage_map.layers, self.collective, self.config.device)
+        return self.gather_costs(self.local_costs(), self.collective)
+
+    def gather_costs(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
+        """Costs of all layers from every rank's own; a layer's are its slowest replica's. Collective."""
+        layers, replicas = self.stage_map.layers, self.config.replicas
+        return gather_costs(local, layers, collective, self.config.device, replicas=replicas)
 
     def local_costs(self) -> dict[int, LayerCost]:
         """Costs of this rank's layers."""
@@ -305,6 +409,7 @@ class ElasticPipeline:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         return self.groups.side()
 
+    @together("move before step")
     def rebuild(
         self, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> Rebuilt:
@@ -314,18 +419,26 @@ class ElasticPipeline:
         `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
         Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
         """
-        if self._used:
-            self.drop_gradients()
+        self.experts.check_static("move layers")
         self.owned.read()
-        self._stages, done = self.mover.rebuild(self._stages, stage_map, durations=durations, prepared=prepared)
+        ties = ties_of(self.owned)
+        if self.progress.parts and any(len(tie.holders(self.stage_map)) > 1 for tie in ties):
+            raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
+        groups, state = self.groups, self.optimizers.state()
+        check_ties(ties, self.stage_map, groups.world, groups.grid, state, device=self.config.device)
+        self._stages, done = self.mover.rebuild(
+            self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._used
+        )
         self.meter.reset()
         return done
 
     def held(self) -> Held:
         """This rank's state without gradients, as it is saved."""
+        self.experts.check_static("gather or save a model")
         self._read_model()
         return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
 
+    @together("loading before step")
     def adopt(
         self,
         state: State,
@@ -360,6 +473,8 @@ class ElasticPipeline:
         `number` maps this rank's old group's ranks to the new one's and must hold every rank that runs a stage; None
         where this process comes back and knows no stages. `leave.membership.Membership` calls this.
         """
+        if self.config.replicas > 1:
+            raise SpecError("a pipeline with replicas cannot change its group: resume from a checkpoint instead")
         now, known = self._stages, None
         if number is not None:
             lost = sorted(set(now.stage_map.used_ranks) - set(number))
@@ -372,5 +487,8 @@ class ElasticPipeline:
 
     def _meet(self, known: StageMap | None) -> StageMap:
         """The group's stage map; a rank that knows none takes over how far the others are. Collective."""
-        found = agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config)
-        return found
+        return agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config)
+
+
+def _listed(actions: Sequence[object]) -> str:
+    return " ".join(map(str, actions))

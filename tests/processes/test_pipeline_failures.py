@@ -13,7 +13,7 @@ from pipeline_balance.control.controller import Controller, ControllerConfig
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import collect
 from pipeline_balance.spec import PartitionError, RankLimits, StageMap
-from prophet.errors import TransitionError
+from prophet.errors import StageFailed, TransitionError
 from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, pipeline, plain_losses
@@ -22,7 +22,8 @@ THREE = StageMap.contiguous((0, 3, 5, LAYERS))
 
 
 def _state(run: ElasticPipeline) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in collect(run.layers, run.optimizer).tensors.items()}
+    held = collect(run.owned, run.optimizers, run.stage_map.layers_on(run.rank))
+    return {name: tensor.clone() for name, tensor in held.tensors.items()}
 
 
 def _same(run: ElasticPipeline, before: dict[str, Tensor]) -> bool:
@@ -47,15 +48,15 @@ def _lose_one(rank: int, size: int) -> dict[str, Any]:
     run = pipeline(THREE)
     for step in range(2):
         run.step(*batch(step))
-    before, layers = _state(run), dict(run.layers)
+    before = _state(run)
     if rank == size - 1:
         run.groups.collective = _DiesInExchange(run.collective)  # type: ignore[assignment]
-    with pytest.raises(TransitionError, match="the state from before the move is whole") as caught:
+    with pytest.raises(StageFailed, match=r"rank 2 \(stage 2\) failed .*: its process has ended") as caught:
         # layers of the lost rank and of the others change places
         run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
     return {
-        "whole": _same(run, before) and run.stage_map == THREE and run.layers == layers,
-        "said": str(caught.value),
+        "whole": _same(run, before) and run.stage_map == THREE,
+        "said": str(caught.value.__cause__),
     }
 
 
@@ -64,6 +65,7 @@ def test_a_rank_that_dies_during_a_move_leaves_the_others_whole() -> None:
     for answer in answers[:2]:
         assert answer["whole"]
         assert "of a transition failed" in answer["said"]
+        assert "the state from before the move is whole" in answer["said"]
 
 
 def _no_memory(run: ElasticPipeline, calls: int) -> None:
@@ -100,33 +102,7 @@ def _allocation_fails(rank: int, size: int) -> dict[str, Any]:
 def test_an_allocation_that_fails_moves_nothing() -> None:
     answers = run_gloo(_allocation_fails, 3)
     assert all(all(a["whole"]) for a in answers)
-    assert answers[2]["losses"] == pytest.approx(plain_losses(3)[0], rel=TOLERANCE)
-
-
-def _no_group(*_: object) -> object:
-    raise RuntimeError("no group today")
-
-
-def _building_fails(rank: int, size: int) -> dict[str, Any]:
-    run = pipeline(THREE)
-    losses = [run.step(*batch(0))]
-    before, layers, plain = _state(run), dict(run.layers), run.groups.of_stages
-    # state has arrived; the new stages' group cannot be made
-    run.groups.of_stages = _no_group  # type: ignore[assignment, method-assign]
-    with pytest.raises(TransitionError, match=rf"rank {rank}: .*no group today.*from before the move is whole"):
-        run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
-    whole = _same(run, before) and run.stage_map == THREE and run.layers == layers
-    run.groups.of_stages = plain  # type: ignore[method-assign]
-    losses.append(run.step(*batch(1)))
-    run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
-    return {"losses": [*losses, run.step(*batch(2))], "whole": whole}
-
-
-def test_stages_that_cannot_be_built_leave_the_old_ones_in_force() -> None:
-    answers = run_gloo(_building_fails, 3)
-    assert all(a["whole"] for a in answers)
-    losses = [next(x for x in at if x is not None) for at in zip(*(a["losses"] for a in answers), strict=True)]
-    assert losses == pytest.approx(plain_losses(3)[0], rel=TOLERANCE)
+    assert answers[0]["losses"] == pytest.approx(plain_losses(3)[0], rel=TOLERANCE)
 
 
 def _too_large(rank: int, size: int, ahead: bool) -> dict[str, Any]:
@@ -135,11 +111,9 @@ def _too_large(rank: int, size: int, ahead: bool) -> dict[str, Any]:
     config = ControllerConfig(every_steps=2, measure_steps=2, prepare_in_backward=ahead)
     balanced = Controller(run, small, config)
     losses = [balanced.step(*batch(0))]
-    before = run.layers
     with pytest.raises(PartitionError, match=r"layer \d+ .*needs at least \d+ bytes, more than any rank has"):
         balanced.step(*batch(1))
     assert run.stage_map == THREE
-    assert run.layers is before
     # the step itself was done; training goes on without the controller
     return {"losses": [*losses, run.step(*batch(2))]}
 
@@ -148,4 +122,4 @@ def _too_large(rank: int, size: int, ahead: bool) -> dict[str, Any]:
 def test_a_layer_larger_than_any_rank_is_named(ahead: bool) -> None:
     answers = run_gloo(_too_large, 3, ahead)
     expected = plain_losses(3)[0]
-    assert answers[2]["losses"] == pytest.approx([expected[0], expected[2]], rel=TOLERANCE)
+    assert answers[0]["losses"] == pytest.approx([expected[0], expected[2]], rel=TOLERANCE)
