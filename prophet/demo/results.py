@@ -282,9 +282,9 @@ def predicted_table(predictions: Sequence[Prediction]) -> Table:
     return Table(
         title="Predicted, not measured: the same routing on real machines",
         caption=(
-            f"Milliseconds of one MoE layer with {PREDICTED_TOKENS} tokens per rank and the named model's sizes, by the "
-            "performance model and data-sheet bandwidths. A block is the layer and the attention around it. No such "
-            "machine was run."
+            f"Milliseconds of one MoE layer with {PREDICTED_TOKENS} tokens per rank and the named model's sizes, by "
+            "the performance model and data-sheet bandwidths. A block is the layer and the attention around it. No "
+            "such machine was run."
         ),
         columns=("machine : model", "balancing off", "balancing on", "layer gain", "block gain"),
         rows=tuple(
