@@ -36,6 +36,24 @@ def test_settings_that_would_lose_something(tmp_path: Path, setting: str) -> Non
         small_trainer(tmp_path, callback(), **{setting: True})
 
 
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("is_deepspeed_enabled", "deepspeed: .* leave ProphetCallback out, write `import prophet_deepspeed`"),
+        ("is_fsdp_enabled", "fsdp: ProphetCallback works with DistributedDataParallel"),
+    ],
+)
+def test_a_second_framework_that_wraps_the_model(tmp_path: Path, setting: str, text: str) -> None:
+    """As accelerate's launcher may have set it, with nothing in Trainer's arguments."""
+
+    class Wrapped(Trainer):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, True if name == setting else value)
+
+    with pytest.raises(ValueError, match=text):
+        small_trainer(tmp_path, callback(), kind=Wrapped)
+
+
 def test_a_callback_that_comes_too_late(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path, None)
     trainer.add_callback(callback())
