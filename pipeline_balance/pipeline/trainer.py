@@ -302,6 +302,7 @@ class ElasticPipeline:
             for optimizer in self.optimizers.all:
                 scaler.step(optimizer)
             scaler.update()
+        torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
         progress.updated()
         self._used = True
 
