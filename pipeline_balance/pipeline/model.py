@@ -54,6 +54,9 @@ class PipelineModel(ABC):
     root: nn.Module
     units: tuple[nn.Module, ...]
 
+    def look(self) -> None:  # noqa: B027 - most models have nothing to look for
+        """Take in what was changed about the model since the last step, so that `units` hold all its parameters."""
+
     @abstractmethod
     def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
         """The batch in `microbatches` parts, numbered from `first`. Raises `SpecError` if it has fewer rows."""
@@ -113,7 +116,9 @@ class ModuleChain(PipelineModel):
         counted: CountLabels | None = None,
         device: torch.device | None = None,
     ) -> None:
-        listed = list(layers.children()) if isinstance(layers, nn.Module) else list(layers)
+        # `children` would leave out a module that comes twice
+        given = layers._modules.values() if isinstance(layers, nn.Module) else layers
+        listed = [layer for layer in given if layer is not None]
         if not listed or not all(isinstance(layer, nn.Module) for layer in listed):
             raise SpecError(f"a pipeline needs one or more layers that are modules, got {layers!r:.200}")
         self.root = layers if isinstance(layers, nn.Module) else nn.ModuleList(listed)

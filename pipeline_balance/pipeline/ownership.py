@@ -48,6 +48,7 @@ class Ownership:
 
     def read(self) -> None:
         """Find parameters and buffers as they are now. Raises `SpecError` for a parameter that no unit holds."""
+        self.model.look()
         holders: dict[int, list[int]] = {}
         for unit, module in enumerate(self.model.units):
             for parameter in module.parameters():
