@@ -56,6 +56,7 @@ class _Recorded:
     enters: tuple[Tensor, ...] = ()  # what layer 0 gets from the front, on `meta`
     calls: list[_Call] = field(default_factory=list)
     outputs: list[tuple[list[Any], TreeSpec]] = field(default_factory=list)  # leaves on `meta`, structure
+    stands: list[Any] = field(default_factory=list)  # [n - 1] what stands for a layer's output, as it is structured
     gives: list[tuple[int, ...]] = field(default_factory=list)  # [n] leaves of a layer's output that go on
 
 
@@ -201,9 +202,9 @@ class TransformersModel(PipelineModel):
         random = _Random(self.device)
 
         def stand(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            leaves, structure = recorded.outputs[layer]
             if layer < last:
-                return tree_unflatten(self._stand_ins(layer, leaves), structure)
+                return recorded.stands[layer]
+            leaves, structure = recorded.outputs[layer]
             readable.allowed = False
             random.restore()
             own = list(leaves)
@@ -271,7 +272,8 @@ class TransformersModel(PipelineModel):
                 recorded.gives.append(tuple(i for i, leaf in enumerate(output[0]) if isinstance(leaf, Tensor)))
                 raise Stop
             before = self._stand_ins(layer, output[0])
-            return tree_unflatten(before, output[1])
+            recorded.stands.append(tree_unflatten(before, output[1]))
+            return recorded.stands[layer]
 
         random = _Random(self.device)
         with torch.enable_grad():
