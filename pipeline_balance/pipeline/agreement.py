@@ -24,13 +24,14 @@ from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation
 
 _SAMPLE_BYTES = 1 << 16
-# what is compared, and whether only within a replica
+# what is compared, and among whom
 _COMPARED = (
-    ("hold a model with other names, shapes or types", False),
-    ("train (requires_grad) other parameters", False),
-    ("call with other arguments", False),
-    ("have inputs of other shapes", True),
-    ("were given other inputs or labels", True),
+    ("hold a model with other names, shapes or types", "all"),
+    ("train (requires_grad) other parameters", "all"),
+    ("call with other arguments", "all"),
+    ("have inputs of other shapes", "replica"),
+    ("were given other inputs or labels", "replica"),
+    ("would run the stages that share experts in another order, or on other microbatches,", "column"),
 )
 
 
@@ -89,9 +90,11 @@ def agree_on_batch(
     arguments: Sequence[Any],
     groups: PipelineGroups,
     device: torch.device,
+    actions: Callable[[Passing], str],
 ) -> Passing:
     """What `prepare` makes of the batch, once all ranks mean the same; collective, one small all-gather.
 
+    `actions` says what this rank would run, which must be the same on the ranks with these stages in all replicas.
     Where it fails on a rank, that error is raised there and a `SpecError` that names it on the others.
     """
     failed: Exception | None = None
@@ -104,9 +107,10 @@ def agree_on_batch(
     mine = [
         owned.structure(),
         owned.trainable(),
-        number_of(repr((tuple(arguments), len(passing.parts)))),
+        number_of(repr(tuple(arguments))),
         number_of(repr((passing.counted, shapes))),
         passing.data,
+        number_of(actions(passing)),
     ]
     row = torch.tensor([int(failed is not None), *mine, passing.counted], dtype=torch.int64, device=device)
     every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
@@ -117,9 +121,9 @@ def agree_on_batch(
             raise failed
         raise SpecError("; ".join(f"rank {r}: {said}" for r, said in enumerate(words) if said))
     size = groups.collective.size
-    for column, (what, within_replica) in enumerate(_COMPARED, start=1):
+    for column, (what, among) in enumerate(_COMPARED, start=1):
         said = every[:, column].tolist()
-        first = {r: r // size * size if within_replica else 0 for r in range(len(said))}
+        first = {r: {"all": 0, "replica": r // size * size, "column": r % size}[among] for r in range(len(said))}
         differ = [r for r, x in enumerate(said) if x != said[first[r]]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than rank {first[differ[0]]}")

@@ -88,12 +88,11 @@ class StageExperts:
         """Whether any stage of the pipeline, here or elsewhere, has such layers."""
         return bool(self.units)
 
-    def check_static(self) -> None:
-        """Raise `SpecError` where layers would move."""
+    def check_static(self, what: str) -> None:
+        """Raise `SpecError` that a pipeline cannot do `what` while replicas share experts."""
         if self.any:
             raise SpecError(
-                f"layers {list(self.units)} share their experts over the replicas of their stage and cannot move: "
-                f"the stage map is fixed from the start"
+                f"a pipeline cannot {what} while the replicas of layers {list(self.units)} share their experts"
             )
 
     def balance(self, attach: Callable[[nn.Module], Balancer], mine: Sequence[int]) -> Balancer | None:

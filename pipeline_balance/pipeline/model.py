@@ -116,7 +116,9 @@ class ModuleChain(PipelineModel):
         counted: CountLabels | None = None,
         device: torch.device | None = None,
     ) -> None:
-        listed = list(layers.children()) if isinstance(layers, nn.Module) else list(layers)
+        # `children` would leave out a module that comes twice
+        given = layers._modules.values() if isinstance(layers, nn.Module) else layers
+        listed = [layer for layer in given if layer is not None]
         if not listed or not all(isinstance(layer, nn.Module) for layer in listed):
             raise SpecError(f"a pipeline needs one or more layers that are modules, got {layers!r:.200}")
         self.root = layers if isinstance(layers, nn.Module) else nn.ModuleList(listed)

@@ -44,10 +44,20 @@ class Optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
 
-    def step(self) -> None:
-        """Step all of them, in their order."""
+    def unscale_(self, scaler: torch.amp.GradScaler) -> None:
+        """Have `scaler` take its scale out of all gradients."""
         for optimizer in self.all:
-            optimizer.step()
+            scaler.unscale_(optimizer)
+
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        """Step all of them, in their order; with a `scaler`, those whose gradients it has found finite."""
+        for optimizer in self.all:
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
 
     def of(self) -> dict[int, Optimizer]:
         """The optimizer of every parameter, by the parameter's id; groups may have been added since the start."""

@@ -131,6 +131,13 @@ def like_meta(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
 
+def try_put(parameter: nn.Parameter, content: nn.Parameter) -> None:
+    """Raise RuntimeError if `put` would; nothing has changed afterwards. Weak references within torch forbid it."""
+    torch.clear_autocast_cache()  # has weak references to every parameter that it has cast
+    for _ in range(2):
+        torch._C._swap_tensor_impl(parameter, content)
+
+
 def put(parameter: nn.Parameter, content: nn.Parameter) -> None:
     """`parameter` becomes what `content` is: the same object, attributes and hooks, another tensor and gradient.
 

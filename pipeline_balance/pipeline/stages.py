@@ -70,7 +70,7 @@ class PipelineGroups:
         self.world: Collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
-        grid = Grid.of(self.world.size, self.replicas)
+        self.grid = grid = Grid.of(self.world.size, self.replicas)
         self.collective: Collective = self.world
         self.column: Collective = ThreadWorld(1).collective(0)
         self.replica = grid.replica_of(self.world.rank)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.spec import StageMap
 from prophet.errors import TransitionError
 from prophet.ranks.collective import Collective, Operation
@@ -38,22 +40,9 @@ class Tie:
         return tuple(dict.fromkeys(home[unit] for unit in self.units))
 
 
-def find_ties(root: nn.Module, units: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """The parameters that several of the `units` [L] of `root` hold, in the order of the unsplit model's names."""
-    owners: dict[int, list[int]] = {}
-    for unit, module in enumerate(units):
-        for p in module.parameters():
-            owners.setdefault(id(p), []).append(unit)
-    return tuple(
-        Tie(name=name, parameter=p, units=tuple(owners[id(p)]))
-        for name, p in root.named_parameters()
-        if len(owners.get(id(p), ())) > 1
-    )
-
-
-def counted_here(ties: Sequence[Tie], stage_map: StageMap, rank: int) -> set[str]:
-    """Names of the tied parameters that `rank` counts in a norm or saves: its first holder does, nobody else."""
-    return {tie.name for tie in ties if tie.holders(stage_map)[0] == rank}
+def ties_of(owned: Ownership) -> tuple[Tie, ...]:
+    """The parameters that several units hold, in the order of the unsplit model's names."""
+    return tuple(Tie(name=name, parameter=owned.parameters[name], units=units) for name, units in owned.tied().items())
 
 
 @torch.no_grad()
@@ -125,29 +114,30 @@ def share_tied_weights(ties: Sequence[Tie], stage_map: StageMap, pipeline: Colle
 def check_ties(
     ties: Sequence[Tie],
     stage_map: StageMap,
-    pipeline: Collective,
-    state: Mapping[nn.Parameter, Mapping[str, Any]],
+    world: Collective,
+    grid: Grid,
+    state: Mapping[int, Mapping[str, Any]],
     *,
     device: torch.device,
 ) -> None:
-    """Compare digests of tied weights and their optimizer `state` among holders; collective over `pipeline`.
+    """Compare digests of tied weights and their optimizer state among the holders in all replicas; collective.
 
-    Raises `TransitionError` on all ranks where they differ. It names the parameter, the ranks, and whether weights or
-    optimizer state have come apart.
+    state: what optimizers keep per parameter, by its id. Raises `TransitionError` on all ranks where holders differ. It
+    names the parameter, the ranks of `world`, and whether weights or optimizer state have come apart.
     """
     if not ties:
         return
     digests: list[int] = []
     for tie in ties:
-        here = pipeline.rank in tie.holders(stage_map)
+        here = grid.pipeline_rank_of(world.rank) in tie.holders(stage_map)
         digests.append(_digest([("weights", tie.parameter)]) if here else 0)
-        digests.append(_digest(state.get(tie.parameter, {}).items()) if here else 0)
-    table = tell(pipeline, digests, op=Operation("comparing tied parameters"), device=device)  # [R, 2 T]
+        digests.append(_digest(state.get(id(tie.parameter), {}).items()) if here else 0)
+    table = tell(world, digests, op=Operation("comparing tied parameters"), device=device)  # [R, 2 T]
     for i, tie in enumerate(ties):
-        holders = tie.holders(stage_map)
+        holders = [r for r in range(world.size) if grid.pipeline_rank_of(r) in tie.holders(stage_map)]
         for offset, what in enumerate(("weights", "optimizer state")):
             column = table[:, 2 * i + offset]
-            differ = sorted(r for r in holders if column[r] != column[holders[0]])
+            differ = [r for r in holders if column[r] != column[holders[0]]]
             if differ:
                 raise TransitionError(
                     f"the tied parameter {tie.name!r} has other {what} on rank(s) {differ} than on rank {holders[0]}: "

@@ -6,7 +6,7 @@ state to another map, `agreement` compares ranks before a step, and this module 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,25 +17,19 @@ from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, loc
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of
 from pipeline_balance.pipeline.executor import Run
+from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import whole_state, write_pretrained
 from pipeline_balance.pipeline.model import CountLabels, Inputs, LossFn, ModuleChain, PipelineModel
-from pipeline_balance.pipeline.norm import clip_gradients_, gradient_norm
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
-from pipeline_balance.pipeline.replicas import ReplicaMeans, check_units, start_alike
+from pipeline_balance.pipeline.replicas import check_units, start_alike
 from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
-from pipeline_balance.pipeline.ties import (
-    Tie,
-    check_ties,
-    counted_here,
-    find_ties,
-    share_tied_weights,
-    sum_tied_gradients,
-)
+from pipeline_balance.pipeline.ties import check_ties, share_tied_weights, ties_of
 from pipeline_balance.pipeline.training_state import Held, collect
+from pipeline_balance.pipeline.update import Gradients
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
@@ -91,8 +85,10 @@ class ElasticPipeline:
         self.model = model
         self.meter = meter if meter is not None else Meter()
         self.groups = PipelineGroups(group, timeout_s, replicas)
-        self.means = ReplicaMeans(self.groups.column)
+        column = self.groups.grid.column(self.rank)
+        self.experts = StageExperts(model.units, self.groups.world.rank, column, self.meter)
         self.owned = Ownership(model)
+        self.gradients = Gradients(self.owned, self.groups, self.experts)
         self.builder = StageBuilder(
             model=model, config=self.config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
         )
@@ -109,7 +105,7 @@ class ElasticPipeline:
         self.grad_norm: float | None = None
         self._trainable = self.owned.trainable()
         self._used = False
-        self._averages = False
+        self._scaler: PipelineScaler | None = None
         self._stages = self.builder.build(self._meet(None if joins else stage_map))
         if not joins:
             self._start_alike()
@@ -208,11 +204,11 @@ class ElasticPipeline:
         if self._used:
             self.drop_gradients()
         passing = self._begin(inputs, labels, (update, max_norm), scaler)
-        factor = self.config.replicas / self.progress.divisor
-        factor *= scaler.get_scale() if scaler is not None and scaler.is_enabled() else 1.0
-        self._averages = update
+        factor = self.config.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
         run = Run(passing.parts, passing.shapes, self.progress.updates, scale=factor)
-        self._run(run)
+        self.gradients.open(update=update)
+        with self.experts.passing(update=update):
+            self._run(run)
         self.progress.add(self._shared_sum(run), self.config.replicas * len(passing.parts), passing.counted)
         loss = self.progress.loss
         if update:
@@ -224,11 +220,17 @@ class ElasticPipeline:
 
         def prepare() -> Passing:
             check_scaler(scaler)
+            if self.progress.parts and scaler is not self._scaler:
+                raise SpecError("all calls of an update need the same scaler, as its gradients are added up")
             self._read_model()
             first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
-        passing = agree_on_batch(prepare, self.owned, (*arguments, scaler is None), self.groups, self.config.device)
+        stages = self._stages.executor
+        actions = _listed(stages.training if stages is not None else ())
+        given = (*arguments, scaler is None)
+        passing = agree_on_batch(prepare, self.owned, given, self.groups, self.config.device, lambda _: actions)
+        self._scaler = scaler
         trainable = self.owned.trainable()
         if trainable != self._trainable:
             # times of layers that were frozen or thawed say nothing any more
@@ -255,17 +257,11 @@ class ElasticPipeline:
         whole = torch.tensor([int(not self.owned.missing(mine))], device=self.config.device)
         if not bool(self.collective.all_gather(whole, op=Operation("starting a pipeline")).all()):
             return  # built on `meta`: a checkpoint brings the values
-        share_tied_weights(self._ties(), self.stage_map, self.groups.collective)
-        start_alike(self.owned.tensors(mine), self.groups.column)
-
-    def _ties(self) -> tuple[Tie, ...]:
-        return find_ties(self.module, self.model.units)
+        share_tied_weights(ties_of(self.owned), self.stage_map, self.groups.collective)
+        start_alike([t for t in self.owned.tensors(mine) if t not in self.experts.parameters], self.groups.column)
 
     def _stage_done(self, stage: int) -> None:
-        """A stage's gradients are complete on this rank: begin to average them over replicas."""
-        if self._averages:
-            for unit in self.stage_map.layers_of(stage):
-                self.means.start(self.model.units[unit].parameters(), unit)
+        self.gradients.stage_done(self.stage_map.layers_of(stage))
 
     def _run(self, run: Run) -> None:
         if self._stages.executor is not None:
@@ -281,41 +277,35 @@ class ElasticPipeline:
 
     def _update(self, max_norm: float | None, scaler: Any) -> None:
         """Use the gradients: one step of every optimizer, on every rank."""
-        progress, parameters = self.progress, self.owned.parameters
-        self.means.finish()
-        ties = self._ties()
-        sum_tied_gradients(ties, self.stage_map, self.groups.collective)
-        if scaler is not None and scaler.is_enabled():
-            for optimizer in self.optimizers.all:
-                scaler.unscale_(optimizer)
-        share = progress.divisor / max(progress.counted, 1)
-        if share != 1.0:
-            for parameter in parameters.values():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(share)
+        progress = self.progress
+        self.gradients.complete(self.stage_map)
+        self.gradients.scale_(progress.divisor / max(progress.counted, 1))
+        if scaler is not None:
+            self.optimizers.unscale_(scaler)
         if max_norm is not None:
-            norm = gradient_norm(parameters, self._counted(ties), self.collective, device=self.config.device)
-            clip_gradients_(parameters, max_norm, norm)
-            self.grad_norm = float(norm)
-        if scaler is None:
-            self.optimizers.step()
-        else:
-            for optimizer in self.optimizers.all:
-                scaler.step(optimizer)
-            scaler.update()
+            self.grad_norm = self.gradients.clip_(self.stage_map, max_norm, self.config.device)
+        self.optimizers.step(scaler)
+        self.experts.finish()
+        torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
         progress.updated()
         self._used = True
 
-    def _counted(self, ties: Sequence[Tie]) -> set[str]:
-        """Names of the parameters whose gradients this rank measures: every parameter of one rank."""
-        if self.groups.replica:
-            return set()
-        mine = set(self.owned.of(self.stage_map.layers_on(self.rank))) - {tie.name for tie in ties}
-        return mine | counted_here(ties, self.stage_map, self.rank)
-
     def scaler(self, **arguments: Any) -> PipelineScaler:
-        """A `torch.amp.GradScaler` with these arguments for `step(scaler=)`, the same on all ranks."""
+        """A `torch.amp.GradScaler` for `step(scaler=)`, the same on all ranks; it takes that class's arguments by name.
+
+        Call it on every rank. Its `state_dict` belongs into checkpoints.
+        """
         return PipelineScaler(self.collective, self.config.device, **arguments)
+
+    def balance_experts(self, attach: Callable[[nn.Module], Balancer]) -> Balancer | None:
+        """Balance the expert-parallel layers of this rank's stages: `attach` gets them as a module. On every rank.
+
+        Returns what `attach` returned, None on a rank without such layers.
+
+        >>> config = prophet.EngineConfig(accumulation_steps=microbatches)  # doctest: +SKIP
+        >>> pipe.balance_experts(lambda layers: prophet.attach(layers, config=config))  # doctest: +SKIP
+        """
+        return self.experts.balance(attach, self.stage_map.layers_on(self.rank))
 
     def evaluate(self, inputs: Inputs, labels: Tensor | None) -> float:
         """The mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
@@ -336,7 +326,14 @@ class ElasticPipeline:
                         self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size
                     )
 
-                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device)
+                stages = self._stages.executor
+
+                def actions(passing: Passing) -> str:
+                    if stages is None or not self.experts.any:
+                        return ""
+                    return _listed(stages.evaluation(len(passing.parts)))
+
+                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device, actions)
                 run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
                 self._run(run)
                 return self._shared_sum(run) / max(passing.counted, 1)
@@ -347,17 +344,21 @@ class ElasticPipeline:
 
     def drop_gradients(self) -> None:
         """Forget gradients that the optimizers have used, so that they do not travel."""
-        for parameter in self.owned.parameters.values():
-            parameter.grad = None
+        self.gradients.drop()
         self._used = False
 
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
 
-        `save_pretrained` writes it for transformers.
+        `rank` counts all processes: the first replica's come first. `save_pretrained` writes it for transformers.
         """
+        self.experts.check_static("gather or save a model")
         self._read_model()
-        return whole_state(self.owned, self.stage_map, self.groups.collective, self.config, rank)
+        grid = self.groups.grid
+        if grid.replica_of(rank) != self.groups.replica:
+            return {}
+        at = grid.pipeline_rank_of(rank)
+        return whole_state(self.owned, self.stage_map, self.groups.collective, self.config, at)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """Write the whole model to `folder` by its own `save_pretrained`, for transformers to load. Collective.
@@ -408,12 +409,13 @@ class ElasticPipeline:
         `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
         Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
         """
+        self.experts.check_static("move layers")
         self.owned.read()
-        ties = self._ties()
+        ties = ties_of(self.owned)
         if self.progress.parts and any(len(tie.holders(self.stage_map)) > 1 for tie in ties):
             raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
-        state: dict[Any, Any] = {p: e for o in self.optimizers.all for p, e in o.state.items()}
-        check_ties(ties, self.stage_map, self.groups.collective, state, device=self.config.device)
+        groups, state = self.groups, self.optimizers.state()
+        check_ties(ties, self.stage_map, groups.world, groups.grid, state, device=self.config.device)
         self._stages, done = self.mover.rebuild(
             self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._used
         )
@@ -422,6 +424,7 @@ class ElasticPipeline:
 
     def held(self) -> Held:
         """This rank's state without gradients, as it is saved."""
+        self.experts.check_static("gather or save a model")
         self._read_model()
         return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
 
@@ -474,3 +477,7 @@ class ElasticPipeline:
     def _meet(self, known: StageMap | None) -> StageMap:
         """The group's stage map; a rank that knows none takes over how far the others are. Collective."""
         return agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config)
+
+
+def _listed(actions: Sequence[object]) -> str:
+    return " ".join(map(str, actions))

@@ -35,12 +35,12 @@ def test_experts_over_the_column_are_found_and_stay_where_they_are() -> None:
         moe = made[1][1]
         assert found.parameters == set(moe.experts.parameters())
         assert all(p.prophet_averaged for p in found.parameters)
-        with pytest.raises(SpecError, match=r"layers \[1\] share their experts over .* and cannot move"):
-            found.check_static()
+        with pytest.raises(SpecError, match=r"cannot move layers while the replicas of layers \[1\] share"):
+            found.check_static("move layers")
         return list(found.units)
 
     assert ThreadWorld(2, timeout_s=20.0).run(run) == [[1], [1]]
-    StageExperts([nn.Linear(2, 2)], 0, (0,), Meter()).check_static()
+    StageExperts([nn.Linear(2, 2)], 0, (0,), Meter()).check_static("move layers")
 
 
 def test_another_group_than_the_column_is_refused_on_all_of_its_ranks() -> None:

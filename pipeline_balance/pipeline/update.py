@@ -1,0 +1,73 @@
+"""What happens to gradients between backward and the next batch: averaged over replicas, completed, scaled, clipped.
+
+Shape legend: R replicas, P pipeline ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline_balance.pipeline.experts import StageExperts
+from pipeline_balance.pipeline.norm import clip_gradients_, gradient_norm
+from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.replicas import ReplicaMeans
+from pipeline_balance.pipeline.stages import PipelineGroups
+from pipeline_balance.pipeline.ties import sum_tied_gradients, ties_of
+from pipeline_balance.spec import StageMap
+
+
+class Gradients:
+    """This rank's gradients of the parameters in `owned`; those that `experts` share stay out of the means."""
+
+    def __init__(self, owned: Ownership, groups: PipelineGroups, experts: StageExperts) -> None:
+        self.owned, self.groups, self.experts = owned, groups, experts
+        self._means = ReplicaMeans(groups.column)
+        self._open = False
+
+    def open(self, *, update: bool) -> None:
+        """A pass begins; with `update`, stages that are done have all of the update's gradients."""
+        self._open = update
+
+    def stage_done(self, units: range) -> None:
+        """A stage of these units has run its last backward action of the pass: begin to average what it has."""
+        if self._open:
+            for unit in units:
+                names = [n for n in self.owned.of([unit]) if self.owned.units_of[n] == (unit,)]
+                mine = [self.owned.parameters[n] for n in names]
+                self._means.start([p for p in mine if p not in self.experts.parameters], unit)
+
+    def complete(self, stage_map: StageMap) -> None:
+        """Once the last pass has ended: every gradient is that of the whole update. Collective."""
+        self._open = False
+        ties = ties_of(self.owned)
+        mine = [t.parameter for t in ties if self.groups.rank in t.holders(stage_map)]
+        self._means.start(mine, 0)
+        self._means.finish()
+        sum_tied_gradients(ties, stage_map, self.groups.collective)
+        self.experts.complete()
+
+    def scale_(self, factor: float) -> None:
+        """Multiply them by `factor`."""
+        if factor != 1.0:
+            for parameter in self.owned.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def clip_(self, stage_map: StageMap, max_norm: float, device: torch.device) -> float:
+        """Scale them so that the model's norm is at most `max_norm`; the norm before, the same on all ranks."""
+        owned, home, rank = self.owned, stage_map.assignment(), self.groups.rank
+        mine = [n for n in owned.of(stage_map.layers_on(rank)) if home[owned.units_of[n][0]] == rank]
+        if self.groups.replica:  # its other gradients are copies of the first replica's
+            mine = [n for n in mine if owned.parameters[n] in self.experts.parameters]
+        norm = gradient_norm(owned.parameters, set(mine), self.groups.world, device=device)
+        clip_gradients_(owned.parameters, max_norm, norm)
+        return float(norm)
+
+    def drop(self) -> None:
+        """Forget them."""
+        for parameter in self.owned.parameters.values():
+            parameter.grad = None
+
+    def close(self) -> None:
+        """End the thread that averages."""
+        self._means.close()

@@ -1,0 +1,175 @@
+"""A run over replicas of a pipeline with all that loops do, and the same run in one process: float64, tied, dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.leave.checkpoint import load_checkpoint, save_checkpoint
+from pipeline_balance.pipeline.generators import unit_seed
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.spec import StageMap
+
+DIM, VOCABULARY, UNITS, SEED = 8, 13, 6, 7
+PARTS, ROWS = 4, 3  # microbatches of all replicas together in one call, and rows of each
+MAX_NORM = 0.5
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    """An embedding, four blocks and a head with the embedding's weight."""
+    torch.manual_seed(seed)
+    made = nn.Sequential(nn.Embedding(VOCABULARY, DIM), *(_Block() for _ in range(UNITS - 2)))
+    made.append(nn.Linear(DIM, VOCABULARY, bias=False))
+    made[-1].weight = made[0].weight
+    return made.double()
+
+
+def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    decayed = [p for _, p in named if p.dim() > 1]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": [p for _, p in named if p.dim() <= 1]}], lr=2e-2
+    )
+
+
+def batch(update: int, call: int) -> tuple[Tensor, Tensor]:
+    """The batch of all replicas; how many labels count differs between its parts."""
+    generator = torch.Generator().manual_seed(100 * update + call)
+    ids = torch.randint(VOCABULARY, (PARTS * ROWS, 5), generator=generator)
+    labels = (ids * 3 + 1) % VOCABULARY
+    labels[torch.rand(labels.shape, generator=generator) < torch.linspace(0, 0.9, len(ids))[:, None]] = -100
+    return ids, labels.clone()
+
+
+def loss_fn(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+def counted(labels: Tensor | None) -> int:
+    return int((labels != -100).sum()) if labels is not None else 0
+
+
+def freeze(model: nn.Module, update: int) -> None:
+    """Two layers freeze for a while, one of them in front; the embedding, which is tied, later."""
+    for p in model.parameters():
+        p.requires_grad_(True)
+    for unit in {3: (1, 3), 4: (1, 3), 5: (0, 1)}.get(update, ()):
+        model[unit].requires_grad_(False)  # type: ignore[index]
+
+
+def calls(update: int) -> int:
+    """Every third update adds up the gradients of two batches."""
+    return 2 if update % 3 == 1 else 1
+
+
+class Outcome(NamedTuple):
+    """Losses and norms of all updates, a loss of evaluation, and checksums of the weights at the end by name."""
+
+    losses: list[float]
+    norms: list[float]
+    evaluated: float
+    weights: dict[str, float]
+
+
+def one_process(updates: int) -> Outcome:
+    """The run without a pipeline, with the same microbatches and random numbers."""
+    model = layers()
+    optimizer = make_optimizer(list(model.named_parameters()))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.7)
+    losses, norms = [], []
+    for update in range(updates):
+        freeze(model, update)
+        optimizer.zero_grad()
+        given = [batch(update, call) for call in range(calls(update))]
+        total, labels = 0.0, sum(counted(target) for _, target in given)
+        parts = [p for x, y in given for p in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True)]
+        for number, (ids, target) in enumerate(parts):
+            x = ids
+            for unit, layer in enumerate(model):
+                torch.manual_seed(unit_seed(SEED, unit, update, number))
+                x = layer(x)
+            loss = loss_fn(x, target) * counted(target) / labels
+            loss.backward()
+            total += float(loss.detach())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
+        optimizer.step()
+        schedule.step()
+        losses.append(total)
+    x, target = batch(999, 0)
+    with torch.no_grad():
+        evaluated = float(loss_fn(model.eval()(x), target))
+    return Outcome(losses, norms, evaluated, {n: float(p.detach().sum()) for n, p in model.named_parameters()})
+
+
+def maps(update: int, ranks: int) -> StageMap:
+    """Boundaries wander, the last rank stands idle for a while, and both holders of the tie are once on one rank."""
+    if ranks == 1:
+        return StageMap((0, UNITS), (0,))
+    turn = update // 2 % 4
+    if turn == 1:
+        return StageMap((0, UNITS), (0,))
+    if turn == 2:
+        return StageMap((0, 1, 3, 5, UNITS), (1, 0, 1, 0))
+    return StageMap((0, 1, 4, UNITS), (0, 1, 0)) if turn == 3 else StageMap((0, 2, UNITS), (0, 1))
+
+
+def part_of(tensor: Tensor, replica: int, replicas: int) -> Tensor:
+    return tensor.chunk(replicas)[replica]
+
+
+def replicated(
+    rank: int, size: int, replicas: int, first: int, updates: int, folder: str, options: dict[str, Any]
+) -> Outcome:
+    """The run over `replicas`, from update `first` on; saved in `folder` at the end, or resumed from there."""
+    # other replicas build another model, and start with the weights of the first all the same
+    model = layers(seed=rank // (size // replicas))
+    pipe = ElasticPipeline.from_modules(
+        model,
+        loss_fn,
+        maps(first, size // replicas),
+        counted=counted,
+        make_optimizer=make_optimizer,
+        microbatches=PARTS // replicas,
+        replicas=replicas,
+        seed=SEED,
+        timeout_s=100.0,
+        **options,
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(pipe.optimizer, 3, gamma=0.7)
+    if first:
+        load_checkpoint(pipe, Path(folder), also={"schedule": schedule})
+    replica = pipe.groups.replica
+    losses, norms = [], []
+    for update in range(first, updates):
+        freeze(pipe.module, update)
+        if update % 2 == 0 and update > first:
+            pipe.rebuild(maps(update, pipe.ranks))
+        for call in range(calls(update)):
+            last = call == calls(update) - 1
+            given = [part_of(t, replica, replicas) for t in batch(update, call)]
+            loss = pipe.step(*given, update=last, max_norm=MAX_NORM)
+        schedule.step()
+        losses.append(loss)
+        norms.append(pipe.grad_norm or 0.0)
+    evaluated = pipe.evaluate(*(part_of(t, replica, replicas) for t in batch(999, 0)))
+    if folder and not first:
+        save_checkpoint(pipe, Path(folder), step=updates, also={"schedule": schedule})
+    weights = {n: float(t.sum()) for n, t in pipe.state_dict().items()}
+    return Outcome(losses, norms, evaluated, weights)
+
+
+def largest_difference(got: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative difference."""
+    return max(abs(a - b) / max(abs(b), 1e-300) for a, b in zip(got, expected, strict=True))
