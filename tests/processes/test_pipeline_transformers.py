@@ -10,6 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the models are transformers'")
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # older versions have no other name
 
 from transformers import AutoModelForCausalLM
 
@@ -111,6 +112,42 @@ def test_a_model_trains_as_it_does_whole(size: int, families: list[str], how: st
         assert found.keys() == state.keys()
         for name, tensor in state.items():
             torch.testing.assert_close(found[name], tensor, rtol=10 * allowed, atol=allowed)
+
+
+def _lengths(*tokens: int) -> tuple[list[dict[str, torch.Tensor]], list[torch.Tensor]]:
+    given = [batch("padded", 2, t) for t in tokens]
+    return [inputs for inputs, _ in given], [labels for _, labels in given]
+
+
+def _by_microbatch(rank: int, size: int) -> tuple[list[float], list[str]]:
+    pipe = ElasticPipeline.from_transformers(small("mixtral"), make_optimizer=sgd, microbatches=3, timeout_s=60.0)
+    losses = [pipe.step(*_lengths(16, 24, 8)), pipe.step(*_lengths(8, 12, 20)), pipe.evaluate(*_lengths(9, 14))]
+    inputs, labels = _lengths(8, 8)
+    errors = []
+    for wrong in ((inputs, labels), (inputs, labels[0]), ([*inputs, 3], [*labels, labels[0]])):
+        try:
+            pipe.step(*wrong)
+        except SpecError as error:
+            errors.append(str(error))
+    return losses, errors
+
+
+def test_microbatches_may_differ_in_length() -> None:
+    results = run_gloo(_by_microbatch, 2)
+    model = small("mixtral")
+    optimizer, counting, losses = sgd(list(model.named_parameters())), TransformersModel(model), []
+    for tokens in ((16, 24, 8), (8, 12, 20), (9, 14)):
+        optimizer.zero_grad()
+        given = zip(*_lengths(*tokens), strict=True)
+        losses.append(
+            float(train_whole(model, counting, [counting.cut(one, its, 1, i)[0] for i, (one, its) in enumerate(given)]))
+        )
+        optimizer.step()
+    for got, errors in results:
+        assert got == pytest.approx(losses, abs=1e-6)
+        assert len(errors) == 3
+        assert all("two sequences of 3" in said for said in errors[:2])
+        assert "expected a tensor or a dictionary of them, got 3" in errors[2]
 
 
 def _given_other_masks(rank: int, size: int) -> str:
