@@ -142,6 +142,23 @@ def test_lengths_may_differ_by_microbatch() -> None:
     assert abs(float(train_over(stages, parts) - train_whole(whole, counting, parts))) <= 1e-6
 
 
+def test_labels_count_as_the_models_losses_count_them() -> None:
+    """A causal model's first label belongs to no output; a masked one's does; a class belongs to a row."""
+    ids = torch.randint(1, 40, (2, 6))
+    labels = ids.clone()
+    labels[0, :2], labels[1, 3] = -100, -100
+    for family, count in (("llama", 8), ("bert", 9)):
+        adapted = TransformersModel(small(family))
+        part = adapted.cut(ids, labels, 1)[0]
+        assert adapted.counted(part) == count
+        whole = adapted.root(input_ids=ids, labels=labels).loss
+        logits = adapted.root(input_ids=ids).logits
+        shift = int(family == "llama")
+        wanted, its = labels[:, shift:], logits[:, : 6 - shift]
+        total = nn.functional.cross_entropy(its.flatten(0, 1), wanted.flatten(), reduction="sum")
+        assert float(whole) * count == pytest.approx(float(total), rel=1e-5)
+
+
 def test_an_input_of_one_row_goes_to_every_microbatch() -> None:
     (inputs, labels) = batch()
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
