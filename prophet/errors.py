@@ -50,7 +50,11 @@ class BenchmarkFileError(SpecError):
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed; carries the rank that noticed, and the operation it was in."""
+    """A collective failed; carries the rank that noticed, the operation it was in, and the ranks it waited for if it
+    were few: those that a message comes from or goes to.
+    """
+
+    peers: tuple[int, ...] = ()
 
     def __init__(self, rank: int, operation: Operation, reason: str) -> None:
         super().__init__(f"rank {rank}: {operation} failed: {reason}")

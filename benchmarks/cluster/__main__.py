@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.policies import DEFAULT_POLICIES, POLICY_NAMES, PolicyError, policy
+from benchmarks.cluster.policies import DEFAULT_POLICIES, POLICY_NAMES, PolicyError, planner_of, policy
 from benchmarks.cluster.profiles import BUILT_IN, Profile, ProfileError, load_profile
-from benchmarks.cluster.rows import summarise, table
+from benchmarks.cluster.rows import against, summarise, table
 from benchmarks.cluster.testbed import Running, Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.cluster.workload import Workload
 from benchmarks.common import environment, write_json
+from prophet.errors import SpecError
 from prophet.report.picture import draw_step, middle_blocks
 from prophet.scheduler.timeline import Span, write_trace
 
@@ -31,6 +32,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--profile", default="four-hosts", help=f"{', '.join(BUILT_IN)}, or a TOML file")
     p.add_argument(
         "--policies", default=",".join(DEFAULT_POLICIES), help=f"comma-separated, of {', '.join(POLICY_NAMES)}"
+    )
+    p.add_argument(
+        "--against", default="", help="of the policies, comma-separated: the others' steps over those of the fastest"
     )
     p.add_argument("--json", type=Path, help="file for the rows")
     p.add_argument("--picture", type=Path, help="file for a picture of two blocks of that step, with prophet (PNG)")
@@ -53,14 +57,11 @@ def parser() -> argparse.ArgumentParser:
 
 def runnable(names: Sequence[str], python: str) -> tuple[list[str], dict[str, str]]:
     """(policies that can run, why the others cannot). Raises `PolicyError` for names that do not exist."""
-    from prophet.errors import SpecError
-    from prophet.planner import get_planner
-
     able, skipped = [], {}
     for name in dict.fromkeys(names):
         p = policy(name)
         try:
-            get_planner(p.planner)
+            planner_of(p)
         except SpecError as error:
             skipped[name] = str(error)
             continue
@@ -120,6 +121,9 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
         say(f"{name} is left out: {reason}")
     if not names:
         raise PolicyError("no policy is left to run")
+    others = [n for n in args.against.split(",") if n]
+    if not set(others) <= set(names):
+        raise PolicyError(f"--against: expected some of the policies that run ({', '.join(names)}), got {args.against}")
     if workload.experts % profile.hosts:
         raise PolicyError(f"{workload.experts} experts cannot be divided among {profile.hosts} hosts")
     key_of = json.dumps([dataclasses.asdict(workload), profile.hosts, args.warm_up_steps])
@@ -165,6 +169,7 @@ def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) ->
         "skipped": skipped,
         "wall_s": time.monotonic() - began,
         "rows": rows,
+        "against": against(rows, others) if others else [],
     }
 
 
@@ -202,6 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     say(table(document["rows"]))
+    for row in document["against"]:
+        ends = "too few repetitions" if row["interval"] is None else "{:.3f} to {:.3f}".format(*row["interval"])
+        say(f"{row['policy']} over {row['over']}: {row['ratio_median']:.3f} ({ends})")
     if args.json:
         write_json(args.json, document)
     return 0

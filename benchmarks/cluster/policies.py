@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from prophet.engine.replan import EVERY_STEP, ReplanConfig
+from prophet.errors import SpecError
+from prophet.planner import Planner, get_planner
 
 System = Literal["prophet", "deepspeed", "tutel"]
 
@@ -14,10 +17,11 @@ System = Literal["prophet", "deepspeed", "tutel"]
 class Policy:
     """How a run is balanced.
 
-    system: whose MoE layer runs. planner: of our engine. schedule: how its transfers are laid out. even: the routing
-    is replaced by a perfectly even one. plain: our layer without the engine. use_windows: whether the planner knows
-    of the compute under which transfers hide (Eq. 8). transfers: the form of Trans and Agg. refetch: replicas'
-    parameters are fetched again for the backward pass. replan: when placements are planned anew, and for which load.
+    system: whose MoE layer runs. planner: of our engine, a name or "MODULE:FUNCTION" (see `planner_of`). schedule: how
+    its transfers are laid out. even: the routing is replaced by a perfectly even one. plain: our layer without the
+    engine. use_windows: whether the planner knows of the compute under which transfers hide (Eq. 8). transfers: the
+    form of Trans and Agg. refetch: replicas' parameters are fetched again for the backward pass. replan: when
+    placements are planned anew, and for which load.
     """
 
     name: str
@@ -77,8 +81,22 @@ class PolicyError(ValueError):
 
 
 def policy(name: str) -> Policy:
-    """The policy of that name."""
+    """The policy of that name; "MODULE:FUNCTION" is our engine with the planner that this function returns."""
     for p in _ALL:
         if p.name == name:
             return p
-    raise PolicyError(f"there is no policy {name!r}; there are {', '.join(POLICY_NAMES)}")
+    if ":" in name:
+        return Policy(name=name, planner=name)
+    raise PolicyError(f"there is no policy {name!r}; there are {', '.join(POLICY_NAMES)}, and MODULE:FUNCTION")
+
+
+def planner_of(p: Policy) -> Planner:
+    """The policy's planner; `SpecError` where there is none of that name, or no such function."""
+    module, _, function = p.planner.partition(":")
+    if not function:
+        return get_planner(p.planner)
+    try:
+        planner: Planner = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise SpecError(f"policy {p.name!r}: expected a module and its function ({error})") from error
+    return planner

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cluster.policies import CEILING
+from prophet.report import median_interval
 
 COLUMNS = (
     ("policy", "policy", "{}"),
@@ -41,6 +42,31 @@ def summarise(
     for row in rows:
         row["fraction_of_forced_balance"] = None if ceiling is None else row["tokens_per_s"] / ceiling
     return rows
+
+
+def against(rows: Sequence[Mapping[str, Any]], others: Sequence[str]) -> list[dict[str, Any]]:
+    """Every other policy's step over that of the fastest of `others`: the median over repetitions and its interval.
+
+    The ratios are those of one repetition's median steps. The interval holds the median with a confidence of 90 %;
+    None where there are too few repetitions.
+    """
+    best = min((r for r in rows if r["policy"] in others), key=lambda r: float(r["step_s_median"]))
+    table = []
+    for row in rows:
+        if row["policy"] in others:
+            continue
+        ratios = np.array(row["step_s_by_repetition"]) / np.array(best["step_s_by_repetition"])
+        found = median_interval(ratios, confidence=0.9)
+        table.append(
+            {
+                "policy": row["policy"],
+                "over": best["policy"],
+                "ratios": ratios.tolist(),
+                "ratio_median": float(np.median(ratios)),
+                "interval": None if found is None else [found.low, found.high],
+            }
+        )
+    return table
 
 
 def _row(results: Sequence[Mapping[str, Any]], name: str, tokens_per_step: int) -> dict[str, Any]:

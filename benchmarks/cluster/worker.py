@@ -23,7 +23,7 @@ import prophet
 from benchmarks.cluster import calibrate, peers
 from benchmarks.cluster.calibrate import Calibration
 from benchmarks.cluster.host import Host
-from benchmarks.cluster.policies import Policy, policy
+from benchmarks.cluster.policies import Policy, planner_of, policy
 from benchmarks.cluster.workload import (
     Workload,
     batches,
@@ -42,7 +42,6 @@ from prophet.engine.config import Experiment
 from prophet.engine.report import StepReport
 from prophet.layer.moe import moe_layers
 from prophet.machine.measure import Probe, measure_overlap
-from prophet.planner import get_planner
 from prophet.ranks.collective import Collective, Operation
 from prophet.scheduler.actions import Window
 from prophet.scheduler.pieces import Form
@@ -213,7 +212,7 @@ class Bench:
     def config(self, p: Policy) -> EngineConfig:
         calibration = self.calibration
         return EngineConfig(
-            planner=p.planner,
+            planner=planner_of(p),
             topology=None if calibration is None else calibration.topology,
             windows=calibration.windows if calibration is not None and p.use_windows else Windows(),
             slots_per_rank=self.slots,
@@ -333,7 +332,7 @@ class Bench:
             )
             for x in engine.contexts
         ]
-        planner = get_planner(p.planner)
+        planner = planner_of(p)
         found = []
         for report, placed, cut in zip(reports, placements, forms, strict=True):
             splits = [

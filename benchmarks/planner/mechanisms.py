@@ -65,10 +65,18 @@ MECHANISMS = (
         "found.used = 0; double found_s = growing_ ? base_.total : level(found);",
     ),
     _plan("first plan: growth", "if (growing_) grow_anew(found);", ""),
-    _plan("first plan: growth over doubled slot limits", "for (Int slots = 1; slots <= most; slots *= 2)",
-          "for (Int slots = most; slots <= most && slots > 0; slots *= 2)"),
-    _plan("first plan: ladder of slot limits", "Int slots = 1;\n        while", "Int slots = most_slots_;\n        while"),
-    Mechanism("first plan: ladder of slacks", (Edit("levelling.cpp", "double MOST_SLACK = 8.0;", "double MOST_SLACK = -1.0;"),)),
+    _plan(
+        "first plan: growth over doubled slot limits",
+        "for (Int slots = 1; slots <= most; slots *= 2)",
+        "for (Int slots = most; slots <= most && slots > 0; slots *= 2)",
+    ),
+    _plan(
+        "first plan: ladder of slot limits", "Int slots = 1;\n        while", "Int slots = most_slots_;\n        while"
+    ),
+    Mechanism(
+        "first plan: ladder of slacks",
+        (Edit("levelling.cpp", "double MOST_SLACK = 8.0;", "double MOST_SLACK = -1.0;"),),
+    ),
     _plan("first plan: own copies", "bool copies = !estimated &&", "bool copies = false && !estimated &&"),
     Mechanism("first plan: spares", tuning={"spare": 0.0}),
     Mechanism("gain_margin", tuning={"gain_margin": 0.0}),
@@ -92,22 +100,50 @@ MECHANISMS = (
     _tries("tries: ruled out by sweeps", "double MAYBE = 0.02;", "double MAYBE = 1e9;"),
     _growth("growth: patience", "PATIENCE = 2;", "PATIENCE = 1;"),
     _growth("growth: few experts valued", "VALUED = 8;", "VALUED = 1 << 20;"),
-    _growth("growth: exposed transfers priced",
-            "gain - (with.trans_s - shown.trans_s + with.agg_s - shown.agg_s)", "gain; (void)with"),
+    _growth(
+        "growth: exposed transfers priced",
+        "gain - (with.trans_s - shown.trans_s + with.agg_s - shown.agg_s)",
+        "gain; (void)with",
+    ),
     _growth("growth: falling prices foreseen", "gain = part * gain - 0.5 * part * part * bend;", ""),
     Mechanism("split: descent", tuning={"split_effort": 0.0}),
-    Mechanism("split: few sweeps from low q", (Edit("split.cpp", "double FAR_ABOVE = 0.1;", "double FAR_ABOVE = 1e9;"),)),
-    Mechanism("split: no descent for little", (Edit("split.cpp", "double WORTH_IT = 0.01;", "double WORTH_IT = 0.0;"),)),
-    Mechanism("split: none where homes are better",
-              (Edit("split.cpp", "if (effort > 0.0 && unused.total < split.cost.total)", "if (false && unused.total < split.cost.total)"),)),
+    Mechanism(
+        "split: few sweeps from low q", (Edit("split.cpp", "double FAR_ABOVE = 0.1;", "double FAR_ABOVE = 1e9;"),)
+    ),
+    Mechanism(
+        "split: no descent for little", (Edit("split.cpp", "double WORTH_IT = 0.01;", "double WORTH_IT = 0.0;"),)
+    ),
+    Mechanism(
+        "split: none where homes are better",
+        (
+            Edit(
+                "split.cpp",
+                "if (effort > 0.0 && unused.total < split.cost.total)",
+                "if (false && unused.total < split.cost.total)",
+            ),
+        ),
+    ),
     Mechanism("split: nodes first", (Edit("exact.cpp", "one_node_(node_R[node_R.size - 1] == 0)", "one_node_(true)"),)),
-    Mechanism("descent: hidden transfers in the price",
-              (Edit("descent.cpp", "return std::max(FORWARD_AND_BACKWARD - hiding(moved, forward_s, figures), 0.1);",
-                    "(void)moved; (void)forward_s; (void)figures; return FORWARD_AND_BACKWARD;"),)),
-    Mechanism("transfers in two phases",
-              (Edit("cost.cpp",
-                    "return std::min(direct_s, scatter_s + exchange_seconds(units[GATHER_NEAR], units[GATHER_FAR], n_bytes, figures));",
-                    "(void)scatter_s; return direct_s;"),)),
+    Mechanism(
+        "descent: hidden transfers in the price",
+        (
+            Edit(
+                "descent.cpp",
+                "return std::max(FORWARD_AND_BACKWARD - hiding(moved, forward_s, figures), 0.1);",
+                "(void)moved; (void)forward_s; (void)figures; return FORWARD_AND_BACKWARD;",
+            ),
+        ),
+    ),
+    Mechanism(
+        "transfers in two phases",
+        (
+            Edit(
+                "cost.cpp",
+                "return std::min(direct_s, scatter_s +",
+                "return std::min(direct_s, 1e6 * direct_s + scatter_s +",
+            ),
+        ),
+    ),
     Mechanism("replicas withdrawn", withdraw=False),
 )
 ALL = Mechanism("all")
@@ -141,37 +177,50 @@ def walked(mechanism: Mechanism, folder: Path, parts: Sequence[Part]) -> list[Wa
     planner = ProphetPlanner(tuning=Tuning(**mechanism.tuning))
     own = nullcontext() if not mechanism.edits else in_place(load(build(edited(mechanism.edits), folder)))
     with own:
-        return [walk(planner, p.context, p.calls, withdraw=mechanism.withdraw) for p in parts]
+        return [walk(planner, p.context, p.calls, withdraw=mechanism.withdraw)[0] for p in parts]
 
 
 def _task(task: tuple[Mechanism, Path, Sequence[Part]]) -> list[Walked]:
     return walked(*task)
 
 
-def study(
-    mechanisms: Sequence[Mechanism], folder: Path, parts: Sequence[Part], processes: int
+def study_rows(
+    paths: Sequence[Path],
+    presets: Sequence[str],
+    *,
+    slots: int,
+    folder: Path,
+    iterations: int,
+    processes: int,
+    only: str = "",
 ) -> Iterator[dict[str, Any]]:
     """One row per mechanism, trace and preset: what its absence does to the step and to the time of calls."""
+    parts = parts_of(paths, presets, slots, iterations)
+    mechanisms = [m for m in MECHANISMS if only in m.name]
     build(edited(()), folder)  # whose objects the others share
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        tasks = [(m, folder, parts) for m in (ALL, *mechanisms)]
-        results = pool.imap(_task, tasks)
+        results = pool.imap(_task, [(m, folder, parts) for m in (ALL, *mechanisms)])
         whole = results.next(LIMIT_S)
         for mechanism in mechanisms:
             for part, now, before in zip(parts, results.next(LIMIT_S), whole, strict=True):
                 for preset in part.presets:
-                    yield {
-                        "without": mechanism.name,
-                        "trace": part.trace,
-                        "preset": preset,
-                        "calls": len(part.calls),
-                        "step": geomean(now.step_s / before.step_s),
-                        "step_after_jump": geomean((now.step_s / before.step_s)[now.jumped]),
-                        "plan_us": float(now.plan_us.mean()),
-                        "plan_us_with": float(before.plan_us.mean()),
-                        "split_us": float(now.split_us.mean()),
-                        "split_us_with": float(before.split_us.mean()),
-                    }
+                    yield _row(mechanism, part, preset, now, before)
+
+
+def _row(mechanism: Mechanism, part: Part, preset: str, now: Walked, before: Walked) -> dict[str, Any]:
+    steps = now.step_s / before.step_s
+    return {
+        "without": mechanism.name,
+        "trace": part.trace,
+        "preset": preset,
+        "calls": len(part.calls),
+        "step": geomean(steps),
+        "step_after_jump": geomean(steps[now.jumped]),
+        "plan_us": float(now.plan_us.mean()),
+        "plan_us_with": float(before.plan_us.mean()),
+        "split_us": float(now.split_us.mean()),
+        "split_us_with": float(before.split_us.mean()),
+    }
 
 
 def losses(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

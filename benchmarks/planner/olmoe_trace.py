@@ -115,7 +115,9 @@ def write_trace(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.planner.olmoe_trace", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planner.olmoe_trace", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("counts", type=Path, help="the totals by domain, JSON")
     parser.add_argument("out", type=Path, help="the trace to write, npz")
     for name, usual, text in (

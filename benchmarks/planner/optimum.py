@@ -11,6 +11,7 @@ kept in a file, since the solver takes seconds to minutes and no planner changes
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import time
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.planner.walks import timed
 from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.planner import Planner, get_planner
 from prophet.planner.model.cost import step_cost
@@ -125,9 +127,8 @@ def placed(case: SmallCase, planner: Planner, calls: int) -> tuple[Placement, li
         load = case.load
         if call < calls - 1:
             load = np.stack([rng.multinomial(n, p) for n, p in zip(routed, share, strict=True)]).astype(np.int64)
-        start = time.perf_counter()
-        placement = planner.place(load, context)
-        plan_us.append((time.perf_counter() - start) * 1e6)
+        placement, us = timed(functools.partial(planner.place, load, context))
+        plan_us.append(us)
         context = dataclasses.replace(context, previous=placement)
     return placement, plan_us
 

@@ -10,16 +10,15 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from prophet.machine.presets import PRESET_NAMES, get_preset
+from prophet.machine.presets import get_preset
 from prophet.planner.model.cost import step_cost
-from prophet.planner.search.prophet import ProphetPlanner
 from prophet.planner.model.withdraw import settled_cost
-from prophet.spec import BoolArray, FloatArray, IntArray, PlanContext
+from prophet.planner.search.prophet import ProphetPlanner
+from prophet.spec import BoolArray, FloatArray, IntArray, Placement, PlanContext
 from prophet.traces.npz import RoutingTrace
 from prophet.traces.replay import predicted_load, routed_per_rank
 
@@ -87,15 +86,17 @@ class Walked:
     jumped: BoolArray
 
 
-def walk(planner: ProphetPlanner, context: PlanContext, calls: Sequence[Call], *, withdraw: bool = True) -> Walked:
+def walk(
+    planner: ProphetPlanner, context: PlanContext, calls: Sequence[Call], *, withdraw: bool = True
+) -> tuple[Walked, list[Placement]]:
     """Plan and split every call with the placement of the one before in force, and predict the step.
 
     withdraw: replicas that no longer pay are withdrawn before the step, as the engine does.
     """
     step_s, plan_us, split_us = [], [], []
-    previous = None
+    placements: list[Placement] = []
     for call in calls:
-        here = dataclasses.replace(context, previous=previous)
+        here = dataclasses.replace(context, previous=placements[-1] if placements else None)
         placement, us = timed(functools.partial(planner.place, call.planned, here))
         plan_us.append(us)
         flows, us = timed(functools.partial(planner.flows, call.present, placement, here))
@@ -103,9 +104,9 @@ def walk(planner: ProphetPlanner, context: PlanContext, calls: Sequence[Call], *
         split = flows.dense()
         cost = settled_cost(call.present, split, placement, here)[1] if withdraw else step_cost(split, placement, here)
         step_s.append(cost.total_s)
-        previous = placement
+        placements.append(placement)
     jumped = np.array([call.jumped for call in calls])
-    return Walked(np.array(step_s), np.array(plan_us), np.array(split_us), jumped)
+    return Walked(np.array(step_s), np.array(plan_us), np.array(split_us), jumped), placements
 
 
 def timed(function: Callable[[], T]) -> tuple[T, float]:

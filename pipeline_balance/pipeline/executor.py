@@ -135,8 +135,7 @@ class Executor:
             out = (loss * run.scale,)
         else:
             self._check(s, out, run.shapes[m][units[-1] + 1], part)
-            kept = tuple(t.detach().requires_grad_(t.requires_grad) for t in out)
-            self._arrived[True, s + 1, m] = kept
+            self._arrived[True, s + 1, m] = tuple(t.detach() for t in out)
         if run.trains:
             self._kept[s, m] = _Kept(given, out)
 
@@ -151,7 +150,7 @@ class Executor:
         """What a stage hands on must be what the next one expects."""
 
         def said(boundary: Boundary) -> list[str]:
-            return [f"{list(t.shape)} {t.dtype}{' with gradient' * t.requires_grad}" for t in boundary]
+            return [f"{list(t.shape)} of {t.dtype}" for t in boundary]
 
         if said(out) != said(agreed):
             raise SpecError(
@@ -163,19 +162,22 @@ class Executor:
 
     def _backward(self, s: int, m: int, grads: Boundary, run: Run, *, split: bool) -> None:
         kept = self._kept[s, m] if split else self._kept.pop((s, m))
-        outputs = tuple(t for t in kept.outputs if t.requires_grad)
+        if s == self.total - 1:
+            wanted = [(t, torch.ones_like(t)) for t in kept.outputs]
+        else:
+            agreed = run.shapes[m][self.stages[s][-1] + 1]
+            flowing = [t for t, like in zip(kept.outputs, agreed, strict=True) if like.requires_grad]
+            wanted = list(zip(flowing, grads, strict=True))
+        pairs = [(t, g) for t, g in wanted if t.requires_grad]
+        outputs, grads = tuple(t for t, _ in pairs), tuple(g for _, g in pairs)
         inputs = tuple(t for t in kept.inputs if t.requires_grad)
         kept.outputs = ()
-        if not outputs:  # nothing here or below trains
-            return
-        if s == self.total - 1:
-            grads = tuple(torch.ones_like(t) for t in outputs)
         # layers that recompute their forward may add their losses only now
         with added_losses(self._weight_of(m, run)):
             # without an input gradient to pass on first, splitting the backward has no use
-            if split and inputs:
+            if outputs and split and inputs:
                 self.meter.run_action("I", s, lambda: self._input_gradients(s, kept, outputs, grads, inputs))
-            else:
+            elif outputs:
                 self.meter.run_action("B", s, lambda: torch.autograd.backward(outputs, grads))
         if inputs:
             self._arrived[False, s, m] = tuple(t.grad if t.grad is not None else torch.zeros_like(t) for t in inputs)
@@ -203,11 +205,12 @@ class Executor:
         if key in self._coming:
             pending, tensors = self._coming.pop(key)
             pending.wait()
-            if forward:
-                for t, like in zip(tensors, run.shapes[m][self.stages[boundary][0]], strict=True):
-                    t.requires_grad_(like.requires_grad)
-            return tensors
-        return self._arrived.pop(key, ())
+        else:
+            tensors = self._arrived.pop(key, ())
+        if forward:
+            agreed = run.shapes[m][self.stages[boundary][0]]
+            tensors = tuple(t.requires_grad_(like.requires_grad) for t, like in zip(tensors, agreed, strict=True))
+        return tensors
 
     def _post(self, message: Message, run: Run) -> None:
         """Begin to send or receive."""

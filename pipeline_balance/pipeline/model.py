@@ -12,15 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from pipeline_balance.pipeline.experts import expert_layers
+from pipeline_balance.pipeline.shapes import output_of
 from prophet.errors import SpecError
 
 Boundary = tuple[Tensor, ...]
@@ -80,7 +74,7 @@ class PipelineModel(ABC):
     def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
         """L + 1 boundaries without memory: before unit 0 (empty), then after every unit.
 
-        Shapes, types and `requires_grad` are those of the data that will flow.
+        Shapes and types are those of the data that will flow. A tensor requires grad where a gradient may come back.
         """
 
 
@@ -104,14 +98,11 @@ def split_rows(inputs: Mapping[str, Tensor], labels: Tensor | None, parts: int, 
 
 
 class ModuleChain(PipelineModel):
-    """Modules in a row, each called with what the one before it returned: a tensor, a tuple or list, or a dictionary.
+    """Modules in a row, each called with what the one before it returned: a tensor, or tuples and dictionaries of them.
 
     The first is called with the inputs, by name where they have names. A tuple becomes arguments, a dictionary keyword
     arguments. `loss_fn(output, labels)` is a mean over `counted(labels)` labels. Without `counted`, cross entropy
     counts labels other than its `ignore_index`, any other loss the rows.
-
-    A layer that branches on values has no shapes without data. It is taken to keep shape and type, and its stage checks
-    that before it sends.
     """
 
     def __init__(
@@ -132,36 +123,35 @@ class ModuleChain(PipelineModel):
         self.loss_fn = loss_fn
         self._counted = counted if counted is not None else _labels_of(loss_fn)
         self.device = device if device is not None else torch.device("cpu")
-        self._keys: list[tuple[str, ...] | None] = [None] * len(listed)
-        self._known: dict[Any, list[Boundary]] = {}
+        self._structures: tuple[TreeSpec, ...] = ()
+        self._known: dict[Any, tuple[list[Boundary], tuple[TreeSpec, ...]]] = {}
 
     def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
         named = {"input": inputs} if isinstance(inputs, Tensor) else dict(inputs)
         return split_rows(named, labels, microbatches, first)
 
     def run(self, unit: int, boundary: Boundary, microbatch: Microbatch) -> Boundary:
-        module = self.units[unit]
+        args, kwargs = self._arguments(unit, boundary, microbatch)
+        return tuple(tree_flatten(self.units[unit](*args, **kwargs))[0])
+
+    def _arguments(
+        self, unit: int, boundary: Boundary, microbatch: Microbatch
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a unit is called with."""
         if unit:
-            keys = self._keys[unit - 1]
-            out = module(*boundary) if keys is None else module(**dict(zip(keys, boundary, strict=True)))
-        elif set(microbatch.inputs) == {"input"}:
-            out = module(microbatch.inputs["input"])
+            given = tree_unflatten(list(boundary), self._structures[unit - 1])
         else:
-            out = module(**microbatch.inputs)
-        self._keys[unit] = tuple(out) if isinstance(out, dict) else None
-        found = tuple(out.values()) if isinstance(out, dict) else (out,) if isinstance(out, Tensor) else tuple(out)
-        if not found or not all(isinstance(t, Tensor) for t in found):
-            kinds = sorted({type(t).__name__ for t in found})
-            raise SpecError(f"layer {unit} returns {kinds}, expected tensors: one, a tuple, or a dictionary of them")
-        return found
+            given = dict(microbatch.inputs)
+            given = given["input"] if set(given) == {"input"} else given
+        if isinstance(given, Mapping):
+            return (), dict(given)
+        return tuple(given) if isinstance(given, tuple | list) else (given,), {}
 
     def loss(self, boundary: Boundary, microbatch: Microbatch) -> Tensor:
         count = self.counted(microbatch)
         if not count:
             return torch.stack([t.sum() for t in boundary if t.is_floating_point()]).sum() * 0.0
-        keys = self._keys[-1]
-        out = boundary[0] if len(boundary) == 1 else boundary
-        return self.loss_fn(out if keys is None else dict(zip(keys, boundary, strict=True)), microbatch.labels) * count
+        return self.loss_fn(tree_unflatten(list(boundary), self._structures[-1]), microbatch.labels) * count
 
     def counted(self, microbatch: Microbatch) -> int:
         if microbatch.labels is None:
@@ -172,7 +162,8 @@ class ModuleChain(PipelineModel):
         key = (microbatch.shapes(), self._mode())
         if key not in self._known:
             self._known[key] = self._trace(microbatch)
-        return self._known[key]
+        found, self._structures = self._known[key]
+        return found
 
     def _mode(self) -> tuple[Any, ...]:
         """What the boundaries depend on beside the inputs: who trains, and in which precision."""
@@ -181,66 +172,28 @@ class ModuleChain(PipelineModel):
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return trains, cast, torch.is_grad_enabled()
 
-    def _trace(self, microbatch: Microbatch) -> list[Boundary]:
-        """A forward of all units on fake tensors; the units' own state is not touched."""
+    def _trace(self, microbatch: Microbatch) -> tuple[list[Boundary], tuple[TreeSpec, ...]]:
+        """All units' outputs without data, and how they are nested; a unit's gradient may pass if one below trains."""
         found: list[Boundary] = [()]
-        with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            given = {n: fake(t, mode, self.device) for n, t in microbatch.inputs.items()}
-            part = Microbatch(microbatch.number, given, None)
-            for unit, module in enumerate(self.units):
-                state = {
-                    n: fake(t, mode, self.device)
-                    for n, t in [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
-                }
-                before = tuple(t.detach().requires_grad_(t.requires_grad) for t in found[-1])
-                out = self._run_fake(unit, before, part, state)
-                found.append(tuple(t.detach().requires_grad_(t.requires_grad) for t in out))
-        return [tuple(t.detach().to("meta").requires_grad_(t.requires_grad) for t in b) for b in _plain(found)]
-
-    def _run_fake(self, unit: int, before: Boundary, part: Microbatch, state: dict[str, Tensor]) -> Boundary:
-        module = self.units[unit]
-        if any(expert_layers([module])):
-            # running it would exchange tokens with other ranks; it is taken to keep shape and type
-            given = before if unit else tuple(part.inputs.values())
-            return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in given)
-        try:
-            with torch.nn.utils.stateless._reparametrize_module(module, state):
-                return self.run(unit, before, part)
-        except SpecError:
-            raise
-        except Exception as error:
-            given = before if unit else tuple(part.inputs.values())
-            if not _needs_data(error):
+        grad = False
+        structures: list[TreeSpec] = []
+        for unit, module in enumerate(self.units):
+            self._structures = tuple(structures)
+            args, kwargs = self._arguments(unit, found[-1], microbatch)
+            given = found[-1] if unit else tuple(microbatch.inputs.values())
+            try:
+                leaves, structure = output_of(module, args, kwargs, self.device)
+            except Exception as error:
                 shapes = ", ".join(f"{list(t.shape)} of {t.dtype}" for t in given)
                 raise SpecError(f"layer {unit} cannot run on {shapes}: {str(error).splitlines()[0]}") from error
-            grad = any(t.requires_grad for t in given) or any(p.requires_grad for p in module.parameters())
-            return tuple(t.detach().requires_grad_(grad and t.is_floating_point()) for t in given)
-
-
-def _needs_data(error: Exception) -> bool:
-    """Whether a forward without data failed for want of data, and not because shapes do not fit."""
-    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-    said = str(error).lower()
-    return isinstance(error, kinds) or any(word in said for word in ("numpy()", "tolist", "data pointer", "fake"))
-
-
-def fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:
-    """`tensor` without memory, on `device`, whether it lives here or on `meta`; a Parameter's gradient flag is kept."""
-    with mode:
-        shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    return shape.requires_grad_(tensor.requires_grad and tensor.is_floating_point())
-
-
-def _plain(boundaries: list[Boundary]) -> list[Boundary]:
-    """Fake tensors as ordinary ones on `meta`."""
-
-    def meta(t: Tensor) -> Tensor:
-        made = (
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if isinstance(t, FakeTensor) else t
-        )
-        return made.requires_grad_(t.requires_grad)
-
-    return [tuple(meta(t) for t in b) for b in boundaries]
+            if not leaves or not all(isinstance(t, Tensor) for t in leaves):
+                kinds = sorted({type(t).__name__ for t in leaves})
+                raise SpecError(f"layer {unit} returns {kinds}, expected tensors: one, or tuples or dictionaries")
+            grad = grad or any(p.requires_grad for p in module.parameters())
+            flows = grad and torch.is_grad_enabled()
+            found.append(tuple(t.requires_grad_(flows and t.is_floating_point()) for t in leaves))
+            structures.append(structure)
+        return found, tuple(structures)
 
 
 def _labels_of(loss_fn: LossFn) -> CountLabels:

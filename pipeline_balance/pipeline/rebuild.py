@@ -107,15 +107,22 @@ class StateMover:
         return Prepared(stage_map=stage_map, specs=specs, route=way)
 
     def rebuild(
-        self, now: Stages, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
+        self,
+        now: Stages,
+        stage_map: StageMap,
+        *,
+        durations: Durations | None = None,
+        prepared: Prepared | None = None,
+        gradients: bool = True,
     ) -> tuple[Stages, Rebuilt]:
         """The stages of `stage_map` with the state of `now`, and what that took; collective.
 
-        Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
+        Without `gradients`, those are dropped once all else has moved: they have been used. Raises `TransitionError` on
+        every rank, with everything as it was, if the state cannot be moved.
         """
         began = time.perf_counter()
         self.builder.check_map(stage_map)
-        held = self._collect(now)
+        held = self._collect(now, gradients=gradients)
         way, scalars = self._way(now, stage_map, held, prepared)
         assert isinstance(held, Held)
         moved: Moved | None = None
@@ -179,7 +186,7 @@ class StateMover:
         assert not isinstance(found, str)
         return found
 
-    def _collect(self, now: Stages, *, gradients: bool = True) -> Held | str:
+    def _collect(self, now: Stages, *, gradients: bool) -> Held | str:
         units = now.stage_map.layers_on(self.groups.rank)
         held: Held | str = self.attempt(lambda: collect(self.owned, self.optimizers, units, gradients=gradients))
         return held

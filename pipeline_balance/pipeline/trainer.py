@@ -383,15 +383,15 @@ class ElasticPipeline:
         Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
         """
         self.experts.check_static("move layers")
-        if self._used:
-            self.drop_gradients()
         self.owned.read()
         ties = ties_of(self.owned)
         if self.progress.parts and any(len(tie.holders(self.stage_map)) > 1 for tie in ties):
             raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
         groups, state = self.groups, self.optimizers.state()
         check_ties(ties, self.stage_map, groups.world, groups.grid, state, device=self.config.device)
-        self._stages, done = self.mover.rebuild(self._stages, stage_map, durations=durations, prepared=prepared)
+        self._stages, done = self.mover.rebuild(
+            self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._used
+        )
         self.meter.reset()
         return done
 

@@ -64,8 +64,9 @@ def run_demo(config: LaunchConfig, console: Console, *, cores: int | None = None
     console.print()
     if predictions:
         print_table(console, predicted_table(predictions))
-    names = ("report.html", "routing.npz", "metrics.jsonl", "step.json", "summary.json")
-    console.print(f"Written to {config.out}: {', '.join(names)}", highlight=False, soft_wrap=True)
+    console.print(f"Open {config.out / 'report.html'} in a browser.", highlight=False, soft_wrap=True)
+    others = "routing.npz (for prophet plan), step.json (for Perfetto), metrics.jsonl, summary.json"
+    console.print(f"Beside it: {others}", highlight=False, soft_wrap=True)
     return summary
 
 

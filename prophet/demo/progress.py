@@ -51,7 +51,7 @@ class Teller:
 
     def step(self, result: StepResult) -> None:
         """One more training step is done."""
-        where = f"seed {result.seed}, {result.run}, step {result.step + 1}"
+        where = f"seed {result.seed}, balancing {result.run}, step {result.step + 1}"
         words = f"{where}: loss {result.loss:.3f}, busiest rank {result.report.max_mean:.2f} × mean"
         self._write(Status(self._now.stage, self._now.doing, self._now.steps + 1, words))
 

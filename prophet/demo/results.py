@@ -151,8 +151,12 @@ def remarks(outcome: Outcome, config: LaunchConfig) -> tuple[str, ...]:
             f"{_count(train.turn, 'step')}. The interval treats all pairs as independent. Pairs of one seed are "
             "alike, so another seed may lie outside."
         ]
+    busy = []
+    if outcome.pairs is not None and outcome.pairs.interval is not None and not outcome.pairs.measurable:
+        busy = ["Other work on the cores widens the interval: try a quiet machine, or more steps (--steps)."]
     return (
         time,
+        *busy,
         *warm_up,
         f"The seeds are {seeds}: nobody picked them. The router has no bias; it learns from its random start.",
         "The losses differ by rounding. Where the router finds two experts almost equal, rounding can swap them for a "
@@ -259,16 +263,16 @@ def measured_table(outcome: Outcome) -> Table:
             activity("  exchanging counts", "counts"),
             activity("  in all-to-all", "a2a"),
             activity("  in experts", "expert"),
-            activity("  waiting for Trans (exposed)", "exposed_trans"),
-            activity("  waiting for Agg (exposed)", "exposed_agg"),
+            activity("  waiting for copies (Trans)", "exposed_trans"),
+            activity("  waiting for copies' gradients (Agg)", "exposed_agg"),
             activity("  splitting", "split"),
-            activity("planning (host thread, hidden)", "plan"),
+            activity("planning, beside the step", "plan"),
         ]
     return Table(
         title="Both runs in numbers",
         caption="The same seeds and tokens; only the balancing differs."
         + (" Host time is the median over steps, the mean over ranks and seeds." if step_s else ""),
-        columns=("", "off", "on"),
+        columns=("", "balancing off", "balancing on"),
         rows=rows,
     )
 
@@ -282,7 +286,7 @@ def predicted_table(predictions: Sequence[Prediction]) -> Table:
             "named model's sizes. A block is the MoE layer and the attention around it. They compare policies; no "
             "such machine was run."
         ),
-        columns=("machine : model", "layer, off", "layer, on", "layer gain", "block gain"),
+        columns=("machine : model", "layer, balancing off", "layer, balancing on", "layer gain", "block gain"),
         rows=tuple(
             (
                 p.preset.replace(":", " : "),

@@ -367,6 +367,9 @@ def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
         except Exception:  # the store is gone, and with it whoever could read this
             return
         del here
+    here = presence()
+    if here is not None and here.where == LEFT:
+        here._say()
 
 
 def _started(process: int) -> int:
@@ -397,5 +400,4 @@ def _leave() -> None:
     """A thread that comes back from a library while the interpreter goes down aborts the process."""
     for presence in list(_all):
         presence.where = LEFT
-        presence._say()
         presence.close()

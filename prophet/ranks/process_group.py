@@ -129,7 +129,7 @@ class ProcessGroupCollective(Collective):
         places = self.all_gather(torch.tensor([place()], device="cpu"), op=Operation("where ranks are"))
         return bool((places != places[0]).any())
 
-    def guard(self, call: Callable[[], T], op: Operation) -> T:
+    def guard(self, call: Callable[[], T], op: Operation, peers: Sequence[int] = ()) -> T:
         """Run `call`, turning the backend's failures into errors that name rank, layer and operation."""
         if self._broken is not None:
             raise CollectiveError(self.rank, op, f"an earlier operation failed ({self._broken})") from self._broken
@@ -142,6 +142,7 @@ class ProcessGroupCollective(Collective):
             raise
         except RuntimeError as error:
             self._broken = self._failure(str(error) or type(error).__name__, op)
+            self._broken.peers = tuple(peers)
             raise self._broken from error
         here.where = _At(False, op, self.frames)
         return result
@@ -152,8 +153,10 @@ class ProcessGroupCollective(Collective):
         late = "timed out" in text.lower() or "timeout" in text.lower()
         if not late and not any(words in text for words in ("closed by peer", "reset by peer", "Broken pipe")):
             return CollectiveError(self.rank, op, first)
-        account = self._presence.account(self._ranks)
         reason = f"no answer within {self.timeout_s:g} s" if late else "a connection was closed"
+        if self.watch is not None:  # it knows more, and asks in another thread
+            return (CollectiveTimeout if late else PeerLost)(self.rank, op, f"{reason} ({first})")
+        account = self._presence.account(self._ranks)
         kind = CollectiveTimeout if late and not account.gone else PeerLost
         return kind(self.rank, op, f"{reason}; {explained(account, self._ranks, late=late)} ({first})")
 
@@ -173,22 +176,7 @@ class ProcessGroupCollective(Collective):
             ),
             op,
         )
-        return self._coming([work], out, source, op, self._wait_on(x))
-
-    def _coming(
-        self, works: Sequence[Any], result: Tensor, keep: Any, op: Operation, wait: Callable[[Any], None]
-    ) -> Pending:
-        """torch's own `works` under way. keep: inputs, which stay alive until the transfer is over."""
-
-        def finish(keep: Any = keep) -> Tensor:
-            for work in works:
-                self.guard(lambda work=work: wait(work), op)  # type: ignore[misc]
-            return result
-
-        def notify(call: Callable[[], None]) -> None:
-            torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: call())
-
-        return Coming(finish, lambda: all(work.is_completed() for work in works), notify)
+        return _coming([work], out, source, lambda work: self.guard(lambda: self._wait_on(x)(work), op))
 
     def _turn(self) -> Callable[[], None]:
         return self.watch.turns(math.inf) if self.watch is not None else nothing
@@ -288,9 +276,16 @@ class ProcessGroupCollective(Collective):
         ops += [dist.P2POp(dist.isend, t, peers[p], group=group) for p, t in sends]
         if not ops:
             return Done(torch.empty(0))
-        works = self.guard(lambda: dist.batch_isend_irecv(ops), op)
+        known = sorted({p for p, _ in (*sends, *recvs)})
+        works = self.guard(lambda: dist.batch_isend_irecv(ops), op, known)
         wait = self._beside if ops[0].tensor.device.type == "cpu" else at_once
-        return self._coming(works, torch.empty(0), (list(sends), list(recvs)), op, wait)
+        keep = list(sends), list(recvs)
+        return _coming(works, torch.empty(0), keep, lambda work: self.guard(lambda: wait(work), op, known))
+
+    def watched(self, stages_of: Callable[[int], Sequence[int]]) -> Watch:
+        """From now on waits hear of failures of these ranks; each of them calls this. stages_of: see `Watch`."""
+        self.watch = Watch(self._presence, self._ranks, self._groups["tokens"].group_name, stages_of)
+        return self.watch
 
     def roll_call(self, op: Operation) -> None:
         roll_call(op, self._ranks, patience_s=self.timeout_s)
@@ -321,6 +316,20 @@ class ProcessGroupCollective(Collective):
         if self._single is not None:
             self._single.close()
         self._groups.clear()
+
+
+def _coming(works: Sequence[Any], result: Tensor, keep: Any, wait: Callable[[Any], None]) -> Pending:
+    """torch's own `works` under way. keep: inputs, which stay alive until the transfer is over."""
+
+    def finish(keep: Any = keep) -> Tensor:
+        for work in works:
+            wait(work)
+        return result
+
+    def notify(call: Callable[[], None]) -> None:
+        torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: call())
+
+    return Coming(finish, lambda: all(work.is_completed() for work in works), notify)
 
 
 # --- who is there ---

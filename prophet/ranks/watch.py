@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from prophet.errors import StageFailed
@@ -26,22 +25,8 @@ SILENT_S = 2.5 * PULSE_S
 ASK_S = 1.0  # how long the store may take to answer
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """Which rank failed, with which stages, in what, and why; see `StageFailed`."""
-
-    rank: int
-    stages: tuple[int, ...]
-    action: str
-    cause: str
-
-    def error(self) -> StageFailed:
-        return StageFailed(self.rank, self.stages, self.action, self.cause)
-
-
-def _parsed(words: str) -> Failure:
-    said = json.loads(words)
-    return Failure(**{**said, "stages": tuple(said["stages"])})
+def _words(failure: StageFailed) -> str:
+    return json.dumps([failure.rank, failure.stages, failure.action, failure.cause])
 
 
 class Watch:
@@ -74,7 +59,7 @@ class Watch:
         every_s = max(LOOK_S, len(self.ranks) / 200)
         began = time.monotonic()
         next_look = began + every_s
-        news: Future[Failure | None] | None = None
+        news: Future[StageFailed | None] | None = None
 
         def turn() -> None:
             nonlocal next_look, news
@@ -82,7 +67,7 @@ class Watch:
             if news is not None and news.done():
                 failure, news = news.result(), None
                 if failure is not None:
-                    raise failure.error()
+                    raise failure
             if news is None and now >= next_look:
                 news, next_look = self._asker.submit(self._look), now + every_s
             if now >= began + limit_s:
@@ -92,13 +77,13 @@ class Watch:
 
     # --- news ---
 
-    def _look(self) -> Failure | None:
+    def _look(self) -> StageFailed | None:
         """The first failure, if there was one by now. A process that was found gone in two looks counts as one."""
         ended = set()
         try:
             told = self.presence.told(self._key)
             if told is not None:
-                return _parsed(told)
+                return StageFailed(*json.loads(told))
             now = time.monotonic()
             for number, rank in enumerate(self.ranks):
                 pulse = self.presence.pulse(rank) if rank != self.presence.rank else None
@@ -113,26 +98,26 @@ class Watch:
         gone, self._ended = ended & self._ended, ended
         return self._first(self._lost(min(gone), "its process has ended")) if gone else None
 
-    def _lost(self, number: int, cause: str) -> Failure:
+    def _lost(self, number: int, cause: str) -> StageFailed:
         at = self._heard[number][0].at if number in self._heard else ""
-        action = f"{at} (when last heard of)" if at else "its first action"
-        return Failure(rank=number, stages=tuple(self.stages_of(number)), action=action, cause=cause)
+        action = f"{at.removeprefix('in ')} (when last heard of)" if at else "its first action"
+        return StageFailed(number, tuple(self.stages_of(number)), action, cause)
 
-    def _first(self, failure: Failure) -> Failure:
+    def _first(self, failure: StageFailed) -> StageFailed:
         try:
-            return _parsed(self.presence.tell(self._key, json.dumps(asdict(failure))))
+            return StageFailed(*json.loads(self.presence.tell(self._key, _words(failure))))
         except RuntimeError:
             return failure
 
-    def tell(self, failure: Failure) -> Failure:
+    def tell(self, failure: StageFailed) -> StageFailed:
         """Tell all ranks of `failure`, unless another one came first; which of them did."""
         return self._asked(lambda: self._first(failure)) or failure
 
-    def explain(self, fallback: Failure, patience_s: float) -> Failure:
-        """Why a wait of this rank has failed: the first failure that it hears of within `patience_s`.
+    def explain(self, fallback: StageFailed, patience_s: float) -> StageFailed:
+        """Why a wait of this rank has failed, as it tells all ranks: the first failure that it hears of.
 
-        That was told, or is that of a process that has ended, or of one that gives no sign of life; else `fallback`.
-        Tells it to all ranks.
+        That was told by a rank, or is that of a process that was killed, that gives no sign of life, or that has ended
+        by itself. Where nothing of the kind is heard of within `patience_s`, it is `fallback`.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -143,11 +128,17 @@ class Watch:
             now = time.monotonic()
             known = self._heard.items() if self._looked >= asked else ()
             silent = [n for n, (_, since) in known if now - since > SILENT_S]
-            if silent:
-                return self.tell(self._lost(min(silent), f"no sign of life for {SILENT_S:g} s or more"))
+            left = [n for n, (pulse, _) in known if pulse.at == LEFT]
+            if silent or left:
+                cause = "its program has ended" if left else f"no sign of life for {SILENT_S:g} s or more"
+                return self.tell(self._lost(min(left or silent), cause))
             if now >= deadline:
                 return self.tell(fallback)
             time.sleep(TURN_S)
+
+    def places(self) -> str:
+        """Where the other ranks were when they were last heard of."""
+        return "; ".join(f"rank {n} {pulse.at}" for n, (pulse, _) in sorted(self._heard.items()) if pulse.at)
 
     def _asked(self, call: Callable[[], T]) -> T | None:
         """What the store says; None where it does not answer in time."""

@@ -133,7 +133,7 @@ figure svg{width:100%;height:auto;display:block;margin-top:.5rem}
 table{border-collapse:collapse;width:100%;font-size:.92rem;font-variant-numeric:tabular-nums}
 th,td{text-align:right;padding:.35rem .6rem;border-top:1px solid var(--faint);white-space:nowrap}
 th:first-child,td:first-child{text-align:left;white-space:normal;min-width:9rem}
-thead th{border-top:0;color:var(--soft);font-weight:600}
+thead th{border-top:0;color:var(--soft);font-weight:600;white-space:normal;vertical-align:bottom}
 ul{padding-left:1.2rem;margin:.3rem 0;max-width:46rem}
 li{margin:.3rem 0}
 """

@@ -15,13 +15,14 @@ import torch
 from benchmarks.cluster import __main__ as cli
 from benchmarks.cluster import links
 from benchmarks.cluster.calibrate import PROBE_BYTES, fit_experts, fit_link, probe_links, probe_pairs, slowness_of
-from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, policy
+from benchmarks.cluster.policies import DEFAULT_POLICIES, PolicyError, planner_of, policy
 from benchmarks.cluster.profiles import uniform
-from benchmarks.cluster.rows import summarise, table
+from benchmarks.cluster.rows import against, summarise, table
 from benchmarks.cluster.workload import Workload, build, even_ids, forced_balance
 from prophet import EngineConfig, attach
 from prophet.demo.model import ModelConfig, MoEGPT
 from prophet.engine.config import Experiment
+from prophet.errors import SpecError
 from prophet.layer.moe import moe_layers
 from prophet.ranks.collective import Operation
 from prophet.ranks.threads import ThreadCollective
@@ -43,6 +44,14 @@ def test_policies() -> None:
     assert all(policy(name).name == name for name in DEFAULT_POLICIES)
     with pytest.raises(PolicyError, match="there are static"):
         policy("nonsense")
+
+
+def test_a_policy_may_name_a_function_that_returns_a_planner() -> None:
+    assert planner_of(policy("tests.helpers.support:RandomPlanner")).name == RandomPlanner().name
+    assert planner_of(policy("prophet")).name == "prophet"
+    for unknown in ("tests.helpers.nowhere:planner", "tests.helpers.support:nothing"):
+        with pytest.raises(SpecError, match="expected a module and its function"):
+            planner_of(policy(unknown))
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(12, 2, 8), (7, 2, 4), (5, 1, 8), (3, 8, 8)])
@@ -316,3 +325,17 @@ def test_a_workload_builds_its_model_on_one_rank() -> None:
     assert len(moe_layers(model)) == 1
     rows = torch.randint(0, 256, (2, 17))
     assert model.loss(rows).isfinite()
+
+
+def test_policies_are_compared_with_the_fastest_of_some_others() -> None:
+    seconds = {"new": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0], "a": [2.0, 2.0, 2.0, 2.0, 2.0, 2.0], "b": [9.0] * 6}
+    rows = [
+        {"policy": name, "step_s_median": float(np.median(of_one)), "step_s_by_repetition": of_one}
+        for name, of_one in seconds.items()
+    ]
+    (line,) = against(rows, ["a", "b"])
+    assert (line["policy"], line["over"]) == ("new", "a")
+    assert line["ratios"] == [0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
+    assert (line["ratio_median"], line["interval"]) == (1.75, [0.5, 3.0])
+    few = [{**r, "step_s_by_repetition": seconds[r["policy"]][:4]} for r in rows]
+    assert against(few, ["a", "b"])[0]["interval"] is None

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from benchmarks.planner import optimum
-from benchmarks.planner.__main__ import EFFORTS, Walk, cases_of, main
+from benchmarks.planner.__main__ import main
 from benchmarks.planner.break_even import break_even_rows, scaled
+from benchmarks.planner.cases import Walk, cases_of
 from benchmarks.planner.optimum import PROVEN, SmallCase, gap_rows, optima, placed, small_case
+from benchmarks.planner.splits import EFFORTS
 from prophet.machine.presets import get_preset
 from prophet.planner import get_planner
 from prophet.planner.base import Planner

@@ -26,7 +26,7 @@ def test_the_last_whole_line_is_read(tmp_path: Path) -> None:
         teller.step(result(step))
     found = read_status(tmp_path, 0)
     assert (found.stage, found.doing, found.steps) == (1, "training", 200)
-    assert found.shown == "seed 2, on, step 200: loss 3.250, busiest rank 1.50 × mean"
+    assert found.shown == "seed 2, balancing on, step 200: loss 3.250, busiest rank 1.50 × mean"
     with (tmp_path / "status-0.jsonl").open("a") as file:
         file.write('{"stage": 7, "do')
     assert read_status(tmp_path, 0) == found
@@ -58,4 +58,4 @@ def test_a_log_gets_a_line_for_everything_that_begins(tmp_path: Path) -> None:
         for teller in tellers:
             teller.begin("training")
         tellers[0].step(result(0))
-    assert "1/4 steps  seed 2, on, step 1: loss" in console.file.getvalue()
+    assert "1/4 steps  seed 2, balancing on, step 1: loss" in console.file.getvalue()

@@ -88,6 +88,7 @@ def test_no_difference_is_called_that() -> None:
     assert summarise(outcome)["step_ratio"]["measurable"] is False
     page = render_report(make_report(outcome, CONFIG, [], source="text"))
     assert "<b>no difference measurable</b>" in page
+    assert "more steps (--steps)" in page
     assert not re.search(r"<b>[^<]* ms</b>", page)
 
 

@@ -87,7 +87,8 @@ def plain_step(
     """
     total = 0.0
     parts = zip(inputs.tensor_split(microbatches), labels.tensor_split(microbatches), strict=True)
-    for number, (x, target) in enumerate(parts, start=first):
+    for number, (given, target) in enumerate(parts, start=first):
+        x: Any = given
         weight = share * target.shape[0] / labels.shape[0]
         with added_losses(weight) as added:
             for unit, layer in enumerate(layers):

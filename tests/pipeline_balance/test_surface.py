@@ -23,7 +23,6 @@ def test_the_package_offers_what_it_lists() -> None:
     ("door", "name"),
     [
         ("runtime", "ElasticPipeline"),
-        ("runtime", "ElasticPipeline"),
         ("measure", "Meter"),
         ("controller", "ControllerConfig"),
         ("spec", "StageMap"),

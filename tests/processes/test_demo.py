@@ -61,6 +61,7 @@ def test_two_ranks_end_to_end(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert "<svg" in (config.out / "report.html").read_text(encoding="utf-8")
     shown = (tmp_path / "log").read_text(encoding="utf-8")
     assert shown.startswith("No difference measurable: too few steps")
+    assert f"Open {config.out / 'report.html'} in a browser." in shown
     for word in ("busiest rank / mean, median", "seed 5: held-out loss", "Predicted, not measured", "summary.json"):
         assert word in shown
     told = capfd.readouterr().err

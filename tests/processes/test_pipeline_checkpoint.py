@@ -67,7 +67,9 @@ def _other_model(rank: int, size: int, folder: str) -> str:
     said["tensors"] = [[n, [3], *rest] if n == "0.table.weight" else [n, s, *rest] for n, s, *rest in said["tensors"]]
     description.write_text(json.dumps(said))
     before = run.step(*batch(0))
-    with pytest.raises(SpecError, match=r"the model needs 0.table.weight of shape \[11, 12\], the checkpoint has \[3\]"):
+    with pytest.raises(
+        SpecError, match=r"the model needs 0.table.weight of shape \[11, 12\], the checkpoint has \[3\]"
+    ):
         load_checkpoint(run, Path(folder))
     assert run.step(*batch(1)) is not None
     return "refused" if before is not None else ""

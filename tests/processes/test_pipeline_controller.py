@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 import pipeline_balance
 from pipeline_balance.control.controller import ControllerConfig, DecisionMismatch, MoveCost
-from pipeline_balance.pipeline.stages import PipelineConfig
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.spec import StageMap
 from tests.helpers.launch import run_gloo
 
 LAYERS, DIM, MICROBATCHES = 8, 6, 4
@@ -34,24 +32,23 @@ class _Slow(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def make(size: int) -> ElasticPipeline:
-    return ElasticPipeline(
-        _Slow,
-        StageMap.contiguous([k * LAYERS // size for k in range(size + 1)]),
-        loss_fn=nn.functional.mse_loss,
-        make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        boundaries=[torch.zeros(2, DIM)] * (LAYERS + 1),
-        config=PipelineConfig(microbatches=MICROBATCHES, timeout_s=60.0),
+def make() -> ElasticPipeline:
+    return ElasticPipeline.from_modules(
+        [_Slow(i) for i in range(LAYERS)],
+        nn.functional.mse_loss,
+        make_optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+        microbatches=MICROBATCHES,
+        timeout_s=60.0,
     )
 
 
 def _set_times(run: ElasticPipeline, slow: set[int]) -> None:
     for i, layer in run.layers.items():
-        layer.module.seconds = 12e-3 if i in slow else 1e-3  # type: ignore[assignment]
+        layer.seconds = 12e-3 if i in slow else 1e-3  # type: ignore[assignment]
 
 
 def _run(rank: int, size: int, balance: bool) -> dict[str, Any]:
-    run = make(size)
+    run = make()
     config = ControllerConfig(
         every_steps=6,
         measure_steps=3,
@@ -91,7 +88,7 @@ def test_layers_follow_the_load() -> None:
 
 
 def _ahead(rank: int, size: int, ahead: bool) -> dict[str, Any]:
-    run = make(size)
+    run = make()
     config = ControllerConfig(
         every_steps=1,
         measure_steps=1,
@@ -129,7 +126,7 @@ def test_a_move_prepared_during_backward_changes_no_loss() -> None:
 
 
 def _disagree(rank: int, size: int) -> str:
-    run = make(size)
+    run = make()
     _set_times(run, {0, 1, 2})
     balanced = pipeline_balance.attach(run, config=ControllerConfig(every_steps=1, measure_steps=1))
     # what must be equal on all ranks is not: to this one the move costs nothing, to the other everything
@@ -143,7 +140,7 @@ def _disagree(rank: int, size: int) -> str:
 
 
 def _to_and_fro(rank: int, size: int) -> tuple[list[float], int]:
-    run = make(size)
+    run = make()
     config = ControllerConfig(
         every_steps=2, measure_steps=2, min_gain=0.1, horizon_steps=40, move_cost=MoveCost(fixed_s=0.12)
     )

@@ -6,15 +6,20 @@ import threading
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pipeline_balance.control.controller import Controller, ControllerConfig, MoveCost
-from pipeline_balance.control.measure import Meter
+from pipeline_balance.control.measure import Meter, gather_costs
+from pipeline_balance.pipeline.model import ModuleChain
+from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.stages import PipelineConfig
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 
+NOTHING = torch.zeros(0)
 LATE = [1.0, 1.0, 1.0, 1.0, 5.0, 5.0, 5.0, 5.0]
 
 
@@ -23,7 +28,8 @@ class _Pretended:
 
     def __init__(self, collective: Collective, *, backward: bool = True, timeout_s: float = 10.0) -> None:
         self.collective = collective
-        self.ranks, self.refreshed = collective.size, 0
+        self.ranks, self.progress = collective.size, Progress(first_ranks=collective.size)
+        self.owned = Ownership(ModuleChain([nn.Identity()] * 8, nn.functional.mse_loss))
         self.config = PipelineConfig(microbatches=4, timeout_s=timeout_s)
         self.stage_map = StageMap.contiguous((0, 4, 8)) if collective.size == 2 else StageMap.contiguous((0, 8))
         self.meter = Meter()
@@ -40,10 +46,13 @@ class _Pretended:
     def local_costs(self) -> dict[int, LayerCost]:
         return {i: LayerCost(forward_s=LATE[i]) for i in self.stage_map.layers_on(self.collective.rank)}
 
-    def step(self, inputs: Tensor | None, target: Tensor | None) -> float | None:
+    def gather_costs(self, local: dict[int, LayerCost], collective: Collective) -> list[LayerCost]:
+        return gather_costs(local, self.stage_map.layers, collective, self.config.device)
+
+    def step(self, inputs: Tensor, labels: Tensor | None, **_: Any) -> float:
         if self.backward:
             self.meter.run_action("B", 0, lambda: None)
-        return None
+        return 0.0
 
 
 def _ahead(**options: Any) -> ControllerConfig:
@@ -57,7 +66,7 @@ def _decide(collective: Collective) -> tuple[list[str], set[str]]:
     pipeline = _Pretended(collective, backward=collective.rank == 0)
     controller = Controller(pipeline, config=_ahead())  # type: ignore[arg-type]
     for _ in range(4):
-        controller.step(None, None)
+        controller.step(NOTHING, None)
     return [f"{d.current_makespan_s} {d.reason}" for d in controller.decisions], pipeline.threads
 
 
@@ -73,18 +82,18 @@ def test_all_ranks_decide_alike_whether_or_not_they_have_a_backward_pass() -> No
 def test_a_decision_that_does_not_come_is_an_error() -> None:
     pipeline = _Pretended(ThreadWorld(1).collective(0), timeout_s=0.05)
     controller = Controller(pipeline, config=_ahead())  # type: ignore[arg-type]
-    controller.step(None, None)
+    controller.step(NOTHING, None)
     pipeline.held_up.clear()
     with pytest.raises(TimeoutError, match=r"no decision was worked out within 0\.05 s"):
-        controller.step(None, None)
+        controller.step(NOTHING, None)
     pipeline.held_up.set()
 
 
 def test_what_goes_wrong_beside_a_step_is_raised_after_it() -> None:
     pipeline = _Pretended(ThreadWorld(1).collective(0))
     controller = Controller(pipeline, config=_ahead())  # type: ignore[arg-type]
-    controller.step(None, None)
+    controller.step(NOTHING, None)
     # the model has no layer 9
     pipeline.local_costs = lambda: {9: LayerCost(forward_s=1.0)}  # type: ignore[method-assign]
     with pytest.raises(IndexError):
-        controller.step(None, None)
+        controller.step(NOTHING, None)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from pipeline_balance.control.measure import Meter, PipelineLayer, local_costs
+from pipeline_balance.control.measure import Meter, gather_costs, local_costs
+from pipeline_balance.spec import LayerCost
+from prophet.ranks.collective import Collective
+from prophet.ranks.threads import ThreadWorld
 
 
 class _Clock:
@@ -20,14 +23,18 @@ class _Clock:
         return self.now
 
 
-def _train(meter: Meter, microbatches: int) -> dict[int, PipelineLayer]:
-    layers = {i: PipelineLayer(nn.Linear(2, 2), i, meter, seed=None) for i in range(2)}
-    loss_fn = meter.timed_loss(nn.functional.mse_loss)
+def _run(meter: Meter, index: int, module: nn.Module, x: Tensor) -> Tensor:
+    (out,) = meter.run_unit(index, module, lambda: (module(x),), (x,))
+    return out
+
+
+def _train(meter: Meter, microbatches: int) -> dict[int, nn.Module]:
+    layers: dict[int, nn.Module] = {i: nn.Linear(2, 2) for i in range(2)}
     for _ in range(microbatches):
         x = torch.ones(1, 2)
-        for layer in layers.values():
-            x = layer(x)
-        value = loss_fn(x, torch.zeros(1, 2))
+        for i, layer in layers.items():
+            x = _run(meter, i, layer, x)
+        value = meter.timed(lambda: nn.functional.mse_loss(x, torch.zeros(1, 2)))  # noqa: B023
         meter.run_action("B", 0, value.backward)
     return layers
 
@@ -35,7 +42,7 @@ def _train(meter: Meter, microbatches: int) -> dict[int, PipelineLayer]:
 def test_layers_are_timed_by_the_work_clock() -> None:
     meter = Meter(work_clock=_Clock())
     layers = _train(meter, 3)
-    costs = local_costs(layers, {0: range(2)}, meter, None)
+    costs = local_costs(layers, {0: range(2)}, meter, {})
     assert costs[0].forward_s == 1.0
     assert costs[1].forward_s == 2.0  # its own, and the loss
     # from the start of the action, over the gradient's arrival, to the next one
@@ -65,17 +72,17 @@ def test_the_first_backward_is_announced_once(enabled: bool) -> None:
 
 def test_one_disturbed_microbatch_does_not_count_and_uneven_ones_do() -> None:
     meter = Meter()
-    layer = PipelineLayer(nn.Linear(2, 2), 0, meter, seed=None)
+    layer = nn.Linear(2, 2)
     meter.forward[0] = [1.0, 1.0, 1.0, 1.8, 90.0]
-    assert local_costs({0: layer}, {0: [0]}, meter, None)[0].forward_s == pytest.approx(1.2)
+    assert local_costs({0: layer}, {0: [0]}, meter, {})[0].forward_s == pytest.approx(1.2)
 
 
 def test_bytes_are_counted_once_in_a_period_and_stay_known() -> None:
     meter = Meter()
-    layer = PipelineLayer(nn.Sequential(nn.Linear(2, 4), nn.Tanh()), 0, meter, seed=0)
+    layer = nn.Sequential(nn.Linear(2, 4), nn.Tanh())
     counted = []
     for rows in (1, 2, 3, 4):
-        layer(torch.ones(rows, 2, requires_grad=True))
+        _run(meter, 0, layer, torch.ones(rows, 2, requires_grad=True))
         counted.append(meter.activation_bytes[0])
         if rows == 2:
             meter.reset()
@@ -93,3 +100,13 @@ def test_pauses_between_actions_are_told() -> None:
         meter.run_action("F", 0, lambda: None)
     # what comes before the first action of a step is no pause between two; both readings take one each
     assert meter.times().between_s == 5.0
+
+
+def test_a_layer_is_as_slow_as_its_slowest_replica() -> None:
+    def run(world: Collective) -> list[LayerCost]:
+        # two replicas of two ranks, a layer each
+        mine = {world.rank % 2: LayerCost(forward_s=1.0 + world.rank)}
+        return gather_costs(mine, 2, world, torch.device("cpu"), replicas=2)
+
+    for costs in ThreadWorld(4).run(run):
+        assert [c.forward_s for c in costs] == [3.0, 4.0]

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from pipeline_balance.dynamics.depths import MixtureOfDepths
 from pipeline_balance.dynamics.early_exit import EarlyExit
-from pipeline_balance.dynamics.gpt import Attention, Block, GPTShape, boundaries, builder, loss
+from pipeline_balance.dynamics.gpt import Attention, Block, GPTShape, builder, loss, modules
 from pipeline_balance.dynamics.pruning import prune_globally
 from pipeline_balance.dynamics.sparse_attention import HashAttention
+from pipeline_balance.pipeline.model import ModuleChain
 from prophet.errors import SpecError
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.pipeline_blocks import CASES, DIM, HEADS, TOKENS, block
@@ -133,13 +134,18 @@ def test_a_small_gpt_learns(case: str) -> None:
     assert value < 0.5 * math.log(shape.vocabulary)  # what guessing gives
 
 
-def test_boundaries_are_what_the_layers_pass() -> None:
+def test_shapes_without_data_are_what_the_layers_pass() -> None:
     shape = GPTShape(vocabulary=7, dim=DIM, heads=HEADS, blocks=2, context=TOKENS, channels=1)
+    chain = ModuleChain(modules(shape, CASES["early exit"][0]), loss)
+    ids = torch.zeros(3, TOKENS, dtype=torch.int64)
+    (part,) = chain.cut(ids, ids, 1)
+    passed: tuple[Tensor, ...] = ()
+    for i, expected in enumerate(chain.boundaries(part)[1:]):
+        passed = chain.run(i, passed, part)
+        assert [(x.shape, x.dtype, x.requires_grad) for x in passed] == [
+            (x.shape, x.dtype, x.requires_grad) for x in expected
+        ]
     build = builder(shape, CASES["early exit"][0])
-    x = torch.zeros(3, TOKENS, dtype=torch.int64)
-    for i, example in enumerate(boundaries(shape, 3, TOKENS)):
-        assert (x.shape, x.dtype) == (example.shape, example.dtype)
-        x = build(i)(x) if i < shape.layers else x
     again = [build(1).state_dict(), build(1).state_dict()]
     assert all(torch.equal(a, again[1][n]) for n, a in again[0].items())
 

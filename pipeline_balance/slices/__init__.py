@@ -1,0 +1,1 @@
+"""Pipelines over slices of sequences (SlimPipe): a slice attends to the kept keys and values of those before it."""

@@ -1,0 +1,242 @@
+"""Attention over chunks equals attention over the whole sequence, in value and gradient, and leaves no chunk behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from pipeline_balance.slices.attention import attend
+from pipeline_balance.slices.store import ChunkStore, SliceError, Unit, active
+from prophet.errors import SpecError
+
+EVEN = (0, 4, 8, 12)
+# slices of other lengths, one of a single token
+UNEVEN = (0, 6, 7, 12)
+
+
+def tensors(
+    heads: int = 4, kv_heads: int = 2, dtype: torch.dtype = torch.float64, width: int = 8, value_width: int = 8
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [(2, heads, 12, width), (2, kv_heads, 12, width), (2, kv_heads, 12, value_width)]
+    return [torch.randn(s, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+    """The oracle, by the definition: scores, mask, softmax."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)[None, None]
+    if documents is not None:
+        hidden = hidden | (documents[:, None, :, None] != documents[:, None, None, :])
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(hidden, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def in_slices(
+    store: ChunkStore,
+    parts: Sequence[Tensor],
+    starts: Sequence[int] = EVEN,
+    documents: Tensor | None = None,
+    microbatch: int = 0,
+    again: bool = False,
+) -> list[Tensor]:
+    """Outputs by slice, forward in order. With `again` every slice is checkpointed."""
+    outs = []
+    for number, (start, stop) in enumerate(pairwise(starts)):
+        unit = Unit(microbatch, number, len(starts) - 1, documents, tuple(starts))
+
+        def run(q: Tensor, k: Tensor, v: Tensor, unit: Unit = unit) -> Tensor:
+            with active(store, unit):
+                return attend(q, k, v, layer=3)
+
+        cut = [t[:, :, start:stop] for t in parts]
+        outs.append(checkpoint(run, *cut, use_reentrant=False) if again else run(*cut))
+    return outs
+
+
+def backward(outs: list[Tensor], weights: Tensor, starts: Sequence[int], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of sum(out * weights), slices in reverse order."""
+    total = [torch.zeros_like(t) for t in inputs]
+    for number in reversed(range(len(outs))):
+        loss = (outs[number] * weights[:, :, starts[number] : starts[number + 1]]).sum()
+        total = [a + b for a, b in zip(total, torch.autograd.grad(loss, inputs), strict=True)]
+    return total
+
+
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 2 + [1] * 6 + [2] * 4])
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize("starts", [EVEN, UNEVEN])
+@pytest.mark.parametrize(("heads", "kv_heads", "value_width"), [(4, 4, 8), (4, 2, 8), (3, 1, 5)])
+def test_float64_equals_the_definition(
+    heads: int, kv_heads: int, value_width: int, starts: Sequence[int], documents: Tensor | None, again: bool
+) -> None:
+    parts = tensors(heads, kv_heads, value_width=value_width)
+    store = ChunkStore()
+    expected = whole(*parts, documents)
+    outs = in_slices(store, parts, starts, documents, again=again)
+    torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-14)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    found = backward(outs, weights, starts, parts)
+    for one, other in zip(found, torch.autograd.grad((expected * weights).sum(), parts), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+    assert len(store) == 0
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
+    parts = tensors(dtype=dtype)
+    exact = [t.detach().double().requires_grad_() for t in parts]
+    store = ChunkStore()
+    outs = in_slices(store, parts)
+    weights = torch.randn((2, 4, 12, 8), dtype=torch.float64)
+    expected = whole(*exact)
+    torch.testing.assert_close(torch.cat(outs, 2).double(), expected, rtol=0, atol=tolerance)
+    found = backward(outs, weights.to(dtype), EVEN, parts)
+    for one, other in zip(found, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        assert one.dtype == dtype
+        torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=4 * tolerance)
+
+
+def test_gradients_of_chunks_are_summed_in_float32() -> None:
+    parts = tensors(dtype=torch.bfloat16)
+    store = ChunkStore()
+    outs = in_slices(store, parts)
+    outs[2].sum().backward()
+    grads = [store.gradients(c) for c in store.chunks(3, 0).values()]
+    assert len(grads) == 2
+    assert all(t.dtype == torch.float32 and t.abs().sum() > 0 for pair in grads for t in pair)
+
+
+def test_a_document_that_ended_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline_balance.slices import attention
+
+    calls = []
+    forward = attention._forward
+    monkeypatch.setattr(attention, "_forward", lambda *a, **k: calls.append(1) or forward(*a, **k))
+    # one document per slice, for both sequences: 3 passes instead of 6
+    in_slices(ChunkStore(), tensors(), EVEN, torch.arange(3).repeat_interleave(4).expand(2, 12))
+    assert len(calls) == 3
+
+
+def test_microbatches_and_layers_are_apart() -> None:
+    store = ChunkStore()
+    first, second = tensors(), [t.detach().flip(2).requires_grad_() for t in tensors()]
+    outs = [in_slices(store, parts, microbatch=m) for m, parts in enumerate((first, second))]
+    assert len(store) == 6
+    for parts, found in zip((first, second), outs, strict=True):
+        torch.testing.assert_close(torch.cat(found, 2), whole(*parts), rtol=0, atol=1e-14)
+    for parts, found in zip((first, second), outs, strict=True):
+        backward(found, torch.ones(2, 4, 12, 8, dtype=torch.float64), EVEN, parts)
+    assert len(store) == 0
+
+
+def test_buffers_are_used_again() -> None:
+    store = ChunkStore()
+    weights = torch.ones(2, 4, 12, 8, dtype=torch.float64)
+    for _ in range(3):
+        parts = tensors()
+        backward(in_slices(store, parts), weights, EVEN, parts)
+        # three slices' keys and values, and the gradients of the first two
+        assert store.pool.allocated == 3 * 2 + 2 * 2
+
+
+def test_nothing_is_kept_where_no_backward_comes() -> None:
+    store = ChunkStore()
+    parts = tensors()
+    with torch.no_grad():
+        outs = in_slices(store, parts)
+    assert len(store) == 0
+    frozen = in_slices(store, [t.detach() for t in parts])
+    assert len(store) == 0
+    torch.testing.assert_close(outs, frozen, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("trained", range(3))
+def test_one_of_three_inputs_trains(trained: int) -> None:
+    store = ChunkStore()
+    parts = [t.detach().requires_grad_(i == trained) for i, t in enumerate(tensors())]
+    outs = in_slices(store, parts)
+    weights = torch.randn(2, 4, 12, 8, dtype=torch.float64)
+    (found,) = backward(outs, weights, EVEN, [parts[trained]])
+    (expected,) = torch.autograd.grad((whole(*parts) * weights).sum(), [parts[trained]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+    assert len(store) == 0
+
+
+def test_a_prefix_without_gradients_keeps_none() -> None:
+    store = ChunkStore()
+    parts = tensors()
+    outs = []
+    for number in range(3):
+        with active(store, Unit(0, number, 3)), torch.set_grad_enabled(number > 0):
+            outs.append(attend(*(t[:, :, 4 * number : 4 * number + 4] for t in parts), layer=3))
+    (outs[2].sum() * 2).backward()
+    outs[1].sum().backward()
+    assert len(store) == 0
+    # keys and values of three slices, gradients of the second one's alone
+    assert store.pool.allocated == 3 * 2 + 2
+    cut = [t.detach().requires_grad_() for t in parts]
+    weights = torch.tensor([0.0] * 4 + [1.0] * 4 + [2.0] * 4, dtype=torch.float64)[:, None]
+    before = torch.tensor([False] * 4 + [True] * 8)[:, None]
+    # the oracle's prefix takes part without gradients
+    given = [torch.where(before, t, t.detach()) for t in cut]
+    for one, other in zip(parts, torch.autograd.grad((whole(*given) * weights).sum(), cut), strict=True):
+        torch.testing.assert_close(one.grad, other, rtol=0, atol=1e-13)
+
+
+def test_wrong_orders_are_named() -> None:
+    store = ChunkStore()
+    parts = tensors()
+    outs = in_slices(store, parts)
+    with pytest.raises(SliceError, match="backward of slice 0, but slice 2 comes first"):
+        outs[0].sum().backward()
+    with (
+        pytest.raises(SliceError, match=r"slice 2 goes forward with chunks of slices \[\], expected"),
+        active(store, Unit(1, 2, 3)),
+    ):
+        attend(*(t[:, :, :4] for t in parts), layer=3)
+    outs[2].sum().backward(retain_graph=True)
+    with pytest.raises(SliceError, match="backward of slice 2, but its chunk is gone"):
+        outs[2].sum().backward()
+    store.clear()
+    assert len(store) == 0
+
+
+def test_an_output_changed_in_place_is_named() -> None:
+    outs = in_slices(ChunkStore(), tensors())
+    outs[2].mul_(2.0)
+    with pytest.raises(SpecError, match="layer 3: the output of its attention was changed in place"):
+        outs[2].sum().backward()
+
+
+def test_outside_of_a_step() -> None:
+    with pytest.raises(SliceError, match="outside of a pipeline's step"):
+        attend(*tensors(), layer=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda q, k, v: (q[0], k, v), r"needs \[B, H, T, D\]"),
+        (lambda q, k, v: (q, k, v[:, :, :3]), r"needs \[B, H, T, D\]"),
+        (lambda q, k, v: (q[:, :3], k, v), "do not fit"),
+        (lambda q, k, v: (q, k[:, :, :6], v[:, :, :6]), "do not fit"),
+        (lambda q, k, v: (q, k, F.pad(v, (0, 1))), "do not fit"),
+        (lambda q, k, v: (q.to("meta"), k, v), "CPU so far"),
+    ],
+)
+def test_bad_shapes_are_named(change: object, error: str) -> None:
+    store = ChunkStore()
+    with active(store, Unit(0, 0, 3)), pytest.raises(SpecError, match=error):
+        attend(*change(*tensors()), layer=0)  # type: ignore[operator]
+    assert len(store) == 0
