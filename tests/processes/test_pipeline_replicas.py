@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+import pipeline_balance
+from pipeline_balance.control.controller import ControllerConfig, MoveCost
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, TransitionError
@@ -147,3 +150,52 @@ def test_mistakes_are_named_on_all_ranks_before_anything_changes() -> None:
         assert "none left" in memory or "could not prepare" in memory
         assert "tied parameter '0.weight' has other weights on rank(s) [3] than on rank 0" in tie
         assert losses == results[0][-1]
+
+
+class _Slow(nn.Module):
+    """A layer that takes at least some seconds; sleeping does not need a core."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(4, 4), seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.tanh(self.linear(x))
+
+
+def _follow(rank: int, size: int, ahead: bool) -> tuple[list[tuple[int, ...]], list[float], list[float]]:
+    """Layer 0 is slow in the first replica, layer 1 in the second."""
+    slow = rank // 2
+    pipe = ElasticPipeline.from_modules(
+        [_Slow(30e-3 if i == slow else 1e-3) for i in range(6)],
+        nn.functional.mse_loss,
+        make_optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+        microbatches=2,
+        replicas=2,
+        timeout_s=60.0,
+    )
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(pipe.groups.replica))
+    pipe.step(x, x)
+    pipe.step(x, x)
+    forward_s = [cost.forward_s for cost in pipe.measure()]
+    config = ControllerConfig(
+        every_steps=2, measure_steps=1, min_gain=0.1, move_cost=MoveCost(fixed_s=0.0), prepare_in_backward=ahead
+    )
+    balanced = pipeline_balance.attach(pipe, config=config)
+    maps, losses = [], []
+    for _ in range(8):
+        losses.append(balanced.step(x, x))
+        maps.append(pipe.stage_map.boundaries)
+    return maps, losses, forward_s
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_all_replicas_move_together_by_the_slowest_times(ahead: bool) -> None:
+    results = run_gloo(_follow, 4, ahead)
+    maps, losses, forward_s = results[0]
+    assert all(r == results[0] for r in results)
+    assert min(forward_s[:2]) >= 30e-3
+    assert maps[0] == (0, 3, 6)
+    assert maps[-1][1] < 3
+    assert losses[-1] < losses[0]
