@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 import pipeline_balance
-from pipeline_balance import ControllerConfig, Meter, PipelineConfig, ElasticPipeline, StageMap
+from pipeline_balance import ControllerConfig, ElasticPipeline, Meter, StageMap
 from pipeline_balance.dynamics.freezing import freeze_prefix
-from pipeline_balance.dynamics.gpt import Block, GPTShape, boundaries, builder, loss
+from pipeline_balance.dynamics.gpt import Block, GPTShape, loss, modules
 from prophet.demo.text import VOCABULARY, load_corpus, rank_batch
 
 SHAPE = GPTShape(vocabulary=VOCABULARY, dim=64, heads=4, blocks=10, context=128)
@@ -27,14 +27,11 @@ MICROBATCHES, SEQUENCES = 4, 2
 
 def train(steps: int) -> list[StageMap]:
     """Train on all ranks; returns the stage map of every step."""
-    ranks = dist.get_world_size()
-    pipeline = ElasticPipeline(
-        builder(SHAPE, lambda _: Block(SHAPE.dim, SHAPE.heads), seed=0),
-        StageMap.contiguous([k * SHAPE.layers // ranks for k in range(ranks + 1)]),
-        loss_fn=loss,
-        make_optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-        boundaries=boundaries(SHAPE, SEQUENCES, SHAPE.context),
-        config=PipelineConfig(microbatches=MICROBATCHES),
+    pipeline = ElasticPipeline.from_modules(
+        modules(SHAPE, lambda _: Block(SHAPE.dim, SHAPE.heads), seed=0),
+        loss,
+        make_optimizer=lambda named_parameters: torch.optim.Adam(named_parameters, lr=1e-3),
+        microbatches=MICROBATCHES,
         # these processes share cores: count the processor's time, not the wall clock's
         meter=Meter(work_clock=time.thread_time),
     )
@@ -46,14 +43,13 @@ def train(steps: int) -> list[StageMap]:
     for step in range(steps):
         frozen = min(9 * step // max(steps - 1, 1), 8)
         if frozen != 9 * (step - 1) // max(steps - 1, 1) and step:
-            freeze_prefix(pipeline.layers, frozen)
-            pipeline.refresh()  # stages must know which of them no longer need a backward pass
+            freeze_prefix(dict(enumerate(pipeline.model.units)), frozen)  # on every rank alike
         rows = torch.from_numpy(
             rank_batch(text, seed=0, step=step, sequences=MICROBATCHES * SEQUENCES, length=128, rank=0, ranks=1)
         )
         maps.append(pipeline.stage_map)
         value = balanced.step(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-        if value is not None and (step % 10 == 0 or step == steps - 1):
+        if dist.get_rank() == 0 and (step % 10 == 0 or step == steps - 1):
             used = len(maps[-1].used_ranks)
             print(f"step {step}: loss {value:.3f}, {frozen} layers frozen, stages {maps[-1].boundaries}, {used} ranks")
     spent = balanced.overhead()

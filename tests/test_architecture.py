@@ -61,15 +61,18 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"prophet.ranks", "prophet.experts", "prophet.layer", "prophet.engine", "prophet.machine"}
     | {"prophet.convert", "prophet.monitor"},
     "pipeline_balance.spec": _VALUES,
+    "pipeline_balance.added_loss": set(),
     "pipeline_balance.schedules": _VALUES | {"pipeline_balance.spec"},
     "pipeline_balance.maps": _VALUES | {"pipeline_balance.spec", "pipeline_balance.schedules"},
     "pipeline_balance.control": _PIPELINE | {"prophet.spec", "pipeline_balance.maps", "pipeline_balance.schedules"},
     "pipeline_balance.pipeline": _PIPELINE
-    | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
+    | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"}
+    | {"pipeline_balance.added_loss"},
     "pipeline_balance.slices": {"prophet.errors"},
     "pipeline_balance.leave": _PIPELINE | {"prophet.files", "prophet.state", "pipeline_balance.pipeline"},
     # its mixture of experts is made of the other half's layer
-    "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
+    "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"}
+    | {"pipeline_balance.added_loss"},
     "pipeline_balance": {"pipeline_balance.control", "pipeline_balance.pipeline"},
 }
 
@@ -128,6 +131,7 @@ _MAY_COMMUNICATE = {
     "prophet/engine/checkpoint.py",  # torch's distributed checkpoint format
     "prophet/state/tensor_index.py",  # the same
     "pipeline_balance/pipeline/stages.py",
+    "pipeline_balance/pipeline/executor.py",  # how torch splits a backward pass; sends nothing
     "pipeline_balance/leave/membership.py",
     "pipeline_balance/leave/checkpoint.py",  # torch's distributed checkpoint format
 }

@@ -23,9 +23,11 @@ from benchmarks.pipeline.policies import (
     smoothed,
     start_map,
 )
+from pipeline_balance.added_loss import added_losses
 from pipeline_balance.control.learn import Learner
-from pipeline_balance.control.measure import Meter, PipelineLayer, local_costs
+from pipeline_balance.control.measure import Meter, local_costs
 from pipeline_balance.dynamics.gpt import loss as loss_fn
+from pipeline_balance.pipeline.generators import unit_seed
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap, moved_bytes
 from prophet.demo.text import Corpus
 from prophet.ranks.threads import ThreadWorld
@@ -44,34 +46,32 @@ class Recording:
 def record(case: Case, corpus: Corpus, steps: int, *, slowdown: float = 1.0) -> Recording:
     """Train `case` alone for `steps` steps; times are processor seconds, `slowdown` times as long."""
     meter = Meter(work_clock=lambda: time.thread_time() * slowdown)
-    build = case.build_layer()
-    layers = {i: PipelineLayer(build(i), i, meter, seed=case.seed) for i in range(case.layers)}
-    parameters = [p for layer in layers.values() for p in layer.parameters()]
-    optimizer = case.optimizer(parameters)
+    layers = dict(enumerate(case.modules()))
+    optimizer = case.optimizer([(f"{i}.{n}", p) for i, m in layers.items() for n, p in m.named_parameters()])
     dynamism, alone, device = Dynamism(case), ThreadWorld(1).collective(0), torch.device("cpu")
     costs, losses, prefixes, optimizer_s = [], [], [], []
     frozen = 0
-    timed = meter.timed_loss(loss_fn)
     for step in range(steps):
-        dynamism.change(layers, step, frozen, alone)
+        dynamism.change(layers, layers, step, frozen, alone)
         meter.reset()
         optimizer.zero_grad()
         inputs, target = case.batch(corpus, step)
         parts = []
-        for ids, wanted in zip(inputs.chunk(case.microbatches), target.chunk(case.microbatches), strict=True):
-            x = ids
-            for layer in layers.values():
-                x = layer(x)
-            value = timed(x, wanted)
-            meter.run_action("B", 0, value.backward)
-            parts.append(float(value.detach()))
-        for p in parameters:
-            if p.grad is not None:
-                p.grad /= case.microbatches
+        cut = zip(inputs.chunk(case.microbatches), target.chunk(case.microbatches), strict=True)
+        for number, (ids, wanted) in enumerate(cut):
+            with added_losses(1 / case.microbatches) as added:
+                x = ids
+                for i, layer in layers.items():
+                    torch.manual_seed(unit_seed(case.seed, i, step, number))
+                    (x,) = meter.run_unit(i, layer, lambda layer=layer, x=x: (layer(x),), (x,))  # type: ignore[misc]
+                value = meter.timed(lambda x=x, wanted=wanted: loss_fn(x, wanted))  # type: ignore[misc]
+                meter.run_action("B", 0, (value / case.microbatches).backward)
+            parts.append(float(value.detach()) + sum(float(v) for v in added.values))
         began = meter.work_s()
         optimizer.step()
         optimizer_s.append(meter.work_s() - began)
-        costs.append(list(local_costs(layers, {0: range(case.layers)}, meter, optimizer).values()))
+        state = {id(p): entries for p, entries in optimizer.state.items()}
+        costs.append(list(local_costs(layers, {0: range(case.layers)}, meter, state).values()))
         losses.append(sum(parts) / len(parts))
         prefixes.append(frozen)
         frozen = dynamism.decide_frozen(layers, losses[-1], alone, device)

@@ -15,7 +15,7 @@ from pipeline_balance.dynamics.depths import MixtureOfDepths
 from pipeline_balance.dynamics.early_exit import EarlyExit
 from pipeline_balance.dynamics.experts import MixtureOfExperts
 from pipeline_balance.dynamics.freezing import Freezer, FreezingRule, freeze_prefix, gradient_rates
-from pipeline_balance.dynamics.gpt import Block, GPTShape, boundaries, builder
+from pipeline_balance.dynamics.gpt import Block, GPTShape, modules
 from pipeline_balance.dynamics.pruning import PrunedLinear, PruningSchedule, prune_globally
 from pipeline_balance.dynamics.sparse_attention import HashAttention
 from prophet.demo.text import VOCABULARY, Corpus, rank_batch
@@ -56,14 +56,16 @@ class Case:
     def tokens_per_step(self) -> int:
         return self.microbatches * self.sequences * self.tokens
 
-    def build_layer(self) -> Callable[[int], nn.Module]:
-        return builder(self.shape, self.make_block, seed=self.seed)
+    def modules(self) -> list[nn.Module]:
+        return modules(self.shape, self.make_block, seed=self.seed)
 
-    def boundaries(self) -> list[Tensor]:
-        return boundaries(self.shape, self.sequences, self.tokens)
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes that one microbatch takes between two layers."""
+        return self.sequences * self.tokens * (self.shape.dim + self.shape.channels) * 4
 
-    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=self.learning_rate)
+    def optimizer(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return torch.optim.Adam(named, lr=self.learning_rate)
 
     def batch(self, corpus: Corpus, step: int) -> tuple[Tensor, Tensor]:
         """(input, target) of a step, [M * sequences, T] each; the same for every policy."""
@@ -178,12 +180,12 @@ class Dynamism:
             return 0
         return self.freezer.update(gradient_rates(layers, self.case.layers, collective, device), loss)
 
-    def change(self, layers: Mapping[int, nn.Module], step: int, frozen: int, collective: Collective) -> bool:
-        """Prune or freeze before `step`; whether stages must be built anew."""
+    def change(
+        self, layers: Mapping[int, nn.Module], here: Mapping[int, nn.Module], step: int, frozen: int, ranks: Collective
+    ) -> None:
+        """Prune or freeze before `step`: `layers` are all of the model's, `here` those that run on this rank."""
         if self.case.pruning is not None and self.case.pruning.due(step):
-            self.kept.append(prune_globally(list(layers.values()), self.case.pruning.sparsity(step), collective))
-        if frozen == self.frozen:
-            return False
-        freeze_prefix(layers, frozen)
-        self.frozen = frozen
-        return True
+            self.kept.append(prune_globally(list(here.values()), self.case.pruning.sparsity(step), ranks))
+        if frozen != self.frozen:
+            freeze_prefix(layers, frozen)
+            self.frozen = frozen

@@ -53,13 +53,16 @@ class PacedMeter(Meter):
 
 
 class PacedAdam(torch.optim.Adam):
-    """Adam on a slower host."""
+    """Adam on a slower host; `took_s` is what its last step took there."""
 
     pace = Pace(1.0)
+    took_s = 0.0
 
     def step(self, closure: Any = None) -> Any:
-        inner = super().step
-        return self.pace.work(lambda: inner(closure))
+        inner, began = super().step, self.pace.seconds()
+        result = self.pace.work(lambda: inner(closure))
+        self.took_s = self.pace.seconds() - began
+        return result
 
 
 def paced_loss(pace: Pace, loss_fn: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:

@@ -111,7 +111,7 @@ def _row(
         work_s.append(sum(loads) * case.microbatches)
         imbalances.append(Imbalance.of([loads[r] for r in stage_map.used_ranks]))
         simulated.append(simulated_s(now, stage_map))
-    losses = [next((x for x in at if x is not None), None) for at in zip(*(f["losses"] for f in figures), strict=True)]
+    losses = figures[0]["losses"]  # equal on all ranks
     total_s = float(step_s.sum())
     # Ranks meet to measure: those that are done early wait there for the slowest one, which alone tells the cost.
     overhead = {"measure": min(f["overhead"]["measure"] for f in figures) / total_s}
@@ -138,7 +138,7 @@ def _row(
         "measures": policy_measures,
         "looks": figures[0]["looks"],
         "ranks_used_mean": statistics.mean(used),
-        "loss_final": statistics.mean(x for x in losses[-5:] if x is not None),
+        "loss_final": statistics.mean(losses[-5:]),
         "last_map": list(maps[-1].boundaries),
         # every change as [step, boundaries, ranks], the first map included
         "map_changes": [

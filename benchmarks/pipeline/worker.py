@@ -26,15 +26,13 @@ from benchmarks.pipeline.cases import Case, Dynamism, cases
 from benchmarks.pipeline.pacing import Pace, PacedAdam, PacedMeter, paced_loss
 from benchmarks.pipeline.policies import DYNAMIC, ORACLE, best_map, controller_config, smoothed, start_map
 from pipeline_balance.control.controller import Controller, ControllerConfig, Decision
-from pipeline_balance.control.measure import Meter, PipelineLayer
+from pipeline_balance.control.measure import Meter
 from pipeline_balance.dynamics.gpt import loss as loss_fn
-from pipeline_balance.pipeline.stages import PipelineConfig
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.demo.text import Corpus, load_corpus
 from prophet.machine.memory import keep_memory
-from prophet.ranks.collective import Operation
 
 CORPUS_BYTES = 1 << 20
 
@@ -62,7 +60,7 @@ class Runner:
     controller: Controller | None = None
     step_s: list[float] = field(default_factory=list)
     balance_s: list[float] = field(default_factory=list)
-    losses: list[float | None] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     maps: list[StageMap] = field(default_factory=list)
     measured_steps: int = 0
 
@@ -91,22 +89,19 @@ class Bench:
         self.between_s = 0.0
 
     def _pipeline(self) -> ElasticPipeline:
-        layers = self.case.layers
-        size, more = divmod(layers, self.ranks)
-        return ElasticPipeline(
-            self.case.build_layer(),
-            StageMap.contiguous([k * size + min(k, more) for k in range(self.ranks + 1)]),
-            loss_fn=paced_loss(self.pace, loss_fn),
+        case = self.case
+        return ElasticPipeline.from_modules(
+            case.modules(),
+            paced_loss(self.pace, loss_fn),
             make_optimizer=self._optimizer,
-            boundaries=self.case.boundaries(),
-            config=PipelineConfig(
-                microbatches=self.case.microbatches, seed=self.case.seed, budget_bytes=self.budget_bytes
-            ),
+            microbatches=case.microbatches,
+            seed=case.seed,
+            budget_bytes=self.budget_bytes,
             meter=PacedMeter(self.pace),
         )
 
-    def _optimizer(self, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        optimizer = PacedAdam(parameters, lr=self.case.learning_rate)
+    def _optimizer(self, named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        optimizer = PacedAdam(named, lr=self.case.learning_rate)
         optimizer.pace = self.pace
         return optimizer
 
@@ -115,7 +110,7 @@ class Bench:
 
         The receiver sleeps when the message is sent, as a stage does that waits.
         """
-        activation = max(b.numel() for b in self.case.boundaries()[1:-1]) * 4
+        activation = self.case.activation_bytes
         found = []
         for size, times in ((activation, 9), (8 << 20, 3)):
             message = torch.zeros(size, dtype=torch.uint8)
@@ -166,9 +161,9 @@ class Bench:
                 if counted and runner.policy == ORACLE:
                     self._follow(runner, smoothed(history))
                 self._step(runner, inputs, target, counted)
-            frozen = recorder.dynamism.decide_frozen(
-                recorder.pipeline.layers, loss, recorder.pipeline.collective, recorder.pipeline.config.device
-            )
+            pipeline = recorder.pipeline
+            layers = dict(enumerate(pipeline.model.units))
+            frozen = recorder.dynamism.decide_frozen(layers, loss, pipeline.collective, pipeline.config.device)
             if self.host.rank == 0 and step % 8 == 0:
                 self.host.say(f"step {step}: loss {loss:.3f}, frozen {frozen}")
         every = torch.tensor(optimizer_s, dtype=torch.float64)
@@ -214,8 +209,9 @@ class Bench:
 
     def _change(self, runner: Runner, step: int, frozen: int) -> None:
         """The model's own dynamism; no policy's cost."""
-        if runner.dynamism.change(runner.pipeline.layers, step, frozen, runner.pipeline.collective):
-            runner.pipeline.refresh()
+        pipeline = runner.pipeline
+        layers = dict(enumerate(pipeline.model.units))
+        runner.dynamism.change(layers, pipeline.layers, step, frozen, pipeline.collective)
 
     def _follow(self, runner: Runner, costs: list[LayerCost]) -> None:
         """The oracle's move, which costs it nothing."""
@@ -229,19 +225,18 @@ class Bench:
     ) -> tuple[list[LayerCost], float]:
         pipeline = recorder.pipeline
         pipeline.meter.reset()
-        if pipeline.optimizer is not None:
-            pipeline.optimizer.zero_grad(set_to_none=True)
         dist.barrier()
         started = time.perf_counter()
-        loss = pipeline.forward_backward(inputs, target)
-        began = self.pace.seconds()
-        if pipeline.optimizer is not None:
-            pipeline.optimizer.step()
-        optimizer_s.append(self.pace.seconds() - began)
+        loss = pipeline.step(inputs, target)
+        optimizer_s.append(self._optimizer_s(pipeline))
         recorder.step_s.append(time.perf_counter() - started)
-        shared = torch.tensor([loss if loss is not None else 0.0], dtype=torch.float64)
-        every = pipeline.collective.all_gather(shared, op=Operation("the recorder's loss"))
-        return pipeline.measure(), float(every.sum())
+        return pipeline.measure(), loss
+
+    def _optimizer_s(self, pipeline: ElasticPipeline) -> float:
+        """What the optimizer's last step took on this host."""
+        optimizer = pipeline.optimizer
+        assert isinstance(optimizer, PacedAdam)
+        return optimizer.took_s
 
     def _step(self, runner: Runner, inputs: torch.Tensor, target: torch.Tensor, counted: bool) -> None:
         before = runner.controller.overhead() if runner.controller else None
@@ -285,15 +280,19 @@ class Bench:
 
     def _metering_s(self) -> float:
         """What metering adds to one microbatch of one layer, forward and backward, by a layer that does nothing."""
-        x = torch.zeros(8, requires_grad=True)
+        x, nothing = torch.zeros(8, requires_grad=True), torch.nn.Identity()
         taken = []
         for enabled in (False, True):
             meter = Meter(enabled=enabled, work_clock=self.pace.seconds)
-            layer = PipelineLayer(torch.nn.Identity(), 0, meter, seed=self.case.seed)
-            layer(x * 1.0).sum().backward()
+
+            def pass_once(meter: Meter = meter) -> None:
+                given = x * 1.0
+                (out,) = meter.run_unit(0, nothing, lambda: (nothing(given),), (given,))
+                meter.run_action("B", 0, out.sum().backward)
+
+            pass_once()
             began = self.pace.seconds()
             for _ in range(200):
-                y = layer(x * 1.0).sum()
-                meter.run_action("B", 0, y.backward)
+                pass_once()
             taken.append((self.pace.seconds() - began) / 200)
         return max(taken[1] - taken[0], 0.0)

@@ -99,7 +99,7 @@ def gradient_rates(
 
 
 def freeze_prefix(layers: Mapping[int, nn.Module], length: int) -> None:
-    """Freeze this rank's layers below `length`, thaw the others, and drop the gradients of what was frozen."""
+    """Freeze the layers below `length`, thaw the others, and drop gradients of what was frozen; alike on all ranks."""
     for i, layer in layers.items():
         for parameter in layer.parameters():
             parameter.requires_grad_(i >= length)

@@ -94,7 +94,8 @@ class TransformersModel(PipelineModel):
         self.router_loss: RouterLoss | None = None
         self._ends = (_Held(), _Held())
         self.units = (self._ends[0], *self.layers, self._ends[1])
-        self._look()
+        self.skeleton.to_device()
+        self.look()
 
     # --- the batch ---------------------------------------------------------------------------------------------
 
@@ -109,7 +110,6 @@ class TransformersModel(PipelineModel):
 
         Raises `SpecError` if rows do not agree, are fewer than `microbatches`, or if something requires grad.
         """
-        self._look()
         if labels is None:
             raise SpecError("a transformers model computes its loss from labels: give them on every rank")
         if isinstance(labels, Tensor):
@@ -341,7 +341,7 @@ class TransformersModel(PipelineModel):
 
     # --- construction ------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Look at the model again where it may have changed: wrapped modules, a router loss, checkpointing.
 
         Raises `SpecError` for what a pipeline would get wrong in silence.
@@ -371,7 +371,15 @@ class TransformersModel(PipelineModel):
             example = said if isinstance(said, Mapping) else {"input_ids": _DEFAULT_EXAMPLE}
         asked = self._asked(Microbatch(0, {n: t.to(self.device) for n, t in example.items()}, None))
         readable = Readable(allowed=True)
-        found = [self._record(asked, readable, fill) for fill in (0.0, 1.0)]
+        try:
+            found = [self._record(asked, readable, fill) for fill in (0.0, 1.0)]
+        except SpecError:
+            raise
+        except Exception as error:
+            raise SpecError(
+                f"{type(self.root).__name__} cannot run on example inputs {sorted(example)} ({str(error)[:200]}): "
+                "give example={name: tensor} as its forward takes them"
+            ) from error
         for layer, (one, other) in enumerate(zip(found[0].calls, found[1].calls, strict=True)):
             for a, b in zip(one.leaves, other.leaves, strict=True):
                 if isinstance(a, Tensor) and not torch.equal(a, b):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
 
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.stages import PipelineConfig
-from pipeline_balance.pipeline.training_state import Held, by_layer, share
+from pipeline_balance.pipeline.training_state import Held, by_layer, gather_json, share
 from pipeline_balance.spec import StageMap
-from prophet.ranks.collective import Collective
+from prophet.errors import SpecError
+from prophet.ranks.collective import Collective, Operation
 from prophet.state.layout import layout_from
 from prophet.state.route import route
 from prophet.state.transition import transition
@@ -41,3 +45,32 @@ def whole_state(
         name: found[names.get(id(t), by_id[id(t)])] if names.get(id(t), name) in found else t.detach().cpu()
         for name, t in wanted.items()
     }
+
+
+def write_pretrained(
+    model: nn.Module,
+    state: dict[str, Tensor],
+    folder: str | Path,
+    options: dict[str, Any],
+    collective: Collective,
+    config: PipelineConfig,
+) -> None:
+    """`model.save_pretrained(folder)` with `state` in place of the model's own, on rank 0; collective.
+
+    Returns when everything is written. Where that fails, the error is raised on rank 0 and told on all others.
+    """
+    failed: Exception | None = None
+    write: Any = getattr(model, "save_pretrained", None)
+    if collective.rank == 0:
+        try:
+            if write is None:
+                raise SpecError(f"a {type(model).__name__} has no save_pretrained: torch.save its state_dict() instead")
+            write(folder, state_dict=state, **options)
+        except Exception as error:
+            failed = error
+    text = f"{type(failed).__name__}: {failed}" if failed is not None else ""
+    said = gather_json(text[:2000], collective, config.device, Operation("saving the model"))
+    if failed is not None:
+        raise failed
+    if said[0]:
+        raise SpecError(f"rank 0 could not save the model: {said[0]}")

@@ -54,6 +54,9 @@ class PipelineModel(ABC):
     root: nn.Module
     units: tuple[nn.Module, ...]
 
+    def look(self) -> None:  # noqa: B027 - most models have nothing to look for
+        """Take in what was changed about the model since the last step, so that `units` hold all its parameters."""
+
     @abstractmethod
     def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
         """The batch in `microbatches` parts, numbered from `first`. Raises `SpecError` if it has fewer rows."""

@@ -55,11 +55,15 @@ class Grid:
         return tuple(range(pipeline_rank, self.replicas * self.pipeline_ranks, self.pipeline_ranks))
 
 
-def check_units(units: Sequence[nn.Module]) -> None:
-    """Raise `SpecError` where a unit is wrapped for data parallelism by torch, or its gradients are sparse."""
-    for number, unit in enumerate(units):
+def check_units(units: Sequence[nn.Module], root: nn.Module | None = None) -> None:
+    """Raise `SpecError` where a unit is wrapped for data parallelism by torch, or its gradients are sparse.
+
+    `root` is the unsplit model, whose modules need not all be in units.
+    """
+    named = [(f"layer {number}", unit) for number, unit in enumerate(units)]
+    for owner, unit in [*named, *([("the model", root)] if root is not None else [])]:
         for name, module in unit.named_modules():
-            where = f"layer {number}" + (f" ({name})" if name else "")
+            where = owner + (f" ({name})" if name else "")
             kinds = {k.__name__ for k in type(module).__mro__ if k.__module__.startswith("torch.")}
             for kind in sorted(kinds & _WRAPPERS):
                 raise SpecError(

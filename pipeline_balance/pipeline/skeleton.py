@@ -20,9 +20,10 @@ LayerCall = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 """Takes the place of layer i: gets i, the arguments and the keyword arguments of the call."""
 
 _ASKS_FOR_SHAPE = {
-    *("__get__", "size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "is_contiguous"),
+    *("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "is_contiguous"),
     *("element_size", "get_device", "ndimension", "__len__", "__hash__", "__repr__"),
 }
+_ATTRIBUTES_WITH_VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
 _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -56,7 +57,7 @@ class StandIn(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _ASKS_FOR_SHAPE:
+        if not _asks_for_shape(func):
             for found in tree_leaves((args, kwargs)):
                 if isinstance(found, StandIn):
                     found.readable.read.add(found.called)
@@ -64,6 +65,14 @@ class StandIn(Tensor):
                         raise SpecError(f"the model reads {found.called} where this part of it is not to be had")
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+
+def _asks_for_shape(func: Any) -> bool:
+    """Whether a function of tensors, or an attribute's getter, needs no values."""
+    if getattr(func, "__name__", "") == "__get__":
+        # getters written in Python have no name, and may do anything
+        return getattr(func.__self__, "__name__", "data") not in _ATTRIBUTES_WITH_VALUES
+    return getattr(func, "__name__", "") in _ASKS_FOR_SHAPE
 
 
 class Stop(Exception):
@@ -90,6 +99,13 @@ class Skeleton:
             lost = next((n for n, b in module._buffers.items() if b is not None and b.is_meta), None)
             if lost is not None:
                 raise SpecError(f"the buffer {path}{lost} is on meta, and every rank needs it: build it on a device")
+
+    def to_device(self) -> None:
+        """Take buffers around the layers to the device where ranks compute: every rank needs them."""
+        for _, module in self._around():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[name] = buffer.to(self.device)
 
     def slots(self) -> dict[str, nn.Parameter]:
         """Parameters around the layers, by full name; a tied one appears under each of its names."""

@@ -7,16 +7,19 @@ state to another map, `agreement` compares ranks before a step, and this module 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
+from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, batch_of
 from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
-from pipeline_balance.pipeline.export import whole_state
+from pipeline_balance.pipeline.export import whole_state, write_pretrained
+from pipeline_balance.pipeline.failures import Failures, together
 from pipeline_balance.pipeline.model import CountLabels, Inputs, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
@@ -79,7 +82,7 @@ class ElasticPipeline:
             timeout_s=timeout_s,
             replicas=replicas,
         )
-        check_units(model.units)
+        check_units(model.units, model.root)
         self.model = model
         self.meter = meter if meter is not None else Meter()
         self.groups = PipelineGroups(group, timeout_s, replicas)
@@ -125,6 +128,24 @@ class ElasticPipeline:
         chain = ModuleChain(layers, loss_fn, counted=counted, device=options.get("device"))
         return cls(chain, stage_map, **options)
 
+    @classmethod
+    def from_transformers(
+        cls,
+        model: nn.Module,
+        stage_map: StageMap | None = None,
+        *,
+        layers: str | None = None,
+        example: Mapping[str, Tensor] | None = None,
+        **options: Any,
+    ) -> ElasticPipeline:
+        """A pipeline of a transformers model, or of one built like them, as it is; see `TransformersModel`.
+
+        Layer 0 of the pipeline is all in front of the model's layers, the last one all behind them. `step` takes what
+        the model's forward takes, and the labels; the loss is the model's own. `options` are the constructor's.
+        """
+        adapted = TransformersModel(model, layers=layers, example=example, device=options.get("device"))
+        return cls(adapted, stage_map, **options)
+
     # --- what is in force -------------------------------------------------------------------------------------
 
     @property
@@ -153,6 +174,11 @@ class ElasticPipeline:
         return self.groups.world
 
     @property
+    def failures(self) -> Failures:
+        """What makes one rank's failure that of all of them."""
+        return self.groups.failures
+
+    @property
     def rank(self) -> int:
         """This rank in its replica."""
         return self.groups.rank
@@ -164,6 +190,7 @@ class ElasticPipeline:
 
     # --- training ---------------------------------------------------------------------------------------------
 
+    @together("step")
     def step(
         self,
         inputs: Inputs,
@@ -266,6 +293,7 @@ class ElasticPipeline:
             self.grad_norm = self.gradients.clip_(self.stage_map, max_norm, self.config.device)
         self.optimizers.step(scaler)
         self.experts.finish()
+        torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
         progress.updated()
         self._used = True
 
@@ -286,6 +314,7 @@ class ElasticPipeline:
         """
         return self.experts.balance(attach, self.stage_map.layers_on(self.rank))
 
+    @together("evaluation before step")
     def evaluate(self, inputs: Inputs, labels: Tensor | None) -> float:
         """The mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
 
@@ -326,11 +355,11 @@ class ElasticPipeline:
         self.gradients.drop()
         self._used = False
 
+    @together("collecting the model before step")
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
 
-        `rank` counts all processes: the first replica's come first.
-        `model.save_pretrained(folder, state_dict=...)` writes it for transformers' models.
+        `rank` counts all processes: the first replica's come first. `save_pretrained` writes it for transformers.
         """
         self.experts.check_static("gather or save a model")
         self._read_model()
@@ -340,8 +369,16 @@ class ElasticPipeline:
         at = grid.pipeline_rank_of(rank)
         return whole_state(self.owned, self.stage_map, self.groups.collective, self.config, at)
 
+    def save_pretrained(self, folder: str | Path, **options: Any) -> None:
+        """Write the whole model to `folder` by its own `save_pretrained`, for transformers to load. Collective.
+
+        Rank 0 writes. `options` are those of the model's method.
+        """
+        write_pretrained(self.module, self.state_dict(), folder, options, self.collective, self.config)
+
     # --- measuring --------------------------------------------------------------------------------------------
 
+    @together("measuring before step")
     def measure(self) -> list[LayerCost]:
         """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
         return self.gather_costs(self.local_costs(), self.collective)
@@ -373,6 +410,7 @@ class ElasticPipeline:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         return self.groups.side()
 
+    @together("move before step")
     def rebuild(
         self, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> Rebuilt:
@@ -401,6 +439,7 @@ class ElasticPipeline:
         self._read_model()
         return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
 
+    @together("loading before step")
     def adopt(
         self,
         state: State,

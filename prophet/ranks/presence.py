@@ -163,6 +163,10 @@ class Presence:
         """Whether it is known that the process has ended; never, of one on another machine."""
         return pulse.machine == self._machine and not _runs(pulse.process, pulse.started)
 
+    def is_stopped(self, pulse: Pulse) -> bool:
+        """Whether it is known that the process was stopped (SIGSTOP); never, of one on another machine."""
+        return pulse.machine == self._machine and (_stat(pulse.process) or [""])[0] == "T"
+
     def account(self, ranks: Sequence[int], grace_s: float = GRACE_S) -> Account:
         """A collective of this process has failed: what is known of `ranks`, within `grace_s`."""
         self._failed = True
@@ -372,14 +376,22 @@ def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
         here._say()
 
 
+def _stat(process: int) -> list[str] | None:
+    """What the system tells of a process, its state first; empty where it does not tell, None if it has ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else []
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
 def _started(process: int) -> int:
     """When a process has started, in the machine's ticks; 0 where the system does not tell, -1 if it has ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except FileNotFoundError:
-        return -1 if Path("/proc/self/stat").exists() else 0
-    except OSError:
-        return 0
+    fields = _stat(process)
+    if not fields:
+        return -1 if fields is None else 0
     return -1 if fields[0] in "ZX" else int(fields[19])
 
 

@@ -38,14 +38,31 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**_SIZES, **_ROUTER, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16},
     ),
 }
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_SIZES, "head_dim": 8, "sliding_window": 4}),
+    "opt": ("OPTConfig", "OPTForCausalLM", {**_SIZES, "ffn_dim": 40, "word_embed_proj_dim": 16}),
+    "bert": ("BertConfig", "BertForMaskedLM", _SIZES),
+    "mamba": ("MambaConfig", "MambaForCausalLM", {**_SIZES, "state_size": 4}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        {**_SIZES, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2}
+        | {"topk_group": 1, "moe_intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+        | {"qk_nope_head_dim": 4, "v_head_dim": 8, "first_k_dense_replace": 1},
+    ),
+}
 
 
 def small(family: str, *, tied: bool = False, seed: int = 0, **options: Any) -> nn.Module:
     """A model of `family` with three layers, in training mode, without dropout unless `options` ask for it."""
     transformers.logging.set_verbosity_error()
     warnings.filterwarnings("ignore", category=UserWarning)
-    config, model, sizes = FAMILIES[family]
-    still = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0} if family == "gpt2" else {}
+    config, model, sizes = {**FAMILIES, **OTHERS}[family]
+    still: dict[str, Any] = {}
+    if family == "gpt2":
+        still = {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    if family in ("bert", "opt"):
+        still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "dropout": 0.0}
     torch.manual_seed(seed)
     made: nn.Module = getattr(transformers, model)(
         getattr(transformers, config)(**{**sizes, **still, "tie_word_embeddings": tied, **options})

@@ -164,8 +164,18 @@ def test_a_stopped_process_is_named_when_a_wait_has_failed(ranks: Ranks, other: 
     with pytest.raises(TimeoutError):
         joined(Future(), ranks.watches[0].turns(0.6))
     rank, stages, action, cause = said(ranks.watches[0].explain(OWN, 5.0))
-    assert (rank, stages, cause) == (1, (1,), "no sign of life for 0.4 s or more")
+    assert (rank, stages, cause) == (1, (1,), "its process is stopped")
     assert action == "step 7, forward of microbatch 3 (when last heard of)"
+
+
+def test_a_process_elsewhere_that_is_silent_is_named(ranks: Ranks) -> None:
+    """Of another machine only its pulse is known."""
+    ranks.presences[1].close()
+    ranks.presences[1]._machine = 8
+    ranks.presences[1].beat()
+    with pytest.raises(TimeoutError):
+        joined(Future(), ranks.watches[0].turns(0.2))
+    assert said(ranks.watches[0].explain(OWN, 5.0))[::3] == (1, "no sign of life for 0.4 s or more")
 
 
 def test_ranks_that_are_well_are_not_named(ranks: Ranks) -> None:

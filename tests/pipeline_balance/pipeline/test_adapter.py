@@ -15,9 +15,12 @@ from prophet.errors import SpecError
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
+from transformers import ViTConfig, ViTForImageClassification
+
 from tests.helpers.transformers_models import (
     FAMILIES,
     LAYERS,
+    OTHERS,
     batch,
     gradients_of,
     small,
@@ -27,6 +30,7 @@ from tests.helpers.transformers_models import (
 )
 
 UNITS = LAYERS + 2
+VIT = {"image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 THREE = (0, 1, 3, UNITS)
 
 
@@ -58,6 +62,38 @@ def assert_trains_alike(model: nn.Module, cuts: tuple[int, ...], *kinds: str) ->
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_as_it_does_whole(family: str, tied: bool) -> None:
     assert_trains_alike(small(family, tied=tied), THREE, "plain", "packed", "padded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", OTHERS)
+def test_families_beyond_the_seven_need_no_code_either(family: str) -> None:
+    assert_trains_alike(small(family), THREE, "plain", "padded")
+
+
+def test_images_need_an_example() -> None:
+    model = ViTForImageClassification(ViTConfig(**VIT))
+    inputs, labels = {"pixel_values": torch.randn(4, 3, 16, 16)}, torch.tensor([0, 1, 1, 0])
+    with pytest.raises(SpecError, match=r"cannot run on example inputs \['input_ids'\]"):
+        TransformersModel(model)
+    adapted = TransformersModel(model, example=inputs)
+    part = adapted.cut(inputs, labels, 1)[0]
+    boundary: tuple[Tensor, ...] = ()
+    for unit in range(len(adapted.units)):
+        boundary = adapted.run(unit, boundary, part)
+    assert torch.equal(boundary[0], model(**inputs, labels=labels).loss)
+    assert adapted.counted(part) == 4
+
+
+def test_adapters_may_be_put_in_while_it_trains() -> None:
+    peft = pytest.importorskip("peft", reason="the adapters are peft's")
+    model = small("gpt2")
+    adapted = TransformersModel(model)
+    held = [len(list(unit.parameters())) for unit in adapted.units]
+    config = peft.LoraConfig(r=2, target_modules=["c_attn", "wte"], init_lora_weights=False)
+    peft.inject_adapter_in_model(config, model)
+    adapted.look()
+    assert [len(list(unit.parameters())) for unit in adapted.units] == [held[0] + 2, *(n + 2 for n in held[1:-1]), 3]
+    assert_trains_alike(model, THREE, "plain")
 
 
 @pytest.mark.parametrize("cuts", [*((0, c, UNITS) for c in range(1, UNITS)), tuple(range(UNITS + 1))], ids=str)
@@ -92,7 +128,7 @@ def test_reentrant_checkpointing_is_refused_whenever_it_is_switched_on() -> None
     adapted = TransformersModel(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     with pytest.raises(SpecError, match="use_reentrant"):
-        adapted.cut(*batch(), 2)
+        adapted.look()
     with pytest.raises(SpecError, match="use_reentrant"):
         TransformersModel(model)
 
@@ -193,7 +229,7 @@ def test_a_parameter_added_around_the_layers_is_found() -> None:
     adapted = TransformersModel(model)
     wider = nn.Sequential(model.model.embed_tokens, nn.Linear(32, 32))
     model.model.embed_tokens = wider
-    adapted.cut(*batch(), 1)
+    adapted.look()
     assert {id(p) for p in adapted.units[0].parameters()} == {id(p) for p in wider.parameters()}
 
 
@@ -225,7 +261,9 @@ class Odd(nn.Module):
         if self.fault == "skips":
             h = h + kept[0]
         if self.fault == "reads the front behind":
-            h = h @ self.embed.weight.T @ self.embed.weight
+            h = h @ (self.embed.weight.T @ self.embed.weight)
+        if self.fault == "reads it by an attribute":
+            h = h + self.embed.weight.T.sum(1)
         logits = self.head(h)
         return (nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits)
 
@@ -253,7 +291,12 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(fault: str, says: str) ->
 
 
 @pytest.mark.parametrize(
-    ("fault", "says"), [("skips", "the output of layer 0"), ("reads the front behind", "embed.weight")]
+    ("fault", "says"),
+    [
+        ("skips", "the output of layer 0"),
+        ("reads the front behind", "embed.weight"),
+        ("reads it by an attribute", "embed.weight"),
+    ],
 )
 def test_what_follows_the_layers_reads_only_what_is_there(fault: str, says: str) -> None:
     adapted = TransformersModel(Odd(fault))

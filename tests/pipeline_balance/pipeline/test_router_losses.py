@@ -71,6 +71,7 @@ def test_a_model_without_the_loss_carries_nothing() -> None:
     part = adapted.cut(*batch(), 1)[0]
     assert [len(b) for b in adapted.boundaries(part)] == [0, 1, 1, 1, 1, 1]
     adapted.root.config.output_router_logits = True
+    adapted.look()
     part = adapted.cut(*batch(), 1)[0]
     assert [len(b) for b in adapted.boundaries(part)] == [0, 1, 2, 2, 2, 1]
 
