@@ -241,8 +241,8 @@ def _mistakes(rank: int, size: int) -> list[str]:
     ids, labels = batch(0)
     said: list[str] = []
 
-    def refused(call: Any, kind: type[Exception] = SpecError) -> None:
-        with pytest.raises(kind) as caught:
+    def refused(call: Any) -> None:
+        with pytest.raises(SpecError) as caught:
             call()
         said.append(str(caught.value))
 
@@ -251,7 +251,7 @@ def _mistakes(rank: int, size: int) -> list[str]:
     refused(lambda: pipe.step(ids[:3], labels[:3]))
     refused(lambda: pipe.step(ids, labels, update=rank == 0))
     refused(lambda: pipe.step(None if rank else ids, labels))  # type: ignore[arg-type]
-    refused(lambda: pipe.step(ids, labels, scaler=torch.amp.GradScaler("cpu")), TypeError)
+    refused(lambda: pipe.step(ids, labels, scaler=torch.amp.GradScaler("cpu")))
     if rank:
         pipe.module[2].requires_grad_(False)  # type: ignore[index]
     refused(lambda: pipe.step(ids, labels))
