@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.optimizers import Optimizers
-from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, like_meta, put
+from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, like_meta, put, try_put
 from pipeline_balance.pipeline.stages import PipelineGroups, StageBuilder, Stages
 from pipeline_balance.pipeline.training_state import Held, agree, by_layer, collect, gather_json, share, state_entries
 from pipeline_balance.schedules.simulate import Durations
@@ -51,7 +51,8 @@ class Prepared:
 
 @dataclass
 class Change:
-    """Assignments that put moved state in its place on this rank; nothing in `make` can fail.
+    """Assignments that put moved state in its place on this rank; nothing in `make` can fail
+    once `check` has passed.
 
     `contents` has what parameters become, `grads` and `states` what belongs to them afterwards; `buffers` likewise.
     """
@@ -60,6 +61,11 @@ class Change:
     grads: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
     states: list[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Any] | None]] = field(default_factory=list)
     buffers: list[tuple[HeldBuffer, Tensor]] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Raise RuntimeError on a parameter whose content cannot be exchanged."""
+        for parameter, content in self.contents:
+            try_put(parameter, content)
 
     def make(self) -> None:
         """Change parameters, gradients, optimizer state and buffers."""
@@ -221,6 +227,7 @@ class StateMover:
                 change.buffers.append((buffer, values[name]))
             elif not buffer.tensor.is_meta:
                 change.buffers.append((buffer, buffer.tensor.to("meta")))
+        change.check()
         return stages, change
 
     def _way(

@@ -293,6 +293,7 @@ class ElasticPipeline:
             self.grad_norm = self.gradients.clip_(self.stage_map, max_norm, self.config.device)
         self.optimizers.step(scaler)
         self.experts.finish()
+        torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
         progress.updated()
         self._used = True
 
