@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline_balance.pipeline.model import Batch, Boundary, Inputs, Labels, Microbatch, PipelineModel
+from pipeline_balance.pipeline.model import Batch, Boundary, Inputs, Labels, Microbatch, PipelineModel, Slicing
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, number_of
 from pipeline_balance.pipeline.progress import Progress
@@ -37,11 +37,12 @@ _COMPARED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """A batch on its way: its microbatches [M], their boundaries without memory, and how many labels count.
+    """A batch on its way: its `parts`, their boundaries without memory, and how many labels count.
 
-    Once agreed on, `counted` is of all replicas.
+    Parts are microbatches [M], or their slices [M N]. Once agreed on, `counted` is of all replicas.
     """
 
+    microbatches: int
     parts: list[Microbatch]
     shapes: list[list[Boundary]]
     counted: int
@@ -62,14 +63,16 @@ def batch_of(
 
     A sequence of inputs, with one of labels, is microbatches already; `rows_each` allows any number of them.
     """
-    parts: list[Microbatch] = []
+    whole: list[Microbatch] = []
     samples: list[str] = []
     for one, its, count in _given(inputs, labels, microbatches, rows_each):
         here = one.to(device) if isinstance(one, Tensor) else {n: t.to(device) for n, t in one.items()}
-        parts += model.cut(here, its.to(device) if its is not None else None, count, first + len(parts))
+        whole += model.cut(here, its.to(device) if its is not None else None, count, first + len(whole))
         tensors = [one] if isinstance(one, Tensor) else list(one.values())
         samples += [_sample(t) for t in (*tensors, *([its] if its is not None else []))]
+    parts = [part for one in whole for part in model.sliced(one)]
     return Passing(
+        microbatches=len(whole),
         parts=parts,
         shapes=[model.boundaries(part) for part in parts],
         counted=sum(model.counted(part) for part in parts),
@@ -122,7 +125,7 @@ def agree_on_batch(
     Where it fails on a rank, all ranks raise `SpecError`: that one with its reason, the others with its rank too.
     """
     failed: Exception | None = None
-    passing = Passing(parts=[], shapes=[], counted=0, data=0)
+    passing = Passing(microbatches=0, parts=[], shapes=[], counted=0, data=0)
     try:
         passing = prepare()
     except Exception as error:
@@ -156,6 +159,17 @@ def agree_on_batch(
     return replace(passing, counted=int(every[::size, -1].sum()))
 
 
+def agree_on_slicing(slicing: Slicing | None, config: PipelineConfig, collective: Collective) -> None:
+    """Raise `SpecError` on all ranks unless all cut microbatches into slices alike; collective."""
+    op = Operation("comparing the ranks' slices")
+    every = gather_json([str(slicing), config.split_backward], collective, config.device, op)
+    differ = [r for r, said in enumerate(every) if said[0] != every[0][0]]
+    if differ:
+        raise SpecError(f"ranks {differ} cut microbatches by {every[differ[0]][0]}, rank 0 by {every[0][0]}")
+    if slicing is not None and any(said[1] for said in every):
+        raise SpecError("slices need split_backward=False: their backward frees keys and values at once")
+
+
 def agree_on_model(
     known: StageMap | None,
     owned: Ownership,
@@ -163,6 +177,7 @@ def agree_on_model(
     progress: Progress,
     collective: Collective,
     config: PipelineConfig,
+    slicing: str,
 ) -> StageMap:
     """The stage map of the ranks that know it, compared among them; collective.
 
@@ -171,13 +186,16 @@ def agree_on_model(
     """
     mine = {
         "model": owned.structure(),
-        "settings": [config.microbatches, config.seed, config.split_backward],
+        "settings": [config.microbatches, config.seed, config.split_backward, slicing],
         "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
         "progress": progress.to_json(),
         "options": optimizers.options(owned.parameters),
     }
     every = gather_json(mine, collective, config.device, Operation("comparing the ranks' models"))
-    for what, field in (("hold another model", "model"), ("have other settings (microbatches, seed)", "settings")):
+    for what, field in (
+        ("hold another model", "model"),
+        ("have other settings (microbatches, seed, slices)", "settings"),
+    ):
         differ = [r for r, said in enumerate(every) if said[field] != every[0][field]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than rank 0")

@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.skeleton import copy_of, only_before
+from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 
 _FROM_TORCH = "raised by a module of torch"
@@ -87,6 +88,8 @@ def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
             if talks:
                 raise _Communicates
             return forward(part, *args, **kwargs)
+        except SpecError:
+            raise  # said in words what is not to be had
         except Exception as error:
             given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.is_floating_point()]
             if torchs:
