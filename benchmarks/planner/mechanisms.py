@@ -58,7 +58,9 @@ def _not(name: str, *kinds: str) -> Mechanism:
     return _plan(f"tries: {kinds[0].lower()}", old, new)
 
 
+CONTROL = "none: other draws"  # what chance alone makes of the figures
 MECHANISMS = (
+    _tries(CONTROL, "Draws draws(1);", "Draws draws(2);"),
     _plan(
         "first plan: levelling",
         "double found_s = level(found);",

@@ -28,6 +28,8 @@ from prophet.ranks.process_group import expert_groups, roll_call
 from prophet_accelerate.checkpoints import States
 from prophet_accelerate.checks import check_accelerator, check_optimizers, check_unwrapped
 
+_KNOWN = ("_models", "_optimizers", "_schedulers", "_dataloaders")  # an accelerator's lists of what it has prepared
+
 
 def balance(
     accelerator: Any,
@@ -75,6 +77,7 @@ class Balanced:
         self._timeout_s: float = convert["timeout_s"]
         self._groups: tuple[Collective, Collective] | None = None
         self._model: nn.Module | None = None
+        self._waiting: nn.Module | None = None  # the model, until accelerate has prepared it without an error
         self._optimizer: torch.optim.Optimizer | None = None
         self._replicas: ExpertReplicas | None = None
         self._closed = self._preparing = False
@@ -112,11 +115,17 @@ class Balanced:
         moved = {id(obj): place for obj, place in zip(args, placement, strict=False)}
         optimizers = [o for o in args if isinstance(o, torch.optim.Optimizer)]
         self._adopt([o for o in args if isinstance(o, nn.Module)], optimizers, moved)
+        known = {name: list(getattr(self._accelerator, name)) for name in _KNOWN}
         self._preparing = True
         try:
             result = inner(*args, **options)
+        except Exception:
+            for name, before in known.items():  # a second attempt adds them again
+                getattr(self._accelerator, name)[:] = before
+            raise
         finally:
             self._preparing = False
+        self._waiting = None
         self._attach()
         return result
 
@@ -125,7 +134,10 @@ class Balanced:
     ) -> Any:
         if not self._preparing and not evaluation_mode:
             self._adopt([model], [], {id(model): device_placement})
-        return inner(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        result = inner(model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        if not self._preparing:
+            self._waiting = None
+        return result
 
     def _prepare_optimizer(self, inner: Any, optimizer: Any, device_placement: bool | None = None) -> Any:
         result = inner(optimizer, device_placement=device_placement)
@@ -142,9 +154,10 @@ class Balanced:
                 self._average(self._model)
         new = [m for m in models if not getattr(m, "_is_accelerate_prepared", False)]
         found = [m for m in new if any(p.requires_grad for p in m.parameters())]  # another is evaluated only
-        if self._model is not None or len(found) > 1:
+        has_one = self._model is not None and self._model is not self._waiting
+        if has_one or len(found) > 1:
             found = [m for m in found if self._has_experts(self._unwrapped(m))]
-        if len(found) + (self._model is not None) > 1:
+        if len(found) + has_one > 1:
             raise ValueError(
                 "accelerator.prepare() got a second model with experts: one Accelerator balances one; freeze a model "
                 "that is evaluated only, or do not prepare it"
@@ -172,22 +185,25 @@ class Balanced:
         if not built:
             group = self._groups[0] if self._groups else None
             self.report = prophet.convert(model, optimizer=holder, group=group, **self._convert)
+        self._model = self._waiting = model
         self._average(model)
         leave_out_of_ddp(model)
         if cut:
             self._leave_out_of_fsdp(model)
-        self._model = model
 
     def _average(self, model: nn.Module) -> None:
         """Average the gradients of experts that several groups hold."""
+        if self._replicas is not None:
+            self._replicas.close()
         if self._groups is not None:
             self._replicas = ExpertReplicas(model, self._groups[1])
 
     def _leave_out_of_fsdp(self, model: nn.Module) -> None:
-        plugin, layers = self._accelerator.state.fsdp_plugin, moe_layers(model)
+        plugin = self._accelerator.state.fsdp_plugin
         ignored = plugin.ignored_modules or []
         if isinstance(ignored, str):  # a pattern of names
             ignored = [m for name, m in model.named_modules() if re.fullmatch(ignored, name)]
+        layers = [layer for layer in moe_layers(model) if all(layer.experts is not m for m in ignored)]
         plugin.ignored_modules = [*ignored, *(layer.experts for layer in layers)]
         policy = plugin.mixed_precision_policy
         if policy is not None and policy.param_dtype is not None:
@@ -218,9 +234,9 @@ class Balanced:
                 "accelerator.prepare(): the optimizer that holds the experts came after another one of the same model; "
                 "prepare it first, or both in one call"
             )
-        self._optimizer = best[0]
         if self.engine is None and not self._closed:
-            self.engine = prophet.attach(self._model, self._optimizer, config=self._config)
+            self.engine = prophet.attach(self._model, best[0], config=self._config)
+        self._optimizer = best[0]
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
         found: nn.Module = self._accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -349,7 +365,7 @@ class Balanced:
         self.close()
         if self._replicas is not None:
             self._replicas.close()
-        self._model = self._optimizer = self._replicas = None
+        self._model = self._waiting = self._optimizer = self._replicas = None
         self._closed = False
 
 

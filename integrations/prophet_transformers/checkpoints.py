@@ -31,7 +31,7 @@ from prophet.convert.saving import load_pretrained, save_pretrained
 from prophet.engine.shared_errors import on_all_ranks
 from prophet.errors import CheckpointError
 from prophet.ranks.collective import Operation
-from prophet.ranks.process_group import at_work, meet, process_rank
+from prophet.ranks.process_group import meet, process_rank
 from prophet_transformers.optimizer_parts import SHARED, OptimizerParts
 
 STATE = "trainer_state.json"
@@ -257,13 +257,16 @@ class Checkpoints:
     def _save(self, inner: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> None:
         model = self._trainer.model
         folder = Path(self._trainer.args.output_dir if output_dir is None else output_dir)
-        if self._in_checkpoint and process_rank() == 0:
-            _make_room(folder)
+        writer = self._in_checkpoint and process_rank() == 0
+        with self._together("beginning of a save to", folder):
+            if writer:
+                _make_room(folder)
         save_pretrained(model, folder)
-        with _written(model), at_work(f"writing {folder}"):
-            inner(output_dir, *args, **kwargs)
-        if self._in_checkpoint and process_rank() == 0:
-            _list_files(folder)
+        with self._together("writing of what is beside the model to", folder):
+            with _written(model):
+                inner(output_dir, *args, **kwargs)
+            if writer:
+                _list_files(folder)
         self._saved.append(folder)
 
     def _save_optimizer(self, inner: Any, output_dir: Any, *args: Any, **kwargs: Any) -> None:
@@ -280,8 +283,9 @@ class Checkpoints:
         """Every rank writes a file, and rank 0 may go on to delete older checkpoints: not before all have."""
         with self._together("writing of random states to", output_dir):
             inner(output_dir, *args, **kwargs)
-        if process_rank() == 0:
-            _list_files(Path(output_dir))
+        with self._together("listing of the files in", output_dir):
+            if process_rank() == 0:
+                _list_files(Path(output_dir))
 
     # --- parts ---
 

@@ -20,7 +20,7 @@ from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost
 from pipeline_balance.control.learn import Learner, MoveTime
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
-from prophet.errors import SpecError
+from prophet.errors import PlanMismatch, SpecError
 from prophet.ranks.collective import Collective, Operation
 from prophet.spec import digest
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Controller", "ControllerConfig", "Decision", "DecisionMismatch", "MoveCost", "Overhead", "Policy", "decide"]
 
 
-class DecisionMismatch(RuntimeError):
+class DecisionMismatch(PlanMismatch):
     """Ranks decided differently from what should be equal figures; the message names them."""
 
 
@@ -132,15 +132,17 @@ class Controller:
 
         Costs are measured now, or with `prepare_in_backward` were when the backward pass of the last step began.
         """
-        ready = self._decide_now() if self._thread is None else self._decided_ahead()
-        with self._spending("move"):
-            move = self._move(ready) if ready.decision.move else None
-            self.learner.learn(ready.decision, move)
-            if self._thread is None:
-                self.pipeline.meter.reset()
-            elif move is not None:
-                self._timed_from = self.learner.timer.step + 1
-        return ready.decision
+        what = f"decision before step {self.pipeline.progress.updates}"
+        with self.pipeline.failures.during(what, self.pipeline.stage_map):
+            ready = self._decide_now() if self._thread is None else self._decided_ahead()
+            with self._spending("move"):
+                move = self._move(ready) if ready.decision.move else None
+                self.learner.learn(ready.decision, move)
+                if self._thread is None:
+                    self.pipeline.meter.reset()
+                elif move is not None:
+                    self._timed_from = self.learner.timer.step + 1
+            return ready.decision
 
     def _decide_now(self) -> _Ready:
         with self._spending("measure"):

@@ -119,7 +119,7 @@ def agree_on_batch(
     """What `prepare` makes of the batch, once all ranks mean the same; collective, one small all-gather.
 
     `actions` says what this rank would run, which must be the same on the ranks with these stages in all replicas.
-    Where it fails on a rank, that error is raised there and a `SpecError` that names it on the others.
+    Where it fails on a rank, all ranks raise `SpecError`: that one with its reason, the others with its rank too.
     """
     failed: Exception | None = None
     passing = Passing(parts=[], shapes=[], counted=0, data=0)
@@ -141,8 +141,10 @@ def agree_on_batch(
     if every[:, 0].any():
         text = f"{type(failed).__name__}: {failed}" if failed is not None else ""
         words = gather_json(text[:2000], groups.world, device, Operation("telling what is wrong with a batch"))
-        if failed is not None:
+        if isinstance(failed, SpecError):
             raise failed
+        if failed is not None:
+            raise SpecError(text) from failed
         raise SpecError("; ".join(f"rank {r}: {said}" for r, said in enumerate(words) if said))
     size = groups.collective.size
     for column, (what, among) in enumerate(_COMPARED, start=1):

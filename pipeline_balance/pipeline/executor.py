@@ -16,6 +16,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from pipeline_balance.added_loss import added_losses
 from pipeline_balance.control.measure import Meter
+from pipeline_balance.pipeline.failures import Failures
 from pipeline_balance.pipeline.generators import seeded, unit_seed
 from pipeline_balance.pipeline.model import Boundary, Microbatch, PipelineModel
 from pipeline_balance.schedules.actions import Action
@@ -65,6 +66,7 @@ class Executor:
         training: Sequence[Step],
         evaluation: Callable[[int], Sequence[Step]],
         collective: Callable[[], Collective],
+        failures: Callable[[], Failures],
         config_seed: int,
         device: torch.device,
         meter: Meter,
@@ -72,7 +74,7 @@ class Executor:
     ) -> None:
         self.model, self.stages, self.total = model, stages, total_stages
         self.training, self.evaluation = training, evaluation
-        self.collective, self.seed, self.device = collective, config_seed, device
+        self.collective, self.failures, self.seed, self.device = collective, failures, config_seed, device
         self.meter, self.on_stage_done = meter, on_stage_done
         self._left: dict[int, int] = {}
         self._begin()
@@ -93,7 +95,8 @@ class Executor:
                 if isinstance(step, Message):
                     self._post(step, run)
                 else:
-                    self.run_action(step, run)
+                    with self.failures().action(step):
+                        self.run_action(step, run)
             for pending in self._outgoing:
                 pending.wait()
         finally:

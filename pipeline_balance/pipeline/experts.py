@@ -38,14 +38,18 @@ class Balancer(Protocol):
         """The update is over."""
 
 
+def collective_of(module: nn.Module) -> Collective | None:
+    """What an expert-parallel layer exchanges its tokens over; None for any other module."""
+    found = getattr(module, "collective", None)
+    return found if isinstance(found, Collective) else None
+
+
 def expert_layers(units: Sequence[nn.Module]) -> Iterator[tuple[int, str, nn.Module]]:
-    """The modules that communicate with other ranks, with their unit and their name in it: those with a `collective` of
-    several ranks.
-    """
+    """The layers that share experts with other ranks, with their unit and their name in it."""
     for number, unit in enumerate(units):
         for name, module in unit.named_modules():
-            found = getattr(module, "collective", None)
-            if isinstance(found, Collective) and found.size > 1:
+            found = collective_of(module)
+            if found is not None and found.size > 1:
                 yield number, name, module
 
 

@@ -6,8 +6,10 @@ others hear of it in their waits. Of a rank that cannot tell any more, the other
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.spec import StageMap
@@ -22,54 +24,55 @@ from prophet.errors import (
 )
 from prophet.ranks.process_group import ProcessGroupCollective
 
+P = ParamSpec("P")
+T = TypeVar("T")
 GRACE_S = 3.0  # in which a rank whose wait has failed hears why
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-# Outside a stage's actions, all ranks raise these together and nothing is lost: the pipeline can go on.
+# outside a stage's actions all ranks raise these together
 AGREED = (SpecError, TransitionError, PlanMismatch, ConfigMismatch, CheckpointError)
 _WORDS = 2000  # characters of a cause that travel
 
 
 class Failures:
-    """Makes one rank's failure that of all ranks; one per group.
+    """Makes one rank's failure that of all ranks; one per group. give_up: lets all waits for other ranks fail."""
 
-    stage_map: the one in force. give_up: lets whatever waits for another rank fail at once, in any thread.
-    """
-
-    def __init__(
-        self, collective: ProcessGroupCollective, stage_map: Callable[[], StageMap | None], give_up: Callable[[], None]
-    ) -> None:
+    def __init__(self, collective: ProcessGroupCollective, give_up: Callable[[], None]) -> None:
         self.rank = collective.rank
-        self.stage_map = stage_map
         self.give_up = give_up
         self.watch = collective.watched(self._stages_of)
         self.error: StageFailed | None = None
+        self._map: StageMap | None = None
         self._what = self._action = ""
 
     def _stages_of(self, rank: int) -> tuple[int, ...]:
-        now = self.stage_map()
-        return tuple(now.stages_on(rank)) if now is not None else ()
+        return tuple(self._map.stages_on(rank)) if self._map is not None else ()
 
     @contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        """What all ranks do together, a step or a move. A failure in it is raised as `StageFailed` on all of them.
+    def during(self, what: str, stage_map: StageMap | None) -> Iterator[None]:
+        """What all ranks do together, such as a step. Whatever fails in it is raised as `StageFailed` on all of them.
 
-        Ctrl-C is raised as it is on the ranks that get it. Errors that all ranks raise together pass.
+        Ctrl-C is raised as it is on the ranks that get it. Errors that all ranks raise together pass: then nothing was
+        lost, and the pipeline can go on.
         """
         if self.error is not None:
             raise self.error
-        self._what, self._action = what, ""
+        self.watch.begin()
+        before = self._what
+        self._what, self._action, self._map = what, "", stage_map
         self.watch.presence.where = f"in {what}"
         try:
             yield
             self.watch.presence.where = f"after {what}"
         except BaseException as error:
-            if isinstance(error, AGREED) and _lost(error) is None:
+            if self.error is not None or (isinstance(error, AGREED) and _lost(error) is None):
                 raise
             self.error = self._told(error)
             self.give_up()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             raise self.error from (error.__cause__ if isinstance(error, StageFailed) else error)
+        finally:
+            self._what = before
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
@@ -106,6 +109,21 @@ class Failures:
             (peer,) = lost.peers
             return StageFailed(peer, self._stages_of(peer), waited, str(lost))
         return StageFailed(self.rank, self._stages_of(self.rank), what, f"{lost}. {self.watch.places()}")
+
+
+def together(what: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """A method of a pipeline that all ranks call together: see `Failures.during`."""
+
+    def decorate(method: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(method)
+        def call(*args: P.args, **options: P.kwargs) -> T:
+            pipeline: Any = args[0]
+            with pipeline.failures.during(f"{what} {pipeline.progress.updates}", pipeline.stage_map):
+                return method(*args, **options)
+
+        return call
+
+    return decorate
 
 
 def _lost(error: BaseException | None) -> CollectiveError | None:

@@ -44,10 +44,21 @@ class Ownership:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, HeldBuffer] = {}
         self.units_of: dict[str, tuple[int, ...]] = {}
+        self._read: list[tuple[int, ...]] = []
+        self._structure = 0
+        self._split: dict[tuple[int, ...], tuple[list[str], list[str]]] = {}
         self.read()
 
     def read(self) -> None:
-        """Find parameters and buffers as they are now. Raises `SpecError` for a parameter that no unit holds."""
+        """Find parameters and buffers as they are now. Raises `SpecError` for a parameter that no unit holds.
+
+        It is called at every step, so it looks closer only where a module, parameter or buffer is another object.
+        """
+        now = [
+            (id(m), *map(id, m._parameters.values()), *map(id, m._buffers.values())) for m in self.model.root.modules()
+        ]
+        if now == self._read:
+            return
         self.model.look()
         holders: dict[int, list[int]] = {}
         for unit, module in enumerate(self.model.units):
@@ -70,6 +81,7 @@ class Ownership:
                     buffers[name] = HeldBuffer(module, attribute, tuple(holders[id(module)]))
                     units_of[name] = buffers[name].units
         self.parameters, self.buffers, self.units_of = parameters, buffers, units_of
+        self._read, self._split, self._structure = now, {}, self._digest()
 
     def of(self, units: Collection[int]) -> list[str]:
         """Names of the parameters that any of `units` holds, in the model's order."""
@@ -86,6 +98,9 @@ class Ownership:
 
     def structure(self) -> int:
         """A digest of all names with their shapes and types, equal on ranks that built the same model."""
+        return self._structure
+
+    def _digest(self) -> int:
         lines = [f"{n} {list(p.shape)} {p.dtype} {self.units_of[n]}" for n, p in self.parameters.items()]
         lines += [f"{n} {b.units}" for n, b in self.buffers.items()]
         return number_of("\n".join(lines))
@@ -94,15 +109,24 @@ class Ownership:
         """A digest of which parameters train."""
         return number_of("".join("10"[not p.requires_grad] for p in self.parameters.values()))
 
+    def _names(self, units: Collection[int]) -> tuple[list[str], list[str]]:
+        """All names, of what `units` hold and of the rest."""
+        key = tuple(units)
+        if key not in self._split:
+            mine = set(units)
+            here = [n for n in self.units_of if not mine.isdisjoint(self.units_of[n])]
+            self._split[key] = here, [n for n in self.units_of if mine.isdisjoint(self.units_of[n])]
+        return self._split[key]
+
     def keep_only(self, units: Collection[int]) -> None:
         """Leave on this rank what `units` hold; everything else goes to `meta`, without its gradient."""
-        mine = set(units)
-        for name, parameter in self.parameters.items():
-            if mine.isdisjoint(self.units_of[name]) and not parameter.is_meta:
-                put(parameter, like_meta(parameter))
-        for name, buffer in self.buffers.items():
-            if mine.isdisjoint(self.units_of[name]) and not buffer.tensor.is_meta:
-                buffer.module._buffers[buffer.name] = buffer.tensor.to("meta")
+        for name in self._names(units)[1]:
+            if name in self.buffers:
+                buffer = self.buffers[name]
+                if not buffer.tensor.is_meta:
+                    buffer.module._buffers[buffer.name] = buffer.tensor.to("meta")
+            elif not self.parameters[name].is_meta:
+                put(self.parameters[name], like_meta(self.parameters[name]))
 
     def to_device(self, device: torch.device) -> None:
         """Take what lives on this rank to `device`; what is on `meta` stays there."""
@@ -116,8 +140,8 @@ class Ownership:
 
     def missing(self, units: Collection[int]) -> list[str]:
         """What `units` need here and is still on `meta`."""
-        mine = [n for n in self.units_of if not set(self.units_of[n]).isdisjoint(units)]
-        return [n for n in mine if (self.parameters[n] if n in self.parameters else self.buffers[n].tensor).is_meta]
+        mine = self._names(units)[0]
+        return [n for n in mine if (self.buffers[n].tensor if n in self.buffers else self.parameters[n]).is_meta]
 
 
 def number_of(text: str) -> int:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
+from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.skeleton import copy_of, only_before
 from prophet.ranks.collective import Collective
 
@@ -80,6 +81,8 @@ def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
     talks = isinstance(getattr(part, "collective", None), Collective)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if collective_of(part) is not None and args:  # it would exchange its tokens with other ranks
+            return args[0].new_empty((*args[0].shape[:-1], getattr(part, "dim_out", args[0].shape[-1])))
         try:
             if talks:
                 raise _Communicates

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pipeline_balance.control.measure import Meter
 from pipeline_balance.maps.compare import dense_ranks
 from pipeline_balance.pipeline.executor import Executor
+from pipeline_balance.pipeline.failures import Failures
 from pipeline_balance.pipeline.model import PipelineModel
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.schedules.actions import Action
@@ -67,7 +68,8 @@ class PipelineGroups:
     def enter(self, group: dist.ProcessGroup | None) -> None:
         """Use `group` (None: all processes) from now on."""
         self.group = group
-        self.world: Collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
+        self.world: Collective = (own := ProcessGroupCollective(group, timeout_s=self.timeout_s))
+        self.failures = Failures(own, self.abort)
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
         self.grid = grid = Grid.of(self.world.size, self.replicas)
@@ -88,6 +90,12 @@ class PipelineGroups:
             return ThreadWorld(1).collective(0)
         return ProcessGroupCollective(mine, timeout_s=self.timeout_s)
 
+    def abort(self) -> None:
+        """Let whatever waits for another rank fail at once; the communicators cannot be used afterwards."""
+        for collective in (self.world, self.collective, self.column, self._side):
+            if isinstance(collective, ProcessGroupCollective):
+                collective.abort()
+
     def leave(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `enter` goes on in another one."""
         if self._side is not None:
@@ -100,6 +108,7 @@ class PipelineGroups:
         if self._side is None:
             group = dist.new_group(self._world, timeout=self._limit, use_local_synchronization=True)
             self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
+            self._side.watch = self.failures.watch
         return self._side
 
 
@@ -159,6 +168,7 @@ class StageBuilder:
             training=with_messages(spread([list(row) for row in schedule.actions]), stage_map.ranks)[rank],
             evaluation=lambda n: with_messages(forward_rows(stage_map.ranks, n), stage_map.ranks)[rank],
             collective=lambda: self.groups.collective,
+            failures=lambda: self.groups.failures,
             config_seed=self.config.seed,
             device=self.config.device,
             meter=self.meter,

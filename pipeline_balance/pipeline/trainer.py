@@ -19,6 +19,7 @@ from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_o
 from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import whole_state, write_pretrained
+from pipeline_balance.pipeline.failures import Failures, together
 from pipeline_balance.pipeline.model import Batch, CountLabels, Labels, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
@@ -173,6 +174,11 @@ class ElasticPipeline:
         return self.groups.world
 
     @property
+    def failures(self) -> Failures:
+        """What makes one rank's failure that of all of them."""
+        return self.groups.failures
+
+    @property
     def rank(self) -> int:
         """This rank in its replica."""
         return self.groups.rank
@@ -184,6 +190,7 @@ class ElasticPipeline:
 
     # --- training ---------------------------------------------------------------------------------------------
 
+    @together("step")
     def step(
         self,
         inputs: Batch,
@@ -307,6 +314,7 @@ class ElasticPipeline:
         """
         return self.experts.balance(attach, self.stage_map.layers_on(self.rank))
 
+    @together("evaluation before step")
     def evaluate(self, inputs: Batch, labels: Labels) -> float:
         """The mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
 
@@ -347,6 +355,7 @@ class ElasticPipeline:
         self.gradients.drop()
         self._used = False
 
+    @together("collecting the model before step")
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict`, in the host's memory of `rank`; empty elsewhere. Collective.
 
@@ -369,6 +378,7 @@ class ElasticPipeline:
 
     # --- measuring --------------------------------------------------------------------------------------------
 
+    @together("measuring before step")
     def measure(self) -> list[LayerCost]:
         """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
         return self.gather_costs(self.local_costs(), self.collective)
@@ -400,6 +410,7 @@ class ElasticPipeline:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         return self.groups.side()
 
+    @together("move before step")
     def rebuild(
         self, stage_map: StageMap, *, durations: Durations | None = None, prepared: Prepared | None = None
     ) -> Rebuilt:
@@ -428,6 +439,7 @@ class ElasticPipeline:
         self._read_model()
         return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
 
+    @together("loading before step")
     def adopt(
         self,
         state: State,

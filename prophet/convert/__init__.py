@@ -17,11 +17,18 @@ from torch import nn
 
 from prophet.convert import huggingface
 from prophet.convert.base import Adapter, ExpertsSpec, FfnNames, RowOrder
-from prophet.convert.checks import agree, check_model, check_no_optimizer, check_not_shared, fingerprint
+from prophet.convert.checks import (
+    agree,
+    check_model,
+    check_no_optimizer,
+    check_not_shared,
+    fingerprint,
+    on_every_rank,
+)
 from prophet.convert.deepspeed import DeepSpeedMoE
 from prophet.convert.discover import LeftAlone
 from prophet.convert.find import Found, device_of, find, find_all
-from prophet.convert.optimizer import Carried, carry, digest
+from prophet.convert.optimizer import Carried, Move, carry, digest
 from prophet.convert.replace import replace
 from prophet.convert.report import ConversionReport, Replaced
 from prophet.convert.routed import RoutedExperts, converted
@@ -32,7 +39,7 @@ from prophet.convert.tutel import TutelMoE
 from prophet.convert.verify import Trial
 from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
-from prophet.errors import ConversionError
+from prophet.errors import CollectiveError, ConversionError, PlanMismatch
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.layer.moe import MoE
@@ -88,7 +95,8 @@ def convert(
 
     Every rank holds the whole model before, and of the experts only those it is home to afterwards. Convert before
     building any other optimizer and before wrapping the model in DistributedDataParallel. Raises `ConversionError`, the
-    model unchanged, where something would not be kept, and where the ranks' models differ.
+    model unchanged, where something would not be kept, and where the ranks' models differ. A rank that fails otherwise,
+    as for lack of memory, raises its own error, the others `ConversionError`; the model is unchanged then, too.
 
     Until `revert`, `model.save_pretrained(folder)` of a transformers model is a call for every rank, and writes the
     original layout; what would write one rank's experts raises `PartialStateError`.
@@ -105,22 +113,29 @@ def convert(
         found, left = find_all(model, (*adapters, *standard_adapters()), patterns, collective.rank, collective.size)
         found, carried = _checked(model, optimizer, found, left)
         prints = *fingerprint([(f.name, f.spec, f.experts(model)) for f in found]), digest(optimizer, carried)
-    except ConversionError as caught:
+    except Exception as caught:
         error = caught
     agree(collective, device_of(model), error, prints)
 
     replaced: list[Replaced] = []
-    for f in found:
-        try:
+    moves: list[Move] = []
+    try:
+        for f in found:
             replaced.append(_convert_one(model, f, collective, impl, verify))
-        except ConversionError:
-            if replaced:
-                revert(model)
-            for one in carried[: len(replaced)]:
-                one.put_back(model.get_submodule(one.where))
-            raise
-    for one in carried:
-        one.move_to(model)
+        with on_every_rank(collective, device_of(model)):
+            moves = [one.moved(model) for one in carried]
+    except CollectiveError as lost:  # nothing can be gathered any more
+        if replaced:
+            lost.add_note(f"the conversion ended after {replaced[-1].name}: build the model anew")
+        raise
+    except Exception:
+        if replaced:
+            revert(model)
+        for one in carried[: len(replaced)]:
+            one.put_back(model.get_submodule(one.where))
+        raise
+    for move in moves:
+        move.make()
     _announce(model)
     return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left))
 
@@ -150,20 +165,32 @@ def _checked(
 
 
 def _convert_one(model: nn.Module, f: Found, collective: Collective, impl: Impl, verify: bool) -> Replaced:
-    """Convert one block, or raise `ConversionError` on all ranks and leave it as it was; collective."""
+    """Convert one block, or raise an error on all ranks and leave it as it was; collective."""
     block, held = f.block(model), f.experts(model)
-    trial = None
-    if verify and f.spec.held == f.spec.num_experts:
-        trial = Trial(partial(f.run, model), f.input_shape, block, model, next(held.parameters()), collective)
-    layer, methods = replace(model, f, collective, impl)
-    problem = trial.problem() if trial else None
-    if trial is not None and trial.anywhere(problem):
-        # back to what it was, from what is still there
-        layer.undo()
-        setattr(f.holder(model), f.where.rpartition(".")[2], held)
-        if layer.origin.block_class is not None:
-            block.__class__ = layer.origin.block_class
-        raise ConversionError(f"{f.name} ({f.adapter.family}): {problem or 'the check failed on another rank'}")
+    device = next(held.parameters()).device
+    trial: Trial | None = None
+    layer: RoutedExperts | None = None
+    methods: tuple[str, ...] = ()
+    problem: str | None = None
+    try:
+        with on_every_rank(collective, device):
+            if verify and f.spec.held == f.spec.num_experts:
+                trial = Trial(partial(f.run, model), f.input_shape, block, model, next(held.parameters()), collective)
+            layer, methods = replace(model, f, collective, impl)
+        with on_every_rank(collective, device):
+            problem = trial.problem() if trial else None
+            if problem:
+                raise ConversionError(f"{f.name} ({f.adapter.family}): {problem}")
+    except Exception as error:
+        if layer is not None:  # back to what it was, from what is still there
+            layer.undo()
+            setattr(f.holder(model), f.where.rpartition(".")[2], held)
+            if layer.origin.block_class is not None:
+                block.__class__ = layer.origin.block_class
+        if problem and isinstance(error, CollectiveError | PlanMismatch):  # the others are still trying
+            raise ConversionError(f"{f.name} ({f.adapter.family}): {problem}") from error
+        raise
+    assert layer is not None
     before = sum(p.numel() for p in held.parameters())
     layer.let_go_of_originals()
     bank = layer.experts

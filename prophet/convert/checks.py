@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from prophet.convert.base import Adapter, ExpertsSpec, child
-from prophet.errors import ConversionError
+from prophet.errors import CollectiveError, ConversionError, PlanMismatch
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.messages import tell
 from prophet.spec import check_experts_per_rank, odd_ones_out
@@ -208,6 +209,21 @@ def fingerprint(found: Sequence[tuple[str, ExpertsSpec, nn.Module]]) -> tuple[in
                 sample = p.detach().reshape(-1)[-SAMPLE:].to("cpu", torch.float64)
                 values.update(sample.numpy().tobytes())
     return int.from_bytes(what.digest(), "little"), int.from_bytes(values.digest(), "little")
+
+
+@contextmanager
+def on_every_rank(collective: Collective, device: torch.device) -> Iterator[None]:
+    """Go on when every rank has done what stands under `with`. A rank that fails raises its error, the others
+    `ConversionError`; what goes wrong between ranks is raised as it is. Collective.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except (CollectiveError, PlanMismatch):
+        raise
+    except Exception as caught:
+        error = caught
+    agree(collective, device, error, (0, 0, 0))
 
 
 def agree(collective: Collective, device: torch.device, error: Exception | None, digests: tuple[int, ...]) -> None:

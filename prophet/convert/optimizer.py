@@ -43,6 +43,39 @@ def check_kind(optimizer: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Move:
+    """An optimizer's change from some parameters to others, with everything ready that takes memory.
+
+    old: the parameters that it has. new: by the id of an old one, those that take its place, and their names. kept:
+    names of those that stay, by id. states: of the new ones.
+    """
+
+    optimizer: torch.optim.Optimizer
+    old: tuple[nn.Parameter, ...]
+    new: Mapping[int, Sequence[tuple[str, nn.Parameter]]]
+    kept: Mapping[int, str]
+    states: Mapping[nn.Parameter, dict[str, Any]]
+
+    def make(self) -> None:
+        """Change over."""
+        self.optimizer.state.update({p: state for p, state in self.states.items() if state})
+        gone = {id(p) for p in self.old} - self.kept.keys()
+        for group in self.optimizer.param_groups:
+            names = group.get("param_names") or [""] * len(group["params"])
+            pairs: list[tuple[str, nn.Parameter]] = []
+            for own, p in zip(names, group["params"], strict=True):
+                pairs += self.new.get(id(p), ())
+                if id(p) not in gone:
+                    pairs.append((self.kept.get(id(p), own), p))
+            group["params"][:] = [p for _, p in pairs]
+            if "param_names" in group:
+                group["param_names"][:] = [own for own, _ in pairs]
+        for p in self.old:
+            if id(p) in gone:
+                self.optimizer.state.pop(p, None)
+
+
+@dataclass(frozen=True, slots=True)
 class Carried:
     """What an optimizer holds of one block's experts, before their conversion.
 
@@ -97,41 +130,25 @@ class Carried:
                     yield value.detach().reshape(-1)[-_SAMPLE:].to("cpu", torch.float64).numpy().tobytes()
 
     @torch.no_grad()
-    def move_to(self, model: nn.Module) -> None:
-        """Put the parameters of the converted experts, and their states, where the experts' were."""
+    def moved(self, model: nn.Module) -> Move:
+        """What takes the place of the experts' parameters and their states, once the experts are converted."""
         name = f"{self.where}.experts"
         bank = model.get_submodule(name)
         new: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        states: dict[nn.Parameter, dict[str, Any]] = {}
         kept = {id(p): f"{name}.{part}" for part, p in bank.named_parameters()}
         if isinstance(bank, FeedForwardBank):
-            states = self._states_in(bank)
-            for part, (first, state) in states.items():
+            for part, (first, state) in self._states_in(bank).items():
                 p = bank.get_parameter(part)
                 if self._group_of(self.params[first]) is None:
                     continue
                 new.setdefault(id(self.params[first]), []).append((f"{name}.{part}", p))
-                if state:
-                    self.optimizer.state[p] = state
+                states[p] = state
         layer: Any = model.get_submodule(self.where)
         for part, p, source, local in layer.pieces() if self.spec.places else ():
             new.setdefault(id(self.params[source]), []).append((f"{name}.{part}", p))
-            state = self._cut_state(layer, source, local)
-            if state:
-                self.optimizer.state[p] = state
-        gone = {id(p) for p in self.params.values()} - kept.keys()
-        for group in self.optimizer.param_groups:
-            names = group.get("param_names") or [""] * len(group["params"])
-            pairs: list[tuple[str, nn.Parameter]] = []
-            for own, p in zip(names, group["params"], strict=True):
-                pairs += new.get(id(p), ())
-                if id(p) not in gone:
-                    pairs.append((kept.get(id(p), own), p))
-            group["params"][:] = [p for _, p in pairs]
-            if "param_names" in group:
-                group["param_names"][:] = [own for own, _ in pairs]
-        for p in self.params.values():
-            if id(p) in gone:
-                self.optimizer.state.pop(p, None)
+            states[p] = self._cut_state(layer, source, local)
+        return Move(self.optimizer, tuple(self.params.values()), new, kept, states)
 
     def _cut_state(self, layer: CutExperts, source: str, local: int) -> dict[str, Any]:
         """The state that home expert `local` has of the parameter `source`."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from prophet.convert.replay import Buffers
-from prophet.ranks.collective import Collective, Operation
-from prophet.ranks.messages import tell
+from prophet.errors import CollectiveError, PlanMismatch
+from prophet.ranks.collective import Collective
 
 TOKENS = 16
 # of the largest output: what a re-ordered sum may differ by, products included
@@ -36,7 +36,7 @@ class Trial:
         like: Tensor,
         collective: Collective,
     ) -> None:
-        self._run, self._block, self._model, self._collective = run, block, model, collective
+        self._run, self._block, self._model = run, block, model
         generator = torch.Generator().manual_seed(collective.rank)
         self._x = torch.randn(*shape, generator=generator).to(like.device, like.dtype)
         self._before = self._answer()
@@ -52,10 +52,12 @@ class Trial:
         return list(found) if isinstance(found, tuple) else [found]
 
     def problem(self) -> str | None:
-        """What differs from before, or None."""
+        """What differs from before, or None; raises what goes wrong between the ranks."""
         try:
             after = self._answer()
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+        except (CollectiveError, PlanMismatch):
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError, MemoryError) as error:
             return f"the converted block fails: {error}"
         if len(after) != len(self._before):
             return f"the block returned {len(self._before)} values and returns {len(after)} now"
@@ -69,11 +71,6 @@ class Trial:
             if not gap <= limit:
                 return f"value {at} of the block's answer differs by {gap:.3g}, more than a re-ordered sum may"
         return None
-
-    def anywhere(self, problem: str | None) -> bool:
-        """Whether any rank has a problem; collective."""
-        op = Operation("check of a converted block")
-        return bool(tell(self._collective, [int(problem is not None)], op=op, device=self._x.device).any())
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 import threading
 import time
 import weakref
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 
 PULSE_S = 1.0
 LEFT = "at the end of its program"
+LEFT_AFTER = f"{LEFT} after "  # an error that the program has not caught
 GRACE_S = 3.0  # in which ranks hear of each other when a collective has failed; three pulses
 
 
@@ -162,6 +164,10 @@ class Presence:
     def has_ended(self, pulse: Pulse) -> bool:
         """Whether it is known that the process has ended; never, of one on another machine."""
         return pulse.machine == self._machine and not _runs(pulse.process, pulse.started)
+
+    def is_stopped(self, pulse: Pulse) -> bool:
+        """Whether it is known that the process was stopped (SIGSTOP); never, of one on another machine."""
+        return pulse.machine == self._machine and (_stat(pulse.process) or [""])[0] == "T"
 
     def account(self, ranks: Sequence[int], grace_s: float = GRACE_S) -> Account:
         """A collective of this process has failed: what is known of `ranks`, within `grace_s`."""
@@ -368,18 +374,26 @@ def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
             return
         del here
     here = presence()
-    if here is not None and here.where == LEFT:
+    if here is not None and str(here.where).startswith(LEFT):
         here._say()
+
+
+def _stat(process: int) -> list[str] | None:
+    """What the system tells of a process, its state first; empty where it does not tell, None if it has ended."""
+    try:
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return None if Path("/proc/self/stat").exists() else []
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
 
 
 def _started(process: int) -> int:
     """When a process has started, in the machine's ticks; 0 where the system does not tell, -1 if it has ended."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except FileNotFoundError:
-        return -1 if Path("/proc/self/stat").exists() else 0
-    except OSError:
-        return 0
+    fields = _stat(process)
+    if not fields:
+        return -1 if fields is None else 0
     return -1 if fields[0] in "ZX" else int(fields[19])
 
 
@@ -398,6 +412,7 @@ _all: weakref.WeakSet[Any] = weakref.WeakSet()
 @atexit.register
 def _leave() -> None:
     """A thread that comes back from a library while the interpreter goes down aborts the process."""
+    error = getattr(sys, "last_value", None)
     for presence in list(_all):
-        presence.where = LEFT
+        presence.where = LEFT if error is None else f"{LEFT_AFTER}{type(error).__name__}: {error}"[:500]
         presence.close()

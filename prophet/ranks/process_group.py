@@ -459,7 +459,8 @@ def expert_groups(ep_size: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tupl
     across = [list(range(start, world, ep_size)) for start in range(ep_size)]
     for ranks_of_groups in (along, across):
         # every process makes every group, in the same order
-        groups = [(ranks, dist.new_group(ranks)) for ranks in ranks_of_groups]
+        limit = timedelta(seconds=timeout_s)
+        groups = [(ranks, dist.new_group(ranks, timeout=limit)) for ranks in ranks_of_groups]
         mine += [collective_for(group, timeout_s=timeout_s) for ranks, group in groups if rank in ranks]
     return mine[0], mine[1]
 

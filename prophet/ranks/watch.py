@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from prophet.errors import StageFailed
-from prophet.ranks.presence import LEFT, PULSE_S, Presence, Pulse
+from prophet.ranks.presence import LEFT, LEFT_AFTER, PULSE_S, Presence, Pulse
 from prophet.ranks.waiting import TURN_S, Waiter, joined
 
 T = TypeVar("T")
@@ -48,8 +48,15 @@ class Watch:
         self._heard: dict[int, tuple[Pulse, float]] = {}  # a rank's last pulse, and since when it is that one
         self._ended: set[int] = set()
         self._looked = -math.inf  # when the store has answered last
+        self._store_is_gone = False
+        self._acquainted: Future[StageFailed | None] | None = None
 
     # --- waits ---
+
+    def begin(self) -> None:
+        """Learn beside what follows which processes the ranks are, to know of their end even without the store."""
+        if self._acquainted is None or (self._acquainted.done() and len(self._heard) < len(self.ranks) - 1):
+            self._acquainted = self._asker.submit(self._look)
 
     def turns(self, limit_s: float) -> Callable[[], None]:
         """What a wait calls between its turns: it raises `StageFailed` once a failure is heard of.
@@ -79,7 +86,20 @@ class Watch:
 
     def _look(self) -> StageFailed | None:
         """The first failure, if there was one by now. A process that was found gone in two looks counts as one."""
-        ended = set()
+        told = self._ask_store()
+        if told is not None:
+            return told
+        for number, (pulse, _) in sorted(self._heard.items()):
+            if pulse.at.startswith(LEFT_AFTER):
+                return self._first(self._lost(number, pulse.at.removeprefix(LEFT_AFTER)))
+        ended = {n for n, (p, _) in self._heard.items() if p.at != LEFT and self.presence.has_ended(p)}
+        gone, self._ended = ended & self._ended, ended
+        return self._first(self._lost(min(gone), "its process has ended")) if gone else None
+
+    def _ask_store(self) -> StageFailed | None:
+        """What was told first; hears the ranks' pulses, too."""
+        if self._store_is_gone:
+            return None
         try:
             told = self.presence.told(self._key)
             if told is not None:
@@ -90,24 +110,25 @@ class Watch:
                 if pulse is not None and (number not in self._heard or self._heard[number][0].count != pulse.count):
                     self._heard[number] = pulse, now
             self._looked = now
-        except RuntimeError:  # the process that keeps the store may be the one that is gone
-            pass
-        for number, (pulse, _) in self._heard.items():
-            if pulse.at != LEFT and self.presence.has_ended(pulse):
-                ended.add(number)
-        gone, self._ended = ended & self._ended, ended
-        return self._first(self._lost(min(gone), "its process has ended")) if gone else None
+        except RuntimeError:  # the process that keeps it may be the one that is gone
+            self._store_is_gone = True
+        return None
 
     def _lost(self, number: int, cause: str) -> StageFailed:
         at = self._heard[number][0].at if number in self._heard else ""
-        action = f"{at.removeprefix('in ')} (when last heard of)" if at else "its first action"
+        if at.startswith(LEFT):
+            return StageFailed(number, tuple(self.stages_of(number)), "its program, outside the pipeline", cause)
+        place = f"its program, {at}" if at.startswith("after ") else at.removeprefix("in ")
+        action = f"{place} (when last heard of)" if at else "an action that it did not tell of"
         return StageFailed(number, tuple(self.stages_of(number)), action, cause)
 
     def _first(self, failure: StageFailed) -> StageFailed:
-        try:
-            return StageFailed(*json.loads(self.presence.tell(self._key, _words(failure))))
-        except RuntimeError:
-            return failure
+        if not self._store_is_gone:
+            try:
+                return StageFailed(*json.loads(self.presence.tell(self._key, _words(failure))))
+            except RuntimeError:
+                self._store_is_gone = True
+        return failure
 
     def tell(self, failure: StageFailed) -> StageFailed:
         """Tell all ranks of `failure`, unless another one came first; which of them did."""
@@ -116,8 +137,8 @@ class Watch:
     def explain(self, fallback: StageFailed, patience_s: float) -> StageFailed:
         """Why a wait of this rank has failed, as it tells all ranks: the first failure that it hears of.
 
-        That was told by a rank, or is that of a process that was killed, that gives no sign of life, or that has ended
-        by itself. Where nothing of the kind is heard of within `patience_s`, it is `fallback`.
+        That was told by a rank, or is that of a process that was killed or stopped, that gives no sign of life, or that
+        has ended by itself. Where nothing of the kind is heard of within `patience_s`, it is `fallback`.
         """
         deadline = time.monotonic() + patience_s
         while True:
@@ -127,11 +148,13 @@ class Watch:
                 return found
             now = time.monotonic()
             known = self._heard.items() if self._looked >= asked else ()
-            silent = [n for n, (_, since) in known if now - since > SILENT_S]
-            left = [n for n, (pulse, _) in known if pulse.at == LEFT]
-            if silent or left:
-                cause = "its program has ended" if left else f"no sign of life for {SILENT_S:g} s or more"
-                return self.tell(self._lost(min(left or silent), cause))
+            for cause, ranks in (
+                ("its process is stopped", [n for n, (p, _) in self._heard.items() if self.presence.is_stopped(p)]),
+                ("its program has ended", [n for n, (pulse, _) in known if pulse.at == LEFT]),
+                (f"no sign of life for {SILENT_S:g} s or more", [n for n, (_, t) in known if now - t > SILENT_S]),
+            ):
+                if ranks:
+                    return self.tell(self._lost(min(ranks), cause))
             if now >= deadline:
                 return self.tell(fallback)
             time.sleep(TURN_S)

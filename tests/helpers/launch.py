@@ -260,11 +260,15 @@ def as_launched(
     Its processes are those of `on_processes`: they need not import torch first, as torchrun's do. settings: more of
     its environment.
     """
+    told = {**launcher_says(), **settings}
+    return on_processes(ranks, _play, program, arguments, timeout_s=timeout_s, told=told)
+
+
+def launcher_says() -> dict[str, str]:
+    """Where ranks meet: rank 0 keeps the store, at a port that is free."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": "", **settings}
-    return on_processes(ranks, _play, program, arguments, timeout_s=timeout_s, told=told)
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1]), "CUDA_VISIBLE_DEVICES": ""}
 
 
 def _play(program: Path | str, arguments: Sequence[str]) -> str:

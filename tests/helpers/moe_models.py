@@ -208,6 +208,19 @@ def together(
 ) -> Seen:
     """Convert `model` on one rank of `group`, and train it with placements at random."""
     prophet.convert(model, group=group, **options)
+    return trained(model, steps, group, loss_fn, planner, lr)
+
+
+def trained(
+    model: nn.Module,
+    steps: Sequence[Sequence[Tensor]],
+    group: Collective,
+    loss_fn: LossFn = loss_of,
+    planner: Planner | None = None,
+    lr: float = 0.05,
+    gradients: Callable[[nn.Module], dict[str, Tensor]] = original_gradients,
+) -> Seen:
+    """Train a converted model on one rank of `group`, with placements at random; `extra` counts the last's replicas."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     config = prophet.EngineConfig(planner=planner or RandomPlanner(3, 0.7), slots_per_rank=4)
     engine = prophet.attach(model, optimizer, config=config, experiment=Experiment(check_every=1))
@@ -221,7 +234,7 @@ def together(
         seen.losses.append(float(loss.detach()))
         if at < len(steps) - 1:
             optimizer.step()
-    seen.gradients = original_gradients(model)
+    seen.gradients = gradients(model)
     step = engine.runtime.step
     copies = 0 if step is None else sum(a.kind == "AGG" for a in step.actions)
     seen.extra = copies

@@ -170,6 +170,79 @@ def replicated(
     return Outcome(losses, norms, evaluated, weights)
 
 
+SCALER: dict[str, Any] = {"init_scale": 2.0**20, "growth_interval": 3}
+OVERFLOWS = {(2, 3), (6, 1)}  # (update, microbatch) whose gradient of one weight is infinite
+
+
+def overflowing(model: nn.Module, now: list[int]) -> None:
+    """From now on the gradient of a weight in unit 3 is infinite in the passes that `OVERFLOWS` names.
+
+    now: update, and number of the microbatch whose backward comes next; a stage's come in order.
+    """
+
+    def hook(grad: Tensor) -> Tensor:
+        infinite = tuple(now) in OVERFLOWS
+        now[1] += 1
+        return grad * float("inf") if infinite else grad
+
+    model[3].up.weight.register_hook(hook)  # type: ignore[index,union-attr]
+
+
+def scaled_one_process(updates: int) -> tuple[list[float], list[float]]:
+    """Losses and scales of a run with torch's own GradScaler in one process."""
+    model, scaler, now = layers(), torch.amp.GradScaler("cpu", **SCALER), [0, 0]
+    optimizer = make_optimizer(list(model.named_parameters()))
+    overflowing(model, now)
+    losses, scales = [], []
+    for update in range(updates):
+        optimizer.zero_grad()
+        now[:] = update, 0
+        ids, labels = batch(update, 0)
+        total = 0.0
+        for number, (x, target) in enumerate(zip(ids.chunk(PARTS), labels.chunk(PARTS), strict=True)):
+            part = x
+            for unit, layer in enumerate(model):
+                torch.manual_seed(unit_seed(SEED, unit, update, number))
+                part = layer(part)
+            loss = loss_fn(part, target) * counted(target) / counted(labels)
+            scaler.scale(loss).backward()
+            total += float(loss.detach())
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(total)
+        scales.append(scaler.get_scale())
+    return losses, scales
+
+
+def scaled(rank: int, size: int, replicas: int, updates: int) -> tuple[list[float], list[float]]:
+    """The same over `replicas`, with moves."""
+    now = [0, 0]
+    pipe = ElasticPipeline.from_modules(
+        layers(),
+        loss_fn,
+        maps(0, size // replicas),
+        counted=counted,
+        make_optimizer=make_optimizer,
+        microbatches=PARTS // replicas,
+        replicas=replicas,
+        seed=SEED,
+        timeout_s=100.0,
+    )
+    overflowing(pipe.module, now)
+    scaler = pipe.scaler(**SCALER)
+    losses, scales = [], []
+    for update in range(updates):
+        now[:] = update, pipe.groups.replica * PARTS // replicas
+        if update % 2 == 0 and update:
+            pipe.rebuild(maps(update, pipe.ranks))
+        given = [part_of(t, pipe.groups.replica, replicas) for t in batch(update, 0)]
+        losses.append(pipe.step(*given, max_norm=MAX_NORM, scaler=scaler))
+        scales.append(scaler.get_scale())
+    return losses, scales
+
+
 def largest_difference(got: Sequence[float], expected: Sequence[float]) -> float:
     """The largest relative difference."""
     return max(abs(a - b) / max(abs(b), 1e-300) for a, b in zip(got, expected, strict=True))

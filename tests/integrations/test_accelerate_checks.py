@@ -177,6 +177,39 @@ def test_parts_may_come_one_by_one(accelerator: Accelerator) -> None:
     accelerator.free_memory()
 
 
+def test_preparing_that_failed_is_tried_again(accelerator: Accelerator) -> None:
+    """With the model and the optimizer of the first attempt; nothing is there twice."""
+    balanced = prophet_accelerate.balance(accelerator, config=STATIC)
+    model = hugging_face("mixtral")
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    experts = {id(p) for n, p in model.named_parameters() if ".experts." in n}
+    with pytest.raises(ValueError, match="device_placement"):
+        accelerator.prepare(model, optimizer, device_placement=[True])
+    assert balanced.report is not None
+    assert balanced.engine is None
+    held = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert not held & experts
+    assert held == {id(p) for p in model.parameters()}
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("a broken scheduler")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator, "prepare_scheduler", broken)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        with pytest.raises(RuntimeError, match="a broken scheduler"):
+            accelerator.prepare(model, optimizer, schedule)
+    assert (accelerator._models, accelerator._optimizers) == ([], [])
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    assert balanced.engine is not None
+    assert len(accelerator._models) == len(accelerator._optimizers) == len(accelerator._schedulers) == 1
+    loss = model(input_ids=torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).loss
+    accelerator.backward(loss)
+    optimizer.step()
+    assert balanced.engine.last_step is not None
+    accelerator.free_memory()
+
+
 def test_replaced_methods_are_those_of_accelerate() -> None:
     """The versions that we replace methods of have them all, with the arguments that we pass on."""
     import inspect

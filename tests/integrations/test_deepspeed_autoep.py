@@ -26,13 +26,11 @@ from torch import Tensor, nn
 
 import prophet
 from prophet.convert import converted, load_original_state_dict, original_state_dict
-from prophet.engine.config import Experiment
 from prophet.errors import ConversionError
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.autoep_support import let_autoep_read_the_registry
-from tests.helpers.moe_models import Seen, alone, batches, compare, hugging_face, loss_of
-from tests.helpers.support import RandomPlanner, dense_parameters
+from tests.helpers.moe_models import Seen, alone, batches, compare, hugging_face, trained
 
 RANKS = 2
 FAMILIES = ("deepseek_v3", "mixtral", "qwen2", "qwen3", "deepseek_v2")
@@ -81,25 +79,10 @@ def together(models: Sequence[nn.Module], steps: list[list[Tensor]], group: Coll
     after = original_state_dict(model)
     assert set(after) == set(before)
     assert all(torch.equal(after[k], before[k]) for k in before)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    config = prophet.EngineConfig(planner=RandomPlanner(3, 0.7), slots_per_rank=4)
-    engine = prophet.attach(model, optimizer, config=config, experiment=Experiment(check_every=1))
-    seen = Seen()
-    for at, by_rank in enumerate(steps):
-        optimizer.zero_grad()
-        loss, logits = loss_of(model, by_rank[group.rank])
-        loss.backward()
-        group.all_reduce_mean_([p.grad for p in dense_parameters(model).values() if p.grad is not None])
-        seen.logits.append(logits.detach().clone())
-        seen.losses.append(float(loss.detach()))
-        if at < len(steps) - 1:
-            optimizer.step()
-    seen.gradients = {n: g for n, g in gradients(model).items() if n in names}
-    step = engine.runtime.step
-    assert step is not None
+    seen = trained(model, steps, group, gradients=gradients)
+    seen.gradients = {n: g for n, g in seen.gradients.items() if n in names}
     counts = [block.tokens_per_expert.clone() for _, block, *_ in converted(model)]
-    seen.extra = sum(a.kind == "AGG" for a in step.actions), counts, report
-    engine.close()
+    seen.extra = seen.extra, counts, report
     return seen
 
 

@@ -13,7 +13,7 @@ from pipeline_balance.control.controller import Controller, ControllerConfig
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import collect
 from pipeline_balance.spec import PartitionError, RankLimits, StageMap
-from prophet.errors import TransitionError
+from prophet.errors import StageFailed, TransitionError
 from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, pipeline, plain_losses
@@ -50,13 +50,13 @@ def _lose_one(rank: int, size: int) -> dict[str, Any]:
         run.step(*batch(step))
     before = _state(run)
     if rank == size - 1:
-        run.groups.collective = _DiesInExchange(run.groups.collective)  # type: ignore[assignment]
-    with pytest.raises(TransitionError, match="the state from before the move is whole") as caught:
+        run.groups.collective = _DiesInExchange(run.collective)  # type: ignore[assignment]
+    with pytest.raises(StageFailed, match=r"rank 2 \(stage 2\) failed .*: its process has ended") as caught:
         # layers of the lost rank and of the others change places
         run.rebuild(StageMap((0, 3, 5, LAYERS), (2, 0, 1)))
     return {
         "whole": _same(run, before) and run.stage_map == THREE,
-        "said": str(caught.value),
+        "said": str(caught.value.__cause__),
     }
 
 
@@ -65,6 +65,7 @@ def test_a_rank_that_dies_during_a_move_leaves_the_others_whole() -> None:
     for answer in answers[:2]:
         assert answer["whole"]
         assert "of a transition failed" in answer["said"]
+        assert "the state from before the move is whole" in answer["said"]
 
 
 def _no_memory(run: ElasticPipeline, calls: int) -> None:

@@ -108,11 +108,13 @@ def _newcomer(rank: int, size: int, path: str) -> list[float]:
         assert membership.wait_for_call()
         torch.manual_seed(99)
         run = pipeline(joins=True)
+        assert (run.optimizer.param_groups[0]["warm"], run.progress.updates) == (0.5, 2)
         losses: list[float] = []
     else:
         membership.start([0, 1])
         run = pipeline(_spread(2))
         losses = [run.step(*batch(step)) for step in range(2)]
+        run.optimizer.param_groups[0]["warm"] = 0.5  # an option that the loop has set since the start
         assert membership.switch(run, [0, 1, 2])
     run.rebuild(_spread(3))
     losses += [run.step(*batch(step)) for step in range(2, 5)]

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+import pipeline_balance
+from pipeline_balance.control.controller import ControllerConfig, MoveCost
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError, TransitionError
+from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo
-from tests.helpers.pipeline_replicas import Outcome, largest_difference, one_process, replicated
+from tests.helpers.pipeline_replicas import (
+    PARTS,
+    UNITS,
+    Outcome,
+    batch,
+    largest_difference,
+    layers,
+    loss_fn,
+    make_optimizer,
+    maps,
+    one_process,
+    part_of,
+    replicated,
+    scaled,
+    scaled_one_process,
+)
 
 TOLERANCE = 1e-10
 
@@ -46,3 +73,129 @@ def test_another_grid_goes_on_where_this_one_ended(saved: tuple[list[Outcome], s
 def test_four_replicas_of_two_stages_train_as_one_process(split: bool) -> None:
     options: dict[str, Any] = {"split_backward": split}
     compare(run_gloo(replicated, 8, 4, 0, 50, "", options, timeout_s=280.0), 0, 50)
+
+
+def test_an_overflow_on_one_rank_skips_the_update_on_all() -> None:
+    losses, scales = scaled_one_process(8)
+    assert sum(after < before for before, after in pairwise(scales)) == 2
+    for got, found in run_gloo(scaled, 4, 2, 8):
+        assert found == scales
+        assert largest_difference(got, losses) < TOLERANCE
+
+
+def _mistakes(rank: int, size: int) -> list[str]:
+    """What a pipeline says on this rank to mistakes that must not train wrongly, and that it goes on afterwards."""
+    told: list[str] = []
+
+    def refused(error: type[Exception], call: Callable[[], object]) -> None:
+        with pytest.raises(error) as caught:
+            call()
+        told.append(str(caught.value))
+
+    def make(model: nn.Module, replicas: int = 2) -> ElasticPipeline:
+        return ElasticPipeline.from_modules(
+            model,
+            loss_fn,
+            StageMap((0, 2, UNITS), (0, 1)),
+            make_optimizer=make_optimizer,
+            microbatches=PARTS // 2,
+            replicas=replicas,
+            timeout_s=60.0,
+        )
+
+    wrapped = layers()
+    wrapped[2] = nn.parallel.DistributedDataParallel(wrapped[2])
+    refused(SpecError, lambda: make(wrapped))
+    sharded = layers()
+    fully_shard(sharded[3].up)
+    refused(SpecError, lambda: make(sharded))
+    refused(SpecError, lambda: make(layers(), replicas=3))
+
+    pipe = make(layers())
+    x, y = (part_of(t, pipe.groups.replica, 2) for t in batch(0, 0))
+    plain = torch.amp.GradScaler("cpu") if rank == 1 else pipe.scaler()
+    refused((TypeError, SpecError), lambda: pipe.step(x, y, scaler=plain))  # type: ignore[arg-type]
+    refused(SpecError, lambda: pipe.step(x[:3] if rank == 3 else x, y[:3] if rank == 3 else y))
+    before = pipe.step(x, y)
+    if rank == 2:
+        pipe.mover.allocate = _no_memory
+    refused(TransitionError, lambda: pipe.rebuild(maps(2, 2)))
+    pipe.mover.allocate = empty
+    if rank == 3:
+        with torch.no_grad():
+            pipe.module[-1].weight[0, 0] += 1.0
+    refused(TransitionError, lambda: pipe.rebuild(maps(2, 2)))
+    if rank == 3:
+        with torch.no_grad():
+            pipe.module[-1].weight[0, 0] -= 1.0
+    told.append(f"{before} {pipe.step(x, y)}")
+    return told
+
+
+def _no_memory(*_: object) -> torch.Tensor:
+    raise MemoryError("none left")
+
+
+def test_mistakes_are_named_on_all_ranks_before_anything_changes() -> None:
+    results = run_gloo(_mistakes, 4)
+    for rank, (ddp, fsdp, grid, scaler, batch_, memory, tie, losses) in enumerate(results):
+        assert "layer 2 is wrapped in DistributedDataParallel" in ddp
+        assert "replicas=R" in ddp
+        assert "layer 3 (up) is wrapped in FSDPModule" in fsdp
+        assert "4 processes cannot be divided into 3 replicas" in grid
+        assert "write scaler = pipe.scaler(...)" in scaler
+        assert scaler.startswith("rank 1: ") == (rank != 1)
+        assert "ranks [3] have inputs of other shapes than rank 2" in batch_
+        assert "rank 2" in memory
+        assert "none left" in memory or "could not prepare" in memory
+        assert "tied parameter '0.weight' has other weights on rank(s) [3] than on rank 0" in tie
+        assert losses == results[0][-1]
+
+
+class _Slow(nn.Module):
+    """A layer that takes at least some seconds; sleeping does not need a core."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(4, 4), seconds
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.tanh(self.linear(x))
+
+
+def _follow(rank: int, size: int, ahead: bool) -> tuple[list[tuple[int, ...]], list[float], list[float]]:
+    """Layer 0 is slow in the first replica, layer 1 in the second."""
+    slow = rank // 2
+    pipe = ElasticPipeline.from_modules(
+        [_Slow(30e-3 if i == slow else 1e-3) for i in range(6)],
+        nn.functional.mse_loss,
+        make_optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
+        microbatches=2,
+        replicas=2,
+        timeout_s=60.0,
+    )
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(pipe.groups.replica))
+    pipe.step(x, x)
+    pipe.step(x, x)
+    forward_s = [cost.forward_s for cost in pipe.measure()]
+    config = ControllerConfig(
+        every_steps=2, measure_steps=1, min_gain=0.1, move_cost=MoveCost(fixed_s=0.0), prepare_in_backward=ahead
+    )
+    balanced = pipeline_balance.attach(pipe, config=config)
+    maps, losses = [], []
+    for _ in range(8):
+        losses.append(balanced.step(x, x))
+        maps.append(pipe.stage_map.boundaries)
+    return maps, losses, forward_s
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_all_replicas_move_together_by_the_slowest_times(ahead: bool) -> None:
+    results = run_gloo(_follow, 4, ahead)
+    maps, losses, forward_s = results[0]
+    assert all(r == results[0] for r in results)
+    assert min(forward_s[:2]) >= 30e-3
+    assert maps[0] == (0, 3, 6)
+    assert maps[-1][1] < 3
+    assert losses[-1] < losses[0]

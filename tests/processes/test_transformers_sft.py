@@ -122,13 +122,17 @@ def all_variants(rank: int, size: int, folder: Path, names: list[str]) -> dict[s
     return found
 
 
+# Sums in another order round differently, here as between one rank and two: either draw may be the larger one.
+BF16_FACTOR = 2.0
+
+
 def gap(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
 @pytest.mark.slow
 def test_variants(tmp_path: Path) -> None:
-    """float32: 1e-6. bfloat16: no more than what a plain run differs between one rank and two; printed."""
+    """float32: 1e-6. bfloat16: `BF16_FACTOR` times what a plain run differs between one rank and two; both printed."""
     found = run_gloo(all_variants, 2, tmp_path, list(VARIANTS), timeout_s=450)[0]
     for name, (plain, ours, copies) in found.items():
         assert copies > 0, name
@@ -136,7 +140,7 @@ def test_variants(tmp_path: Path) -> None:
         if "bf16" in name:
             lora, settings = VARIANTS[name]
             one = trained_sft(tmp_path / name / "one", None, lora, save_strategy="no", **copy.deepcopy(settings))
-            limit = gap(plain, logged(one))
+            limit = BF16_FACTOR * gap(plain, logged(one))
         print(f"{name}: differs by {difference:.1e}, allowed {limit:.1e}; {copies:.0f} replicas in {len(ours)} steps")
         assert difference <= limit, name
 

@@ -99,14 +99,8 @@ def many_runs(rank: int, size: int, folder: Path) -> dict[str, Any]:
     found["warnings"] = said
     found["best from"] = Path(best.state.best_model_checkpoint).name
     best.save_model(str(folder / "saved"))
-    save = torch.save
-    try:  # a disk that is full on one rank
-        torch.save = _full_disk  # type: ignore[assignment]
-        trained(folder / "full", callback(), save_total_limit=1)
-    except (OSError, ValueError) as error:
-        found["full disk"] = f"{type(error).__name__}: {error}"
-    finally:
-        torch.save = save
+    for name in FULL:
+        found[name] = full_disk(folder / f"full at {name}", name)
     return found
 
 
@@ -139,12 +133,28 @@ def with_scaler(rank: int, size: int, folder: Path, balance: bool) -> dict[str, 
 
 
 _save = torch.save
+FULL = {
+    "optimizer_experts_1_of_2.pt": 1,
+    "training_args.bin": 0,
+}  # files of a checkpoint, and the ranks that write them
 
 
-def _full_disk(what: Any, path: Any, *args: Any, **kwargs: Any) -> None:
-    if Path(path).name == "optimizer_experts_1_of_2.pt" and Path(path).parent.name == "checkpoint-4":
-        raise OSError(28, "No space left on device")
-    _save(what, path, *args, **kwargs)
+def full_disk(folder: Path, name: str) -> str:
+    """What is said where the disk is full when the file `name` of the second checkpoint is written."""
+
+    def save(what: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).name == name and Path(path).parent.name == "checkpoint-4":
+            raise OSError(28, "No space left on device")
+        _save(what, path, *args, **kwargs)
+
+    torch.save = save  # type: ignore[assignment]
+    try:
+        trained(folder, callback(), save_total_limit=1)
+    except (OSError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        torch.save = _save
+    return ""
 
 
 def killed_run(folder: Path, at: str) -> None:
@@ -183,10 +193,11 @@ def test_training_saving_and_resuming(tmp_path: Path) -> None:
         assert found["best from"] == "checkpoint-2"
     same_weights(tmp_path / "saved", tmp_path / "best" / "checkpoint-2", 0.0)
     same_weights(tmp_path / "hub", tmp_path / "unbalanced" / "checkpoint-2", 0.0)
-    assert "writing of the optimizer's state" in ranks[0]["full disk"]
-    assert "rank(s) [1]" in ranks[0]["full disk"]
-    assert "No space left" in ranks[1]["full disk"]
-    assert (tmp_path / "full" / "checkpoint-2" / "trainer_state.json").exists()
+    for (name, writer), what in zip(FULL.items(), ("the optimizer's state", "what is beside the model"), strict=True):
+        assert f"writing of {what}" in ranks[1 - writer][name]
+        assert f"rank(s) [{writer}]" in ranks[1 - writer][name]
+        assert "No space left" in ranks[writer][name]
+        assert (tmp_path / f"full at {name}" / "checkpoint-2" / "trainer_state.json").exists()
     fewer = trained(tmp_path / "fewer", callback(), tmp_path / "whole" / "checkpoint-2")
     assert logged(fewer) == pytest.approx(ranks[0]["whole"][0], rel=1e-5)
     # Adam divides by the gradient's size, so rounding in a tiny gradient moves a weight visibly

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ class _Pretended:
     def __init__(self, collective: Collective, *, backward: bool = True, timeout_s: float = 10.0) -> None:
         self.collective = collective
         self.ranks, self.progress = collective.size, Progress(first_ranks=collective.size)
+        self.failures = SimpleNamespace(during=lambda *_: nullcontext())
         self.owned = Ownership(ModuleChain([nn.Identity()] * 8, nn.functional.mse_loss))
         self.config = PipelineConfig(microbatches=4, timeout_s=timeout_s)
         self.stage_map = StageMap.contiguous((0, 4, 8)) if collective.size == 2 else StageMap.contiguous((0, 8))
@@ -97,3 +100,11 @@ def test_what_goes_wrong_beside_a_step_is_raised_after_it() -> None:
     pipeline.local_costs = lambda: {9: LayerCost(forward_s=1.0)}  # type: ignore[method-assign]
     with pytest.raises(IndexError):
         controller.step(NOTHING, None)
+
+
+def test_layers_move_only_after_an_update() -> None:
+    pipeline = _Pretended(ThreadWorld(1).collective(0))
+    controller = Controller(pipeline, config=ControllerConfig(every_steps=1, measure_steps=1))  # type: ignore[arg-type]
+    for update, decisions in ((False, 0), (False, 0), (True, 1), (False, 1), (True, 2)):
+        controller.step(NOTHING, None, update=update)
+        assert len(controller.decisions) == decisions

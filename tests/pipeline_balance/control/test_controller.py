@@ -134,3 +134,19 @@ def test_configuration_is_checked() -> None:
         ControllerConfig(min_gain=-1.0)
     with pytest.raises(SpecError, match="fixed_s"):
         MoveCost(bytes_per_s=0.0)
+
+
+def test_packing_again_and_again_is_no_slower_than_the_run_began() -> None:
+    costs = [LayerCost(forward_s=1.0, backward_input_s=1.0, backward_weight_s=1.0)] * 12
+    config = ControllerConfig(repack_slowdown=0.4)
+
+    def packed(ranks: int, first_ranks: int) -> int:
+        current = StageMap.even(12, ranks)
+        limits = RankLimits.uniform(ranks)
+        found = decide(costs, limits, current, microbatches=8, horizon_steps=50, config=config, first_ranks=first_ranks)
+        return len((found.best if found.move else current).used_ranks)
+
+    # (8 + 3) x 3 layers, (8 + 2) x 4, (8 + 1) x 6: three ranks take 1.21 times as long as four, two 1.64 times
+    assert packed(4, 4) == 3
+    assert packed(3, 4) == 3
+    assert packed(3, 3) == 2

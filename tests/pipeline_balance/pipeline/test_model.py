@@ -1,0 +1,119 @@
+"""A chain of modules as a pipeline's model: what passes, how labels count, what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.model import Boundary, ModuleChain
+from prophet.errors import SpecError
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.linear(x), {"rest": x.sum(dim=1), "ids": torch.ones(x.shape[0], dtype=torch.int64)}
+
+
+class _Named(nn.Module):
+    def forward(self, x: Tensor, others: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"y": x * others["rest"][:, None] + others["ids"][:, None]}
+
+
+class _Last(nn.Module):
+    def forward(self, *, y: Tensor) -> Tensor:
+        return y + 1
+
+
+def _chain(**options: object) -> ModuleChain:
+    layers = [nn.Linear(3, 4), _Two(), _Named(), _Last()]
+    layers[0].requires_grad_(False)
+    return ModuleChain(layers, nn.functional.mse_loss, **options)  # type: ignore[arg-type]
+
+
+def _through(chain: ModuleChain, x: Tensor) -> tuple[Boundary, list[Boundary]]:
+    (part,) = chain.cut(x, x, 1)
+    expected = chain.boundaries(part)
+    passed: Boundary = ()
+    for unit in range(len(chain.units)):
+        passed = chain.run(unit, passed, part)
+        agreed = expected[unit + 1]
+        assert [(t.shape, t.dtype) for t in passed] == [(t.shape, t.dtype) for t in agreed]
+        assert all(t.is_meta for t in agreed)
+        # a gradient may come back wherever one is kept
+        assert all(a.requires_grad for t, a in zip(passed, agreed, strict=True) if t.requires_grad)
+    return passed, expected
+
+
+def test_tuples_and_dictionaries_pass() -> None:
+    torch.manual_seed(0)
+    chain, x = _chain(), torch.randn(5, 3)
+    (found,), expected = _through(chain, x)
+    first, both = chain.units[0](x), chain.units[1]
+    y, others = both(first)
+    assert torch.equal(found, chain.units[3](y=chain.units[2](y, others)["y"]))
+    assert [[t.requires_grad for t in b] for b in expected] == [[], [False], [True, True, False], [True], [True]]
+
+
+def test_layers_on_meta_and_other_precisions_have_shapes_too() -> None:
+    layers = [nn.Linear(3, 4, device="meta"), nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(4)), nn.Linear(4, 2)]
+    chain = ModuleChain(layers, nn.functional.mse_loss)
+    (part,) = chain.cut(torch.randn(6, 3), None, 1)
+    before = {n: t.clone() for n, t in layers[1].state_dict().items()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert [b[0].dtype for b in chain.boundaries(part)[1:]] == [torch.bfloat16, torch.bfloat16, torch.bfloat16]
+    assert [b[0].dtype for b in chain.boundaries(part)[1:]] == [torch.float32] * 3
+    assert all(torch.equal(t, before[n]) for n, t in layers[1].state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "labels", "count"),
+    [
+        (nn.functional.cross_entropy, torch.tensor([1, -100, 2, -100]), 2),
+        (nn.CrossEntropyLoss(ignore_index=1), torch.tensor([1, 0, 2, 1]), 2),
+        (nn.functional.mse_loss, torch.zeros(4, 3), 4),
+    ],
+)
+def test_labels_that_count(loss_fn: object, labels: Tensor, count: int) -> None:
+    chain = ModuleChain([nn.Linear(2, 3)], loss_fn)  # type: ignore[arg-type]
+    (part,) = chain.cut(torch.randn(4, 2), labels, 1)
+    chain.boundaries(part)
+    assert chain.counted(part) == count
+    out = chain.run(0, (), part)
+    torch.testing.assert_close(chain.loss(out, part), loss_fn(out[0], labels) * count)  # type: ignore[operator]
+
+
+def test_a_microbatch_whose_labels_all_do_not_count_has_no_loss_and_no_gradient() -> None:
+    chain = ModuleChain([nn.Linear(2, 3)], nn.functional.cross_entropy)
+    (part,) = chain.cut(torch.randn(2, 2), torch.tensor([-100, -100]), 1)
+    chain.boundaries(part)
+    loss = chain.loss(chain.run(0, (), part), part)
+    loss.backward()
+    assert loss == 0.0
+    assert float(chain.units[0].weight.grad.abs().sum()) == 0.0  # type: ignore[union-attr, operator]
+
+
+def test_rows_are_spread_and_numbered() -> None:
+    parts = _chain().cut(torch.arange(21.0).view(7, 3), torch.arange(7), 3, first=4)
+    assert [p.number for p in parts] == [4, 5, 6]
+    assert [p.inputs["input"].shape[0] for p in parts] == [3, 2, 2]
+    assert torch.cat([p.labels for p in parts if p.labels is not None]).tolist() == list(range(7))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    chain = _chain()
+    with pytest.raises(SpecError, match="2 rows cannot be cut into 3 microbatches"):
+        chain.cut(torch.zeros(2, 3), None, 3)
+    with pytest.raises(SpecError, match="equally many rows"):
+        chain.cut(torch.zeros(2, 3), torch.zeros(4), 1)
+    (part,) = chain.cut(torch.zeros(2, 5), None, 1)
+    with pytest.raises(SpecError, match=r"layer 0 cannot run on \[2, 5\] of torch.float32"):
+        chain.boundaries(part)
+    with pytest.raises(SpecError, match="layers that are modules"):
+        ModuleChain([], nn.functional.mse_loss)
+    with pytest.raises(SpecError, match="must be a mean"):
+        ModuleChain([nn.Linear(1, 1)], nn.CrossEntropyLoss(reduction="sum"))

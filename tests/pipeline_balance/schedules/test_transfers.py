@@ -1,0 +1,70 @@
+"""Messages between stages have one order on both ends, for any map of stages to ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline_balance.schedules.actions import Action, ScheduleError
+from pipeline_balance.schedules.flexible import flexible
+from pipeline_balance.schedules.transfers import Message, Step, forward_rows, with_messages
+
+
+def _play(rows: list[list[Step]], homes: list[int]) -> int:
+    """Run all ranks in their orders, with messages that block both ends; the number of messages."""
+    stages, sent = len(homes), 0
+    left = [list(reversed(row)) for row in rows]
+    here = {("F", 0, m) for row in rows for m in range(len(row))}  # inputs that are where they are needed
+
+    def act(action: Action, rank: int) -> None:
+        s, m, kind = action.stage, action.microbatch, action.kind
+        if kind == "F" or (kind in "BI" and s < stages - 1):
+            assert ("F" if kind == "F" else "B", s, m) in here, f"rank {rank} has no input for {action}"
+        follower = s + 1 if kind == "F" else s - 1
+        if kind != "W" and 0 <= follower < stages and homes[follower] == rank:
+            here.add(("F" if kind == "F" else "B", follower, m))
+
+    while any(left):
+        before = sum(map(len, left))
+        for rank, row in enumerate(left):
+            step = row[-1] if row else None
+            if isinstance(step, Action):
+                act(step, rank)
+                row.pop()
+            elif step is not None and step.what == "send":
+                other = left[step.peer][-1] if left[step.peer] else None
+                if isinstance(other, Message) and (other.what, other.peer) == ("receive", rank):
+                    assert replace(other, what="send", peer=step.peer) == step
+                    stage = step.boundary if step.forward else step.boundary - 1
+                    here.add(("F" if step.forward else "B", stage, step.microbatch))
+                    row.pop()
+                    left[step.peer].pop()
+                    sent += 1
+        assert sum(map(len, left)) < before, "the ranks wait for each other"
+    return sent
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.integers(1, 5), st.booleans())
+def test_blocking_messages_never_wait_in_a_circle(homes: list[int], microbatches: int, split: bool) -> None:
+    used = sorted(set(homes))
+    ranks = [used.index(r) for r in homes]
+    crossing = sum(a != b for a, b in pairwise(ranks))
+    schedule = flexible(ranks, microbatches, split_backward=split)
+    rows = with_messages(schedule.actions, ranks)
+    assert _play(rows, ranks) == 2 * crossing * microbatches
+    assert [[s for s in row if isinstance(s, Action)] for row in rows] == [list(row) for row in schedule.actions]
+    forward = with_messages(forward_rows(ranks, microbatches), ranks)
+    assert _play(forward, ranks) == crossing * microbatches
+
+
+def test_messages_read_well_and_circles_are_named() -> None:
+    rows = with_messages(forward_rows([0, 1], 1), [0, 1])
+    assert [str(s) for s in rows[0]] == ["0F0", "send 0>1 of 0"]
+    assert [str(s) for s in rows[1]] == ["receive 0>1 of 0", "1F0"]
+    with pytest.raises(ScheduleError, match="wait for each other: 1B0"):
+        with_messages([[Action(0, "F", 0)], [Action(1, "B", 0), Action(1, "F", 0)]], [0, 1])
