@@ -281,6 +281,8 @@ def configure(
     """
     timeout_s = section.engine.timeout_s or DEFAULT_TIMEOUT_S
     with on_all_ranks("check of the blocks for AutoEP", timeout_s=timeout_s):
+        if any(layer.origin.stays == _STAYS for *_, layer in converted(model)):
+            raise ConfigError(f"{KEY}: the model has been through initialize before, and cannot again: {_STAYS}")
         check_model(model)
         detection: Any = importlib.import_module("deepspeed.module_inject.auto_ep")
         detected = detection.AutoEP(model, copy.copy(config)).ep_parser()  # which fills in fields

@@ -10,9 +10,13 @@ import functools
 import importlib
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from prophet_deepspeed.section import ProphetSection, has_section, read_config
+from prophet.convert import converted
+from prophet.errors import CheckpointError
+from prophet_deepspeed import layout
+from prophet_deepspeed.section import SECTION, ConfigError, ProphetSection, has_section, read_config
 from prophet_deepspeed.start import Start, has_experts
 
 _default: list[ProphetSection] = []  # one at most
@@ -43,6 +47,24 @@ def install(section: Mapping[str, Any] | None = None) -> None:
 
     __init__.of_prophet_deepspeed = True  # type: ignore[attr-defined]
     engine_class.__init__ = __init__
+    engine_class.load_checkpoint = _refusing_ours(engine_class.load_checkpoint)
+
+
+def _refusing_ours(plain: Any) -> Any:
+    """DeepSpeed's `load_checkpoint`, which says what is missing where a balanced engine wrote the folder."""
+
+    @functools.wraps(plain)
+    def load_checkpoint(ds: Any, load_dir: Any, tag: Any = None, *args: Any, **options: Any) -> Any:
+        latest = Path(load_dir) / layout.LATEST
+        name = latest.read_text(encoding="utf-8").strip() if tag is None and latest.is_file() else tag
+        path = Path(load_dir) / str(name) / layout.DENSE
+        if name is not None and path.is_file():
+            raise CheckpointError(
+                f"{SECTION}: {path.parent} was written with this section, and the configuration has none"
+            )
+        return plain(ds, load_dir, tag, *args, **options)
+
+    return load_checkpoint
 
 
 def _start(ds: Any, given: Mapping[str, Any]) -> Start | None:
@@ -52,6 +74,11 @@ def _start(ds: Any, given: Mapping[str, Any]) -> Start | None:
         config = given["config_class"]._param_dict
     own = has_section(config)
     if not own and not (_default and has_experts(model)):
+        if next(converted(model), None) is not None:
+            raise ConfigError(
+                f"{SECTION}: the model's experts are converted, and the configuration has no such section: add it, or "
+                f"call prophet.revert(model) first"
+            )
         return None
     plain, section = read_config(config)
     return Start(ds, plain, section if own else _default[0], given)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import prophet
-from prophet.convert import ConversionReport, find, standard_adapters
+from prophet.convert import ConversionReport, converted, find, standard_adapters
 from prophet.convert.elementwise import is_elementwise
 from prophet.convert.find import find_all
 from prophet.engine.balanced_layer import BalancedLayer
@@ -108,8 +108,10 @@ class Start:
             if self._parameters is not None:
                 self._groups = Groups(self._parameters)
                 optimizer = self._groups.optimizer
-        if section.convert and (find(model, standard_adapters()) or not moe_layers(model)):
+        ready = next(converted(model), None) is not None  # by prophet.convert, or for an engine that was closed
+        if section.convert and not ready and (find(model, standard_adapters()) or not moe_layers(model)):
             self._report = prophet.convert(model, group=ep, optimizer=optimizer, verify=section.verify)
+        if ready or self._report is not None:
             _announce(model, self._ep_size)
 
     def _optimize(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
@@ -257,3 +259,4 @@ def _announce(model: nn.Module, ep_size: int) -> None:
     for module in _deepspeed_layers(model):
         module.ep_size, module.num_local_experts = ep_size, module.num_experts // ep_size
         module.expert_group_name = f"ep_size_{ep_size}"
+        module.deepspeed_moe.gate.ep_group = None  # which DeepSpeed sets, once; an earlier engine may have

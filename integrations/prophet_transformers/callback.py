@@ -169,8 +169,13 @@ def _check_settings(trainer: Any) -> None:
             f"fp16=True scales the loss by a {type(scaler).__name__} here, and the ranks can agree on what a "
             f"torch.amp.GradScaler finds: use bf16=True"
         )
-    if getattr(args, "deepspeed", None) or getattr(args, "fsdp", None):
-        raise ValueError("ProphetCallback works with DistributedDataParallel; deepspeed and fsdp must be off")
+    if getattr(args, "deepspeed", None) or getattr(trainer, "is_deepspeed_enabled", False):
+        raise ValueError(
+            "deepspeed: two integrations would wrap one model: leave ProphetCallback out, write "
+            '`import prophet_deepspeed`, and give the configuration a section "prophet"'
+        )
+    if getattr(args, "fsdp", None) or getattr(trainer, "is_fsdp_enabled", False):
+        raise ValueError("fsdp: ProphetCallback works with DistributedDataParallel; expected fsdp to be off")
     if trainer.model_init is not None:
         raise ValueError(
             "model_init makes a new model when training begins, which would not be converted: pass "

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, Policy, decide
 from pipeline_balance.control.learn import Learner, MoveTime
@@ -26,7 +25,7 @@ from prophet.ranks.collective import Collective, Operation
 from prophet.spec import digest
 
 if TYPE_CHECKING:
-    from pipeline_balance.pipeline.model import Inputs
+    from pipeline_balance.pipeline.model import Batch, Labels
     from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt
     from pipeline_balance.pipeline.trainer import ElasticPipeline
 
@@ -101,8 +100,8 @@ class Controller:
 
     def step(
         self,
-        inputs: Inputs,
-        labels: Tensor | None,
+        inputs: Batch,
+        labels: Labels,
         *,
         update: bool = True,
         max_norm: float | None = None,

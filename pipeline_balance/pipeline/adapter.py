@@ -11,7 +11,7 @@ Shape legend: L units (n + 2), n layers, B rows of a microbatch, T tokens of a r
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +56,7 @@ class _Recorded:
     enters: tuple[Tensor, ...] = ()  # what layer 0 gets from the front, on `meta`
     calls: list[_Call] = field(default_factory=list)
     outputs: list[tuple[list[Any], TreeSpec]] = field(default_factory=list)  # leaves on `meta`, structure
+    stands: list[Any] = field(default_factory=list)  # [n - 1] what stands for a layer's output, as it is structured
     gives: list[tuple[int, ...]] = field(default_factory=list)  # [n] leaves of a layer's output that go on
 
 
@@ -99,45 +100,32 @@ class TransformersModel(PipelineModel):
 
     # --- the batch ---------------------------------------------------------------------------------------------
 
-    def cut(
-        self,
-        inputs: Inputs | Sequence[Mapping[str, Tensor]],
-        labels: Tensor | Sequence[Tensor] | None,
-        microbatches: int,
-        first: int = 0,
-    ) -> list[Microbatch]:
-        """Cut along the rows; an input of one row goes to every microbatch. Sequences are microbatches already.
+    def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
+        """Cut along the rows; an input of one row goes to every microbatch.
 
         Raises `SpecError` if rows do not agree, are fewer than `microbatches`, or if something requires grad.
         """
         if labels is None:
             raise SpecError("a transformers model computes its loss from labels: give them on every rank")
-        if isinstance(labels, Tensor):
-            parts = self._cut_rows(inputs, labels, microbatches)
-        else:
-            if isinstance(inputs, Tensor | Mapping) or not len(inputs) == len(labels) == microbatches:
-                raise SpecError(f"inputs and labels given by microbatch must both be lists of {microbatches}")
-            parts = [(self._named(one), its) for one, its in zip(inputs, labels, strict=True)]
-        for given, its in parts:
-            wrong = [n for n, t in {**given, "labels": its}.items() if not isinstance(t, Tensor) or t.requires_grad]
-            if wrong:
-                raise SpecError(f"inputs must be tensors that do not require grad, {wrong[0]} is none")
-        return [Microbatch(first + i, given, its) for i, (given, its) in enumerate(parts)]
+        named, rows = self._named(inputs), labels.shape[0]
+        grad = [name for name, t in named.items() if t.requires_grad]
+        if grad:
+            raise SpecError(f"{grad[0]} requires grad, which would be lost: inputs must not")
+        odd = {n: list(t.shape) for n, t in named.items() if t.dim() == 0 or t.shape[0] not in (1, rows)}
+        if odd:
+            raise SpecError(f"labels have {rows} rows, so have all inputs, or one for all microbatches; got {odd}")
+        if rows < microbatches:
+            raise SpecError(f"a batch of {rows} rows cannot be cut into {microbatches} microbatches")
+        cut = {n: t.tensor_split(microbatches) if t.shape[0] == rows else (t,) * microbatches for n, t in named.items()}
+        return [
+            Microbatch(first + i, {n: t[i] for n, t in cut.items()}, its)
+            for i, its in enumerate(labels.tensor_split(microbatches))
+        ]
 
     def _named(self, inputs: Inputs) -> dict[str, Tensor]:
         name = getattr(self.root, "main_input_name", "input_ids")
         named = {name: inputs} if isinstance(inputs, Tensor) else dict(inputs)
         return {name: named.pop(name), **named} if name in named else named  # whose rows are the batch's comes first
-
-    def _cut_rows(self, inputs: Any, labels: Tensor, parts: int) -> list[tuple[dict[str, Tensor], Tensor]]:
-        named, rows = self._named(inputs), labels.shape[0]
-        odd = {n: list(t.shape) for n, t in named.items() if t.dim() == 0 or t.shape[0] not in (1, rows)}
-        if odd:
-            raise SpecError(f"labels have {rows} rows, so have all inputs, or one for all microbatches; got {odd}")
-        if rows < parts:
-            raise SpecError(f"a batch of {rows} rows cannot be cut into {parts} microbatches")
-        cut = {n: t.tensor_split(parts) if t.shape[0] == rows else (t,) * parts for n, t in named.items()}
-        return [({n: t[i] for n, t in cut.items()}, its) for i, its in enumerate(labels.tensor_split(parts))]
 
     def counted(self, microbatch: Microbatch) -> int:
         labels = microbatch.labels
@@ -201,9 +189,9 @@ class TransformersModel(PipelineModel):
         random = _Random(self.device)
 
         def stand(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            leaves, structure = recorded.outputs[layer]
             if layer < last:
-                return tree_unflatten(self._stand_ins(layer, leaves), structure)
+                return recorded.stands[layer]
+            leaves, structure = recorded.outputs[layer]
             readable.allowed = False
             random.restore()
             own = list(leaves)
@@ -271,7 +259,8 @@ class TransformersModel(PipelineModel):
                 recorded.gives.append(tuple(i for i, leaf in enumerate(output[0]) if isinstance(leaf, Tensor)))
                 raise Stop
             before = self._stand_ins(layer, output[0])
-            return tree_unflatten(before, output[1])
+            recorded.stands.append(tree_unflatten(before, output[1]))
+            return recorded.stands[layer]
 
         random = _Random(self.device)
         with torch.enable_grad():

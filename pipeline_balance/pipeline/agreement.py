@@ -6,14 +6,14 @@ Shape legend: P ranks, M microbatches.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline_balance.pipeline.model import Boundary, Inputs, Microbatch, PipelineModel
+from pipeline_balance.pipeline.model import Batch, Boundary, Inputs, Labels, Microbatch, PipelineModel
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, number_of
 from pipeline_balance.pipeline.progress import Progress
@@ -50,32 +50,56 @@ class Passing:
 
 def batch_of(
     model: PipelineModel,
-    inputs: Inputs,
-    labels: Tensor | None,
+    inputs: Batch,
+    labels: Labels,
     microbatches: int,
     first: int,
     device: torch.device,
     *,
     rows_each: int | None = None,
 ) -> Passing:
-    """The batch in `microbatches` parts numbered from `first`; with `rows_each`, in as many as that size makes."""
-    named = {"input": inputs} if isinstance(inputs, Tensor) else inputs
-    if not named or not all(isinstance(t, Tensor) for t in named.values()):
-        raise SpecError(f"every rank needs the batch: expected a tensor or a dictionary of them, got {inputs!r:.100}")
-    if labels is not None and not isinstance(labels, Tensor):
-        raise SpecError(f"labels must be a tensor or None, got a {type(labels).__name__}")
-    if rows_each is not None:
-        rows = next(iter(named.values())).shape[0]
-        microbatches = max(-(-rows // rows_each), 1) if rows_each else min(microbatches, max(rows, 1))
-    given = inputs.to(device) if isinstance(inputs, Tensor) else {n: t.to(device) for n, t in inputs.items()}
-    parts = model.cut(given, labels.to(device) if labels is not None else None, microbatches, first)
-    tensors = [*named.values(), *([labels] if labels is not None else [])]
+    """The batch in `microbatches` parts numbered from `first`; with `rows_each`, in as many as that size makes.
+
+    A sequence of inputs, with one of labels, is microbatches already; `rows_each` allows any number of them.
+    """
+    parts: list[Microbatch] = []
+    samples: list[str] = []
+    for one, its, count in _given(inputs, labels, microbatches, rows_each):
+        here = one.to(device) if isinstance(one, Tensor) else {n: t.to(device) for n, t in one.items()}
+        parts += model.cut(here, its.to(device) if its is not None else None, count, first + len(parts))
+        tensors = [one] if isinstance(one, Tensor) else list(one.values())
+        samples += [_sample(t) for t in (*tensors, *([its] if its is not None else []))]
     return Passing(
         parts=parts,
         shapes=[model.boundaries(part) for part in parts],
         counted=sum(model.counted(part) for part in parts),
-        data=number_of(" ".join(_sample(t) for t in tensors)),
+        data=number_of(" ".join(samples)),
     )
+
+
+def _given(
+    inputs: Any, labels: Any, microbatches: int, rows_each: int | None
+) -> list[tuple[Inputs, Tensor | None, int]]:
+    """What was given, each with the number of microbatches that it is to be cut into."""
+    by_microbatch = isinstance(inputs, list | tuple)
+    if by_microbatch:
+        wanted = max(len(inputs), 1) if rows_each is not None else microbatches
+        theirs = [None] * len(inputs) if labels is None else labels
+        if not isinstance(theirs, list | tuple) or not len(inputs) == len(theirs) == wanted:
+            raise SpecError(f"inputs and labels by microbatch must be two sequences of {wanted}")
+        every = [(one, its, 1) for one, its in zip(inputs, theirs, strict=True)]
+    else:
+        every = [(inputs, labels, microbatches)]
+    for one, its, _ in every:
+        tensors = list(one.values()) if isinstance(one, Mapping) else [one]
+        if not tensors or not all(isinstance(t, Tensor) for t in tensors):
+            raise SpecError(f"every rank needs the batch: expected a tensor or a dictionary of them, got {one!r:.100}")
+        if its is not None and not isinstance(its, Tensor):
+            raise SpecError(f"labels must be a tensor or None, got a {type(its).__name__}")
+    if rows_each is None or by_microbatch:
+        return every
+    rows = (inputs if isinstance(inputs, Tensor) else next(iter(inputs.values()))).shape[0]
+    return [(inputs, labels, max(-(-rows // rows_each), 1) if rows_each else min(microbatches, max(rows, 1)))]
 
 
 def _sample(tensor: Tensor) -> str:

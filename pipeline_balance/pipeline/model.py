@@ -21,6 +21,9 @@ Boundary = tuple[Tensor, ...]
 """What one unit hands to the next; its floating-point tensors may carry gradients."""
 
 Inputs = Tensor | Mapping[str, Tensor]
+Batch = Inputs | Sequence[Inputs]
+"""A batch to be cut, or its microbatches, whose shapes may differ."""
+Labels = Tensor | Sequence[Tensor | None] | None
 LossFn = Callable[[Any, Any], Tensor]
 CountLabels = Callable[[Tensor | None], int]
 

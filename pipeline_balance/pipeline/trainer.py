@@ -20,7 +20,7 @@ from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import whole_state, write_pretrained
 from pipeline_balance.pipeline.failures import Failures, together
-from pipeline_balance.pipeline.model import CountLabels, Inputs, LossFn, ModuleChain, PipelineModel
+from pipeline_balance.pipeline.model import Batch, CountLabels, Labels, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.progress import Progress
@@ -195,8 +195,8 @@ class ElasticPipeline:
     @together("step")
     def step(
         self,
-        inputs: Inputs,
-        labels: Tensor | None,
+        inputs: Batch,
+        labels: Labels,
         *,
         update: bool = True,
         max_norm: float | None = None,
@@ -204,11 +204,11 @@ class ElasticPipeline:
     ) -> float:
         """Train on one batch; returns the loss, equal on all ranks. Collective over all ranks, idle ones included.
 
-        `inputs` and `labels` are the same on every rank of a replica. With `update=False` gradients are only added up.
-        The call with `update=True` averages them over replicas, clips them to `max_norm`, steps the optimizers, and
-        ends the update. `scaler` is what `pipeline.scaler()` makes. The loss is the mean over all labels of the update
-        so far that count. Raises `SpecError` on all ranks, before any data moves, where ranks disagree or the batch
-        does not fit.
+        `inputs` and `labels` are the same on every rank of a replica: a batch, or sequences of its microbatches, whose
+        lengths may differ. With `update=False` gradients are only added up. The call with `update=True` averages them
+        over replicas, clips them to `max_norm`, steps the optimizers, and ends the update. `scaler` is what
+        `pipeline.scaler()` makes. The loss is the mean over all labels of the update so far that count. Raises
+        `SpecError` on all ranks, before any data moves, where ranks disagree or the batch does not fit.
         """
         if self._used:
             self.drop_gradients()
@@ -224,7 +224,7 @@ class ElasticPipeline:
             self._update(max_norm, scaler)
         return loss
 
-    def _begin(self, inputs: Inputs, labels: Tensor | None, arguments: tuple[Any, ...], scaler: Any) -> Passing:
+    def _begin(self, inputs: Batch, labels: Labels, arguments: tuple[Any, ...], scaler: Any) -> Passing:
         """The batch in microbatches with their shapes, once all ranks agree on it."""
 
         def prepare() -> Passing:
@@ -317,7 +317,7 @@ class ElasticPipeline:
         return self.experts.balance(attach, self.stage_map.layers_on(self.rank))
 
     @together("evaluation before step")
-    def evaluate(self, inputs: Inputs, labels: Tensor | None) -> float:
+    def evaluate(self, inputs: Batch, labels: Labels) -> float:
         """The mean loss over the labels that count, without a backward pass; equal on all ranks, collective.
 
         The batch may have any number of rows: it is cut into microbatches of about the training's size. Modules are in

@@ -271,7 +271,7 @@ def measured_table(outcome: Outcome) -> Table:
     return Table(
         title="Both runs in numbers",
         caption="The same seeds and tokens; only the balancing differs."
-        + (" Host time is the median over steps, the mean over ranks and seeds." if step_s else ""),
+        + (" What the host does in a step follows the losses: medians over steps, means over ranks." if step_s else ""),
         columns=("", "balancing off", "balancing on"),
         rows=rows,
     )
@@ -282,11 +282,11 @@ def predicted_table(predictions: Sequence[Prediction]) -> Table:
     return Table(
         title="Predicted, not measured: the same routing on real machines",
         caption=(
-            f"The performance model's times with data-sheet bandwidths, {PREDICTED_TOKENS} tokens per rank and the "
-            "named model's sizes. A block is the MoE layer and the attention around it. They compare policies; no "
+            f"Milliseconds of one MoE layer with {PREDICTED_TOKENS} tokens per rank and the named model's sizes, by "
+            "the performance model and data-sheet bandwidths. A block is the layer and the attention around it. No "
             "such machine was run."
         ),
-        columns=("machine : model", "layer, balancing off", "layer, balancing on", "layer gain", "block gain"),
+        columns=("machine : model", "balancing off", "balancing on", "layer gain", "block gain"),
         rows=tuple(
             (
                 p.preset.replace(":", " : "),

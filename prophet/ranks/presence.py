@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import sys
 import threading
 import time
 import weakref
@@ -27,6 +28,7 @@ from typing import Any, Protocol
 
 PULSE_S = 1.0
 LEFT = "at the end of its program"
+LEFT_AFTER = f"{LEFT} after "  # an error that the program has not caught
 GRACE_S = 3.0  # in which ranks hear of each other when a collective has failed; three pulses
 
 
@@ -372,7 +374,7 @@ def _renew(presence: weakref.ref[Presence], stop: threading.Event) -> None:
             return
         del here
     here = presence()
-    if here is not None and here.where == LEFT:
+    if here is not None and str(here.where).startswith(LEFT):
         here._say()
 
 
@@ -410,6 +412,7 @@ _all: weakref.WeakSet[Any] = weakref.WeakSet()
 @atexit.register
 def _leave() -> None:
     """A thread that comes back from a library while the interpreter goes down aborts the process."""
+    error = getattr(sys, "last_value", None)
     for presence in list(_all):
-        presence.where = LEFT
+        presence.where = LEFT if error is None else f"{LEFT_AFTER}{type(error).__name__}: {error}"[:500]
         presence.close()

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from prophet.errors import StageFailed
-from prophet.ranks.presence import LEFT, PULSE_S, Presence, Pulse
+from prophet.ranks.presence import LEFT, LEFT_AFTER, PULSE_S, Presence, Pulse
 from prophet.ranks.waiting import TURN_S, Waiter, joined
 
 T = TypeVar("T")
@@ -89,6 +89,9 @@ class Watch:
         told = self._ask_store()
         if told is not None:
             return told
+        for number, (pulse, _) in sorted(self._heard.items()):
+            if pulse.at.startswith(LEFT_AFTER):
+                return self._first(self._lost(number, pulse.at.removeprefix(LEFT_AFTER)))
         ended = {n for n, (p, _) in self._heard.items() if p.at != LEFT and self.presence.has_ended(p)}
         gone, self._ended = ended & self._ended, ended
         return self._first(self._lost(min(gone), "its process has ended")) if gone else None
@@ -113,7 +116,10 @@ class Watch:
 
     def _lost(self, number: int, cause: str) -> StageFailed:
         at = self._heard[number][0].at if number in self._heard else ""
-        action = f"{at.removeprefix('in ')} (when last heard of)" if at else "an action that it did not tell of"
+        if at.startswith(LEFT):
+            return StageFailed(number, tuple(self.stages_of(number)), "its program, outside the pipeline", cause)
+        place = f"its program, {at}" if at.startswith("after ") else at.removeprefix("in ")
+        action = f"{place} (when last heard of)" if at else "an action that it did not tell of"
         return StageFailed(number, tuple(self.stages_of(number)), action, cause)
 
     def _first(self, failure: StageFailed) -> StageFailed:

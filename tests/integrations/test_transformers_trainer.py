@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 pytest.importorskip("transformers", reason="needs transformers: pip install 'moe-prophet[hf]'")
 pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-prophet[hf]'")
 
+from prophet_transformers.callback import _check_settings
 from transformers import Trainer, TrainerCallback
 
 from prophet.errors import CheckpointError
@@ -34,6 +36,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 def test_settings_that_would_lose_something(tmp_path: Path, setting: str) -> None:
     with pytest.raises(ValueError, match=f"{setting}=True .* set {setting}=False"):
         small_trainer(tmp_path, callback(), **{setting: True})
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("is_deepspeed_enabled", "deepspeed: .* leave ProphetCallback out, write `import prophet_deepspeed`"),
+        ("is_fsdp_enabled", "fsdp: ProphetCallback works with DistributedDataParallel"),
+    ],
+)
+def test_a_second_framework_that_wraps_the_model(setting: str, text: str) -> None:
+    """As accelerate's launcher may have set it, with nothing in Trainer's arguments."""
+    trainer = SimpleNamespace(args=SimpleNamespace(), accelerator=SimpleNamespace(), model_init=None, **{setting: True})
+    with pytest.raises(ValueError, match=text):
+        _check_settings(trainer)
 
 
 def test_a_callback_that_comes_too_late(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,39 @@ def frozen(case: Case, layers: int) -> Any:
     return train(engine, 3), 0, parameters(engine)
 
 
+def twice(case: Case) -> dict[str, Any]:
+    """One engine after the other for the same model, and what is said where the first one is still there."""
+    deepspeed, found = prepare(), {}
+    whole = train(start(case), 4)
+    model = Model(case, 1)
+
+    def engine(config: dict[str, Any]) -> Any:
+        return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    first = engine(case.deepspeed_config())
+    losses = train(first, 2)
+    for name, made in (("with", case), ("without", case.plainly())):
+        try:
+            engine(made.deepspeed_config())
+        except ValueError as error:
+            found[name] = str(error)
+    first.prophet.close()
+    second = engine(case.deepspeed_config())
+    second.prophet.planner = first.prophet.planner
+    second.global_steps = 2  # which data follow
+    return found | {"losses": losses + train(second, 2), "whole": whole, "copies": moved(second)}
+
+
+def resumed_without(case: Case, folder: Path) -> str:
+    """What DeepSpeed's own engine says of a folder that a balanced one has written."""
+    start(case).save_checkpoint(folder)
+    try:
+        start(case.plainly()).load_checkpoint(folder)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def adafactor(groups: Any) -> torch.optim.Optimizer:
     """It sums squares of gradients over the rows of a tensor."""
     return torch.optim.Adafactor(groups)
@@ -86,8 +120,10 @@ def refusals() -> dict[str, str]:
     return found
 
 
-def body() -> dict[str, Any]:
-    found: dict[str, Any] = {"refused": refusals()}
+def body(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"refused": refusals(), "without": resumed_without(BASE, folder)}
+    for stage in (0, 2):
+        found["twice", stage] = twice(replace(BASE, stage=stage))
     for kind in (False, True):
         case = replace(BASE, plain=kind)
         for name, config in AVERAGED.items():
@@ -105,8 +141,8 @@ NAMES = [*AVERAGED, "no_sync", "one layer frozen", *(f"all frozen, ZeRO-{stage}"
 
 
 @pytest.fixture(scope="module")
-def runs() -> dict[Any, Any]:
-    return on_processes(2, body, timeout_s=300)[0]  # type: ignore[no-any-return]
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    return on_processes(2, body, tmp_path_factory.mktemp("checkpoint"), timeout_s=300)[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.slow
@@ -131,3 +167,21 @@ def test_one_clear_error(runs: dict[Any, Any]) -> None:
     assert found["without a section"] == "False"
     assert "optimizer: Adafactor treats experts that share a tensor as a whole" in found["function"]
     assert found["no optimizer"] == "torch.Size([2, 4])"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_second_engine_goes_on_once_the_first_is_closed(stage: int, runs: dict[Any, Any]) -> None:
+    found = runs["twice", stage]
+    assert found["losses"] == pytest.approx(found["whole"], abs=1e-6)
+    assert found["copies"] > 0
+    assert "call its close() first (engine.prophet.close())" in found["with"]
+    assert "prophet: the model's experts are converted, and the configuration has no such section" in found["without"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_configuration_that_has_lost_the_section_does_not_resume(runs: dict[Any, Any]) -> None:
+    assert runs["without"].startswith("prophet: ")
+    assert "was written with this section, and the configuration has none" in runs["without"]

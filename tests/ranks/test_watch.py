@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from prophet.errors import StageFailed
 from prophet.ranks import presence as presence_module
 from prophet.ranks import watch as module
-from prophet.ranks.presence import LEFT, Presence, _started
+from prophet.ranks.presence import LEFT, LEFT_AFTER, Presence, _started
 from prophet.ranks.waiting import joined
 from prophet.ranks.watch import Watch
 
 STAGES = {0: (0, 3), 1: (1,), 2: (2,), 3: ()}
+OUTSIDE = "its program, outside the pipeline"
 OWN = StageFailed(2, (2,), "step 7", "ValueError: too hot")
 
 
@@ -132,6 +134,19 @@ def test_a_killed_process_is_named(ranks: Ranks, other: subprocess.Popen[bytes],
     assert str(failure) == f"rank {rank} ({place}) failed in {action}: its process has ended"
 
 
+def test_places_are_said_as_a_sentence_needs_them(ranks: Ranks, other: subprocess.Popen[bytes]) -> None:
+    ranks.belongs_to(1, other)
+    for at, action in (
+        ("after step 6", "its program, after step 6 (when last heard of)"),
+        ("", "an action that it did not tell of"),
+    ):
+        ranks.presences[1].where = at
+        ranks.presences[1].beat()
+        with pytest.raises(TimeoutError):
+            joined(Future(), ranks.watches[0].turns(0.2))
+        assert ranks.watches[0]._lost(1, "").action == action
+
+
 def test_a_killed_process_is_named_without_a_store(ranks: Ranks, other: subprocess.Popen[bytes]) -> None:
     """The store may have died with it; whoever has waited before knows which process it was."""
     ranks.belongs_to(0, other)
@@ -153,9 +168,28 @@ def test_a_program_that_ends_by_itself_is_no_failure_of_a_wait(ranks: Ranks, oth
     assert said(ranks.watches[0].explain(OWN, 5.0)) == (
         1,
         (1,),
-        f"{LEFT} (when last heard of)",
+        OUTSIDE,
         "its program has ended",
     )
+
+
+def test_a_program_that_ends_with_an_error_is_named_at_once(ranks: Ranks) -> None:
+    """Its process may take a while to end."""
+    ranks.presences[1].where = f"{LEFT_AFTER}KeyboardInterrupt: "
+    ranks.presences[1].beat()
+    assert said(ranks.heard(0)) == (1, (1,), OUTSIDE, "KeyboardInterrupt: ")
+
+
+@pytest.mark.parametrize(("last", "at"), [(None, LEFT), (ValueError("no"), f"{LEFT_AFTER}ValueError: no")])
+def test_a_program_says_how_it_ends(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch, last: Exception | None, at: str
+) -> None:
+    monkeypatch.setattr(sys, "last_value", last, raising=False)
+    monkeypatch.setattr(presence_module, "_all", [ranks.presences[1]])
+    presence_module._leave()
+    pulse = ranks.presences[0].pulse(1)
+    assert pulse is not None
+    assert pulse.at == at
 
 
 def test_a_stopped_process_is_named_when_a_wait_has_failed(ranks: Ranks, other: subprocess.Popen[bytes]) -> None:

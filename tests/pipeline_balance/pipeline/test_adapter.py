@@ -14,6 +14,7 @@ from pipeline_balance.pipeline.adapter import TransformersModel
 from prophet.errors import SpecError
 
 pytest.importorskip("transformers", reason="the models are transformers'")
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # older versions have no other name
 
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -136,11 +137,26 @@ def test_reentrant_checkpointing_is_refused_whenever_it_is_switched_on() -> None
 def test_lengths_may_differ_by_microbatch() -> None:
     model, whole = small("mixtral"), small("mixtral")
     stages = over(model, (0, 2, UNITS))
-    given = [batch("padded", 2, tokens) for tokens in (16, 24, 8)]
     counting = TransformersModel(whole)
-    parts = counting.cut([one for one, _ in given], [labels for _, labels in given], 3)
-    assert [p.inputs["input_ids"].shape[1] for p in parts] == [16, 24, 8]
+    parts = [counting.cut(*batch("padded", 2, tokens), 1, i)[0] for i, tokens in enumerate((16, 24, 8))]
     assert abs(float(train_over(stages, parts) - train_whole(whole, counting, parts))) <= 1e-6
+
+
+def test_labels_count_as_the_models_losses_count_them() -> None:
+    """A causal model's first label belongs to no output; a masked one's does; a class belongs to a row."""
+    ids = torch.randint(1, 40, (2, 6))
+    labels = ids.clone()
+    labels[0, :2], labels[1, 3] = -100, -100
+    for family, count in (("llama", 8), ("bert", 9)):
+        adapted = TransformersModel(small(family))
+        part = adapted.cut(ids, labels, 1)[0]
+        assert adapted.counted(part) == count
+        whole = adapted.root(input_ids=ids, labels=labels).loss
+        logits = adapted.root(input_ids=ids).logits
+        shift = int(family == "llama")
+        wanted, its = labels[:, shift:], logits[:, : 6 - shift]
+        total = nn.functional.cross_entropy(its.flatten(0, 1), wanted.flatten(), reduction="sum")
+        assert float(whole) * count == pytest.approx(float(total), rel=1e-5)
 
 
 def test_an_input_of_one_row_goes_to_every_microbatch() -> None:
@@ -321,10 +337,12 @@ def test_the_way_out_of_several_lists_works() -> None:
     ("change", "says"),
     [
         (lambda i, t: (i, None), "give them on every rank"),
-        (lambda i, t: ({"inputs_embeds": torch.zeros(4, 12, 32, requires_grad=True)}, t), "do not require grad"),
+        (
+            lambda i, t: ({"inputs_embeds": torch.zeros(4, 12, 32, requires_grad=True)}, t),
+            "inputs_embeds requires grad",
+        ),
         (lambda i, t: ({"input_ids": i["input_ids"][:3]}, t), "labels have 4 rows"),
         (lambda i, t: ({"input_ids": i["input_ids"][:1]}, t[:1]), "cannot be cut into 2"),
-        (lambda i, t: ([i, i, i], [t, t, t]), "lists of 2"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused(change: Any, says: str) -> None:
