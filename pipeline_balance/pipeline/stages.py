@@ -69,10 +69,10 @@ class PipelineGroups:
         """Use `group` (None: all processes) from now on."""
         self.group = group
         self.world: Collective = (own := ProcessGroupCollective(group, timeout_s=self.timeout_s))
-        self.failures = Failures(own, self.abort)
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
         self.grid = grid = Grid.of(self.world.size, self.replicas)
+        self.failures = Failures(own, self.abort, grid.pipeline_ranks)
         self.collective: Collective = self.world
         self.column: Collective = ThreadWorld(1).collective(0)
         self.replica = grid.replica_of(self.world.rank)
@@ -88,7 +88,13 @@ class PipelineGroups:
         mine = next(g for part, g in zip(parts, made, strict=True) if self.world.rank in part)
         if dist.get_world_size(mine) == 1:
             return ThreadWorld(1).collective(0)
-        return ProcessGroupCollective(mine, timeout_s=self.timeout_s)
+        return self._watched(mine)
+
+    def _watched(self, group: dist.ProcessGroup) -> Collective:
+        """A collective whose waits hear of all ranks' failures."""
+        collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
+        collective.watch = self.failures.watch
+        return collective
 
     def abort(self) -> None:
         """Let whatever waits for another rank fail at once; the communicators cannot be used afterwards."""
@@ -107,8 +113,7 @@ class PipelineGroups:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         if self._side is None:
             group = dist.new_group(self._world, timeout=self._limit, use_local_synchronization=True)
-            self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
-            self._side.watch = self.failures.watch
+            self._side = self._watched(group)
         return self._side
 
 
