@@ -37,21 +37,12 @@ _WORDS = 2000  # characters of a cause that travel
 class Failures:
     """Makes one rank's failure that of all ranks; one per group. give_up: lets all waits for other ranks fail.
 
-<<<<<<< HEAD
     collective: over all ranks of the `grid`, by whose numbers they are named.
     """
 
     def __init__(self, collective: ProcessGroupCollective, give_up: Callable[[], None], grid: Grid) -> None:
         self.rank = collective.rank
         self.grid = grid
-=======
-    Ranks are numbered over all replicas; `each` is how many of them a replica has.
-    """
-
-    def __init__(self, collective: ProcessGroupCollective, give_up: Callable[[], None], each: int) -> None:
-        self.rank = collective.rank
-        self.each = each
->>>>>>> pipefail
         self.give_up = give_up
         self.watch = collective.watched(self._stages_of)
         self.error: StageFailed | None = None
@@ -59,11 +50,7 @@ class Failures:
         self._what = self._action = ""
 
     def _stages_of(self, rank: int) -> tuple[int, ...]:
-<<<<<<< HEAD
         return tuple(self._map.stages_on(self.grid.pipeline_rank_of(rank))) if self._map is not None else ()
-=======
-        return tuple(self._map.stages_on(rank % self.each)) if self._map is not None else ()
->>>>>>> pipefail
 
     @contextmanager
     def during(self, what: str, stage_map: StageMap | None) -> Iterator[None]:
@@ -124,11 +111,7 @@ class Failures:
         what = f"{self._what}{self._action}"
         waited = f"{what}, while rank {self.rank} waited in {lost.operation!s}"
         if len(lost.peers) == 1:
-<<<<<<< HEAD
             peer = self.grid.replica(self.grid.replica_of(self.rank))[lost.peers[0]]  # stages' messages stay within
-=======
-            peer = self.rank - self.rank % self.each + lost.peers[0]
->>>>>>> pipefail
             return StageFailed(peer, self._stages_of(peer), waited, str(lost))
         return StageFailed(self.rank, self._stages_of(self.rank), what, f"{lost}. {self.watch.places()}")
 

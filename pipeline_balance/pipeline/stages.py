@@ -69,18 +69,11 @@ class PipelineGroups:
         """Use `group` (None: all processes) from now on."""
         self.group = group
         self.world: Collective = (own := ProcessGroupCollective(group, timeout_s=self.timeout_s))
-<<<<<<< HEAD
         self.grid = grid = Grid.of(self.world.size, self.replicas)
         self.failures = Failures(own, self.abort, grid)
         self._included = [own]
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
-=======
-        self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
-        self._side: Collective | None = None
-        self.grid = grid = Grid.of(self.world.size, self.replicas)
-        self.failures = Failures(own, self.abort, grid.pipeline_ranks)
->>>>>>> pipefail
         self.collective: Collective = self.world
         self.column: Collective = ThreadWorld(1).collective(0)
         self.replica = grid.replica_of(self.world.rank)
@@ -96,7 +89,6 @@ class PipelineGroups:
         mine = next(g for part, g in zip(parts, made, strict=True) if self.world.rank in part)
         if dist.get_world_size(mine) == 1:
             return ThreadWorld(1).collective(0)
-<<<<<<< HEAD
         found = ProcessGroupCollective(mine, timeout_s=self.timeout_s)
         self.include(found)
         return found
@@ -106,15 +98,6 @@ class PipelineGroups:
         if isinstance(collective, ProcessGroupCollective):
             collective.watch = self.failures.watch
             self._included.append(collective)
-=======
-        return self._watched(mine)
-
-    def _watched(self, group: dist.ProcessGroup) -> Collective:
-        """A collective whose waits hear of all ranks' failures."""
-        collective = ProcessGroupCollective(group, timeout_s=self.timeout_s)
-        collective.watch = self.failures.watch
-        return collective
->>>>>>> pipefail
 
     def abort(self) -> None:
         """Let whatever waits for another rank fail at once; the communicators cannot be used afterwards."""
@@ -132,12 +115,8 @@ class PipelineGroups:
         """A separate communicator over all ranks, for use beside a step; made at the first call, by all ranks."""
         if self._side is None:
             group = dist.new_group(self._world, timeout=self._limit, use_local_synchronization=True)
-<<<<<<< HEAD
             self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
             self.include(self._side)
-=======
-            self._side = self._watched(group)
->>>>>>> pipefail
         return self._side
 
 
