@@ -88,6 +88,8 @@ class ElasticPipeline:
         self.groups = PipelineGroups(group, timeout_s, replicas)
         column = self.groups.grid.column(self.rank)
         self.experts = StageExperts(model.units, self.groups.world.rank, column, self.meter)
+        for collective in self.experts.collectives:
+            self.groups.include(collective)
         self.owned = Ownership(model)
         self.gradients = Gradients(self.owned, self.groups, self.experts)
         self.builder = StageBuilder(
