@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline_balance.pipeline.executor import Executor
 from pipeline_balance.pipeline.model import Batch, Boundary, Inputs, Labels, Microbatch, PipelineModel
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, number_of
@@ -106,6 +107,18 @@ def _sample(tensor: Tensor) -> str:
     """A checksum of a tensor's first bytes."""
     flat = tensor.detach().reshape(-1)[: _SAMPLE_BYTES // tensor.element_size()].cpu().contiguous()
     return str(zlib.crc32(flat.view(torch.uint8).numpy().tobytes()))
+
+
+def actions_of(executor: Executor | None, *, trains: bool) -> Callable[[Passing], str]:
+    """What an executor will do with a batch, in words; nothing without one."""
+
+    def actions(passing: Passing) -> str:
+        if executor is None:
+            return ""
+        steps = executor.training if trains else executor.evaluation(len(passing.parts))
+        return " ".join(map(str, steps))
+
+    return actions
 
 
 def agree_on_batch(

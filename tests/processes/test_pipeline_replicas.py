@@ -114,7 +114,7 @@ def _mistakes(rank: int, size: int) -> list[str]:
     refused(SpecError, lambda: make(layers(), replicas=3))
 
     pipe = make(layers())
-    x, y = (part_of(t, pipe.groups.replica, 2) for t in batch(0, 0))
+    x, y = (part_of(t, pipe.replica, 2) for t in batch(0, 0))
     plain = torch.amp.GradScaler("cpu") if rank == 1 else pipe.scaler()
     refused(SpecError, lambda: pipe.step(x, y, scaler=plain))
     refused(SpecError, lambda: pipe.step(x[:3] if rank == 3 else x, y[:3] if rank == 3 else y))
@@ -177,7 +177,7 @@ def _follow(rank: int, size: int, ahead: bool) -> tuple[list[tuple[int, ...]], l
         replicas=2,
         timeout_s=60.0,
     )
-    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(pipe.groups.replica))
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(pipe.replica))
     pipe.step(x, x)
     pipe.step(x, x)
     forward_s = [cost.forward_s for cost in pipe.measure()]
