@@ -30,7 +30,9 @@ for step in range(STEPS):
     ids = (starts + torch.arange(TOKENS) * (1 + starts % 3)) % 64  # the model learns to count by ones, twos and threes
     if step and step % PRUNE_EVERY == 0:
         for block in model.transformer.h:
-            prune.l1_unstructured(block.mlp.c_fc, "weight", amount=0.3)
+            if prune.is_pruned(block.mlp.c_fc):
+                prune.remove(block.mlp.c_fc, "weight")
+            prune.l1_unstructured(block.mlp.c_fc, "weight", amount=0.2 * step / PRUNE_EVERY)
     loss = balanced.step(ids, ids)
     if step % 10 == 9:
         print(f"step {step + 1}: loss {loss:.3f}")
