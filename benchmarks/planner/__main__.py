@@ -42,7 +42,7 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             first=arguments.first_case,
         )
     )
-    bare = {"tuning": Tuning(gain_margin=0.0, spare=0.0)}
+    bare = {"tuning": Tuning(gain_margin=0.0, spare=0)}
     yield from gap_rows(
         solved,
         {

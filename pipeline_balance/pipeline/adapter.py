@@ -86,7 +86,7 @@ class TransformersModel(PipelineModel):
         self._accepts = inspect.signature(type(model).forward).parameters
         self._known: dict[Any, list[Boundary]] = {}
         self._outputs: dict[Any, tuple[list[Any], TreeSpec]] = {}
-        self._latest: tuple[Microbatch, Recorded] | None = None
+        self._latest: tuple[Microbatch, Any, Recorded] | None = None
         self._as_known: tuple[Any, ...] = ()
         self._numbers: dict[Any, int] = {}  # of kinds of layers
         self._kinds: list[int] = []  # [n]
@@ -209,7 +209,8 @@ class TransformersModel(PipelineModel):
             )
         loss = out[0] if isinstance(out, tuple) else out["loss" if counts else "logits"]
         if counts:
-            return (loss,)
+            # sums over labels and microbatches need more than the bits of a half precision
+            return (loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss,)
         # no label counts: nothing to learn, and a gradient of zero for all that came in
         return (torch.stack([t.float().sum() for t in (loss, *boundary)]).sum() * 0.0,)
 
@@ -232,9 +233,15 @@ class TransformersModel(PipelineModel):
 
     def recorded(self, microbatch: Microbatch) -> Recorded:
         """The arguments of all layers. Only the latest microbatch's are kept: masks are large, and quickly made."""
-        if self._latest is None or self._latest[0] is not microbatch:
-            self._latest = (microbatch, self._record(self._asked(microbatch), Readable(allowed=True)))
-        return self._latest[1]
+        if self._latest is None or self._latest[0] is not microbatch or self._latest[1] != self._mode():
+            found = self._record(self._asked(microbatch), Readable(allowed=True))
+            self._latest = (microbatch, self._mode(), found)
+        return self._latest[2]
+
+    def _mode(self) -> tuple[Any, ...]:
+        """What types and shapes depend on beside the inputs."""
+        kind = self.device.type
+        return self.root.training, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _record(self, asked: Mapping[str, Any], readable: Readable, fill: float = 0.0) -> Recorded:
         recorded, last = Recorded(), len(self.layers) - 1
@@ -285,12 +292,11 @@ class TransformersModel(PipelineModel):
 
     def _output_of(self, layer: int, leaves: list[Any], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:
         """What a layer returns, without memory; remembered by the kind of layer and what it is called with."""
-        kind = self.device.type
         key = (
             self._kinds[layer],
             tuple(shapes.shape_of(leaf) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves),
             self.layers[layer].training,
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+            self._mode(),
         )
         if key not in self._outputs:
             args, kwargs = tree_unflatten(leaves, structure)
@@ -306,10 +312,8 @@ class TransformersModel(PipelineModel):
     # --- boundaries --------------------------------------------------------------------------------------------
 
     def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
-        kind = self.device.type
-        cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         trains = tuple(_trains(unit) for unit in self.units)
-        key = (microbatch.shapes(), trains, cast, self.root.training, torch.is_grad_enabled())
+        key = (microbatch.shapes(), trains, self._mode(), torch.is_grad_enabled())
         if key not in self._known:
             self._known[key] = self._boundaries(self.recorded(microbatch), trains)
         return self._known[key]

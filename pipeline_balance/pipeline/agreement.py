@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline_balance.pipeline.model import Batch, Boundary, Inputs, Labels, Microbatch, PipelineModel, Slicing
+from pipeline_balance.pipeline.executor import Executor
+from pipeline_balance.pipeline.model import Batch, Boundary, Inputs, Labels, Microbatch, PipelineModel
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, number_of
 from pipeline_balance.pipeline.progress import Progress
@@ -111,6 +112,18 @@ def _sample(tensor: Tensor) -> str:
     return str(zlib.crc32(flat.view(torch.uint8).numpy().tobytes()))
 
 
+def actions_of(executor: Executor | None, *, trains: bool) -> Callable[[Passing], str]:
+    """What an executor will do with a batch, in words; nothing without one."""
+
+    def actions(passing: Passing) -> str:
+        if executor is None:
+            return ""
+        steps = executor.training if trains else executor.evaluation(len(passing.parts))
+        return " ".join(map(str, steps))
+
+    return actions
+
+
 def agree_on_batch(
     prepare: Callable[[], Passing],
     owned: Ownership,
@@ -159,17 +172,6 @@ def agree_on_batch(
     return replace(passing, counted=int(every[::size, -1].sum()))
 
 
-def agree_on_slicing(slicing: Slicing | None, config: PipelineConfig, collective: Collective) -> None:
-    """Raise `SpecError` on all ranks unless all cut microbatches into slices alike; collective."""
-    op = Operation("comparing the ranks' slices")
-    every = gather_json([str(slicing), config.split_backward], collective, config.device, op)
-    differ = [r for r, said in enumerate(every) if said[0] != every[0][0]]
-    if differ:
-        raise SpecError(f"ranks {differ} cut microbatches by {every[differ[0]][0]}, rank 0 by {every[0][0]}")
-    if slicing is not None and any(said[1] for said in every):
-        raise SpecError("slices need split_backward=False: their backward frees keys and values at once")
-
-
 def agree_on_model(
     known: StageMap | None,
     owned: Ownership,
@@ -177,7 +179,6 @@ def agree_on_model(
     progress: Progress,
     collective: Collective,
     config: PipelineConfig,
-    slicing: str,
 ) -> StageMap:
     """The stage map of the ranks that know it, compared among them; collective.
 
@@ -186,7 +187,7 @@ def agree_on_model(
     """
     mine = {
         "model": owned.structure(),
-        "settings": [config.microbatches, config.seed, config.split_backward, slicing],
+        "settings": [config.microbatches, config.seed, config.split_backward, str(owned.model.slicing)],
         "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
         "progress": progress.to_json(),
         "options": optimizers.options(owned.parameters),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
 from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.agreement import Passing, agree_on_batch, agree_on_model, agree_on_slicing, batch_of
+from pipeline_balance.pipeline.agreement import Passing, actions_of, agree_on_batch, agree_on_model, batch_of
 from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import whole_state, write_pretrained
@@ -27,6 +27,7 @@ from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
 from pipeline_balance.pipeline.replicas import check_units, start_alike
 from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
+from pipeline_balance.pipeline.slicing import agree_on_slicing
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
 from pipeline_balance.pipeline.ties import check_ties, share_tied_weights, ties_of
 from pipeline_balance.pipeline.training_state import Held, collect
@@ -88,6 +89,8 @@ class ElasticPipeline:
         self.groups = PipelineGroups(group, timeout_s, replicas)
         column = self.groups.grid.column(self.rank)
         self.experts = StageExperts(model.units, self.groups.world.rank, column, self.meter)
+        for collective in self.experts.collectives:
+            self.groups.include(collective)
         self.owned = Ownership(model)
         self.gradients = Gradients(self.owned, self.groups, self.experts)
         self.builder = StageBuilder(
@@ -183,6 +186,11 @@ class ElasticPipeline:
         return self.groups.failures
 
     @property
+    def replica(self) -> int:
+        """The replica of the pipeline that this process is in, from 0 on."""
+        return self.groups.replica
+
+    @property
     def rank(self) -> int:
         """This rank in its replica."""
         return self.groups.rank
@@ -237,10 +245,9 @@ class ElasticPipeline:
             first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
-        stages = self._stages.executor
-        actions = _listed(stages.training if stages is not None else ())
+        actions = actions_of(self._stages.executor, trains=True)
         given = (*arguments, scaler is None)
-        passing = agree_on_batch(prepare, self.owned, given, self.groups, self.config.device, lambda _: actions)
+        passing = agree_on_batch(prepare, self.owned, given, self.groups, self.config.device, actions)
         self._scaler = scaler
         trainable = self.owned.trainable()
         if trainable != self._trainable:
@@ -338,13 +345,8 @@ class ElasticPipeline:
                         self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size
                     )
 
-                stages = self._stages.executor
-
-                def actions(passing: Passing) -> str:
-                    if stages is None or not self.experts.any:
-                        return ""
-                    return _listed(stages.evaluation(len(passing.parts)))
-
+                stages = self._stages.executor if self.experts.any else None  # others need not run the same
+                actions = actions_of(stages, trains=False)
                 passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device, actions)
                 run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
                 self._run(run)
@@ -492,9 +494,4 @@ class ElasticPipeline:
 
     def _meet(self, known: StageMap | None) -> StageMap:
         """The group's stage map; a rank that knows none takes over how far the others are. Collective."""
-        slicing = str(self.model.slicing)
-        return agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config, slicing)
-
-
-def _listed(actions: Sequence[object]) -> str:
-    return " ".join(map(str, actions))
+        return agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config)

@@ -41,6 +41,7 @@ class SlicedTransformers(Sliced, TransformersModel):
 
     def __init__(self, model: nn.Module, slicing: SliceOptions, **options: Any) -> None:
         Sliced.__init__(self, slicing.slices)
+        self._checked: set[frozenset[str]] = set()
         self.slicing = slicing
         self._owner: Any = model if (base := getattr(model, "get_base_model", None)) is None else base()
         _check_loss(self._owner)
@@ -70,12 +71,36 @@ class SlicedTransformers(Sliced, TransformersModel):
         inputs = dict(microbatch.inputs)
         if "position_ids" in self._accepts and "position_ids" not in inputs:
             inputs["position_ids"] = torch.arange(tokens, device=labels.device)[None]
+        documents = self._whole(microbatch)[1].documents
         # label t belongs to the output at t - 1
         shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
         mask = inputs.get("attention_mask")
         if mask is not None and mask.shape == labels.shape and bool(((mask == 0) & (shifted != IGNORED_LABEL)).any()):
             raise SpecError("labels count behind padding, where attention_mask is 0: set them to -100")
-        return self.parts(microbatch, inputs, shifted, self._whole(microbatch)[1].documents)
+        parts = self.parts(microbatch, inputs, shifted, documents)
+        self._check_front(replace(microbatch, inputs=inputs), part_of(parts[-1]))
+        return parts
+
+    def _check_front(self, whole: Microbatch, part: SlicePart) -> None:
+        """Once for every set of inputs, where the front lives: a slice's is a part of the whole sequence's."""
+        names = frozenset(whole.inputs)
+        if names in self._checked or any(p.is_meta for p in self.units[0].parameters()):
+            return
+        modes = {module: module.training for module in self.root.modules()}
+        try:
+            self.root.eval()
+            with torch.no_grad(), attending(self.root):
+                every, mine = self._run_front(whole), self._run_front(part)
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+        for full, own in zip(every, mine, strict=True):
+            if not torch.allclose(_part(own, full, part, 0), own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
+                raise SpecError(
+                    f"{type(self._owner).__name__} computes what is in front of the layers from the whole sequence, "
+                    "so its slices cannot be computed alone"
+                )
+        self._checked.add(names)
 
     def counted(self, microbatch: Microbatch) -> int:
         if isinstance(microbatch, SlicePart):
@@ -95,8 +120,10 @@ class SlicedTransformers(Sliced, TransformersModel):
         return found
 
     def recorded(self, microbatch: Microbatch) -> Recorded:
-        part = part_of(microbatch)
-        if self._latest is None or self._latest[0] is not part:
+        if not isinstance(microbatch, SlicePart):
+            return self._whole(microbatch)[0]
+        part = microbatch
+        if self._latest is None or self._latest[0] is not part or self._latest[1] != self._mode():
             assert part.whole is not None
             with attending(self.root), seeing():
                 recorded = self._record(self._asked(part), Readable(allowed=True))
@@ -105,8 +132,8 @@ class SlicedTransformers(Sliced, TransformersModel):
                 replace(mine, leaves=[_part(a, b, part, i) for a, b in zip(mine.leaves, theirs.leaves, strict=True)])
                 for i, (mine, theirs) in enumerate(zip(recorded.calls, whole.calls, strict=True))
             ]
-            self._latest = part, recorded
-        return self._latest[1]
+            self._latest = part, self._mode(), recorded
+        return self._latest[2]
 
     def _output_of(self, layer: int, leaves: list[Any], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:
         known = len(self._outputs)

@@ -23,10 +23,10 @@ def planned(seed: int) -> bytes:
     machine = (home, node, speed, 1e-7 / speed, FIGURES)
     holds = np.zeros((0, 0), dtype=np.bool_)
     found = hashlib.blake2b(digest_size=16)
-    for call in range(6):
+    for _ in range(6):
         skew = rng.pareto(1.2, experts) + 0.05
         load = rng.poisson(500 * skew * rng.uniform(0.2, 1.8, (ranks, experts))).astype(np.int64)
-        options = np.array([0.002, 0.01, 0.4, 0.02, 0.5, 1e-3, 0.06, float(call > 0)])
+        options = np.array([0.002, 0.01, 8.0, 0.02, 0.5, 1e-3, 0.06])
         following = np.zeros((experts, ranks), dtype=np.bool_)
         native.plan(load, *machine, np.full(ranks, 3), holds, options, following)
         holds = following

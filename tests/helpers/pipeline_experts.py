@@ -102,12 +102,12 @@ def shared_experts(rank: int, size: int, replicas: int, updates: int, balanced: 
         engine = pipe.balance_experts(lambda part: prophet.attach(part, config=config))
     losses, norms, copies = [], [], 0
     for update in range(updates):
-        mine = [t.chunk(replicas)[pipe.groups.replica] for t in batch(update)]
+        mine = [t.chunk(replicas)[pipe.replica] for t in batch(update)]
         losses.append(pipe.step(*mine, max_norm=MAX_NORM))
         norms.append(pipe.grad_norm or 0.0)
         if engine is not None and engine.last_step is not None:
             copies += int(engine.last_step.copies.sum())
-    evaluated = pipe.evaluate(*(t.chunk(replicas)[pipe.groups.replica] for t in batch(999)))
+    evaluated = pipe.evaluate(*(t.chunk(replicas)[pipe.replica] for t in batch(999)))
     if engine is not None:
         engine.close()
     return Outcome(losses, norms, evaluated, copies)

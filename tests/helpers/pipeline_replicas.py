@@ -150,7 +150,7 @@ def replicated(
     schedule = torch.optim.lr_scheduler.StepLR(pipe.optimizer, 3, gamma=0.7)
     if first:
         load_checkpoint(pipe, Path(folder), also={"schedule": schedule})
-    replica = pipe.groups.replica
+    replica = pipe.replica
     losses, norms = [], []
     for update in range(first, updates):
         freeze(pipe.module, update)
@@ -234,10 +234,10 @@ def scaled(rank: int, size: int, replicas: int, updates: int) -> tuple[list[floa
     scaler = pipe.scaler(**SCALER)
     losses, scales = [], []
     for update in range(updates):
-        now[:] = update, pipe.groups.replica * PARTS // replicas
+        now[:] = update, pipe.replica * PARTS // replicas
         if update % 2 == 0 and update:
             pipe.rebuild(maps(update, pipe.ranks))
-        given = [part_of(t, pipe.groups.replica, replicas) for t in batch(update, 0)]
+        given = [part_of(t, pipe.replica, replicas) for t in batch(update, 0)]
         losses.append(pipe.step(*given, max_norm=MAX_NORM, scaler=scaler))
         scales.append(scaler.get_scale())
     return losses, scales

@@ -73,6 +73,11 @@ def adam(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW((p for _, p in named), lr=1e-3)
 
 
+def no_update(named: Any) -> torch.optim.Optimizer:
+    """An optimizer that leaves weights as they are."""
+    return torch.optim.SGD((p for _, p in named), lr=0.0)
+
+
 def alone(
     model: nn.Module, kinds: list[str], *, max_norm: float | None = None, make: Any = adam, tokens: int = TOKENS
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:

@@ -16,7 +16,7 @@ def arguments() -> list[Any]:
     context = get_preset("h100-ib:Qwen3-30B-A3B").context(4, 8, routed_per_rank=1000, slots_per_rank=2)
     m = Machine.of(context)
     load = np.random.default_rng(0).integers(0, 500, (4, 8))
-    options = np.array([0.002, 0.01, 0.4, 0.02, 0.003, 2.5e-5, 0.06])
+    options = np.array([0.002, 0.01, 8.0, 0.02, 0.003, 2.5e-5, 0.06])
     none, holds = np.zeros((0, 0), np.bool_), np.zeros((8, 4), np.bool_)
     return [load, m.home, m.node, m.speed, m.seconds_per_token, m.figures, m.limit, none, options, holds]
 

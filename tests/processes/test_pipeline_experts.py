@@ -30,7 +30,7 @@ def test_two_replicas_of_two_stages_train_as_one_process(balanced: bool, split: 
 def _refuse(rank: int, size: int) -> list[str]:
     """What a pipeline that shares experts says to what it cannot do, on this rank."""
     pipe = pipeline(size, 2)
-    x, y = (t.chunk(2)[pipe.groups.replica] for t in batch(0))
+    x, y = (t.chunk(2)[pipe.replica] for t in batch(0))
     pipe.step(x, y)
     told: list[str] = []
 
@@ -42,7 +42,7 @@ def _refuse(rank: int, size: int) -> list[str]:
     refused(lambda: pipe.rebuild(StageMap((0, 2, UNITS), (0, 1))))
     refused(pipe.state_dict)
     refused(pipe.held)
-    rows = 10 if pipe.groups.replica else 5
+    rows = 10 if pipe.replica else 5
     refused(lambda: pipe.evaluate(x[:rows], y[:rows]))
     pipe.step(x, y)
     moe = layers(pipe.collective)  # shared by all processes, not by those of a stage

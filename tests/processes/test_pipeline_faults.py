@@ -42,15 +42,15 @@ def _kept(rank: int, size: int) -> dict[str, Any]:
     optimizer, parameters = pipe.optimizer, dict(pipe.module.named_parameters())
     for p in parameters.values():
         p.mine = "kept"  # type: ignore[attr-defined]
-    pipe.module[2].register_forward_hook(lambda *_: calls.append("forward"))  # type: ignore[index]
-    pipe.module[2].up.weight.register_hook(lambda g: calls.append("gradient"))  # type: ignore[index, union-attr]
-    pipe.module[2].note = "kept"  # type: ignore[index]
+    pipe.module[1].register_forward_hook(lambda *_: calls.append("forward"))  # type: ignore[index]
+    pipe.module[1].up.weight.register_hook(lambda g: calls.append("gradient"))  # type: ignore[index, union-attr]
+    pipe.module[1].note = "kept"  # type: ignore[index]
     averages = {}
     for update in range(6):
         if update == 3:
             pipe.rebuild(_elsewhere(size))
             optimizer.param_groups[0]["lr"] = 1e-3
-            pipe.module[2].drop.eval()  # type: ignore[index, union-attr, operator]
+            pipe.module[1].drop.eval()  # type: ignore[index, union-attr, operator]
         pipe.step(*batch(update))
         for name, p in parameters.items():
             if not p.is_meta and p in optimizer.state:
@@ -59,7 +59,7 @@ def _kept(rank: int, size: int) -> dict[str, Any]:
                 averages[name] = state["ema"].sum().item()
     now = dict(pipe.module.named_parameters())
     assert all(p is now[n] and p.mine == "kept" for n, p in parameters.items())  # type: ignore[attr-defined]
-    assert pipe.module[2].note == "kept"  # type: ignore[index]
+    assert pipe.module[1].note == "kept"  # type: ignore[index]
     assert pipe.optimizer is optimizer
     mine = {n for n, p in parameters.items() if not p.is_meta}
     return {
@@ -78,7 +78,7 @@ def _kept_alone() -> dict[str, float]:
         optimizer.zero_grad()
         if update == 3:
             optimizer.param_groups[0]["lr"] = 1e-3
-            layers[2].drop.eval()  # type: ignore[union-attr, operator]
+            layers[1].drop.eval()  # type: ignore[union-attr, operator]
         plain_step(
             layers, *batch(update), nn.functional.cross_entropy, microbatches=MICROBATCHES, seed=SEED, update=update
         )
@@ -253,9 +253,9 @@ def _mistakes(rank: int, size: int) -> list[str]:
     refused(lambda: pipe.step(None if rank else ids, labels))  # type: ignore[arg-type]
     refused(lambda: pipe.step(ids, labels, scaler=torch.amp.GradScaler("cpu")))
     if rank:
-        pipe.module[2].requires_grad_(False)  # type: ignore[index]
+        pipe.module[1].requires_grad_(False)  # type: ignore[index]
     refused(lambda: pipe.step(ids, labels))
-    pipe.module[2].requires_grad_(True)  # type: ignore[index]
+    pipe.module[1].requires_grad_(True)  # type: ignore[index]
     refused(lambda: _pipe(make_optimizer=lambda named: torch.optim.LBFGS([p for _, p in named])))
     other = layers_of(ADAM)
     other[2] = nn.Linear(DIM, DIM + rank).double()

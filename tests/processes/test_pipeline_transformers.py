@@ -10,7 +10,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="the models are transformers'")
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # older versions have no other name
 
 from transformers import AutoModelForCausalLM
 
@@ -21,6 +20,7 @@ from prophet.errors import SpecError
 from tests.helpers.launch import run_gloo
 from tests.helpers.transformers_models import FAMILIES, LAYERS, batch, small, train_whole
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # older versions have no other name
 UNITS, MICROBATCHES, STEPS = LAYERS + 2, 2, 4
 KINDS = ("plain", "packed", "padded")
 MAPS = {

@@ -12,7 +12,8 @@ Pipeline checked(const IntArray& units, const IntArray& state, const IntArray& a
     require(p.units.size > 0, "units must be [L + 1]");
     require(p.state.size == p.units.size && p.active.size == p.units.size,
             "state and active must be [L + 1], with units [L + 1]");
-    require(p.held.size == p.stages() && p.capacity.size == p.stages(), "held and capacity must be [P], with speed [P]");
+    require(p.held.size == p.stages() && p.capacity.size == p.stages(),
+            "held and capacity must be [P], with speed [P]");
     require(p.stages() > 0 && p.stages() <= p.layers(), "every stage needs at least one layer");
     for (double s : p.speed) require(s > 0.0, "speed must be positive");
     return p;

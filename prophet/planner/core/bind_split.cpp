@@ -16,23 +16,6 @@ nb::object new_rows(Span<const Row> rows) {
     return new_array<Int, nb::ndim<2>>(data, rows.size * 4, {static_cast<std::size_t>(rows.size), 4});
 }
 
-// The rows of the tokens in `flow`, by arc and source.
-Span<Row> rows_of(const Flow& flow, const Holders& holders, Workspace& room) {
-    Int used = 0;
-    for (Int a = 0; a < flow.arcs; a++) {
-        for (Int n : flow.tokens_AR[a]) used += n > 0;
-    }
-    Span<Row> rows = room.array<Row>(used);
-    Int i = 0;
-    for (Int a = 0; a < flow.arcs; a++) {
-        ConstInts tokens_R = flow.tokens_AR[a];
-        for (Int r = 0; r < tokens_R.size; r++) {
-            if (tokens_R[r] > 0) rows[i++] = {r, holders.expert_M[flow.expert_A[a]], flow.rank_A[a], tokens_R[r]};
-        }
-    }
-    return rows;
-}
-
 // Write a split densely: experts with one holder go home, the others by their rows.
 void write_tokens(ConstIntGrid load_RE, ConstInts home_E, ConstInts shared, Span<const Row> rows, Ints tokens,
                   Workspace& room) {
@@ -63,8 +46,7 @@ TimedSplit timed_split(const MachineArguments& given, ConstBoolGrid holds_ER, do
     Problem problem = given.problem(room);
     split.holders = index_holders(holds_ER, room);
     split.best = best_split(problem, split.holders, effort, false, room);
-    split.rows = split.best.rows;
-    if (split.rows.size == 0) split.rows = rows_of(split.best.flow, split.holders, room);
+    split.rows = rows_of(split.best, split.holders, room);
     return split;
 }
 
@@ -102,7 +84,7 @@ nb::tuple exact_rows(const IntArray2D& load_RE, const BoolArray2D& holds_ER, con
         nb::gil_scoped_release unlocked;
         holders = index_holders(view(holds_ER), room);
         exact = exact_split(given.load_RE, given.home_E, given.node_R, given.speed_R, holders, room);
-        rows = expand(given.load_RE, holders, given.node_R, exact.tokens_A, room);
+        rows = exact_rows_of(exact.tokens_A, given.load_RE, holders, given.node_R, room);
     }
     return nb::make_tuple(new_array(holders.expert_M), new_rows(rows), new_array(exact.load_R), exact.bottleneck);
 }

@@ -33,7 +33,8 @@ MachineArguments MachineArguments::checked(const IntArray2D& load_RE, const IntA
                                            const FloatArray& figures) {
     MachineArguments given{GroupArguments::checked(load_RE, home_E, node_R, speed_R), view(seconds_per_token_R),
                            view(figures)};
-    require(given.seconds_per_token_R.size == given.node_R.size, "seconds_per_token_R must be [R], with load_RE [R, E]");
+    require(given.seconds_per_token_R.size == given.node_R.size,
+            "seconds_per_token_R must be [R], with load_RE [R, E]");
     require(given.figures.size == Figures::COUNT, "figures must have one entry per figure of a machine");
     return given;
 }

@@ -142,8 +142,8 @@ Cost home_cost(const Problem& problem) {
         near = std::max({near, problem.home_moved[SENT_NEAR][r], problem.home_moved[RECEIVED_NEAR][r]});
         far = std::max({far, problem.home_moved[SENT_FAR][r], problem.home_moved[RECEIVED_FAR][r]});
     }
-    double exchange_s = exchange_seconds(static_cast<double>(near), static_cast<double>(far), figures.token_bytes,
-                                         figures);
+    double exchange_s =
+        exchange_seconds(static_cast<double>(near), static_cast<double>(far), figures.token_bytes, figures);
     double a2a_s = A2A_PER_STEP * exchange_s, expert_s = FORWARD_AND_BACKWARD * forward_s;
     return {a2a_s + expert_s, a2a_s, expert_s, 0.0, 0.0};
 }

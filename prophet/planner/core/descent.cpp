@@ -8,9 +8,9 @@ namespace prophet {
 
 namespace {
 
-constexpr double LEVEL_PRICES = 0.01;  // a token does not move for less; at high q this is next to nothing in seconds
-constexpr double LEVELLED = 1e-3;      // a level is left when a sweep lowers its norm by less
-constexpr double SETTLE_S = 3e-8;      // assumed seconds to settle a rank and expert once; fixes what an effort buys
+constexpr double LEVEL_PRICES = 0.01;    // a token does not move for less; at high q this is next to nothing in seconds
+constexpr double LEVELLED = 1e-3;        // a level is left when a sweep lowers its norm by less
+constexpr double SETTLE_S = 3e-8;        // assumed seconds to settle a rank and expert once; fixes what an effort buys
 constexpr Int MOST_SWEEPS = 4 * LEVELS;  // further ones gain next to nothing
 constexpr double INFINITE = std::numeric_limits<double>::infinity();
 
@@ -97,19 +97,22 @@ double forward_weight(Transfers moved, double forward_s, const Figures& figures)
 
 }  // namespace
 
-void reprice(Flow& flow, const Figures& figures, const Busiest& busiest, Int q) {
-    Transfers moved = transfer_seconds(busiest, figures);
-    Norms found = norms(flow, q);
-    set_prices(flow, q, A2A_PER_STEP, forward_weight(moved, found.forward_s, figures), found);
-}
-
 namespace {
 
 // A flow's arrays, each with a name, so that the compiler keeps them in registers while tokens are written.
 struct Settling {
     explicit Settling(Flow& flow, Int q)
-        : q(q), node_R(flow.node_R), rate(flow.rate), base(flow.base), busy(flow.busy), price(flow.price),
-          scale(flow.scale), next_A(flow.next_A), rank_A(flow.rank_A), tokens_AR(flow.tokens_AR), arc(flow.scratch) {}
+        : q(q),
+          node_R(flow.node_R),
+          rate(flow.rate),
+          base(flow.base),
+          busy(flow.busy),
+          price(flow.price),
+          scale(flow.scale),
+          next_A(flow.next_A),
+          rank_A(flow.rank_A),
+          tokens_AR(flow.tokens_AR),
+          arc(flow.scratch) {}
 
     Int settle_expert(Int j);
 
@@ -254,12 +257,6 @@ Int settle(Flow& flow, Int first, Int last, Int q) {
     return moves;
 }
 
-double guide_of(const Flow& flow, const Figures& figures, const Busiest& busiest, Int q) {
-    Norms found = norms(flow, q);
-    Transfers exposed = exposed_seconds(busiest, found.forward_s, figures);
-    return A2A_PER_STEP * found.exchange_q + FORWARD_AND_BACKWARD * found.forward_q + exposed.trans_s + exposed.agg_s;
-}
-
 namespace {
 
 // The best that a descent has seen.
@@ -279,41 +276,43 @@ struct Best {
     }
 };
 
-// Descend at one q for at most `sweeps` sweeps; returns those made.
-Int descend(Flow& flow, const Figures& figures, Transfers moved, Int q, Int sweeps, Best& best) {
+// Descend at one q for at most `sweeps` sweeps.
+void descend(Flow& flow, const Figures& figures, Transfers moved, Int q, Int sweeps, Best& best) {
     double smooth = INFINITE;
-    if (sweeps <= 0) return 0;
+    if (sweeps <= 0) return;
     Norms found = norms(flow, q);
     for (Int made = 1;; made++) {
         set_prices(flow, q, A2A_PER_STEP, forward_weight(moved, found.forward_s, figures), found);
         Int moves = sweep(flow, q);
         found = norms(flow, q);
         Transfers exposed = felt(moved, found.forward_s, figures);
-        double now = A2A_PER_STEP * found.exchange_s + FORWARD_AND_BACKWARD * found.forward_s + exposed.trans_s +
-                     exposed.agg_s;
+        double now =
+            A2A_PER_STEP * found.exchange_s + FORWARD_AND_BACKWARD * found.forward_s + exposed.trans_s + exposed.agg_s;
         if (now < best.guide_s) best.keep(flow, now);
         double before = smooth;
-        smooth = A2A_PER_STEP * found.exchange_q + FORWARD_AND_BACKWARD * found.forward_q + exposed.trans_s +
-                 exposed.agg_s;
-        if (made == sweeps || moves == 0 || smooth > before * (1.0 - LEVELLED)) return made;
+        smooth =
+            A2A_PER_STEP * found.exchange_q + FORWARD_AND_BACKWARD * found.forward_q + exposed.trans_s + exposed.agg_s;
+        if (made == sweeps || moves == 0 || smooth > before * (1.0 - LEVELLED)) return;
     }
 }
 
 }  // namespace
 
-Shortened shorten(Flow& flow, const Figures& figures, const Busiest& busiest, Int sweeps, bool far, Workspace& room) {
+void shorten(Flow& flow, const Figures& figures, const Busiest& busiest, Int sweeps, bool far, Workspace& room) {
     Scope scope(room);
     Transfers moved = transfer_seconds(busiest, figures);
     Best best{0.0, room.ints(flow.arcs * flow.ranks()), room.floats(RESOURCES * flow.ranks())};
-    best.keep(flow, guide_of(flow, figures, busiest, 0));
-    Int done = 0, made = 0, early = far ? LEVELS - 1 : 0;
+    Norms start = norms(flow, 0);
+    Transfers shown = felt(moved, start.forward_s, figures);
+    best.keep(flow,
+              A2A_PER_STEP * start.exchange_s + FORWARD_AND_BACKWARD * start.forward_s + shown.trans_s + shown.agg_s);
+    Int done = 0, early = far ? LEVELS - 1 : 0;
     for (Int i = 0; i < LEVELS; i++) {
         Int share = (sweeps * (i + 1) + early) / LEVELS;
-        made += descend(flow, figures, moved, Int{2} << i, share - done, best);
+        descend(flow, figures, moved, Int{2} << i, share - done, best);
         done = std::max(done, share);
     }
     best.put_back(flow);
-    return {best.guide_s, made};
 }
 
 Int affordable(double above_s, double effort, Int pairs) {

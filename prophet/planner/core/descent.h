@@ -31,9 +31,6 @@ Norms norms(const Flow& flow, Int q);
 // them for this q.
 void set_prices(Flow& flow, Int q, double exchange_weight, double forward_weight, const Norms& norms);
 
-// `norms` and `set_prices`; longer products hide more of an exposed transfer, and are cheaper for it.
-void reprice(Flow& flow, const Figures& figures, const Busiest& busiest, Int q);
-
 // Let every rank move tokens of experts first .. last - 1, each from its dearest holder to its cheapest; returns the
 // number of moves.
 Int settle(Flow& flow, Int first, Int last, Int q);
@@ -47,17 +44,9 @@ inline double token_price(bool here, bool near, double own, double near_s, doubl
     return own + (near ? near_s : far_s);
 }
 
-// Seconds of a step with q-norms in place of the largest exchange and product.
-double guide_of(const Flow& flow, const Figures& figures, const Busiest& busiest, Int q);
-
-struct Shortened {
-    double guide_s;  // at q = 0
-    Int sweeps;
-};
-
 // Descend with growing q for at most `sweeps` sweeps; the best found stays in place. Fewer sweeps than levels are
 // spread over them: from the first level on where there is `far` to go, because low q moves most, else up to the last.
-Shortened shorten(Flow& flow, const Figures& figures, const Busiest& busiest, Int sweeps, bool far, Workspace& room);
+void shorten(Flow& flow, const Figures& figures, const Busiest& busiest, Int sweeps, bool far, Workspace& room);
 
 // How many sweeps over `pairs` of a rank and an expert fit into this share of what they could save at best.
 Int affordable(double above_s, double effort, Int pairs);

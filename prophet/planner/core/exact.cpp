@@ -78,27 +78,32 @@ class Solver {
     Workspace& room_;
     bool one_node_;
 
-    Ints tokens_, load_;             // the answer, by arc and by rank
-    Ints cap_, chosen_;              // by rank
-    Ints have_;                      // tokens of every arc's own rank
+    Ints tokens_, load_;  // the answer, by arc and by rank
+    Ints cap_, chosen_;   // by rank
+    Ints have_;           // tokens of every arc's own rank
     Ints group_, group_first_, supply_, held_;
     Ints group_order_, expert_order_;
     Int groups_ = 0;
 
-    Ints distance_;                  // of every rank from an overloaded one
-    Ints came_from_, came_by_;       // the arcs over which the way to a rank leaves the one before and enters it
-    Ints at_first_, at_expert_;      // the experts of every rank
-    Ints stale_;                     // experts with a holder whose distance fell since they were relaxed
-    Ints nearest_arc_, nearest_;     // by group: the arc that is nearest, and its distance
+    Ints distance_;               // of every rank from an overloaded one
+    Ints came_from_, came_by_;    // the arcs over which the way to a rank leaves the one before and enters it
+    Ints at_first_, at_expert_;   // the experts of every rank
+    Ints stale_;                  // experts with a holder whose distance fell since they were relaxed
+    Ints nearest_arc_, nearest_;  // by group: the arc that is nearest, and its distance
 };
 
 Solver::Solver(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, const Holders& holders, ConstInts node_R,
                ConstFloats speed_R, Workspace& room)
-    : total_E_(total_E), fixed_R_(fixed_R), node_R_(node_R), speed_R_(speed_R), holders_(holders), room_(room),
+    : total_E_(total_E),
+      fixed_R_(fixed_R),
+      node_R_(node_R),
+      speed_R_(speed_R),
+      holders_(holders),
+      room_(room),
       one_node_(node_R[node_R.size - 1] == 0) {
     Int arcs = holders.arcs(), ranks = node_R.size, many = holders.experts();
-    for (Ints* by_arc : {&have_, &group_, &group_first_, &supply_, &held_, &group_order_, &at_expert_, &nearest_arc_,
-                         &nearest_}) {
+    for (Ints* by_arc :
+         {&have_, &group_, &group_first_, &supply_, &held_, &group_order_, &at_expert_, &nearest_arc_, &nearest_}) {
         *by_arc = room.ints(arcs + 1);
     }
     for (Ints* by_rank : {&cap_, &chosen_, &distance_, &came_from_, &came_by_, &at_first_}) {
@@ -408,8 +413,8 @@ Exact solve_exact(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, co
     return exact;
 }
 
-Exact exact_split(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R,
-                  const Holders& holders, Workspace& room) {
+Exact exact_split(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R, const Holders& holders,
+                  Workspace& room) {
     Ints total_E = room.ints(load_RE.columns), fixed_R = room.ints(load_RE.rows);
     count_totals(load_RE, total_E);
     fixed_R.fill(0);

@@ -27,8 +27,8 @@ Exact solve_exact(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, co
                   ConstFloats speed_R, double at_least, Workspace& room);
 
 // The same at no least bottleneck.
-Exact exact_split(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R,
-                  const Holders& holders, Workspace& room);
+Exact exact_split(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R, const Holders& holders,
+                  Workspace& room);
 Exact level_out(const Problem& problem, const Holders& holders, Workspace& room);
 
 }  // namespace prophet

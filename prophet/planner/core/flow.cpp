@@ -71,27 +71,6 @@ Int attach(Flow& flow, Int j, Int rank, double overhead_s) {
 
 namespace {
 
-constexpr Int NOWHERE = -1;
-
-// The resource by which `source` sends to `rank`.
-Int way_out(const Flow& flow, Int source, Int rank) {
-    if (rank == source) return NOWHERE;
-    return flow.node_R[rank] == flow.node_R[source] ? Int{OUT_NEAR} : Int{OUT_FAR};
-}
-
-}  // namespace
-
-void redirect(const Flow& flow, Int source, Int giver, Int taker, double tokens) {
-    Int back = way_out(flow, source, giver), to = way_out(flow, source, taker);
-    if (back != NOWHERE) flow.busy[back + 1][giver] -= tokens;
-    if (to != NOWHERE) flow.busy[to + 1][taker] += tokens;
-    if (back == to) return;  // what the source sends does not change
-    if (back != NOWHERE) flow.busy[back][source] -= tokens;
-    if (to != NOWHERE) flow.busy[to][source] += tokens;
-}
-
-namespace {
-
 // The holder of expert j that is cheapest for rank r, the first in the list on ties.
 Int cheapest_arc(const Flow& flow, Int j, Int r) {
     const FloatGrid& price = flow.price;
@@ -139,18 +118,6 @@ void detach(Flow& flow, Int a, double overhead_s) {
     flow.rank_A[a] = flow.rank_A[last];
     flow.expert_A[a] = flow.expert_A[last];
     flow.tokens_AR[a].copy_from(flow.tokens_AR[last]);
-}
-
-void copy_flow(const Flow& source, Flow& target) {
-    target.base[PRODUCTS].copy_from(source.base[PRODUCTS]);
-    target.busy.flat().copy_from(source.busy.flat());
-    for (Int a = 0; a < source.arcs; a++) {
-        target.next_A[a] = source.next_A[a];
-        target.rank_A[a] = source.rank_A[a];
-        target.expert_A[a] = source.expert_A[a];
-        target.tokens_AR[a].copy_from(source.tokens_AR[a]);
-    }
-    target.arcs = source.arcs;
 }
 
 double send_home(Flow& flow, const Problem& problem) {

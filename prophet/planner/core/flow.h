@@ -57,10 +57,19 @@ Int attach(Flow& flow, Int j, Int rank, double overhead_s);
 void detach(Flow& flow, Int a, double overhead_s);
 
 // Tokens of `source` go to `taker` instead of `giver`: the exchanges in `busy`, the products not.
-void redirect(const Flow& flow, Int source, Int giver, Int taker, double tokens);
-
-// Overwrite `target` by `source`, of the same sizes.
-void copy_flow(const Flow& source, Flow& target);
+inline void redirect(const Flow& flow, Int source, Int giver, Int taker, double tokens) {
+    constexpr Int NOWHERE = -1;
+    const auto way = [&](Int rank) {
+        if (rank == source) return NOWHERE;
+        return flow.node_R[rank] == flow.node_R[source] ? Int{OUT_NEAR} : Int{OUT_FAR};
+    };
+    Int back = way(giver), to = way(taker);
+    if (back != NOWHERE) flow.busy[back + 1][giver] -= tokens;
+    if (to != NOWHERE) flow.busy[to + 1][taker] += tokens;
+    if (back == to) return;  // what the source sends does not change
+    if (back != NOWHERE) flow.busy[back][source] -= tokens;
+    if (to != NOWHERE) flow.busy[to][source] += tokens;
+}
 
 // Count all tokens at home in `busy`; returns the bottleneck.
 double send_home(Flow& flow, const Problem& problem);

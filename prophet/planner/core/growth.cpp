@@ -4,38 +4,72 @@
 
 namespace prophet {
 
-constexpr Int PATIENCE = 2;  // replicas in a row that bring nothing: the first copy costs a Trans, others share it
 constexpr Int VALUED = 8;    // experts looked at for every replica
-constexpr Int SETTLED = 3;   // sweeps
+constexpr Int PATIENCE = 2;  // replicas in a row that bring nothing: the first copy costs a Trans, others share it
 constexpr double BETTER = 1.0 - 1e-6;
 
-static Flow flow_of_all(const Problem& problem, Int most_replicas, Workspace& room) {
-    Ints all_E = room.ints(problem.experts());
-    for (Int e = 0; e < all_E.size; e++) all_E[e] = e;
-    return make_flow(problem, all_E, most_replicas, room);
-}
-
-Growth::Growth(const Problem& problem, ConstInts limit_R, Int most_replicas, Workspace& room)
+Growth::Growth(const Problem& problem, ConstInts limit_R, ConstInts chosen_J, const Replicas& replicas, Workspace& room)
     : problem(problem),
-      limit_R(limit_R),
-      flow(flow_of_all(problem, most_replicas, room)),
+      chosen_J(chosen_J),
+      slots_R(room.ints(problem.ranks())),
+      first_rank(0),
+      last_rank(problem.ranks()),
+      flow(make_flow(problem, chosen_J, replicas.most(), room)),
       moved{room.floats(COPIES, problem.ranks()), room.floats(COPIES, problem.ranks())},
+      others{room.floats(COPIES, problem.ranks()), room.floats(COPIES, problem.ranks())},
       busiest{},
-      promise_J(room.floats(problem.experts())),
+      promise_J(room.floats(chosen_J.size)),
       gain_R(room.floats(problem.ranks())),
       tokens_R(room.floats(problem.ranks())),
       near_R(room.floats(problem.ranks())),
       far_R(room.floats(problem.ranks())),
       held_R(room.array<bool>(problem.ranks())),
       free_R(room.ints(problem.ranks())),
-      barred_expert(room.ints(BARRED)),
-      barred_rank(room.ints(BARRED)),
       node_first(room.ints(problem.nodes() + 1)) {
     for (Int r = problem.ranks() - 1; r >= 0; r--) node_first[problem.node_R[r]] = r;
     node_first[problem.nodes()] = problem.ranks();
     held_R.fill(false);
-    barred_expert.fill(-1);
-    barred_rank.fill(-1);
+    slots_R.copy_from(limit_R);
+    others.sent.flat().fill(0.0);
+    others.received.flat().fill(0.0);
+    Ints index_E = room.ints(problem.experts());
+    index_E.fill(-1);
+    for (Int j = 0; j < chosen_J.size; j++) index_E[chosen_J[j]] = j;
+    if (chosen_J.size < problem.experts()) hold_others(replicas, index_E, room);
+    for (Int i = 0; i < replicas.used; i++) {
+        Int j = index_E[replicas.expert[i]];
+        if (j >= 0) {
+            attach(flow, j, replicas.rank[i], overhead_s());
+        } else {
+            slots_R[replicas.rank[i]]--;
+        }
+    }
+}
+
+// Count what experts that do not grow move, under the exact split of all.
+void Growth::hold_others(const Replicas& replicas, ConstInts index_E, Workspace& room) {
+    Scope scope(room);
+    Holders holders = index_replicas(replicas, problem.home_E, room);
+    Exact level = level_out(problem, holders, room);
+    Flow links = make_frame(problem, holders.expert_M, holders.replicas(), room);
+    Columns columns(problem.load_RE, holders.expert_M, room);
+    Ints want = room.ints(problem.ranks());
+    for (Int m = 0; m < holders.experts(); m++) {
+        Int e = holders.expert_M[m], home = problem.home_E[e];
+        if (index_E[e] >= 0) continue;
+        flow.busy[PRODUCTS][home] -= static_cast<double>(problem.total_E[e]);
+        for (Int k = holders.start[m]; k < holders.start[m + 1]; k++) {
+            Int d = holders.rank_A[k];
+            flow.busy[PRODUCTS][d] += static_cast<double>(level.tokens_A[k]);
+            if (d == home) continue;
+            flow.base[PRODUCTS][d] += overhead_s();
+            link(links, m, d, 0.0);
+        }
+        match(holders, m, problem.node_R, level.tokens_A, columns.take(m), want, [&](Int k, Int source, Int tokens) {
+            redirect(flow, source, home, holders.rank_A[k], static_cast<double>(tokens));
+        });
+        count_copies(links, m, others, 1.0);
+    }
 }
 
 bool Growth::has(Int expert, Int rank) const {
@@ -58,43 +92,15 @@ Growth::Seconds Growth::set_prices(Int q) {
 }
 
 void Growth::count_copies_anew() {
-    moved.sent.flat().fill(0.0);
-    moved.received.flat().fill(0.0);
+    moved.sent.flat().copy_from(others.sent.flat());
+    moved.received.flat().copy_from(others.received.flat());
     for (Int j = 0; j < flow.experts; j++) count_copies(flow, j, moved, 1.0);
     busiest = busiest_of(moved);
 }
 
 void Growth::count_free() {
-    free_R.copy_from(limit_R);
+    free_R.copy_from(slots_R);
     for (Int a = flow.experts; a < flow.arcs; a++) free_R[flow.rank_A[a]]--;
-}
-
-void Growth::settle_all(Int q) {
-    count_copies_anew();
-    for (Int n = 0; n < SETTLED; n++) {
-        set_prices(q);
-        if (sweep(flow, q) == 0) break;
-    }
-}
-
-void Growth::shrink(Int q) {
-    count_copies_anew();
-    double low = set_prices(q).smooth;
-    while (replicas() > 0) {
-        const Int a = least_missed(-1);
-        const Int j = flow.expert_A[a], d = flow.rank_A[a];
-        detach(flow, a, overhead_s());
-        settle_expert(flow, j, q);
-        count_copies_anew();
-        const double now = set_prices(q).smooth;
-        if (now > low) {
-            attach(flow, j, d, overhead_s());
-            settle_expert(flow, j, q);
-            settle_expert(flow, j, q);
-            break;
-        }
-        low = now;
-    }
 }
 
 void Growth::grow(Int q) {
@@ -103,56 +109,22 @@ void Growth::grow(Int q) {
     double low = set_prices(q).smooth;
     Int kept = flow.arcs;
     while (flow.arcs - kept < PATIENCE) {
-        const Choice chosen = most_valuable(q);
-        if (chosen.expert < 0) break;
-        const Int j = chosen.expert;
+        auto [j, d, value] = most_valuable(q);
+        if (j < 0) break;
         count_copies(flow, j, moved, -1.0);
-        attach(flow, j, chosen.rank, overhead_s());
+        attach(flow, j, d, overhead_s());
         count_copies(flow, j, moved, 1.0);
         busiest = busiest_of(moved);
-        free_R[chosen.rank]--;
+        free_R[d]--;
         settle_expert(flow, j, q);
         settle_expert(flow, j, q);
-        const double now = set_prices(q).smooth;
+        double now = set_prices(q).smooth;
         if (now < low * BETTER) {
             low = now;
             kept = flow.arcs;
         }
     }
     while (flow.arcs > kept) detach(flow, flow.arcs - 1, overhead_s());
-}
-
-Int Growth::least_missed(Int rank) const {
-    const ConstInts node_R = flow.node_R;
-    const Floats own = flow.price[PRODUCTS], out_near = flow.price[OUT_NEAR], in_near = flow.price[IN_NEAR];
-    const Floats out_far = flow.price[OUT_FAR], in_far = flow.price[IN_FAR];
-    Int chosen = -1;
-    double low = 0.0;
-    for (Int a = flow.experts; a < flow.arcs; a++) {
-        if (rank >= 0 && flow.rank_A[a] != rank) continue;
-        double loss = 0.0;
-        for (Int r = 0; r < node_R.size; r++) {
-            const Int n = flow.tokens_AR[a][r];
-            if (n == 0) continue;
-            double here = 0.0, other = 1e300;
-            for (Int k = flow.expert_A[a]; k >= 0; k = flow.next_A[k]) {
-                const Int d = flow.rank_A[k];
-                const double price = token_price(
-                    d == r, node_R[d] == node_R[r], own[d], out_near[r] + in_near[d], out_far[r] + in_far[d]);
-                if (k == a) {
-                    here = price;
-                } else {
-                    other = std::min(other, price);
-                }
-            }
-            loss += static_cast<double>(n) * (other - here);
-        }
-        if (chosen < 0 || loss < low) {
-            chosen = a;
-            low = loss;
-        }
-    }
-    return chosen;
 }
 
 // What all tokens of every expert pay above the cheapest products: no replica of it can be worth more.
@@ -208,9 +180,14 @@ void Growth::gains_of(Int expert) {
             const double now = h == r ? own[h] : (node_R[h] == node ? out_near[r] + near_R[h] : out_far[r] + far_R[h]);
             const double gain = gain_R[r], tokens = tokens_R[r];
             const Int first = node_first[node], last = node_first[node + 1];
-            add_gains(gain_R.data, tokens_R.data, far_R.data, 0, first, now - out_far[r], n);
-            add_gains(gain_R.data, tokens_R.data, near_R.data, first, last, now - out_near[r], n);
-            add_gains(gain_R.data, tokens_R.data, far_R.data, last, ranks, now - out_far[r], n);
+            const auto add = [&](ConstFloats price_R, Int from, Int to, double paid) {
+                from = std::max(from, first_rank);
+                to = std::min(to, last_rank);
+                add_gains(gain_R.data, tokens_R.data, price_R.data, from, to, paid, n);
+            };
+            add(far_R, 0, first, now - out_far[r]);
+            add(near_R, first, last, now - out_near[r]);
+            add(far_R, last, ranks, now - out_far[r]);
             const double saved = now - own[r];  // its own rank need not send them
             gain_R[r] = saved > 0.0 ? gain + n * saved : gain;
             tokens_R[r] = saved > 0.0 ? tokens + n : tokens;
@@ -249,7 +226,7 @@ void Growth::prices_at_holders() {
     shown = exposed_seconds(busiest, forward_s, problem.figures);
 }
 
-Growth::Choice Growth::best_of(Int j, Int q, double& most) {
+Growth::Choice Growth::best_of(Int j, Int q, double least) {
     const ConstInts node_R = flow.node_R;
     const Floats busy = flow.busy[PRODUCTS], rate = flow.rate[PRODUCTS], base = flow.base[PRODUCTS];
     const Floats own = flow.price[PRODUCTS];
@@ -267,41 +244,34 @@ Growth::Choice Growth::best_of(Int j, Int q, double& most) {
         steepest = std::max(steepest, bend_of(d));
     }
     gains_of(j);
-    Choice best;
-    for (Int d = 0; d < node_R.size; d++) {
+    Choice best{-1, -1, least};
+    for (Int d = first_rank; d < last_rank; d++) {
         double gain = gain_R[d];
-        if (held_R[d] || free_R[d] <= 0 || gain <= most) continue;
+        if (held_R[d] || free_R[d] <= 0 || gain <= best.value) continue;
         const double bend = (steepest + bend_of(d)) * (tokens_R[d] * tokens_R[d]);
         const double part = bend > 0.0 ? std::min(1.0, gain / bend) : 1.0;
         gain = part * gain - 0.5 * part * part * bend;
-        bool barred = false;
-        for (Int i = 0; i < BARRED; i++) barred = barred || (barred_expert[i] == j && barred_rank[i] == d);
-        if (gain <= most || barred) continue;
+        if (gain <= best.value) continue;
         const Transfers with = transfers_with(j, d, copies, together);
         const double value = gain - (with.trans_s - shown.trans_s + with.agg_s - shown.agg_s);
-        if (value > most) {
-            best = {j, d};
-            most = value;
-        }
+        if (value > best.value) best = {j, d, value};
     }
     for (Int a = j; a >= 0; a = flow.next_A[a]) held_R[flow.rank_A[a]] = false;
     return best;
 }
 
-// The expert and rank of the replica that is worth most at the present prices; none (-1) where none is worth anything.
 Growth::Choice Growth::most_valuable(Int q) {
     prices_at_holders();
     promise_all();
     Choice best;
-    double most = 0.0;
     for (Int n = 0; n < VALUED; n++) {
-        Int j = -1;
-        for (Int e = 0; e < promise_J.size; e++) {
-            if (promise_J[e] > most && (j < 0 || promise_J[e] > promise_J[j])) j = e;
+        Int j = 0;
+        for (Int e = 1; e < promise_J.size; e++) {
+            if (promise_J[e] > promise_J[j]) j = e;
         }
-        if (j < 0) break;
+        if (promise_J[j] <= best.value) break;
         promise_J[j] = 0.0;
-        const Choice chosen = best_of(j, q, most);
+        Choice chosen = best_of(j, q, best.value);
         if (chosen.expert >= 0) best = chosen;
     }
     return best;

@@ -2,9 +2,9 @@
 //
 // Shape legend: L layers, P stages (stage k on rank k).
 //
-// Stage k that runs layers i .. j - 1 takes (units[j] - units[i]) / speed[k] and needs (state[j] - state[i]) + held[k] *
-// (active[j] - active[i]) bytes; `units`, `state` and `active` are prefix sums [L + 1] of integers, so equal layers give
-// exactly equal stage times and nothing depends on a tolerance.
+// Stage k that runs layers i .. j - 1 takes (units[j] - units[i]) / speed[k] and needs (state[j] - state[i]) + held[k]
+// * (active[j] - active[i]) bytes; `units`, `state` and `active` are prefix sums [L + 1] of integers, so equal layers
+// give exactly equal stage times and nothing depends on a tolerance.
 //
 // With unequal speeds, or with memory that shrinks towards the first stage, filling every stage as far as possible is
 // not exact when no stage may be empty: a later stage may need a layer that the greedy start took away from a rank able
@@ -37,9 +37,9 @@ inline constexpr double NO_PARTITION = -1.0;
 // The least possible bottleneck in units, or NO_PARTITION.
 double minimal_bottleneck(const Pipeline& pipeline, Workspace& room);
 
-// Write boundaries [P + 1] with bottleneck at most `beta` that minimise an additive cost; returns whether there are any.
-// The cost of stage k over layers i .. j - 1 is penalty[k][j] - penalty[k][i] plus `square_weight` times its squared
-// time; `penalty` [P, L + 1] holds prefix sums. Ties go to the earlier boundary.
+// Write boundaries [P + 1] with bottleneck at most `beta` that minimise an additive cost; returns whether there are
+// any. The cost of stage k over layers i .. j - 1 is penalty[k][j] - penalty[k][i] plus `square_weight` times its
+// squared time; `penalty` [P, L + 1] holds prefix sums. Ties go to the earlier boundary.
 bool best_boundaries(double beta, const Pipeline& pipeline, double square_weight, ConstFloatGrid penalty,
                      Ints boundaries, Workspace& room);
 

@@ -8,8 +8,8 @@ namespace prophet {
 struct Options {
     double keep_margin;   // what is in force is kept while its step is within this fraction of a new plan's
     double gain_margin;   // replicas are used where they save at least this fraction of the step
-    double spare;         // share of the mean load that every rank can drain to any other
-    double spare_margin;  // share of the step that this may cost
+    double spare;         // copies per rank that a first plan has beside those that level products
+    double spare_margin;  // share of the step that they may cost
     double effort;        // share of the step that tries may take in the mean
     double least_s;       // seconds that they may take however short the step
     double split_effort;
@@ -21,8 +21,7 @@ struct Options {
 };
 
 // Writes the holders. `previous_ER` are those in force, of no rows where there are none.
-void plan(
-    const Problem& problem, ConstInts limit_R, ConstBoolGrid previous_ER, const Options& options,
-    Grid<bool> holds_ER, Workspace& room);
+void plan(const Problem& problem, ConstInts limit_R, ConstBoolGrid previous_ER, const Options& options,
+          Grid<bool> holds_ER, Workspace& room);
 
 }  // namespace prophet

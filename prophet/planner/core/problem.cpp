@@ -3,8 +3,7 @@
 namespace prophet {
 
 Figures Figures::from(ConstFloats array) {
-    return {array[0], {array[1], array[2]}, {array[3], array[4]}, array[5],
-            array[6], array[7],             array[8],             array[9],
+    return {array[0],  {array[1], array[2]}, {array[3], array[4]}, array[5], array[6], array[7], array[8], array[9],
             array[10], 1.0 - array[11]};
 }
 
@@ -72,7 +71,7 @@ Problem make_problem(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, C
     IntGrid home_moved = room.ints(TRAFFIC, ranks);
     count_totals(load_RE, total_E);
     count_home(load_RE, total_E, home_E, node_R, home_load, home_groups, home_moved);
-    return {load_RE,   total_E,   home_E,      node_R,    speed_R, seconds_per_token_R, Figures::from(figures),
+    return {load_RE,   total_E,     home_E,    node_R, speed_R, seconds_per_token_R, Figures::from(figures),
             home_load, home_groups, home_moved};
 }
 

@@ -15,17 +15,16 @@ namespace prophet {
 struct BestSplit {
     Flow flow;  // what is busy; has the tokens where there are no rows
     Cost cost;
-    double above_s;     // what the descent that the effort buys could save at most
     double bottleneck;  // T
-    Span<Row> rows;     // the exact split's; none where it was not the best
-    Int sweeps;         // made
+    Span<Row> rows;     // the exact split's, where it is the best and not quick
 };
 
-// For an `exact` split no descent is made, neither rows nor tokens are written, and the bottleneck is its own even
-// where the cost is that of replicas left alone. Everything is taken from `room`.
-BestSplit best_split(const Problem& problem, const Holders& holders, double effort, bool exact, Workspace& room);
+// For a `quick` split no descent is made, and neither rows nor tokens are written. Everything is taken from `room`.
+BestSplit best_split(const Problem& problem, const Holders& holders, double effort, bool quick, Workspace& room);
 
-// Count in `flow.busy`, which has all tokens at home, the exact split's ways, without making its rows.
-void count_exact(Flow& flow, const Problem& problem, const Holders& holders, const Exact& exact, Workspace& room);
+// Its rows, the same for all ranks.
+Span<Row> rows_of(const BestSplit& split, const Holders& holders, Workspace& room);
+Span<Row> exact_rows_of(ConstInts tokens_A, ConstIntGrid load_RE, const Holders& holders, ConstInts node_R,
+                        Workspace& room);
 
 }  // namespace prophet

@@ -5,7 +5,8 @@
 
 namespace prophet {
 
-constexpr Int SMOOTH = 2;      // q of the prices that growth goes by, doubled up to twice
+constexpr Int SMOOTH = 2;       // q of the prices that growth goes by, doubled up to twice
+constexpr Int TAKEN = 3;        // replicas that a try takes away at most
 constexpr double MAYBE = 0.02;  // a try whose step is longer by more than this after a few sweeps gets no split
 
 Draws draws_of(const Problem& problem) {
@@ -31,85 +32,36 @@ double settled_s(Growth& growth) {
     return growth.set_prices(32).step;
 }
 
-void strip(Growth& growth) {
-    while (growth.replicas() > 0) detach(growth.flow, growth.flow.arcs - 1, growth.overhead_s());
-}
-
 // A drawn replica's arc.
-Int one_replica(const Growth& growth, Draws& draws) {
-    return growth.flow.experts + draws.one_of(growth.replicas());
-}
+Int one_replica(const Growth& growth, Draws& draws) { return growth.flow.experts + draws.one_of(growth.replicas()); }
 
-// Gives the heavier of two drawn experts a holder on every rank, half of the time with no other replicas beside: sent
-// in two phases, many copies of one expert can cost less than a few.
-void put_everywhere(Growth& growth, Draws draws) {
-    const Problem& problem = growth.problem;
-    if ((draws.seed() >> 20) % 2 == 0) strip(growth);
-    Int j = draws.one_of(problem.experts());
-    const Int i = draws.one_of(problem.experts());
-    if (problem.total_E[i] > problem.total_E[j]) j = i;
-    growth.count_free();
-    for (Int r = 0; r < problem.ranks(); r++) {
-        if (growth.limit_R[r] <= 0 || growth.has(j, r)) continue;
-        if (growth.free_R[r] <= 0) detach(growth.flow, growth.least_missed(r), growth.overhead_s());
-        attach(growth.flow, j, r, growth.overhead_s());
-    }
-}
-
-// Takes about half of the replicas away, and fills all slots with drawn ones.
-void redraw(Growth& growth, Draws draws) {
-    const Problem& problem = growth.problem;
-    for (Int a = growth.flow.arcs - 1; a >= growth.flow.experts; a--) {
-        if (draws.one_of(2) == 0) detach(growth.flow, a, growth.overhead_s());
-    }
-    growth.count_free();
-    for (Int r = 0; r < problem.ranks(); r++) {
-        const Int tries = std::min(growth.free_R[r], problem.experts());
-        for (Int n = 0; n < tries; n++) {
-            const Int j = draws.one_of(problem.experts());
-            if (problem.total_E[j] > 0 && !growth.has(j, r)) attach(growth.flow, j, r, growth.overhead_s());
-        }
-    }
-}
-
-// Lets two drawn replicas exchange their ranks, or only takes the first away.
-void exchange(Growth& growth, Int q, Draws draws) {
-    Flow& flow = growth.flow;
-    if (growth.replicas() < 2) return;
-    Int a = one_replica(growth, draws);
-    const Int j = flow.expert_A[a], d = flow.rank_A[a];
-    detach(flow, a, growth.overhead_s());
-    a = one_replica(growth, draws);
-    const Int i = flow.expert_A[a], r = flow.rank_A[a];
-    if (i == j || r == d || growth.has(j, r) || growth.has(i, d)) return;
-    detach(flow, a, growth.overhead_s());
-    attach(flow, j, r, growth.overhead_s());
-    attach(flow, i, d, growth.overhead_s());
-    for (Int n = 0; n < 2; n++) {
-        settle_expert(flow, j, q);
-        settle_expert(flow, i, q);
-    }
-}
-
-// Takes up to three drawn replicas away and bars them.
+// Takes up to three drawn replicas away.
 void take_some(Growth& growth, Draws& draws) {
-    const Int many = std::min(1 + (draws.seed() >> 20) % BARRED, growth.replicas());
+    const Int many = std::min(1 + (draws.seed() >> 20) % TAKEN, growth.replicas());
     for (Int n = 0; n < many; n++) {
         const Int a = one_replica(growth, draws);
-        growth.barred_expert[n] = growth.flow.expert_A[a];
-        growth.barred_rank[n] = growth.flow.rank_A[a];
         detach(growth.flow, a, growth.overhead_s());
     }
 }
 
+// Gives the heavier of two drawn experts a holder on every rank: in two phases, many copies can cost less than a few.
+void put_everywhere(Growth& growth, Int q, Draws draws) {
+    Int j = draws.one_of(growth.flow.experts);
+    Int other = draws.one_of(growth.flow.experts);
+    if (growth.total(other) > growth.total(j)) j = other;
+    for (Int r = 0; r < growth.flow.ranks(); r++) {
+        if (growth.slots_R[r] > 0 && !growth.has(j, r)) attach(growth.flow, j, r, growth.overhead_s());
+    }
+    settle_expert(growth.flow, j, q);
+    settle_expert(growth.flow, j, q);
+}
+
 // Puts a drawn expert on the first rank with a free slot from a drawn one on.
 void add_one(Growth& growth, Int q, Draws draws) {
-    const Problem& problem = growth.problem;
+    Int ranks = growth.flow.ranks(), d = draws.one_of(ranks), j = draws.one_of(growth.flow.experts);
     growth.count_free();
-    Int d = draws.one_of(problem.ranks());
-    for (Int n = 0; n < problem.ranks() && growth.free_R[d] <= 0; n++) d = (d + 1) % problem.ranks();
-    const Int j = draws.one_of(problem.experts());
-    if (growth.free_R[d] <= 0 || problem.total_E[j] == 0 || growth.has(j, d)) return;
+    for (Int n = 0; n < ranks && growth.free_R[d] <= 0; n++) d = (d + 1) % ranks;
+    if (growth.free_R[d] <= 0 || growth.total(j) == 0 || growth.has(j, d)) return;
     attach(growth.flow, j, d, growth.overhead_s());
     settle_expert(growth.flow, j, q);
     settle_expert(growth.flow, j, q);
@@ -121,59 +73,62 @@ void change(Growth& growth, Change kind, Draws draws) {
     const Int q = SMOOTH << ((draws.seed() >> 16) % 3);
     growth.count_copies_anew();
     growth.set_prices(q);
-    switch (kind) {
-        case Change::FRESH:
-            strip(growth);
-            break;
-        case Change::EVERYWHERE:
-        case Change::REDRAWN:
-            if (kind == Change::EVERYWHERE) {
-                put_everywhere(growth, draws);
-            } else {
-                redraw(growth, draws);
-            }
-            growth.settle_all(q);
-            growth.shrink(q);
-            break;
-        case Change::EXCHANGED:
-            exchange(growth, q, draws);
-            break;
-        default:
-            take_some(growth, draws);
-            if (kind >= Change::OTHERS) add_one(growth, q, draws);
-            growth.grow(q);
-            growth.barred_expert.fill(-1);
+    if (kind == Change::FRESH || kind == Change::EVERYWHERE) {
+        while (growth.replicas() > 0) detach(growth.flow, growth.flow.arcs - 1, growth.overhead_s());
+    } else {
+        take_some(growth, draws);
     }
+    if (kind == Change::EVERYWHERE) put_everywhere(growth, q, draws);
+    if (kind == Change::OTHERS) add_one(growth, q, draws);
     growth.grow(q);
 }
 
-bool same(const Growth& growth, const Replicas& replicas) {
-    if (growth.replicas() != replicas.used) return false;
-    for (Int i = 0; i < replicas.used; i++) {
-        if (!growth.has(replicas.expert[i], replicas.rank[i])) return false;
+// The experts that a try is about: all, or of many those drawn, the heavier of two each time.
+Ints choose_experts(const Problem& problem, Draws& draws, Workspace& room) {
+    Int experts = problem.experts(), many = std::min(experts, CHOSEN);
+    Ints chosen_J = room.ints(many);
+    Span<bool> drawn = room.array<bool>(experts);
+    drawn.fill(many == experts);
+    for (Int n = 0; many < experts && n < many;) {
+        Int e = draws.one_of(experts), other = draws.one_of(experts);
+        if (drawn[e] || (!drawn[other] && problem.total_E[other] > problem.total_E[e])) e = other;
+        while (drawn[e]) e = (e + 1) % experts;
+        drawn[e] = true;
+        n++;
     }
-    return true;
+    Int j = 0;
+    for (Int e = 0; e < experts; e++) {
+        if (drawn[e]) chosen_J[j++] = e;
+    }
+    return chosen_J;
 }
 
 }  // namespace
 
-bool try_once(
-    const Problem& problem, ConstInts limit_R, Replicas& replicas, double most_s, double split_effort, Change kind,
-    Draws draws, Workspace& room) {
+bool try_once(const Problem& problem, ConstInts limit_R, Replicas& replicas, double most_s, double split_effort,
+              Change kind, Draws draws, Workspace& room) {
     Scope scope(room);
-    Growth growth(problem, limit_R, replicas.most(), room);
-    for (Int i = 0; i < replicas.used; i++) {
-        attach(growth.flow, replicas.expert[i], replicas.rank[i], growth.overhead_s());
+    Ints chosen_J = choose_experts(problem, draws, room);
+    Growth growth(problem, limit_R, chosen_J, replicas, room);
+    if (problem.ranks() > TARGETS) {
+        growth.first_rank = draws.one_of(problem.ranks() - TARGETS + 1);
+        growth.last_rank = growth.first_rank + TARGETS;
     }
-    const double before_s = kind == Change::FRESH ? std::numeric_limits<double>::infinity() : settled_s(growth);
+    double before_s = kind == Change::FRESH ? std::numeric_limits<double>::infinity() : settled_s(growth);
     change(growth, kind, draws);
-    if (same(growth, replicas) || settled_s(growth) > before_s * (1.0 + MAYBE)) return false;
+    if (settled_s(growth) > before_s * (1.0 + MAYBE)) return false;
     Replicas now = make_replicas(replicas.most(), room);
-    for (Int a = growth.flow.experts; a < growth.flow.arcs; a++) {
-        now.append(growth.flow.expert_A[a], growth.flow.rank_A[a]);
+    Span<bool> grown = room.array<bool>(problem.experts());
+    grown.fill(false);
+    for (Int e : chosen_J) grown[e] = true;
+    for (Int i = 0; i < replicas.used; i++) {
+        if (!grown[replicas.expert[i]]) now.append(replicas.expert[i], replicas.rank[i]);
     }
-    const double kept_s = split_cost(problem, replicas, split_effort, room).total;
-    const double now_s = split_cost(problem, now, split_effort, room).total;
+    for (Int a = growth.flow.experts; a < growth.flow.arcs; a++) {
+        now.append(chosen_J[growth.flow.expert_A[a]], growth.flow.rank_A[a]);
+    }
+    double kept_s = split_cost(problem, replicas, split_effort, false, room).total;
+    double now_s = split_cost(problem, now, split_effort, false, room).total;
     if (now_s >= kept_s || (now.used > 0 && now_s > most_s)) return false;
     replicas.copy_from(now);
     return true;

@@ -1,8 +1,8 @@
 // Changes of a placement, one at a time, each kept where the step gets shorter by it.
 //
-// A try starts from no replicas, puts an expert everywhere, draws about half of the replicas anew, lets two exchange
-// their ranks or takes up to three away, and lets grow what is then worth it. A few sweeps rule most tries out; the
-// rest are compared by the splits that both placements would get, so that no try lengthens a step by the prediction.
+// A try starts from no replicas, or takes up to three away and may put one elsewhere, and lets grow what is then worth
+// it. A few sweeps rule most tries out; the rest are compared by the splits that both placements would get, so that no
+// try lengthens a step by the prediction.
 #pragma once
 
 #include "growth.h"
@@ -38,13 +38,14 @@ class Draws {
 // Draws that differ where the counts do.
 Draws draws_of(const Problem& problem);
 
-enum class Change : Int { FRESH, EVERYWHERE, REDRAWN, EXCHANGED, FEWER, FEWER_TOO, OTHERS, OTHERS_TOO };
-constexpr Int CHANGES = 8;
+constexpr Int CHOSEN = 64;   // experts that a try is about
+constexpr Int TARGETS = 64;  // ranks that may get a replica in a try
+
+enum class Change : Int { FRESH, EVERYWHERE, FEWER, OTHERS };
 
 // Changes these replicas in one way, and writes what becomes of them where a step gets shorter by it; returns whether
 // it does. A step with replicas may take `most_s`. A change to no replicas at first is always compared by its split.
-bool try_once(
-    const Problem& problem, ConstInts limit_R, Replicas& replicas, double most_s, double split_effort, Change kind,
-    Draws draws, Workspace& room);
+bool try_once(const Problem& problem, ConstInts limit_R, Replicas& replicas, double most_s, double split_effort,
+              Change kind, Draws draws, Workspace& room);
 
 }  // namespace prophet

@@ -29,8 +29,8 @@ class Tuning:
         that noise in the counts moves no experts.
     gain_margin: replicas are used only where the prediction gains at least this fraction over none; the model is not
         truer than that.
-    spare: a first plan gets replicas until every rank can drain this share of the mean load to any other, where that
-        costs at most `spare_margin` of the step (0: no spare replicas). They are what makes a stale plan good.
+    spare: a first plan gets up to so many further copies per rank of the experts with most tokens per holder, where
+        they cost at most `spare_margin` of the step. They are what makes a stale plan good.
     least_search_s: seconds of searching per call however short the step; a share of a very short one buys nothing.
     split_effort: share of the seconds by which exchanges exceed their floor that the split may take to bring them down;
         0 always minimises the bottleneck.
@@ -38,7 +38,7 @@ class Tuning:
 
     keep_margin: float = 0.002
     gain_margin: float = 0.01
-    spare: float = 0.4
+    spare: int = 8
     spare_margin: float = 0.02
     least_search_s: float = 2.5e-5
     split_effort: float = 0.06

@@ -14,7 +14,6 @@ from pipeline_balance.pipeline.adapter import TransformersModel
 from prophet.errors import SpecError
 
 pytest.importorskip("transformers", reason="the models are transformers'")
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # older versions have no other name
 
 from transformers import ViTConfig, ViTForImageClassification
 
@@ -30,6 +29,7 @@ from tests.helpers.transformers_models import (
     without_others,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # older versions have no other name
 UNITS = LAYERS + 2
 VIT = {"image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 THREE = (0, 1, 3, UNITS)
@@ -199,14 +199,15 @@ def test_dropout_draws_as_the_units_do_whatever_stands_around() -> None:
 
 
 def test_autocast_is_in_the_boundaries() -> None:
-    adapted = TransformersModel(small("gpt2"))
+    adapted = TransformersModel(Odd("none"))
     part = adapted.cut(*batch(), 1)[0]
     plain = adapted.boundaries(part)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         said, boundary = adapted.boundaries(part), ()
-        for unit in range(UNITS):
+        for unit in range(5):
             boundary = adapted.run(unit, boundary, part)
             assert [t.dtype for t in boundary] == [t.dtype for t in said[unit + 1]]
+    assert [b[0].dtype for b in said[1:]] == [torch.float32, *[torch.bfloat16] * 3, torch.float32]
     assert all(t.dtype == torch.float32 for b in plain for t in b)
 
 
