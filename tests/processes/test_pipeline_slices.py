@@ -10,11 +10,13 @@ import torch
 pytest.importorskip("transformers", reason="the models are transformers'")
 
 from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced
 from pipeline_balance.spec import StageMap
-from prophet.errors import SpecError
+from prophet.errors import SpecError, StageFailed
+from tests.helpers import sliced_layers as own
 from tests.helpers.launch import run_gloo
-from tests.helpers.sliced_models import alone, apart, batch_of, model_of, no_update, pipe_of, whole_loss
+from tests.helpers.sliced_models import adam, alone, apart, batch_of, model_of, no_update, pipe_of, whole_loss
 from tests.helpers.transformers_models import LAYERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # older versions have no other name
@@ -164,3 +166,90 @@ def test_what_is_wrong_is_said_on_all_ranks_before_a_step() -> None:
     for said in run_gloo(_wrong, 2):
         for text, part in zip(said, expected, strict=True):
             assert part in text, text
+
+
+def _own_layers(
+    rank: int, size: int, replicas: int, slices: int, stages: int, updates: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    pipe = ElasticPipeline.from_modules(
+        own.layers(seed=rank // (size // replicas)),
+        own.loss_fn,
+        counted=own.counted,
+        slices=SliceOptions(slices, stages, "aligned"),
+        make_optimizer=own.adam,
+        microbatches=own.PARTS // replicas,
+        replicas=replicas,
+        seed=own.SEED,
+        timeout_s=60.0,
+    )
+    losses = []
+    for update in range(updates):
+        for call in range(2):
+            inputs, labels = own.batch(update, call)
+            mine = {n: t.chunk(replicas)[pipe.groups.replica] for n, t in inputs.items()}
+            its = labels.chunk(replicas)[pipe.groups.replica]
+            loss = pipe.step(mine, its, update=call == 1, max_norm=own.MAX_NORM if call else None)
+        losses.append(loss)
+    return losses, pipe.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("size", "replicas", "slices", "stages"),
+    [
+        (2, 1, 4, 2),
+        pytest.param(2, 1, 1, 1, marks=pytest.mark.slow),
+        pytest.param(2, 2, 3, 1, marks=pytest.mark.slow),
+        pytest.param(4, 2, 4, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_own_layers_with_dropout_replicas_and_accumulation(size: int, replicas: int, slices: int, stages: int) -> None:
+    losses, state = own.one_process(5, slices, 2)
+    results = run_gloo(_own_layers, size, replicas, slices, stages, 5)
+    for got, _ in results:
+        assert got == pytest.approx(losses, rel=EXACT)
+    assert apart(results[0][1], state) <= 1e-8
+
+
+def _failing(rank: int, size: int) -> tuple[int, int, int]:
+    pipe = ElasticPipeline.from_modules(
+        model := own.layers(),
+        own.loss_fn,
+        counted=own.counted,
+        slices=SliceOptions(4),
+        make_optimizer=own.adam,
+        microbatches=own.PARTS,
+        timeout_s=30.0,
+    )
+    pipe.step(*own.batch(0, 0))
+    assert isinstance(pipe.model, Sliced)
+    before = pipe.model.store.pool.allocated
+    pipe.step(*own.batch(1, 0))
+    after = pipe.model.store.pool.allocated
+    model[own.BLOCKS].fails = True
+    with pytest.raises(StageFailed, match="asked to fail"):
+        pipe.step(*own.batch(2, 0))
+    return _alive(pipe), before, after
+
+
+def test_no_chunk_outlives_an_error_and_a_second_step_allocates_none() -> None:
+    for alive, before, after in run_gloo(_failing, 2):
+        assert alive == 0
+        assert before == after
+
+
+def _with_one_slice(rank: int, size: int) -> list[Any]:
+    found = []
+    for slices in (None, SliceOptions(1)):
+        pipe = ElasticPipeline.from_transformers(
+            model_of("llama"), slices=slices, make_optimizer=adam, microbatches=2, timeout_s=30.0
+        )
+        executor = pipe._stages.executor
+        assert executor is not None
+        losses = [pipe.step(*batch_of("packed")) for _ in range(3)]
+        found.append((losses, " ".join(map(str, executor.training)), dict(pipe.meter.activation_bytes)))
+    return found
+
+
+def test_one_slice_is_a_pipeline_without_slices() -> None:
+    for plain, one in run_gloo(_with_one_slice, 2):
+        assert plain == one
