@@ -10,13 +10,27 @@ import torch
 pytest.importorskip("transformers", reason="the models are transformers'")
 
 from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.schedules.closed_forms import sliced_peak_bytes, sliced_peak_units
+from pipeline_balance.schedules.sliced import Order
+from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.options import SliceOptions
 from pipeline_balance.slices.parts import Sliced
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, StageFailed
 from tests.helpers import sliced_layers as own
 from tests.helpers.launch import run_gloo
-from tests.helpers.sliced_models import adam, alone, apart, batch_of, model_of, no_update, pipe_of, whole_loss
+from tests.helpers.live_bytes import LiveBytes
+from tests.helpers.sliced_models import (
+    MICROBATCHES,
+    adam,
+    alone,
+    apart,
+    batch_of,
+    model_of,
+    no_update,
+    pipe_of,
+    whole_loss,
+)
 from tests.helpers.transformers_models import LAYERS
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")  # older versions have no other name
@@ -253,3 +267,26 @@ def _with_one_slice(rank: int, size: int) -> list[Any]:
 def test_one_slice_is_a_pipeline_without_slices() -> None:
     for plain, one in run_gloo(_with_one_slice, 2):
         assert plain == one
+
+
+KV_HEADS, HIDDEN, LONG = 2, 32, 64
+
+
+def _bytes(rank: int, size: int, slices: int, order: Order) -> tuple[int, int, int]:
+    model = model_of("llama", torch.float32, num_key_value_heads=KV_HEADS)
+    pipe = pipe_of(model, slices, order=order)
+    assert isinstance(pipe.model, SlicedTransformers)
+    count = LiveBytes(pipe.model)
+    pipe.step(*batch_of(tokens=LONG))
+    layers = sum(0 < unit <= LAYERS for unit in pipe.layers)
+    # rows of a microbatch, tokens of a slice, heads and their width, float32, keys and values
+    gradients = layers * 2 * (LONG // slices) * KV_HEADS * (HIDDEN // 4) * 4 * 2
+    units = sliced_peak_units(rank, size, 1, MICROBATCHES, slices, order)
+    return count.peak, sliced_peak_bytes(units, slices, count.unit, gradients), count.unit
+
+
+@pytest.mark.parametrize(("order", "slices"), [("minimal", 8), pytest.param("aligned", 8, marks=pytest.mark.slow)])
+def test_a_rank_keeps_the_bytes_of_the_closed_form(order: Order, slices: int) -> None:
+    for rank, (peak, form, unit) in enumerate(run_gloo(_bytes, 2, slices, order)):
+        print(rank, peak / form, unit)
+        assert 0.95 * form <= peak <= 1.02 * form
