@@ -24,7 +24,7 @@ from pipeline_balance.pipeline.adapter import IGNORED_LABEL, Recorded, Transform
 from pipeline_balance.pipeline.model import Boundary, Microbatch
 from pipeline_balance.pipeline.router_losses import loss_of_sums
 from pipeline_balance.pipeline.skeleton import Readable
-from pipeline_balance.slices.interface import Seen, attending, seeing
+from pipeline_balance.slices.interface import Seen, attending, configs_of, seeing
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
 from prophet.errors import SpecError
 
@@ -44,19 +44,21 @@ class SlicedTransformers(Sliced, TransformersModel):
         self._checked: set[frozenset[str]] = set()
         self.slicing = slicing
         self._owner: Any = model if (base := getattr(model, "get_base_model", None)) is None else base()
+        self._configs = configs_of(model)
         _check_loss(self._owner)
-        with attending(model):
+        with attending(self._configs):
             TransformersModel.__init__(self, model, **options)
 
     def look(self) -> None:
-        with attending(self.root):
+        self._configs = configs_of(self.root)
+        with attending(self._configs):
             super().look()
         if self.router_loss is not None and not isinstance(self._coefficient(), int | float):
             raise SpecError(f"{type(self._owner).__name__} has a router loss without a router_aux_loss_coef")
 
     @contextmanager
     def working(self, microbatch: Microbatch) -> Iterator[None]:
-        with attending(self.root), super().working(microbatch):
+        with attending(self._configs), super().working(microbatch):
             yield
 
     # --- parts of microbatches ---------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ class SlicedTransformers(Sliced, TransformersModel):
         modes = {module: module.training for module in self.root.modules()}
         try:
             self.root.eval()
-            with torch.no_grad(), attending(self.root):
+            with torch.no_grad(), attending(self._configs):
                 every, mine = self._run_front(whole), self._run_front(part)
         finally:
             for module, mode in modes.items():
@@ -113,7 +115,7 @@ class SlicedTransformers(Sliced, TransformersModel):
     def _whole(self, microbatch: Microbatch) -> tuple[Recorded, Seen]:
         """What layers are called with at full length, and the documents."""
         if "whole" not in microbatch.kept:
-            with attending(self.root), seeing() as seen:
+            with attending(self._configs), seeing() as seen:
                 recorded = self._record(self._asked(microbatch), Readable(allowed=True))
             microbatch.kept["whole"] = recorded, seen
         found: tuple[Recorded, Seen] = microbatch.kept["whole"]
@@ -125,7 +127,7 @@ class SlicedTransformers(Sliced, TransformersModel):
         part = microbatch
         if self._latest is None or self._latest[0] is not part or self._latest[1] != self._mode():
             assert part.whole is not None
-            with attending(self.root), seeing():
+            with attending(self._configs), seeing():
                 recorded = self._record(self._asked(part), Readable(allowed=True))
             whole = self._whole(part.whole)[0]
             recorded.calls = [

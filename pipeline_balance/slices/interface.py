@@ -5,7 +5,7 @@ Shape legend: B sequences, T tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -132,12 +132,16 @@ def mask(
         _seeing[-1].documents = new.long().cumsum(dim=1)
 
 
-@contextmanager
-def attending(model: nn.Module) -> Iterator[None]:
-    """Within, the layers of `model` compute attention over slices."""
-    register()
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configurations that say which attention the modules of `model` compute."""
     found: list[Any] = [getattr(module, "config", None) for module in model.modules()]
-    every = [*{id(c): c for c in found if hasattr(c, "_attn_implementation")}.values()]
+    return [*{id(c): c for c in found if hasattr(c, "_attn_implementation")}.values()]
+
+
+@contextmanager
+def attending(every: Sequence[Any]) -> Iterator[None]:
+    """Within, modules with these configurations compute attention over slices."""
+    register()
     before = [config._attn_implementation for config in every]
     try:
         for config in every:

@@ -70,18 +70,12 @@ class SliceOptions:
 
         if self.slices > 1:
             return SlicedTransformers(model, self, **options)
-        return self._whole(TransformersModel(model, **options))
+        whole = TransformersModel(model, **options)
+        whole.slicing = self  # the number of stages and their order
+        return whole
 
     def chain(self, layers: nn.Module | Sequence[nn.Module], loss_fn: LossFn, **options: Any) -> PipelineModel:
-        """Modules in a row; see `SlicedChain`. With one slice, as `ModuleChain`."""
-        from pipeline_balance.pipeline.model import ModuleChain
+        """Modules in a row; see `SlicedChain`."""
         from pipeline_balance.slices.chain import SlicedChain
 
-        if self.slices > 1:
-            return SlicedChain(layers, loss_fn, self, **options)
-        return self._whole(ModuleChain(layers, loss_fn, **options))
-
-    def _whole(self, model: PipelineModel) -> PipelineModel:
-        """With one slice only the number of stages and their order are of these options."""
-        model.slicing = self
-        return model
+        return SlicedChain(layers, loss_fn, self, **options)
