@@ -6,7 +6,8 @@ Shape legend: L units, M microbatches. `ModuleChain` is the simplest such model,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,19 @@ class PipelineModel(ABC):
 
         Shapes and types are those of the data that will flow. A tensor requires grad where a gradient may come back.
         """
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` and all its parts are in evaluation mode, without gradients; afterwards each as it was."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
 
 
 def split_rows(inputs: Mapping[str, Tensor], labels: Tensor | None, parts: int, first: int) -> list[Microbatch]:
