@@ -75,6 +75,7 @@ class StageExperts:
                 timed[id(inner)] = TimedCollective(inner, meter)
             module.collective = timed[id(inner)]  # type: ignore[assignment]
             self.parameters |= {p for p in module.parameters() if getattr(p, "prophet_expert", False)}
+        self.collectives = [t.inner for t in timed.values()]
         for p in self.parameters:
             p.prophet_averaged = True  # type: ignore[attr-defined]  # nobody else holds it
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
+from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.spec import StageMap
 from prophet.errors import (
@@ -34,10 +35,14 @@ _WORDS = 2000  # characters of a cause that travel
 
 
 class Failures:
-    """Makes one rank's failure that of all ranks; one per group. give_up: lets all waits for other ranks fail."""
+    """Makes one rank's failure that of all ranks; one per group. give_up: lets all waits for other ranks fail.
 
-    def __init__(self, collective: ProcessGroupCollective, give_up: Callable[[], None]) -> None:
+    collective: over all ranks of the `grid`, by whose numbers they are named.
+    """
+
+    def __init__(self, collective: ProcessGroupCollective, give_up: Callable[[], None], grid: Grid) -> None:
         self.rank = collective.rank
+        self.grid = grid
         self.give_up = give_up
         self.watch = collective.watched(self._stages_of)
         self.error: StageFailed | None = None
@@ -45,7 +50,7 @@ class Failures:
         self._what = self._action = ""
 
     def _stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(self._map.stages_on(rank)) if self._map is not None else ()
+        return tuple(self._map.stages_on(self.grid.pipeline_rank_of(rank))) if self._map is not None else ()
 
     @contextmanager
     def during(self, what: str, stage_map: StageMap | None) -> Iterator[None]:
@@ -106,7 +111,7 @@ class Failures:
         what = f"{self._what}{self._action}"
         waited = f"{what}, while rank {self.rank} waited in {lost.operation!s}"
         if len(lost.peers) == 1:
-            (peer,) = lost.peers
+            peer = self.grid.replica(self.grid.replica_of(self.rank))[lost.peers[0]]  # stages' messages stay within
             return StageFailed(peer, self._stages_of(peer), waited, str(lost))
         return StageFailed(self.rank, self._stages_of(self.rank), what, f"{lost}. {self.watch.places()}")
 

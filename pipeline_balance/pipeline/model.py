@@ -6,7 +6,8 @@ Shape legend: L units, M microbatches. `ModuleChain` is the simplest such model,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,6 +83,19 @@ class PipelineModel(ABC):
 
         Shapes and types are those of the data that will flow. A tensor requires grad where a gradient may come back.
         """
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Inside, `module` and all its parts are in evaluation mode, without gradients; afterwards each as it was."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
 
 
 def split_rows(inputs: Mapping[str, Tensor], labels: Tensor | None, parts: int, first: int) -> list[Microbatch]:
@@ -172,11 +186,12 @@ class ModuleChain(PipelineModel):
         return found
 
     def _mode(self) -> tuple[Any, ...]:
-        """What the boundaries depend on beside the inputs: who trains, and in which precision."""
+        """What the boundaries depend on beside the inputs: which modules there are, who trains, in which precision."""
+        parts = tuple(id(part) for module in self.units for part in module.modules())
         trains = tuple((m.training, any(p.requires_grad for p in m.parameters())) for m in self.units)
         kind = self.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return trains, cast, torch.is_grad_enabled()
+        return parts, trains, cast, torch.is_grad_enabled()
 
     def _trace(self, microbatch: Microbatch) -> tuple[list[Boundary], tuple[TreeSpec, ...]]:
         """All units' outputs without data, and how they are nested; a unit's gradient may pass if one below trains."""

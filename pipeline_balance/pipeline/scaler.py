@@ -64,14 +64,14 @@ class PipelineScaler(torch.amp.GradScaler):
 
 
 def check_scaler(scaler: object) -> None:
-    """Raise TypeError unless `scaler` is None or what `pipe.scaler(...)` returns."""
+    """Raise `SpecError` unless `scaler` is None or what `pipe.scaler(...)` returns."""
     if scaler is None or isinstance(scaler, PipelineScaler):
         return
     hint = ""
     if isinstance(scaler, torch.amp.GradScaler):
         hint = ": it would see the gradients of one rank only, and ranks would skip different updates"
     kind = type(scaler)
-    raise TypeError(
+    raise SpecError(
         f"step(scaler=) does not take a plain {kind.__module__}.{kind.__qualname__}{hint}; "
         f"write scaler = pipe.scaler(...), with GradScaler's arguments"
     )

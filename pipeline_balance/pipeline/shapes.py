@@ -23,13 +23,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.skeleton import copy_of, only_before
-from prophet.ranks.collective import Collective
 
 _FROM_TORCH = "raised by a module of torch"
-
-
-class _Communicates(Exception):
-    """The layer asks other ranks, which do not run now."""
 
 
 Shape = tuple[tuple[int, ...], torch.dtype]
@@ -73,19 +68,16 @@ def _quiet() -> Iterator[None]:
 def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
     """The forward of `part`; if it cannot run on shapes alone, its first floating-point argument stands for its result.
 
-    That is so where values decide, for kernels whose shapes torch cannot tell, and for layers that communicate. Modules
-    of torch always can, so what they raise is raised. So is what the `whole` layer raises for another reason than a
-    want of values.
+    That is so where values decide, and for kernels whose shapes torch cannot tell. A layer that exchanges its tokens
+    with other ranks does not run, and is asked for the size of its answers. Modules of torch always can run, so what
+    they raise is raised. So is what the `whole` layer raises for another reason than a want of values.
     """
     forward, torchs = type(part).forward, type(part).__module__.startswith("torch.nn.")
-    talks = isinstance(getattr(part, "collective", None), Collective)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if collective_of(part) is not None and args:  # it would exchange its tokens with other ranks
             return args[0].new_empty((*args[0].shape[:-1], getattr(part, "dim_out", args[0].shape[-1])))
         try:
-            if talks:
-                raise _Communicates
             return forward(part, *args, **kwargs)
         except Exception as error:
             given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.is_floating_point()]
@@ -101,7 +93,7 @@ def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
 
 def needs_data(error: Exception) -> bool:
     """Whether a forward without data failed for want of data, and not because shapes do not fit."""
-    kinds = (_Communicates, DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
     said = str(error).lower()
     return isinstance(error, kinds) or any(word in said for word in ("numpy()", "tolist", "data pointer", "fake"))
 

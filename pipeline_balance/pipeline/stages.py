@@ -69,10 +69,11 @@ class PipelineGroups:
         """Use `group` (None: all processes) from now on."""
         self.group = group
         self.world: Collective = (own := ProcessGroupCollective(group, timeout_s=self.timeout_s))
-        self.failures = Failures(own, self.abort)
+        self.grid = grid = Grid.of(self.world.size, self.replicas)
+        self.failures = Failures(own, self.abort, grid)
+        self._included = [own]
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
-        self.grid = grid = Grid.of(self.world.size, self.replicas)
         self.collective: Collective = self.world
         self.column: Collective = ThreadWorld(1).collective(0)
         self.replica = grid.replica_of(self.world.rank)
@@ -88,13 +89,20 @@ class PipelineGroups:
         mine = next(g for part, g in zip(parts, made, strict=True) if self.world.rank in part)
         if dist.get_world_size(mine) == 1:
             return ThreadWorld(1).collective(0)
-        return ProcessGroupCollective(mine, timeout_s=self.timeout_s)
+        found = ProcessGroupCollective(mine, timeout_s=self.timeout_s)
+        self.include(found)
+        return found
+
+    def include(self, collective: Collective) -> None:
+        """Waits of `collective`, which is over some of the ranks, hear of failures, and fail with `abort`."""
+        if isinstance(collective, ProcessGroupCollective):
+            collective.watch = self.failures.watch
+            self._included.append(collective)
 
     def abort(self) -> None:
         """Let whatever waits for another rank fail at once; the communicators cannot be used afterwards."""
-        for collective in (self.world, self.collective, self.column, self._side):
-            if isinstance(collective, ProcessGroupCollective):
-                collective.abort()
+        for collective in self._included:
+            collective.abort()
 
     def leave(self) -> None:
         """Let go of the present group's communicators, before it is destroyed; `enter` goes on in another one."""
@@ -108,7 +116,7 @@ class PipelineGroups:
         if self._side is None:
             group = dist.new_group(self._world, timeout=self._limit, use_local_synchronization=True)
             self._side = ProcessGroupCollective(group, timeout_s=self.timeout_s)
-            self._side.watch = self.failures.watch
+            self.include(self._side)
         return self._side
 
 

@@ -20,7 +20,7 @@ from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import whole_state, write_pretrained
 from pipeline_balance.pipeline.failures import Failures, together
-from pipeline_balance.pipeline.model import Batch, CountLabels, Labels, LossFn, ModuleChain, PipelineModel
+from pipeline_balance.pipeline.model import Batch, CountLabels, Labels, LossFn, ModuleChain, PipelineModel, evaluating
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.progress import Progress
@@ -88,6 +88,8 @@ class ElasticPipeline:
         self.groups = PipelineGroups(group, timeout_s, replicas)
         column = self.groups.grid.column(self.rank)
         self.experts = StageExperts(model.units, self.groups.world.rank, column, self.meter)
+        for collective in self.experts.collectives:
+            self.groups.include(collective)
         self.owned = Ownership(model)
         self.gradients = Gradients(self.owned, self.groups, self.experts)
         self.builder = StageBuilder(
@@ -321,34 +323,22 @@ class ElasticPipeline:
         The batch may have any number of rows: it is cut into microbatches of about the training's size. Modules are in
         evaluation mode meanwhile.
         """
-        modes = {module: module.training for module in self.module.modules()}
-        enabled, self.meter.enabled = self.meter.enabled, False
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                size = self.progress.rows
+        size, stages = self.progress.rows, self._stages.executor
 
-                def prepare() -> Passing:
-                    self._read_model()
-                    return batch_of(
-                        self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size
-                    )
+        def prepare() -> Passing:
+            self._read_model()
+            return batch_of(self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size)
 
-                stages = self._stages.executor
+        def actions(passing: Passing) -> str:
+            if stages is None or not self.experts.any:
+                return ""
+            return _listed(stages.evaluation(len(passing.parts)))
 
-                def actions(passing: Passing) -> str:
-                    if stages is None or not self.experts.any:
-                        return ""
-                    return _listed(stages.evaluation(len(passing.parts)))
-
-                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device, actions)
-                run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
-                self._run(run)
-                return self._shared_sum(run) / max(passing.counted, 1)
-        finally:
-            self.meter.enabled = enabled
-            for module, mode in modes.items():
-                module.training = mode
+        with evaluating(self.module), self.meter.paused():
+            passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device, actions)
+            run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
+            self._run(run)
+            return self._shared_sum(run) / max(passing.counted, 1)
 
     def drop_gradients(self) -> None:
         """Forget gradients that the optimizers have used, so that they do not travel."""

@@ -30,6 +30,7 @@ from tests.helpers.pipeline_model import LAYERS, batch, pipeline
 
 RANKS = 4
 BEFORE, AFTER = StageMap.contiguous((0, 3, 5, LAYERS)), StageMap((0, 3, 5, LAYERS), (1, 2, 0))
+TWO = StageMap.contiguous((0, 3, LAYERS))
 PATIENCE_S = 4.0  # the pipeline's limit where a rank does not answer
 LONG_S = 60.0  # its limit where it must not matter
 WELL, FAILED, INTERRUPTED = 10, 11, 12  # how a rank ends
@@ -53,16 +54,24 @@ class End:
 
 
 def ends(
-    fate: str, where: str, victims: Sequence[int], *, ahead: bool = False, tcp: bool = False, limit_s: float = 90.0
+    fate: str,
+    where: str,
+    victims: Sequence[int],
+    *,
+    ahead: bool = False,
+    tcp: bool = False,
+    replicas: int = 1,
+    limit_s: float = 90.0,
 ) -> list[End]:
     """Let `victims` meet their `fate` (is killed, stops, is interrupted, raises) in a step, a move or an evaluation.
 
     ahead: a controller decides beside the backward pass. tcp: rank 0 keeps the store that the ranks have met in.
+    replicas: 2 for two pipelines of two ranks.
     """
     told = launcher_says() if tcp else None
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        blow = name, fate, where, tuple(victims), ahead
+        blow = name, fate, where, tuple(victims), ahead, replicas
         outcomes = process_outcomes(RANKS, _rank, *blow, timeout_s=limit_s, told=told)
         began = float((folder / "blow").read_text())
         found = []
@@ -76,7 +85,7 @@ def ends(
         return found
 
 
-def _rank(name: str, fate: str, where: str, victims: tuple[int, ...], ahead: bool) -> None:
+def _rank(name: str, fate: str, where: str, victims: tuple[int, ...], ahead: bool, replicas: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not dist.is_initialized():
         dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=LONG_S))
@@ -84,7 +93,7 @@ def _rank(name: str, fate: str, where: str, victims: tuple[int, ...], ahead: boo
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
     code, said = WELL, {}
     try:
-        _train(folder, fate, where, victims, ahead)
+        _train(folder, fate, where, victims, ahead, replicas)
     except StageFailed as error:
         code, said = FAILED, {"rank": error.rank, "stages": error.stages, "action": error.action, "cause": error.cause}
         said["kind"] = type(error).__name__
@@ -106,17 +115,18 @@ def _release(folder: Path, victims: Sequence[int]) -> None:
             os.kill(int((folder / f"{victim}.pid").read_text()), signal.SIGKILL)
 
 
-def _train(folder: Path, fate: str, where: str, victims: tuple[int, ...], ahead: bool) -> None:
-    run = pipeline(BEFORE, timeout_s=PATIENCE_S if fate == "stops" else LONG_S)
+def _train(folder: Path, fate: str, where: str, victims: tuple[int, ...], ahead: bool, replicas: int) -> None:
+    before, after = (TWO, StageMap(TWO.boundaries, (1, 0))) if replicas == 2 else (BEFORE, AFTER)
+    run = pipeline(before, timeout_s=PATIENCE_S if fate == "stops" else LONG_S, replicas=replicas)
     config = ControllerConfig(every_steps=1, measure_steps=1, prepare_in_backward=True)
     step: Callable[..., Any] = Controller(run, config=config).step if ahead else run.step
     step(*batch(0))
-    if run.rank == min(victims):
+    if dist.get_rank() == min(victims):
         _arm(run, lambda: _blow(folder, fate, victims), where)
     if where == "step":
         step(*batch(1))
     elif where == "move":
-        run.rebuild(AFTER)
+        run.rebuild(after)
     else:
         run.evaluate(*batch(1))
     for n in range(2, 5):  # where the blow has come too late for this rank

@@ -327,3 +327,13 @@ def test_a_block_is_refused_before_anything_changes(change: Any, options: dict[s
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ConfigError, match="expert_parallel: AutoEP detects no MoE layer"):
         take_over(nn.Linear(2, 2), ThreadWorld(1).collective(0))
+
+
+def test_a_model_goes_through_once() -> None:
+    def body(group: Collective) -> None:
+        model = hugging_face("deepseek_v3")
+        take_over(model, group)
+        with pytest.raises(ConfigError, match=r"expert_parallel: the model has been through initialize before"):
+            take_over(model, group)
+
+    ThreadWorld(1).run(body)

@@ -100,6 +100,17 @@ def test_a_rank_is_lost(fate: Callable[[str, int], None], where: str, victim: in
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["step", "move"])
+@pytest.mark.parametrize("fate", ["is killed", "raises"])
+def test_a_rank_of_a_replica_is_lost(fate: str, where: str) -> None:
+    """Ranks are numbered over all replicas: rank 3 runs stage 1 of the second one."""
+    found = ends(fate, where, [3], replicas=2)
+    for end in found if fate == "raises" else found[:3]:
+        assert (end.code, end.rank, end.stages) == (FAILED, 3, (1,)), end
+        assert end.noticed_s < SOON_S, end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["step", "move"])
 @pytest.mark.parametrize("fate", [_is_killed, _stops])
 def test_the_rank_with_the_store_is_lost(fate: Callable[..., None], where: str) -> None:
     """Nobody can tell another rank anything then; all know the processes."""

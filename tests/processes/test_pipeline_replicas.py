@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,7 +18,7 @@ import pipeline_balance
 from pipeline_balance.control.controller import ControllerConfig, MoveCost
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.spec import StageMap
-from prophet.errors import SpecError, TransitionError
+from prophet.errors import SpecError, StageFailed, TransitionError
 from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_replicas import (
@@ -114,7 +116,7 @@ def _mistakes(rank: int, size: int) -> list[str]:
     pipe = make(layers())
     x, y = (part_of(t, pipe.groups.replica, 2) for t in batch(0, 0))
     plain = torch.amp.GradScaler("cpu") if rank == 1 else pipe.scaler()
-    refused((TypeError, SpecError), lambda: pipe.step(x, y, scaler=plain))  # type: ignore[arg-type]
+    refused(SpecError, lambda: pipe.step(x, y, scaler=plain))
     refused(SpecError, lambda: pipe.step(x[:3] if rank == 3 else x, y[:3] if rank == 3 else y))
     before = pipe.step(x, y)
     if rank == 2:
@@ -199,3 +201,44 @@ def test_all_replicas_move_together_by_the_slowest_times(ahead: bool) -> None:
     assert maps[0] == (0, 3, 6)
     assert maps[-1][1] < 3
     assert losses[-1] < losses[0]
+
+
+class _Failing(nn.Module):
+    """A layer that raises, or kills its process, in some update; `when` is counted down by training passes."""
+
+    def __init__(self, how: str, when: int) -> None:
+        super().__init__()
+        self.linear, self.how, self.left = nn.Linear(4, 4), how, when
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if self.left == 0:
+            if self.how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("no such number")
+        return torch.tanh(self.linear(x))
+
+
+def _fail(rank: int, size: int, how: str) -> str:
+    """Process 3, which is the last stage of the second replica, fails in its second update."""
+    pipe = ElasticPipeline.from_modules(
+        [nn.Linear(4, 4), nn.Linear(4, 4), _Failing(how, 4 if rank == 3 else -1), nn.Linear(4, 4)],
+        nn.functional.mse_loss,
+        make_optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        microbatches=2,
+        replicas=2,
+        timeout_s=60.0,
+    )
+    x = torch.ones(4, 4)
+    pipe.step(x, x)
+    with pytest.raises(StageFailed) as caught:
+        pipe.step(x, x)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "cause"), [("raises", "ArithmeticError: no such number"), ("killed", "process")])
+def test_a_failure_in_one_replica_is_named_in_all(how: str, cause: str) -> None:
+    for rank, said in enumerate(run_gloo(_fail, 4, how, silent=(3,) if how == "killed" else ())):
+        if (rank, how) != (3, "killed"):
+            assert "rank 3 (stage 1) failed in" in said
+            assert cause in said

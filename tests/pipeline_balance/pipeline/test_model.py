@@ -70,6 +70,15 @@ def test_layers_on_meta_and_other_precisions_have_shapes_too() -> None:
     assert all(torch.equal(t, before[n]) for n, t in layers[1].state_dict().items())
 
 
+def test_a_layer_that_is_replaced_has_new_shapes() -> None:
+    root = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2)))
+    chain = ModuleChain(root, nn.functional.mse_loss)
+    (part,) = chain.cut(torch.randn(6, 3), None, 1)
+    assert chain.boundaries(part)[-1][0].shape == (6, 2)
+    root[1][0] = nn.Linear(4, 7)  # type: ignore[index, operator]
+    assert chain.boundaries(part)[-1][0].shape == (6, 7)
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "labels", "count"),
     [

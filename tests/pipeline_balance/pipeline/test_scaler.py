@@ -114,7 +114,7 @@ def test_a_scaler_that_is_off_sends_nothing() -> None:
 def test_others_are_refused_by_name() -> None:
     check_scaler(None)
     check_scaler(PipelineScaler(ThreadWorld(1).collective(0), CPU))
-    with pytest.raises(TypeError, match=r"plain torch\.amp\.grad_scaler\.GradScaler: it would see .* pipe\.scaler\("):
+    with pytest.raises(SpecError, match=r"plain torch\.amp\.grad_scaler\.GradScaler: it would see .* pipe\.scaler\("):
         check_scaler(torch.amp.GradScaler("cpu"))
-    with pytest.raises(TypeError, match=r"plain builtins\.float; write"):
+    with pytest.raises(SpecError, match=r"plain builtins\.float; write"):
         check_scaler(2.0)
