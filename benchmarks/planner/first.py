@@ -23,10 +23,10 @@ from prophet.traces.npz import read_trace
 SEARCHES = (  # what makes of every call one try more
     Edit(
         "plan.cpp",
-        "Draws draws = draws_of(problem_);",
-        "static thread_local Int calls = 0; Draws draws = draws_of(problem_); draws.mix(++calls);",
+        "draws_(draws_of(problem))",
+        "draws_([&] { static thread_local Int n = 0; Draws own = draws_of(problem); own.mix(++n); return own; }())",
     ),
-    Edit("plan.cpp", "constexpr double FROM = 0.1;", "constexpr double FROM = 0.0;"),
+    Edit("plan.cpp", "> FROM * base_.total", ">= 0.0 * FROM"),
 )
 ALWAYS = 1e12  # effort that affords a try in every call
 FAILED = 1000  # tries in a row that bring nothing

@@ -47,15 +47,9 @@ def _growth(name: str, old: str, new: str) -> Mechanism:
     return Mechanism(name, (Edit("growth.cpp", old, new),))
 
 
-def _not(name: str, *kinds: str) -> Mechanism:
-    """Without these kinds of a try: another one is drawn instead."""
-    barred = " || ".join(f"kind == Change::{kind}" for kind in kinds)
-    old = "const Change kind = static_cast<Change>((draws.seed() >> 16) % CHANGES);"
-    new = (
-        "Change kind = static_cast<Change>((draws.seed() >> 16) % CHANGES); "
-        f"while ({barred}) {{ draws.advance(); kind = static_cast<Change>((draws.seed() >> 16) % CHANGES); }}"
-    )
-    return _plan(f"tries: {kinds[0].lower()}", old, new)
+def _kind(name: str, old: str, new: str) -> Mechanism:
+    """Without this kind of a try: others are drawn in its place."""
+    return _plan(f"tries: {name}", old, new)
 
 
 CONTROL = "none: other draws"  # what chance alone makes of the figures
@@ -63,45 +57,44 @@ MECHANISMS = (
     _tries(CONTROL, "Draws draws(1);", "Draws draws(2);"),
     _plan(
         "first plan: levelling",
-        "double found_s = level(found);",
-        "found.used = 0; double found_s = growing_ ? base_.total : level(found);",
-    ),
-    _plan("first plan: growth", "if (growing_) grow_anew(found);", ""),
-    _plan(
-        "first plan: growth over doubled slot limits",
-        "for (Int slots = 1; slots <= most; slots *= 2)",
-        "for (Int slots = most; slots <= most && slots > 0; slots *= 2)",
+        "        Int most = *std::max_element(limit_R_.begin(), limit_R_.end());",
+        "        if (growing_) first.used = 0;\n        if (growing_) first_s = base_.total;\n"
+        "        Int most = growing_ ? 1 : *std::max_element(limit_R_.begin(), limit_R_.end());",
     ),
     _plan(
-        "first plan: ladder of slot limits", "Int slots = 1;\n        while", "Int slots = most_slots_;\n        while"
+        "first plan: levelling into fewer slots",
+        "for (Int slots = 1; slots < most; slots *= 2) {",
+        "for (Int slots = most; slots < most; slots *= 2) {",
     ),
-    Mechanism(
-        "first plan: ladder of slacks",
-        (Edit("levelling.cpp", "double MOST_SLACK = 8.0;", "double MOST_SLACK = -1.0;"),),
-    ),
-    _plan("first plan: own copies", "bool copies = !estimated &&", "bool copies = false && !estimated &&"),
-    Mechanism("first plan: spares", tuning={"spare": 0.0}),
+    Mechanism("first plan: spares", tuning={"spare": 0}),
+    _plan("first plan: growth", "if (try_s_ <= FRESH_S) attempt(first, Change::FRESH, limit_R_);", ""),
+    _plan("first plan: growth into fewer slots", "Int slots = most / 2;", "Int slots = 0;"),
+    _plan("first plan: tries", "double left_s = BURST *", "double left_s = 0.0 * BURST *"),
     Mechanism("gain_margin", tuning={"gain_margin": 0.0}),
     Mechanism("keep_margin", tuning={"keep_margin": 0.0}),
-    _plan("growth only where exchanges matter", "double FROM = 0.1;", "double FROM = 0.0;"),
-    _plan("growth everywhere else", "double FROM = 0.1;", "double FROM = 2.0;"),
-    _plan("jumps noticed", "if (levels_better(now_s * (1.0 - JUMPED))) return false;", ""),
-    _plan("haste", "HASTE = 8.0;", "HASTE = 1.0;"),
-    _plan("tries", "if (draws.affords(try_s, budget_s) && work <= WORK)", "if (draws.affords(try_s, 0.0 * budget_s))"),
+    _plan("tries where exchanges are short, too", "> FROM * base_.total", ">= 0.0 * FROM"),
+    _plan("tries and growth", "> FROM * base_.total", "> (2.0 + FROM) * base_.total"),
+    _plan(
+        "jumps noticed",
+        "if (keeps && first_s >= cost.total * (1.0 - margin))",
+        "if (keeps && (growing_ || first_s >= cost.total * (1.0 - margin)))",
+    ),
+    _plan(
+        "no look for jumps where products are even",
+        "(growing_ ? UNEVEN : margin)",
+        "(growing_ ? 0.0 * UNEVEN - 1.0 : margin)",
+    ),
+    _plan("haste", "budget_s_ * haste", "budget_s_ + 0.0 * haste"),
+    _plan("tries", "draws_.affords(try_s_, budget_s_ * haste)", "draws_.affords(try_s_, 0.0 * budget_s_ * haste)"),
     Mechanism("least_search_s", tuning={"least_search_s": 0.0}),
-    _not("fresh", "FRESH"),
-    _not("everywhere", "EVERYWHERE"),
-    _not("redrawn", "REDRAWN"),
-    _not("exchanged", "EXCHANGED"),
-    _not("fewer", "FEWER", "FEWER_TOO"),
-    _not("others", "OTHERS", "OTHERS_TOO"),
-    _tries("tries: everywhere alone, half of the time", "if ((draws.seed() >> 20) % 2 == 0) strip(growth);", ""),
-    _tries("tries: replicas barred", "growth.barred_expert[n] = growth.flow.expert_A[a];", ""),
-    _tries("tries: shrinking", "growth.shrink(q);", ""),
+    _kind("fresh", "n == 0 ? Change::FRESH : ", ""),
+    _kind("everywhere", "n == 1 ? Change::EVERYWHERE : ", ""),
+    _kind("fewer", "n < 5 ? Change::FEWER : ", ""),
+    _kind("others", "n < 5 ? Change::FEWER : Change::OTHERS", "Change::FEWER"),
     _tries("tries: growth by three prices", "SMOOTH << ((draws.seed() >> 16) % 3)", "SMOOTH"),
-    _tries("tries: ruled out by sweeps", "double MAYBE = 0.02;", "double MAYBE = 1e9;"),
-    _growth("growth: patience", "PATIENCE = 2;", "PATIENCE = 1;"),
-    _growth("growth: few experts valued", "VALUED = 8;", "VALUED = 1 << 20;"),
+    _tries("tries: ruled out by sweeps", "before_s * (1.0 + MAYBE)", "before_s * (1e9 + MAYBE)"),
+    _growth("growth: patience", "flow.arcs - kept < PATIENCE", "flow.arcs - kept < PATIENCE - 1"),
+    _growth("growth: few experts valued", "n < VALUED", "n < (VALUED << 20)"),
     _growth(
         "growth: exposed transfers priced",
         "gain - (with.trans_s - shown.trans_s + with.agg_s - shown.agg_s)",
@@ -110,7 +103,8 @@ MECHANISMS = (
     _growth("growth: falling prices foreseen", "gain = part * gain - 0.5 * part * part * bend;", ""),
     Mechanism("split: descent", tuning={"split_effort": 0.0}),
     Mechanism(
-        "split: few sweeps from low q", (Edit("split.cpp", "double FAR_ABOVE = 0.1;", "double FAR_ABOVE = 1e9;"),)
+        "split: few sweeps from low q",
+        (Edit("split.cpp", "above_s > FAR_ABOVE * cost.total", "above_s > (1e9 + FAR_ABOVE) * cost.total"),),
     ),
     Mechanism(
         "split: no descent for little", (Edit("split.cpp", "double WORTH_IT = 0.01;", "double WORTH_IT = 0.0;"),)

@@ -93,6 +93,15 @@ class Meter:
         self._steps, self._step_s, self._compute_s = 0, 0.0, 0.0
         self._wait_s = {"F": 0.0, "B": 0.0}
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is measured."""
+        enabled, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = enabled
+
     def begin_step(self) -> None:
         """From here on work counts towards a new step."""
         self._step_began = self._last_end = self.clock()

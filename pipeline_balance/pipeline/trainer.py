@@ -20,7 +20,16 @@ from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import whole_state, write_pretrained
 from pipeline_balance.pipeline.failures import Failures, together
-from pipeline_balance.pipeline.model import Batch, CountLabels, Labels, LossFn, ModuleChain, PipelineModel, Slicer
+from pipeline_balance.pipeline.model import (
+    Batch,
+    CountLabels,
+    Labels,
+    LossFn,
+    ModuleChain,
+    PipelineModel,
+    Slicer,
+    evaluating,
+)
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.progress import Progress
@@ -332,29 +341,19 @@ class ElasticPipeline:
         The batch may have any number of rows: it is cut into microbatches of about the training's size. Modules are in
         evaluation mode meanwhile.
         """
-        modes = {module: module.training for module in self.module.modules()}
-        enabled, self.meter.enabled = self.meter.enabled, False
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                size = self.progress.rows
+        size = self.progress.rows
 
-                def prepare() -> Passing:
-                    self._read_model()
-                    return batch_of(
-                        self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size
-                    )
+        def prepare() -> Passing:
+            self._read_model()
+            return batch_of(self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size)
 
-                stages = self._stages.executor if self.experts.any else None  # others need not run the same
-                actions = actions_of(stages, trains=False)
-                passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device, actions)
-                run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
-                self._run(run)
-                return self._shared_sum(run) / max(passing.counted, 1)
-        finally:
-            self.meter.enabled = enabled
-            for module, mode in modes.items():
-                module.training = mode
+        # without shared experts, replicas need not run the same
+        actions = actions_of(self._stages.executor if self.experts.any else None, trains=False)
+        with evaluating(self.module), self.meter.paused():
+            passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device, actions)
+            run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
+            self._run(run)
+            return self._shared_sum(run) / max(passing.counted, 1)
 
     def drop_gradients(self) -> None:
         """Forget gradients that the optimizers have used, so that they do not travel."""

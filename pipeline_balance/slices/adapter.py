@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from pipeline_balance.pipeline.adapter import IGNORED_LABEL, Recorded, TransformersModel
-from pipeline_balance.pipeline.model import Boundary, Microbatch
+from pipeline_balance.pipeline.model import Boundary, Microbatch, evaluating
 from pipeline_balance.pipeline.router_losses import loss_of_sums
 from pipeline_balance.pipeline.skeleton import Readable
 from pipeline_balance.slices.interface import Seen, attending, configs_of, seeing
@@ -88,14 +88,8 @@ class SlicedTransformers(Sliced, TransformersModel):
         names = frozenset(whole.inputs)
         if names in self._checked or any(p.is_meta for p in self.units[0].parameters()):
             return
-        modes = {module: module.training for module in self.root.modules()}
-        try:
-            self.root.eval()
-            with torch.no_grad(), attending(self._configs):
-                every, mine = self._run_front(whole), self._run_front(part)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+        with evaluating(self.root), attending(self._configs):
+            every, mine = self._run_front(whole), self._run_front(part)
         for full, own in zip(every, mine, strict=True):
             if not torch.allclose(_part(own, full, part, 0), own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
                 raise SpecError(

@@ -33,6 +33,7 @@ def test_a_change_is_counted(tmp_path: Path) -> None:
     assert lines_changed(tmp_path / "a.py", tmp_path / "b.py") == ["y = 3", "z = 4"]
 
 
+@pytest.mark.slow
 def test_both_train_the_same_model(tmp_path: Path) -> None:
     one = [sys.executable, ONE, "--out", tmp_path / "one"]
     done = subprocess.run(one, capture_output=True, text=True, timeout=240, check=True, cwd=ROOT)

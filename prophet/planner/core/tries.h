@@ -1,7 +1,7 @@
 // Changes of a placement, one at a time, each kept where the step gets shorter by it.
 //
-// A try starts from no replicas, or takes up to three away and may put one elsewhere, and lets grow what is then worth
-// it. A few sweeps rule most tries out; the rest are compared by the splits that both placements would get, so that no
+// A try starts from no replicas or from one expert everywhere, or takes up to three replicas away and may put one
+// elsewhere; then it lets grow what is worth it. A few sweeps rule most tries out; the rest are compared by the splits that both placements would get, so that no
 // try lengthens a step by the prediction.
 #pragma once
 
