@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
+from pipeline_balance import attach
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.schedules.closed_forms import sliced_peak_bytes, sliced_peak_units
 from pipeline_balance.schedules.sliced import Order
@@ -138,9 +139,8 @@ def test_twenty_steps_of_adam_with_clipping_and_moves(size: int, slices: int, st
 
 def _wrong(rank: int, size: int) -> list[str]:
     said = []
-    different = {"slices": 4 + rank} if size > 1 else {}
     for make in (
-        lambda: pipe_of(model_of("llama"), **{"slices": 4, **different}),
+        lambda: pipe_of(model_of("llama"), 4 + rank),
         lambda: pipe_of(model_of("llama"), 4, order=("minimal", "aligned")[rank]),
         lambda: pipe_of(model_of("llama"), 3, stages=2),
         lambda: pipe_of(model_of("llama"), 4, split_backward=True),
@@ -153,6 +153,7 @@ def _wrong(rank: int, size: int) -> list[str]:
     said.append(_error(lambda: pipe.step(left, labels)))
     said.append(_error(lambda: pipe.step(inputs, inputs["input_ids"])))
     said.append(_error(lambda: pipe.rebuild(StageMap((0, 1, 2, UNITS), (0, 1, 0)))))
+    said.append(_error(lambda: attach(pipe)))
     assert pipe.step(inputs, labels) == pytest.approx(pipe.step(inputs, labels), rel=EXACT)  # nothing was lost
     assert not _alive(pipe)
     return said
@@ -176,6 +177,7 @@ def test_what_is_wrong_is_said_on_all_ranks_before_a_step() -> None:
         "pad on the right",
         "labels count behind padding",
         "must take the ranks in turn",
+        "does not know yet that later slices cost more",
     ]
     for said in run_gloo(_wrong, 2):
         for text, part in zip(said, expected, strict=True):
