@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from pipeline_balance.added_loss import added_losses
 from pipeline_balance.control.measure import Meter
+from pipeline_balance.pipeline.added_loss import added_losses
 from pipeline_balance.pipeline.failures import Failures
 from pipeline_balance.pipeline.generators import seeded, unit_seed
 from pipeline_balance.pipeline.model import Boundary, Microbatch, PipelineModel
