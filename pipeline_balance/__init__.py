@@ -1,8 +1,8 @@
 """Keeps the pipeline stages of a dynamic model equally busy and moves training state between layouts.
 
 >>> import pipeline_balance                                                   # doctest: +SKIP
->>> pipeline = pipeline_balance.ElasticPipeline.from_modules(layers, loss_fn, ...)  # doctest: +SKIP
->>> balanced = pipeline_balance.attach(pipeline)  # on all ranks alike
+>>> pipe = pipeline_balance.ElasticPipeline.from_modules(layers, loss_fn, ...)  # doctest: +SKIP
+>>> balanced = pipeline_balance.attach(pipe)  # on all ranks alike
 >>> loss = balanced.step(inputs, labels)  # and train as before
 
 Names are imported when they are first asked for, so that `import pipeline_balance` alone needs neither torch nor numpy.
@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from pipeline_balance.control.controller import Controller
     from pipeline_balance.control.decide import ControllerConfig
     from pipeline_balance.control.measure import Meter
+    from pipeline_balance.pipeline.added_loss import add_loss
     from pipeline_balance.pipeline.trainer import ElasticPipeline
     from pipeline_balance.spec import RankLimits, StageMap
 
-__all__ = ["ControllerConfig", "ElasticPipeline", "Meter", "StageMap", "attach"]
+__all__ = ["ControllerConfig", "ElasticPipeline", "Meter", "StageMap", "add_loss", "attach"]
 
 _MODULE_OF = {
     "ControllerConfig": "pipeline_balance.control.decide",
     "Meter": "pipeline_balance.control.measure",
     "ElasticPipeline": "pipeline_balance.pipeline.trainer",
     "StageMap": "pipeline_balance.spec",
+    "add_loss": "pipeline_balance.pipeline.added_loss",
 }
 
 
@@ -43,8 +45,8 @@ def attach(
 ) -> Controller:
     """Balance `pipeline` from now on: train with the returned controller's `step` instead of the pipeline's.
 
-    `limits` [P] are the ranks' memory and speed (None: all alike, without a limit), `config` says how often to measure
-    and when a move pays; both are equal on all ranks.
+    `limits` [P] are the memory (bytes) and speed of a replica's ranks (None: all alike, without a limit). `config` says
+    how often to measure and when a move pays. Both are equal on all ranks. Call it again after the group has changed.
     """
     from pipeline_balance.control.controller import Controller
 

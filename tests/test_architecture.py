@@ -61,19 +61,16 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"prophet.ranks", "prophet.experts", "prophet.layer", "prophet.engine", "prophet.machine"}
     | {"prophet.convert", "prophet.monitor"},
     "pipeline_balance.spec": _VALUES,
-    "pipeline_balance.added_loss": set(),
     "pipeline_balance.schedules": _VALUES | {"pipeline_balance.spec"},
     "pipeline_balance.maps": _VALUES | {"pipeline_balance.spec", "pipeline_balance.schedules"},
     "pipeline_balance.control": _PIPELINE | {"prophet.spec", "pipeline_balance.maps", "pipeline_balance.schedules"},
     "pipeline_balance.pipeline": _PIPELINE
-    | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"}
-    | {"pipeline_balance.added_loss"},
-    "pipeline_balance.slices": {"prophet.errors"},
+    | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
+    "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
     "pipeline_balance.leave": _PIPELINE | {"prophet.files", "prophet.state", "pipeline_balance.pipeline"},
     # its mixture of experts is made of the other half's layer
-    "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"}
-    | {"pipeline_balance.added_loss"},
-    "pipeline_balance": {"pipeline_balance.control", "pipeline_balance.pipeline"},
+    "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
+    "pipeline_balance": {"pipeline_balance.control"},
 }
 
 # The same for the rooms of the planner, from bottom to top; its modules that are no rooms are there for all.
@@ -87,7 +84,10 @@ _PLANNER_MAY_IMPORT: dict[str, set[str]] = {
 }
 
 # A room that may import a part of another one, and nothing else of it.
-_MAY_IMPORT_A_PART = {"pipeline_balance.maps": "prophet.planner.core"}  # one compiled module serves both halves
+_MAY_IMPORT_A_PART = {
+    "pipeline_balance.maps": "prophet.planner.core",  # one compiled module serves both halves
+    "pipeline_balance.dynamics": "pipeline_balance.pipeline.added_loss",  # its layers have losses
+}
 
 # Third-party packages a room may import. Rooms that are not listed may import torch, numpy and rich.
 _NUMERIC = {"numpy"}
@@ -106,6 +106,7 @@ _PACKAGES: dict[str, set[str]] = {
     "pipeline_balance.schedules": _NUMERIC,
     "pipeline_balance.control": _NUMERIC | {"torch"},
     "pipeline_balance.leave": _NUMERIC | {"torch", "kubernetes"},
+    "pipeline_balance.slices": _NUMERIC | {"torch", "transformers"},  # to register its attention
 }
 _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
 

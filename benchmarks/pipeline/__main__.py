@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from benchmarks.cluster.kernel_objects import Quotas
 from benchmarks.cluster.profiles import ProfileError, uniform
 from benchmarks.cluster.testbed import Testbed, TestbedError, TestbedUnavailable, unwound_when_ended
 from benchmarks.common import environment, write_json
-from benchmarks.pipeline import moves, partitions
+from benchmarks.pipeline import beside, moves, partitions
 from benchmarks.pipeline.alone import record, simulate_policy
 from benchmarks.pipeline.cases import Case, cases
 from benchmarks.pipeline.picture import REPACKING, draw
@@ -29,7 +29,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--cases", default="all", help=f"all, or comma-separated, of {names}")
     p.add_argument("--policies", default=",".join(DEFAULT_POLICIES), help=f"comma-separated, of {', '.join(POLICIES)}")
     p.add_argument("--json", type=Path, help="file for the rows")
-    p.add_argument("--hosts", type=int, default=4, help="one stage each")
+    p.add_argument("--hosts", type=int, default=4, help="one stage of one replica each")
+    p.add_argument("--replicas", type=int, default=1, help="copies of the pipeline, which share the hosts")
     p.add_argument("--steps", type=int, default=20, help="counted steps of every policy")
     p.add_argument("--warm-up", type=int, default=5, help="steps before those, on equal numbers of layers")
     p.add_argument("--slowdown", type=float, default=2.5, help="how much slower a host is than the machine")
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--picture", type=Path, help="file for the picture of policy partition-repack's stages and ranks")
     p.add_argument("--moves", action="store_true", help="only move state between the hosts; needs root")
+    p.add_argument("--former", type=Path, help="only move layers, in turns with the code of that checkout")
     return p
 
 
@@ -62,6 +64,7 @@ def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.N
     job = {
         "case": case.name,
         "policies": list(policies),
+        "replicas": args.replicas,
         "steps": args.steps,
         "warm_up": args.warm_up,
         "slowdown": args.slowdown,
@@ -74,7 +77,8 @@ def on_hosts(bed: Testbed, case: Case, policies: Sequence[str], args: argparse.N
         case,
         [r["policies"] for r in results],
         costs_from(first["costs"]),
-        ranks=args.hosts,
+        ranks=args.hosts // args.replicas,
+        replicas=args.replicas,
         transfer_s=first["transfer_s"],
         optimizer_s_per_byte=first["optimizer_s_per_byte"],
         between_s=first["between_s"],
@@ -144,6 +148,8 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
                 for case in todo:
                     rows += shown(on_hosts(bed, case, policies, args))
         except TestbedUnavailable as error:
+            if args.replicas > 1:
+                raise  # the simulator has none
             reason = str(error)
     if reason:
         print(f"simulator only ({reason}): layer times of one process, no moves, no links", flush=True)
@@ -153,6 +159,7 @@ def benchmark(args: argparse.Namespace) -> dict[str, Any]:
         "measured": not reason,
         "simulator_only_because": reason or None,
         "hosts": args.hosts,
+        "replicas": args.replicas,
         "slowdown": args.slowdown,
         "link_mbit_per_s": args.link_mbit_per_s,
         "steps": args.steps,
@@ -173,6 +180,13 @@ def only_moves(args: argparse.Namespace) -> dict[str, Any]:
     return {"link_mbit_per_s": args.link_mbit_per_s, "environment": environment(), **found}
 
 
+_ALONE: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "partition": lambda args: partitions.compare(),
+    "moves": only_moves,
+    "former": lambda args: beside.compare(args.former, timeout_s=args.timeout_s),
+}
+
+
 def shown(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     print(table(rows), flush=True)
     return rows
@@ -186,12 +200,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in ("hosts", "steps", "warm_up"):
             if getattr(args, name) < 1:
                 raise PolicyError(f"--{name.replace('_', '-')} must be at least 1")
+        if args.replicas < 1 or args.hosts % args.replicas:
+            raise PolicyError(f"--replicas must divide --hosts, got {args.replicas} and {args.hosts}")
+        if args.replicas > 1 and args.simulate:
+            raise PolicyError("--simulate has no replicas: leave one of the two out")
         if args.picture and REPACKING not in args.policies.split(","):
             raise PolicyError(f"--picture shows the policy {REPACKING}: name it in --policies")
-        run = only_moves if args.moves else benchmark
+        run = next((run for chosen, run in _ALONE.items() if getattr(args, chosen)), benchmark)
         with unwound_when_ended():
-            document = partitions.compare() if args.partition else run(args)
-    except (ProfileError, PolicyError, TestbedUnavailable, TestbedError) as error:
+            document = run(args)
+    except (ProfileError, PolicyError, TestbedUnavailable, TestbedError, beside.MoverError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if args.picture and draw(document.get("rows", []), args.picture):

@@ -23,10 +23,10 @@ from benchmarks.pipeline.policies import (
     smoothed,
     start_map,
 )
-from pipeline_balance.added_loss import added_losses
 from pipeline_balance.control.learn import Learner
 from pipeline_balance.control.measure import Meter, local_costs
 from pipeline_balance.dynamics.gpt import loss as loss_fn
+from pipeline_balance.pipeline.added_loss import added_losses
 from pipeline_balance.pipeline.generators import unit_seed
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap, moved_bytes
 from prophet.demo.text import Corpus

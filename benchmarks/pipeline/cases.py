@@ -33,7 +33,7 @@ class Case:
     then held up for a tenth of a second.
 
     `pruning` and `freezing` say what is done between steps; the other mechanisms live in the blocks. A step trains
-    `microbatches` x `sequences` sequences of `tokens` tokens.
+    `microbatches` x `sequences` sequences of `tokens` tokens on every replica.
     """
 
     name: str
@@ -67,16 +67,16 @@ class Case:
     def optimizer(self, named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         return torch.optim.Adam(named, lr=self.learning_rate)
 
-    def batch(self, corpus: Corpus, step: int) -> tuple[Tensor, Tensor]:
-        """(input, target) of a step, [M * sequences, T] each; the same for every policy."""
+    def batch(self, corpus: Corpus, step: int, replica: int = 0, replicas: int = 1) -> tuple[Tensor, Tensor]:
+        """(input, target) of a step, [M * sequences, T] each, a replica's own; the same for every policy."""
         rows = rank_batch(
             corpus.train,
             seed=self.seed,
             step=step,
-            sequences=self.microbatches * self.sequences,
+            sequences=replicas * self.microbatches * self.sequences,
             length=self.tokens,
-            rank=0,
-            ranks=1,
+            rank=replica,
+            ranks=replicas,
         )
         both = torch.from_numpy(rows)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()

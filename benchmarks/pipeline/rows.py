@@ -60,11 +60,15 @@ def summarise(
     ranks: int,
     transfer_s: float,
     optimizer_s_per_byte: float,
+    replicas: int = 1,
     between_s: float = 0.0,
     metering_s: float = 0.0,
     measured: bool = True,
 ) -> list[dict[str, Any]]:
-    """Rows in the order of policies. `by_rank` holds every rank's {policy: figures}; a simulated run has one entry."""
+    """Rows in the order of policies. `by_rank` holds every rank's {policy: figures}; a simulated run has one entry.
+
+    `ranks` are those of one replica.
+    """
     step = partial(
         simulated_step_s,
         microbatches=case.microbatches,
@@ -76,6 +80,9 @@ def summarise(
         _row(case, policy, [r[policy] for r in by_rank], costs, ranks, step, metering_s, measured)
         for policy in by_rank[0]
     ]
+    for row in rows:
+        row["replicas"] = replicas
+        row["tokens_per_s"] *= replicas
     speed = {r["policy"]: r["tokens_per_s"] for r in rows}
     for row in rows:
         for column, against in (

@@ -43,7 +43,8 @@ def run_case(host: Host, args: Mapping[str, Any]) -> dict[str, Any]:
     keep_memory()
     with host.process_group(timeout_s=args["timeout_s"]):
         case = cases(int(args["steps"]))[args["case"]]
-        bench = Bench(case, host, pace=Pace(float(args["slowdown"])), budget_bytes=int(args["budget_bytes"]))
+        pace, budget_bytes = Pace(float(args["slowdown"])), int(args["budget_bytes"])
+        bench = Bench(case, host, pace=pace, budget_bytes=budget_bytes, replicas=int(args["replicas"]))
         result = bench.run(list(args["policies"]), steps=int(args["steps"]), warm_up=int(args["warm_up"]))
         gc.unfreeze()
         gc.collect()
@@ -78,13 +79,13 @@ class PacedController(Controller):
 
 
 class Bench:
-    """One rank's side of one case."""
+    """One host's side of one case; `replicas` share the hosts, `ranks` of them each."""
 
-    def __init__(self, case: Case, host: Host, *, pace: Pace, budget_bytes: int) -> None:
+    def __init__(self, case: Case, host: Host, *, pace: Pace, budget_bytes: int, replicas: int = 1) -> None:
         self.case, self.host = case, host
         self.pace, self.budget_bytes = pace, budget_bytes
         self.corpus: Corpus = load_corpus(max_bytes=CORPUS_BYTES)
-        self.ranks = host.hosts
+        self.replicas, self.ranks = replicas, host.hosts // replicas
         self.transfer_s, self.bytes_per_s = self._probe()
         self.between_s = 0.0
 
@@ -95,6 +96,7 @@ class Bench:
             paced_loss(self.pace, loss_fn),
             make_optimizer=self._optimizer,
             microbatches=case.microbatches,
+            replicas=self.replicas,
             seed=case.seed,
             budget_bytes=self.budget_bytes,
             meter=PacedMeter(self.pace),
@@ -148,7 +150,7 @@ class Bench:
                 # what lives until the end need not be looked through by a collection in the middle of some step
                 gc.collect()
                 gc.freeze()
-            inputs, target = case.batch(self.corpus, step)
+            inputs, target = case.batch(self.corpus, step, recorder.pipeline.replica, self.replicas)
             self._change(recorder, step, frozen)
             costs, loss = self._record(recorder, inputs, target, optimizer_s)
             history.append(costs)
@@ -166,7 +168,7 @@ class Bench:
             frozen = recorder.dynamism.decide_frozen(layers, loss, pipeline.collective, pipeline.config.device)
             if self.host.rank == 0 and step % 8 == 0:
                 self.host.say(f"step {step}: loss {loss:.3f}, frozen {frozen}")
-        every = torch.tensor(optimizer_s, dtype=torch.float64)
+        every = torch.tensor(optimizer_s, dtype=torch.float64) / self.replicas
         dist.all_reduce(every)
         return {
             "policies": {r.policy: self._result(r) for r in runners},

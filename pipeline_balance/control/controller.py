@@ -1,4 +1,4 @@
-"""Measure, decide, move only where it pays: the controller of a `ElasticPipeline`.
+"""Measure, decide, move only where it pays: the controller of an `ElasticPipeline`.
 
 Shape legend: L layers, P ranks. It does not know why loads change. `decide` and `learn` work out what to do, from
 figures that are equal on all ranks.
@@ -64,7 +64,7 @@ class _Ready:
 
 
 class Controller:
-    """Runs the steps of a `ElasticPipeline` and keeps its stages balanced. All ranks drive theirs in step.
+    """Runs the steps of an `ElasticPipeline` and keeps its stages balanced. All ranks drive theirs in step.
 
     `limits` [P] are the ranks' memory and speed, equal on all ranks. Layer times measured on a rank of speed v are
     taken as v times as long on a rank of speed 1. `learner` holds what earlier decisions have taught.

@@ -49,18 +49,20 @@ class MoveCost:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControllerConfig:
-    """`every_steps` steps lie between two decisions, the last `measure_steps` of them are measured.
+    """When the controller of a pipeline measures, and which moves pay. Raises `SpecError` where values contradict.
 
-    With `max_every_steps` that distance doubles, up to this, after every decision that found nothing to gain, and is
-    `every_steps` again after a move. Refreshing the stages (layers were frozen or thawed) changes the loads for
-    certain: the next decision then comes as soon as they have been measured.
+    `every_steps` steps lie between two decisions; the last `measure_steps` of them are measured. After each decision
+    that finds nothing to gain, that distance doubles up to `max_every_steps`. After a move it is `every_steps` again.
+    Freezing or thawing layers changes the loads: the next decision comes as soon as they have been measured.
 
-    `min_gain` is the least relative gain that counts as more than noise. `repack_slowdown` allows fewer ranks where
-    the step becomes longer by at most this fraction of the best one on all ranks (None: never). `transfer_s` is what an
-    activation takes between two stages. `horizon_steps` is for how many steps at most a move is expected to pay (None:
-    four times `every_steps`); the controller learns how much of a gain lasts from one decision to the next, which
-    shortens that. `prepare_in_backward` measures, decides and prepares the move beside the backward pass before it,
-    from the times known when that pass begins.
+    `policy` is "partition" (the exact search over all maps) or "diffusion" (single layers between neighbours). With
+    "-by-parameters" behind either, a layer's parameters count in place of its time.
+    `min_gain` is the least relative gain that counts as more than noise. `repack_slowdown` allows fewer ranks where a
+    step then gets longer by at most this fraction of the best step on all ranks (None: never). `transfer_s` is how many
+    seconds an activation takes between two stages, `move_cost` what a move is taken to cost before one was measured. A
+    gain is expected to last `horizon_steps` steps at most (None: four times `every_steps`), and shorter where earlier
+    gains did. With `prepare_in_backward` the controller measures, decides and prepares a move beside the backward pass
+    before it, from the times known when that pass begins.
     """
 
     every_steps: int = 50

@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.added_loss import add_loss
 from pipeline_balance.dynamics.gpt import Block
+from pipeline_balance.pipeline.added_loss import add_loss
 from prophet.errors import SpecError
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.added_loss import add_loss
 from pipeline_balance.dynamics.gpt import Block
+from pipeline_balance.pipeline.added_loss import add_loss
 from prophet.experts.gate import GateConfig
 from prophet.layer.moe import MoE, collect_losses
 from prophet.ranks.collective import Collective

@@ -61,7 +61,7 @@ class Checkpoint:
 
 def save_checkpoint(
     pipeline: ElasticPipeline,
-    folder: Path,
+    folder: str | Path,
     *,
     step: int,
     stage_map: StageMap | None = None,
@@ -73,6 +73,7 @@ def save_checkpoint(
     force). `also` holds schedulers and the like, equal on all ranks, by a name of yours. The description is written
     last: a folder without it holds no checkpoint.
     """
+    folder = Path(folder)
     after = stage_map if stage_map is not None else pipeline.stage_map
     after.check_layers(pipeline.stage_map.layers)
     if pipeline.progress.parts:
@@ -104,9 +105,9 @@ def save_checkpoint(
         pipeline.collective.meet(Operation("finishing a checkpoint"))
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: str | Path) -> Checkpoint:
     """The description of a checkpoint, without its tensors. Raises `SpecError`, naming the file, if it is none."""
-    path = folder / DESCRIPTION
+    path = Path(folder) / DESCRIPTION
     found = read_json(path, most_bytes=MAX_DESCRIPTION_BYTES, expected="a finished checkpoint", error=SpecError)
     if not isinstance(found, dict):
         raise SpecError(f"{path}: expected an object written by save_checkpoint, got {shown(found)}")
@@ -174,7 +175,7 @@ def _are_options(value: Any) -> bool:
 
 
 def load_checkpoint(
-    pipeline: ElasticPipeline, folder: Path, *, also: Mapping[str, Stateful] | None = None
+    pipeline: ElasticPipeline, folder: str | Path, *, also: Mapping[str, Stateful] | None = None
 ) -> Checkpoint:
     """Take over the state that other ranks, of any number, have saved; collective, before the first step.
 
@@ -182,6 +183,7 @@ def load_checkpoint(
     `also` gets what was saved under the same names. Raises `SpecError` on a checkpoint of another model or other
     optimizer groups, with the pipeline as it was.
     """
+    folder = Path(folder)
     saved = read_checkpoint(folder)
     saved.stage_map.check_layers(pipeline.stage_map.layers)
     missing = sorted(set(also or {}) - set(saved.also))

@@ -145,6 +145,14 @@ class Ownership:
                 if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
                     module._buffers[name] = buffer.to(device)
 
+    def settle(self, units: Collection[int], device: torch.device, rank: int) -> None:
+        """Have what `units` hold on `device` and the rest on `meta`. Raises `SpecError` for what has no memory here."""
+        self.keep_only(units)
+        self.to_device(device)
+        missing = self.missing(units)
+        if missing:
+            raise SpecError(f"{missing[0]} has no memory on rank {rank}, which trains it: load its state first")
+
     def missing(self, units: Collection[int]) -> list[str]:
         """What `units` need here and is still on `meta`."""
         mine = self._names(units)[0]

@@ -20,13 +20,23 @@ from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import whole_state, write_pretrained
 from pipeline_balance.pipeline.failures import Failures, together
-from pipeline_balance.pipeline.model import Batch, CountLabels, Labels, LossFn, ModuleChain, PipelineModel, evaluating
+from pipeline_balance.pipeline.model import (
+    Batch,
+    CountLabels,
+    Labels,
+    LossFn,
+    ModuleChain,
+    PipelineModel,
+    Slicer,
+    evaluating,
+)
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
 from pipeline_balance.pipeline.replicas import check_units, start_alike
 from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
+from pipeline_balance.pipeline.slicing import agree_on_slicing
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
 from pipeline_balance.pipeline.ties import share_tied_weights, ties_of
 from pipeline_balance.pipeline.training_state import Held, collect
@@ -95,8 +105,9 @@ class ElasticPipeline:
         self.builder = StageBuilder(
             model=model, config=self.config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
         )
-        if not joins and stage_map is None:
-            stage_map = StageMap.even(len(model.units), self.ranks)
+        if not joins:
+            agree_on_slicing(model.slicing, self.config, self.groups.world)
+            stage_map = stage_map if stage_map is not None else self.builder.first_map()
         if stage_map is not None:
             self.builder.check_map(stage_map)
         mine = stage_map.layers_on(self.rank) if stage_map is not None else ()
@@ -122,14 +133,15 @@ class ElasticPipeline:
         stage_map: StageMap | None = None,
         *,
         counted: CountLabels | None = None,
+        slices: Slicer | None = None,
         **options: Any,
     ) -> ElasticPipeline:
         """A pipeline of modules, each called with what the one before it returns; see `ModuleChain`.
 
         `loss_fn(output, labels)` is a mean over `counted(labels)` labels. `options` are the constructor's.
         """
-        chain = ModuleChain(layers, loss_fn, counted=counted, device=options.get("device"))
-        return cls(chain, stage_map, **options)
+        make = ModuleChain if slices is None else slices.chain
+        return cls(make(layers, loss_fn, counted=counted, device=options.get("device")), stage_map, **options)
 
     @classmethod
     def from_transformers(
@@ -139,15 +151,17 @@ class ElasticPipeline:
         *,
         layers: str | None = None,
         example: Mapping[str, Tensor] | None = None,
+        slices: Slicer | None = None,
         **options: Any,
     ) -> ElasticPipeline:
         """A pipeline of a transformers model, or of one built like them, as it is; see `TransformersModel`.
 
         Layer 0 of the pipeline is all in front of the model's layers, the last one all behind them. `step` takes what
-        the model's forward takes, and the labels; the loss is the model's own. `options` are the constructor's.
+        the model's forward takes, and the labels; the loss is the model's own. `slices` are
+        `pipeline_balance.slices.SliceOptions`. `options` are the constructor's.
         """
-        adapted = TransformersModel(model, layers=layers, example=example, device=options.get("device"))
-        return cls(adapted, stage_map, **options)
+        make = TransformersModel if slices is None else slices.transformers
+        return cls(make(model, layers=layers, example=example, device=options.get("device")), stage_map, **options)
 
     # --- what is in force -------------------------------------------------------------------------------------
 
@@ -224,7 +238,7 @@ class ElasticPipeline:
         self.gradients.open(update=update)
         with self.experts.passing(update=update):
             self._run(run)
-        self.progress.add(self._shared_sum(run), self.config.replicas * len(passing.parts), passing.counted)
+        self.progress.add(self._shared_sum(run), self.config.replicas * passing.microbatches, passing.counted)
         loss = self.progress.loss
         if update:
             self._update(max_norm, scaler)
@@ -239,11 +253,7 @@ class ElasticPipeline:
             check_scaler(scaler)
             self._read_model()
             if self.progress.parts:
-                self.gradients.check_kept()
-                if scaler is not self._scaler:
-                    raise SpecError("all calls of an update need the same scaler, as its gradients are added up")
-                if self.owned.trainable() != self._trainable:
-                    raise SpecError("layers were frozen, thawed or added in mid-update: do it after update=True")
+                self.gradients.check_kept(scaler is self._scaler, self.owned.trainable() == self._trainable)
             first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
@@ -265,12 +275,7 @@ class ElasticPipeline:
     def _read_model(self) -> None:
         """Take in what was added to the model since the last step; what belongs elsewhere goes to `meta`."""
         self.owned.read()
-        mine = self.stage_map.layers_on(self.rank)
-        self.owned.keep_only(mine)
-        self.owned.to_device(self.config.device)
-        missing = self.owned.missing(mine)
-        if missing:
-            raise SpecError(f"{missing[0]} has no memory on rank {self.rank}, which trains it: load its state first")
+        self.owned.settle(self.stage_map.layers_on(self.rank), self.config.device, self.rank)
 
     def _start_alike(self, fresh: Collection[str]) -> None:
         """Tied parameters begin as on their first holder, replicas as the first; collective if any are `fresh`."""
@@ -280,9 +285,8 @@ class ElasticPipeline:
         whole = torch.tensor([int(not self.owned.missing(mine))], device=self.config.device)
         if not bool(self.collective.all_gather(whole, op=Operation("starting a pipeline")).all()):
             return  # built on `meta`: a checkpoint brings the values
-        share_tied_weights(
-            [tie for tie in ties_of(self.owned) if tie.name in fresh], self.stage_map, self.groups.collective
-        )
+        ties = [tie for tie in ties_of(self.owned) if tie.name in fresh]
+        share_tied_weights(ties, self.stage_map, self.groups.collective)
         tensors = self.owned.tensors(mine, fresh)
         start_alike([t for t in tensors if t not in self.experts.parameters], self.groups.column)
 

@@ -35,8 +35,12 @@ class Gradients:
         """A pass without an update has ended: its gradients are to be there in the next one, see `check_kept`."""
         self._added_up = [p for p in self.owned.parameters.values() if p.grad is not None]
 
-    def check_kept(self) -> None:
-        """Raise `SpecError` if gradients of the passes so far are gone."""
+    def check_kept(self, same_scaler: bool, same_trainable: bool) -> None:
+        """Raise `SpecError` if another pass cannot be added to those so far, or their gradients are gone."""
+        if not same_scaler:
+            raise SpecError("all calls of an update need the same scaler, as its gradients are added up")
+        if not same_trainable:
+            raise SpecError("layers were frozen, thawed or added in mid-update: do it after update=True")
         if any(p.grad is None and not p.is_meta for p in self._added_up):
             raise SpecError(
                 "gradients of the update under way are gone: zero_grad belongs after a step with update=True; "

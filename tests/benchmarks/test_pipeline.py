@@ -72,6 +72,13 @@ def test_every_case_is_there_and_its_layers_can_be_built() -> None:
         assert len(layers) == case.layers
 
 
+def test_replicas_share_what_a_step_draws() -> None:
+    case, corpus = small(), load_corpus(max_bytes=1 << 19)
+    twice = replace(case, microbatches=2 * case.microbatches).batch(corpus, 3)
+    for whole, parts in zip(twice, zip(*(case.batch(corpus, 3, r, 2) for r in range(2)), strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(parts))
+
+
 def test_a_recording_holds_every_step() -> None:
     found = record(small(), load_corpus(max_bytes=1 << 19), 3)
     assert len(found.costs) == len(found.losses) == len(found.frozen) == 3
@@ -164,6 +171,10 @@ def test_what_is_asked_for_is_checked(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["--cases", "weather"]) == 2
     assert "cases must be of" in capsys.readouterr().err
     assert main(["--steps", "0"]) == 2
+    assert main(["--hosts", "4", "--replicas", "3"]) == 2
+    assert "must divide" in capsys.readouterr().err
+    assert main(["--replicas", "2", "--simulate"]) == 2
+    assert "has no replicas" in capsys.readouterr().err
     assert main(["--picture", "x.png"]) == 2
     assert "name it in --policies" in capsys.readouterr().err
 
