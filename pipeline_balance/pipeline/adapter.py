@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline_balance.pipeline import shapes
-from pipeline_balance.pipeline.model import Boundary, Inputs, Microbatch, PipelineModel
+from pipeline_balance.pipeline.model import Boundary, Inputs, Microbatch, PipelineModel, zero_of
 from pipeline_balance.pipeline.router_losses import RouterLoss, find_router_loss
 from pipeline_balance.pipeline.skeleton import Readable, Skeleton, StandIn, Stop
 from prophet.errors import SpecError
@@ -211,8 +211,7 @@ class TransformersModel(PipelineModel):
         if counts:
             # sums over labels and microbatches need more than the bits of a half precision
             return (loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss,)
-        # no label counts: nothing to learn, and a gradient of zero for all that came in
-        return (torch.stack([t.float().sum() for t in (loss, *boundary)]).sum() * 0.0,)
+        return (zero_of((loss, *boundary)),)  # no label counts: nothing to learn
 
     def _asked(self, microbatch: Microbatch, labels: Tensor | None = None) -> dict[str, Any]:
         """The arguments of the model's own forward."""

@@ -30,6 +30,7 @@ _COMPARED = (
     ("hold a model with other names, shapes or types", "all"),
     ("train (requires_grad) other parameters", "all"),
     ("call with other arguments", "all"),
+    ("have other options (such as the learning rate) in their optimizers' groups", "all"),
     ("have inputs of other shapes", "replica"),
     ("were given other inputs or labels", "replica"),
     ("would run the stages that share experts in another order, or on other microbatches,", "column"),
@@ -46,7 +47,7 @@ class Passing:
     microbatches: int
     parts: list[Microbatch]
     shapes: list[list[Boundary]]
-    counted: int
+    counted: float
     data: int
 
 
@@ -127,6 +128,7 @@ def actions_of(executor: Executor | None, *, trains: bool) -> Callable[[Passing]
 def agree_on_batch(
     prepare: Callable[[], Passing],
     owned: Ownership,
+    optimizers: Optimizers,
     arguments: Sequence[Any],
     groups: PipelineGroups,
     device: torch.device,
@@ -148,11 +150,13 @@ def agree_on_batch(
         owned.structure(),
         owned.trainable(),
         number_of(repr(tuple(arguments))),
+        optimizers.digest(),
         number_of(repr((passing.counted, shapes))),
         passing.data,
         number_of(actions(passing)),
     ]
-    row = torch.tensor([int(failed is not None), *mine, passing.counted], dtype=torch.int64, device=device)
+    count = int(torch.tensor(passing.counted, dtype=torch.float64).view(torch.int64))  # its bits
+    row = torch.tensor([int(failed is not None), *mine, count], dtype=torch.int64, device=device)
     every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
     if every[:, 0].any():
         text = f"{type(failed).__name__}: {failed}" if failed is not None else ""
@@ -169,7 +173,7 @@ def agree_on_batch(
         differ = [r for r, x in enumerate(said) if x != said[first[r]]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than rank {first[differ[0]]}")
-    return replace(passing, counted=int(every[::size, -1].sum()))
+    return replace(passing, counted=float(every[::size, -1].contiguous().view(torch.float64).sum()))
 
 
 def agree_on_model(

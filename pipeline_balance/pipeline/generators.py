@@ -8,6 +8,7 @@ travels with a layer, and one process with the same keys draws the same numbers.
 from __future__ import annotations
 
 import hashlib
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,16 +23,18 @@ def unit_seed(seed: int, unit: int, update: int, microbatch: int, slice_: int | 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, the default generators of the host and of `device` draw from `seed`; afterwards they go on as before."""
+    """Inside, the default generators of the host, of Python and of `device` draw from `seed`; afterwards they go on."""
     on_device = getattr(torch, device.type, None) if device.type not in ("cpu", "meta") else None
-    host = torch.get_rng_state()
+    host, python = torch.get_rng_state(), random.getstate()
     other = on_device.get_rng_state(device) if on_device is not None else None
     torch.default_generator.manual_seed(seed)
+    random.seed(seed)
     if on_device is not None:
         on_device.manual_seed(seed)
     try:
         yield
     finally:
         torch.set_rng_state(host)
+        random.setstate(python)
         if on_device is not None:
             on_device.set_rng_state(other, device)

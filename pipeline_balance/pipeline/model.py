@@ -5,6 +5,7 @@ Shape legend: L units, M microbatches. `ModuleChain` is the simplest such model,
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ Batch = Inputs | Sequence[Inputs]
 """A batch to be cut, or its microbatches, whose shapes may differ."""
 Labels = Tensor | Sequence[Tensor | None] | None
 LossFn = Callable[[Any, Any], Tensor]
-CountLabels = Callable[[Tensor | None], int]
+CountLabels = Callable[[Tensor | None], float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +121,8 @@ class PipelineModel(ABC):
         """The sum of the losses of the labels that count, a scalar with its graph."""
 
     @abstractmethod
-    def counted(self, microbatch: Microbatch) -> int:
-        """How many labels count in this microbatch; known on every rank without running anything."""
+    def counted(self, microbatch: Microbatch) -> float:
+        """How many labels count in this microbatch, or their weight; known on every rank without running anything."""
 
     @abstractmethod
     def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
@@ -168,7 +169,9 @@ class ModuleChain(PipelineModel):
 
     The first is called with the inputs, by name where they have names. A tuple becomes arguments, a dictionary keyword
     arguments. `loss_fn(output, labels)` is a mean over `counted(labels)` labels. Without `counted`, cross entropy
-    counts labels other than its `ignore_index`, any other loss the rows.
+    counts labels other than its `ignore_index`, by the weights of their classes if it has some; any other loss counts
+    the rows. Raises `SpecError` for a loss of torch's that is no mean, and for labels of -100 that any other loss is
+    given without `counted`.
     """
 
     def __init__(
@@ -216,13 +219,25 @@ class ModuleChain(PipelineModel):
     def loss(self, boundary: Boundary, microbatch: Microbatch) -> Tensor:
         count = self.counted(microbatch)
         if not count:
-            return torch.stack([t.sum() for t in boundary if t.is_floating_point()]).sum() * 0.0
-        return self.loss_fn(tree_unflatten(list(boundary), self._structures[-1]), microbatch.labels) * count
+            return zero_of(boundary)
+        loss = self.loss_fn(tree_unflatten(list(boundary), self._structures[-1]), microbatch.labels)
+        if loss.numel() != 1:
+            raise SpecError(f"the loss must be a mean, one number, got a tensor of shape {list(loss.shape)}")
+        if any(t.requires_grad for t in boundary) and not loss.requires_grad:
+            raise SpecError("the loss has no gradient: loss_fn must compute it from the output, without detaching")
+        return loss.reshape(()) * count
 
-    def counted(self, microbatch: Microbatch) -> int:
+    def counted(self, microbatch: Microbatch) -> float:
         if microbatch.labels is None:
             return int(next(iter(microbatch.inputs.values())).shape[0])
-        return int(self._counted(microbatch.labels))
+        return float(self._counted(microbatch.labels))
+
+    def look(self) -> None:
+        """Take in layers that were replaced in `root`."""
+        now = tuple(layer for layer in self.root._modules.values() if layer is not None)
+        if len(now) != len(self.units):
+            raise SpecError(f"the model has {len(now)} layers now, the pipeline has {len(self.units)}")
+        self.units = now
 
     def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
         key = (microbatch.shapes(), self._mode())
@@ -263,19 +278,34 @@ class ModuleChain(PipelineModel):
         return found, tuple(structures)
 
 
-def _labels_of(loss_fn: LossFn) -> CountLabels:
-    """How many labels a mean is taken over: cross entropy leaves some out, other losses are taken to count rows."""
-    ignored = -100 if loss_fn is nn.functional.cross_entropy else None
-    if isinstance(loss_fn, nn.CrossEntropyLoss | nn.NLLLoss):
-        ignored = loss_fn.ignore_index
-        if loss_fn.reduction != "mean":
-            raise SpecError(f"the loss must be a mean, got {loss_fn} with reduction={loss_fn.reduction!r}")
+def zero_of(boundary: Boundary) -> Tensor:
+    """Zero, and a gradient of zero for all that comes in, whatever stands there: infinities times 0 are not 0."""
+    return torch.stack([t.flatten()[:0].sum(dtype=torch.float32) for t in boundary if t.is_floating_point()]).sum()
 
-    def count(labels: Tensor | None) -> int:
+
+def _labels_of(loss_fn: LossFn) -> CountLabels:
+    """What a mean is taken over: cross entropy leaves labels out, other losses are taken to count rows."""
+    function, options = loss_fn, {}
+    if isinstance(loss_fn, functools.partial):
+        function, options = loss_fn.func, loss_fn.keywords
+    elif isinstance(loss_fn, nn.modules.loss._Loss):
+        options = vars(loss_fn) | loss_fn._buffers
+    if options.get("reduction", "mean") not in ("mean", "batchmean"):
+        raise SpecError(f"the loss must be a mean, got {loss_fn} with reduction={options['reduction']!r}")
+    entropies = (nn.functional.cross_entropy, nn.functional.nll_loss)
+    entropy = function in entropies or isinstance(function, nn.CrossEntropyLoss | nn.NLLLoss)
+    ignored, weight = options.get("ignore_index", -100), options.get("weight") if entropy else None
+
+    def count(labels: Tensor | None) -> float:
         if labels is None:
             return 1
-        if ignored is None or labels.is_floating_point():
+        if not entropy and not labels.is_floating_point() and bool((labels == -100).any()):
+            raise SpecError("labels of -100 do not count in most losses: pass counted=, from labels to their number")
+        if not entropy or labels.is_floating_point():
             return int(labels.shape[0])
-        return int((labels != ignored).sum())
+        counts = labels != ignored
+        if weight is None:
+            return int(counts.sum())
+        return float(weight.detach().to(labels.device, torch.float64)[labels[counts]].sum())
 
     return count

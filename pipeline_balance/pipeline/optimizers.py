@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from pipeline_balance.pipeline.ownership import number_of
 from prophet.errors import SpecError
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -80,6 +81,17 @@ class Optimizers:
             ]
             for optimizer in self.all
         ]
+
+    def digest(self) -> int:
+        """A digest of the options that are numbers or words, such as rates, and of how many parameters groups have."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+                return value.item()
+            return value if isinstance(value, bool | int | float | str | tuple) else None
+
+        groups = [g for o in self.all for g in o.param_groups]
+        return number_of(repr([(len(g["params"]), [(k, plain(v)) for k, v in sorted(g.items())]) for g in groups]))
 
     def check(self, options: list[list[dict[str, Any]]], parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise `SpecError` unless `options` are of these groups with these parameters."""

@@ -47,6 +47,7 @@ class Ownership:
         self._read: list[tuple[int, ...]] = []
         self._structure = 0
         self._split: dict[tuple[int, ...], tuple[list[str], list[str]]] = {}
+        self._known: set[str] = set()
         self.read()
 
     def read(self) -> None:
@@ -87,10 +88,16 @@ class Ownership:
         """Names of the parameters that any of `units` holds, in the model's order."""
         return [n for n in self.parameters if not set(self.units_of[n]).isdisjoint(units)]
 
-    def tensors(self, units: Collection[int]) -> list[Tensor]:
-        """Parameters and buffers that any of `units` holds."""
-        buffers = [b.tensor for b in self.buffers.values() if not set(b.units).isdisjoint(units)]
-        return [*(self.parameters[n] for n in self.of(units)), *buffers]
+    def tensors(self, units: Collection[int], names: Collection[str]) -> list[Tensor]:
+        """Parameters and buffers of these `names` that any of `units` holds."""
+        buffers = [b.tensor for n, b in self.buffers.items() if n in names and not set(b.units).isdisjoint(units)]
+        return [*(self.parameters[n] for n in self.of(units) if n in names), *buffers]
+
+    def fresh(self) -> set[str]:
+        """Names that were not there at the last call."""
+        found = set(self.units_of) - self._known
+        self._known = set(self.units_of)
+        return found
 
     def tied(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several units hold, with those units."""
@@ -137,6 +144,14 @@ class Ownership:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
                     module._buffers[name] = buffer.to(device)
+
+    def settle(self, units: Collection[int], device: torch.device, rank: int) -> None:
+        """Have what `units` hold on `device` and the rest on `meta`. Raises `SpecError` for what has no memory here."""
+        self.keep_only(units)
+        self.to_device(device)
+        missing = self.missing(units)
+        if missing:
+            raise SpecError(f"{missing[0]} has no memory on rank {rank}, which trains it: load its state first")
 
     def missing(self, units: Collection[int]) -> list[str]:
         """What `units` need here and is still on `meta`."""

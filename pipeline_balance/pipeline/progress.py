@@ -13,24 +13,24 @@ class Progress:
     """Counters of a run, equal on all ranks.
 
     `updates` are those made so far. `parts`, `counted` and `loss_sum` are of the update under way: its microbatches,
-    labels that count, and summed loss. Its gradients are those of the sum divided by `divisor`. `rows` is a training
-    microbatch's size. `first_ranks` is how many ranks the run began with.
+    labels that count (or their weight), and summed loss. Its gradients are those of the sum divided by `divisor`.
+    `rows` is a training microbatch's size. `first_ranks` is how many ranks the run began with.
     """
 
     updates: int = 0
     parts: int = 0
-    counted: int = 0
+    counted: float = 0
     loss_sum: float = 0.0
-    divisor: int = 1
+    divisor: float = 1
     rows: int = 0
     first_ranks: int = 0
 
     @property
     def loss(self) -> float:
         """Mean loss of the update under way, so far."""
-        return self.loss_sum / max(self.counted, 1)
+        return self.loss_sum / (self.counted or 1)
 
-    def add(self, loss_sum: float, parts: int, counted: int) -> None:
+    def add(self, loss_sum: float, parts: int, counted: float) -> None:
         """A batch went forward and backward."""
         self.loss_sum += loss_sum
         self.parts += parts
@@ -39,6 +39,10 @@ class Progress:
     def updated(self) -> None:
         """The gradients were used."""
         self.updates += 1
+        self.restart()
+
+    def restart(self) -> None:
+        """The update under way begins anew."""
         self.parts, self.counted, self.loss_sum, self.divisor = 0, 0, 0.0, 1
 
     def to_json(self) -> dict[str, Any]:

@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, like_meta, put, try_put
 from pipeline_balance.pipeline.stages import PipelineGroups, StageBuilder, Stages
+from pipeline_balance.pipeline.ties import Tie, check_ties, ties_of
 from pipeline_balance.pipeline.training_state import Held, agree, by_layer, collect, gather_json, share, state_entries
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
 from prophet.ranks.collective import Collective, Operation
+from prophet.state.layout import Piece
 from prophet.state.route import Route, route
 from prophet.state.space import Space, TensorSpec
 from prophet.state.transition import Allocate, Moved, State, empty, transition
@@ -112,6 +114,32 @@ class StateMover:
         specs = tuple(held.specs) if isinstance(held, Held) else ()
         return Prepared(stage_map=stage_map, specs=specs, route=way)
 
+    def check(self, before: StageMap, after: StageMap, *, midway: bool) -> None:
+        """Raise `SpecError` on all ranks unless all may go from map to map, `midway` in an update; collective.
+
+        Raises `TransitionError` where tied parameters have come apart.
+        """
+
+        def ties() -> tuple[Tie, ...]:
+            self.owned.read()
+            self.builder.check_map(after)
+            found = ties_of(self.owned)
+            if midway and any(len(tie.holders(m)) > 1 for tie in found for m in (before, after)):
+                raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
+            return found
+
+        groups, found = self.groups, self.attempt(ties)
+        problem = found if isinstance(found, str) else ""
+        given = [problem, list(after.boundaries), list(after.ranks)]
+        every = gather_json(given, groups.world, self.device, Operation("agreeing on a stage map"))
+        if any(said[0] for said in every):
+            words = {said[0]: r for r, said in reversed(list(enumerate(every))) if said[0]}
+            raise SpecError("; ".join(f"rank {r}: {said}" for said, r in words.items()))
+        differ = [r for r, said in enumerate(every) if said != every[0]]
+        if differ:
+            raise SpecError(f"ranks {differ} were given another stage map than rank 0")
+        check_ties(found, before, groups.world, groups.grid, self.optimizers.state(), device=self.device)
+
     def rebuild(
         self,
         now: Stages,
@@ -127,7 +155,6 @@ class StateMover:
         every rank, with everything as it was, if the state cannot be moved.
         """
         began = time.perf_counter()
-        self.builder.check_map(stage_map)
         held = self._collect(now, gradients=gradients)
         way, scalars = self._way(now, stage_map, held, prepared)
         assert isinstance(held, Held)
@@ -136,7 +163,7 @@ class StateMover:
         try:
             moved = arrived = transition(
                 way,
-                {piece: held.tensors[piece.name] for piece in way.before.pieces[self.groups.rank]},
+                {piece: self._piece(held, piece) for piece in way.before.pieces[self.groups.rank]},
                 self.groups.collective,
                 budget_bytes=self.budget_bytes,
                 device=self.device,
@@ -191,6 +218,13 @@ class StateMover:
             raise TransitionError(f"{error}; {WHOLE}") from error
         assert not isinstance(found, str)
         return found
+
+    def _piece(self, held: Held, piece: Piece) -> Tensor:
+        """What this rank has of a piece; of a gradient that only other replicas have so far, zeros."""
+        name, _, kind = piece.name.partition("#")
+        if kind == "grad" and piece.name not in held.tensors:
+            return torch.zeros_like(self.owned.parameters[name])
+        return held.tensors[piece.name]
 
     def _collect(self, now: Stages, *, gradients: bool) -> Held | str:
         units = now.stage_map.layers_on(self.groups.rank)

@@ -7,6 +7,7 @@ scale elsewhere. Here every rank has it from the start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ _OPERATION = Operation("GradScaler's check for infinite gradients")
 
 
 class PipelineScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` that is the same on all ranks of `world`, idle ones too. `pipe.scaler(...)` makes it.
+    """A `torch.amp.GradScaler` that is the same on all ranks of `world()`, idle ones too. `pipe.scaler(...)` makes it.
 
     device: the pipeline's. arguments: as `torch.amp.GradScaler` takes them, by name, without its `device`. `unscale_`
     and `step` are collective over `world`, once for every optimizer, in the same order on all ranks. An optimizer
@@ -27,7 +28,7 @@ class PipelineScaler(torch.amp.GradScaler):
     `update` lowers the scale after any. `state_dict` is the same on all ranks.
     """
 
-    def __init__(self, world: Collective, device: torch.device, **arguments: Any) -> None:
+    def __init__(self, world: Callable[[], Collective], device: torch.device, **arguments: Any) -> None:
         super().__init__(device.type, **arguments)
         self._world = world
         if self.is_enabled():
@@ -47,7 +48,7 @@ class PipelineScaler(torch.amp.GradScaler):
             mine[0] = torch.maximum(mine[0], (value != 0).to(mine))
             mine[1] = 1.0
         mine[2] = inv_scale
-        every = self._world.all_gather(mine, op=_OPERATION)
+        every = self._world().all_gather(mine, op=_OPERATION)
         scales = every[:, 2].reciprocal().tolist()
         if min(scales) != max(scales):
             told = ", ".join(f"{s:g} on rank {r}" for r, s in enumerate(scales))

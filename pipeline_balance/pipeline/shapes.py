@@ -76,6 +76,8 @@ def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
     forward, torchs = type(part).forward, type(part).__module__.startswith("torch.nn.")
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if "_orig_mod" in part._modules:  # torch.compile's, which would compile for fake tensors
+            return part._modules["_orig_mod"](*args, **kwargs)  # type: ignore[misc]
         if collective_of(part) is not None and args:  # it would exchange its tokens with other ranks
             return args[0].new_empty((*args[0].shape[:-1], getattr(part, "dim_out", args[0].shape[-1])))
         try:

@@ -38,7 +38,7 @@ from pipeline_balance.pipeline.replicas import check_units, start_alike
 from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
 from pipeline_balance.pipeline.slicing import agree_on_slicing
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
-from pipeline_balance.pipeline.ties import check_ties, share_tied_weights, ties_of
+from pipeline_balance.pipeline.ties import share_tied_weights, ties_of
 from pipeline_balance.pipeline.training_state import Held, collect
 from pipeline_balance.pipeline.update import Gradients
 from pipeline_balance.schedules.simulate import Durations
@@ -121,8 +121,9 @@ class ElasticPipeline:
         self._used = False
         self._scaler: PipelineScaler | None = None
         self._stages = self.builder.build(self._meet(None if joins else stage_map))
+        fresh = self.owned.fresh()
         if not joins:
-            self._start_alike()
+            self._start_alike(fresh)
 
     @classmethod
     def from_modules(
@@ -241,6 +242,8 @@ class ElasticPipeline:
         loss = self.progress.loss
         if update:
             self._update(max_norm, scaler)
+        else:
+            self.gradients.keep()
         return loss
 
     def _begin(self, inputs: Batch, labels: Labels, arguments: tuple[Any, ...], scaler: Any) -> Passing:
@@ -248,44 +251,44 @@ class ElasticPipeline:
 
         def prepare() -> Passing:
             check_scaler(scaler)
-            if self.progress.parts and scaler is not self._scaler:
-                raise SpecError("all calls of an update need the same scaler, as its gradients are added up")
             self._read_model()
+            if self.progress.parts:
+                self.gradients.check_kept(scaler is self._scaler, self.owned.trainable() == self._trainable)
             first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
         actions = actions_of(self._stages.executor, trains=True)
         given = (*arguments, scaler is None)
-        passing = agree_on_batch(prepare, self.owned, given, self.groups, self.config.device, actions)
+        passing = agree_on_batch(prepare, self.owned, self.optimizers, given, self.groups, self.config.device, actions)
         self._scaler = scaler
+        self._start_alike(self.owned.fresh())
         trainable = self.owned.trainable()
         if trainable != self._trainable:
             # times of layers that were frozen or thawed say nothing any more
             self._trainable = trainable
             self.meter.reset()
         if not self.progress.parts:
-            self.progress.divisor = max(passing.counted, 1)
+            self.progress.divisor = passing.counted or 1
         self.progress.rows = max(next(iter(part.inputs.values())).shape[0] for part in passing.parts)
         return passing
 
     def _read_model(self) -> None:
         """Take in what was added to the model since the last step; what belongs elsewhere goes to `meta`."""
         self.owned.read()
-        mine = self.stage_map.layers_on(self.rank)
-        self.owned.keep_only(mine)
-        self.owned.to_device(self.config.device)
-        missing = self.owned.missing(mine)
-        if missing:
-            raise SpecError(f"{missing[0]} has no memory on rank {self.rank}, which trains it: load its state first")
+        self.owned.settle(self.stage_map.layers_on(self.rank), self.config.device, self.rank)
 
-    def _start_alike(self) -> None:
-        """Tied parameters begin as on their first holder, replicas as the first; collective."""
+    def _start_alike(self, fresh: Collection[str]) -> None:
+        """Tied parameters begin as on their first holder, replicas as the first; collective if any are `fresh`."""
+        if not fresh:
+            return
         mine = self.stage_map.layers_on(self.rank)
         whole = torch.tensor([int(not self.owned.missing(mine))], device=self.config.device)
         if not bool(self.collective.all_gather(whole, op=Operation("starting a pipeline")).all()):
             return  # built on `meta`: a checkpoint brings the values
-        share_tied_weights(ties_of(self.owned), self.stage_map, self.groups.collective)
-        start_alike([t for t in self.owned.tensors(mine) if t not in self.experts.parameters], self.groups.column)
+        ties = [tie for tie in ties_of(self.owned) if tie.name in fresh]
+        share_tied_weights(ties, self.stage_map, self.groups.collective)
+        tensors = self.owned.tensors(mine, fresh)
+        start_alike([t for t in tensors if t not in self.experts.parameters], self.groups.column)
 
     def _stage_done(self, stage: int) -> None:
         self.gradients.stage_done(self.stage_map.layers_of(stage))
@@ -306,7 +309,7 @@ class ElasticPipeline:
         """Use the gradients: one step of every optimizer, on every rank."""
         progress = self.progress
         self.gradients.complete(self.stage_map)
-        self.gradients.scale_(progress.divisor / max(progress.counted, 1))
+        self.gradients.scale_(progress.divisor / (progress.counted or 1))
         if scaler is not None:
             self.optimizers.unscale_(scaler)
         if max_norm is not None:
@@ -322,7 +325,7 @@ class ElasticPipeline:
 
         Call it on every rank. Its `state_dict` belongs into checkpoints.
         """
-        return PipelineScaler(self.collective, self.config.device, **arguments)
+        return PipelineScaler(lambda: self.collective, self.config.device, **arguments)
 
     def balance_experts(self, attach: Callable[[nn.Module], Balancer]) -> Balancer | None:
         """Balance the expert-parallel layers of this rank's stages: `attach` gets them as a module. On every rank.
@@ -350,14 +353,16 @@ class ElasticPipeline:
         # without shared experts, replicas need not run the same
         actions = actions_of(self._stages.executor if self.experts.any else None, trains=False)
         with evaluating(self.module), self.meter.paused():
-            passing = agree_on_batch(prepare, self.owned, ("evaluate",), self.groups, self.config.device, actions)
+            given, device = ("evaluate",), self.config.device
+            passing = agree_on_batch(prepare, self.owned, self.optimizers, given, self.groups, device, actions)
             run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
             self._run(run)
-            return self._shared_sum(run) / max(passing.counted, 1)
+            return self._shared_sum(run) / (passing.counted or 1)
 
     def drop_gradients(self) -> None:
-        """Forget gradients that the optimizers have used, so that they do not travel."""
+        """Forget all gradients, also those of an update under way, which begins anew with the next step."""
         self.gradients.drop()
+        self.progress.restart()
         self._used = False
 
     @together("collecting the model before step")
@@ -369,6 +374,8 @@ class ElasticPipeline:
         self.experts.check_static("gather or save a model")
         self._read_model()
         grid = self.groups.grid
+        if not 0 <= rank < self.collective.size:
+            raise SpecError(f"the model is to be collected on rank {rank} of {self.collective.size}")
         if grid.replica_of(rank) != self.groups.replica:
             return {}
         at = grid.pipeline_rank_of(rank)
@@ -423,15 +430,11 @@ class ElasticPipeline:
 
         `durations` of the new stages, equal on all ranks, let the schedule order what is ready by when it will be.
         `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
-        Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved.
+        Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved, and
+        `SpecError` if ranks are given different maps.
         """
         self.experts.check_static("move layers")
-        self.owned.read()
-        ties = ties_of(self.owned)
-        if self.progress.parts and any(len(tie.holders(self.stage_map)) > 1 for tie in ties):
-            raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
-        groups, state = self.groups, self.optimizers.state()
-        check_ties(ties, self.stage_map, groups.world, groups.grid, state, device=self.config.device)
+        self.mover.check(self.stage_map, stage_map, midway=self.progress.parts > 0)
         self._stages, done = self.mover.rebuild(
             self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._used
         )

@@ -6,6 +6,7 @@ Shape legend: R replicas, P pipeline ranks.
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.norm import clip_gradients_, gradient_norm
@@ -14,6 +15,7 @@ from pipeline_balance.pipeline.replicas import ReplicaMeans
 from pipeline_balance.pipeline.stages import PipelineGroups
 from pipeline_balance.pipeline.ties import sum_tied_gradients, ties_of
 from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError
 
 
 class Gradients:
@@ -23,10 +25,27 @@ class Gradients:
         self.owned, self.groups, self.experts = owned, groups, experts
         self._means = ReplicaMeans(groups.column)
         self._open = False
+        self._added_up: list[nn.Parameter] = []
 
     def open(self, *, update: bool) -> None:
         """A pass begins; with `update`, stages that are done have all of the update's gradients."""
         self._open = update
+
+    def keep(self) -> None:
+        """A pass without an update has ended: its gradients are to be there in the next one, see `check_kept`."""
+        self._added_up = [p for p in self.owned.parameters.values() if p.grad is not None]
+
+    def check_kept(self, same_scaler: bool, same_trainable: bool) -> None:
+        """Raise `SpecError` if another pass cannot be added to those so far, or their gradients are gone."""
+        if not same_scaler:
+            raise SpecError("all calls of an update need the same scaler, as its gradients are added up")
+        if not same_trainable:
+            raise SpecError("layers were frozen, thawed or added in mid-update: do it after update=True")
+        if any(p.grad is None and not p.is_meta for p in self._added_up):
+            raise SpecError(
+                "gradients of the update under way are gone: zero_grad belongs after a step with update=True; "
+                "drop_gradients() gives an update up"
+            )
 
     def stage_done(self, units: range) -> None:
         """A stage of these units has run its last backward action of the pass: begin to average what it has."""
@@ -38,7 +57,7 @@ class Gradients:
 
     def complete(self, stage_map: StageMap) -> None:
         """Once the last pass has ended: every gradient is that of the whole update. Collective."""
-        self._open = False
+        self._open, self._added_up = False, []
         ties = ties_of(self.owned)
         mine = [t.parameter for t in ties if self.groups.rank in t.holders(stage_map)]
         self._means.start(mine, 0)
@@ -65,6 +84,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget them."""
+        self._added_up = []
         for parameter in self.owned.parameters.values():
             parameter.grad = None
 

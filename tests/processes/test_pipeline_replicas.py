@@ -26,6 +26,7 @@ from tests.helpers.pipeline_replicas import (
     UNITS,
     Outcome,
     batch,
+    counted,
     largest_difference,
     layers,
     loss_fn,
@@ -102,6 +103,7 @@ def _mistakes(rank: int, size: int) -> list[str]:
             make_optimizer=make_optimizer,
             microbatches=PARTS // 2,
             replicas=replicas,
+            counted=counted,
             timeout_s=60.0,
         )
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -126,3 +129,76 @@ def test_what_does_not_fit_is_refused() -> None:
         ModuleChain([], nn.functional.mse_loss)
     with pytest.raises(SpecError, match="must be a mean"):
         ModuleChain([nn.Linear(1, 1)], nn.CrossEntropyLoss(reduction="sum"))
+
+
+WEIGHTS = torch.tensor([0.1, 1.0, 2.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        nn.CrossEntropyLoss(weight=WEIGHTS),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        functools.partial(nn.functional.cross_entropy, weight=WEIGHTS, ignore_index=2),
+        nn.NLLLoss(weight=WEIGHTS, ignore_index=1),
+    ],
+)
+def test_parts_of_a_batch_have_the_mean_of_the_whole(loss_fn: Any) -> None:
+    torch.manual_seed(0)
+    chain = ModuleChain([nn.Linear(3, 4)], loss_fn)
+    x, labels = torch.randn(7, 3), torch.tensor([0, 1, 2, 3, 1, 2, 3])
+    labels[-1] = loss_fn.keywords["ignore_index"] if hasattr(loss_fn, "keywords") else loss_fn.ignore_index
+    parts = chain.cut(x, labels, 3)
+    assert len(chain.boundaries(parts[0])) == 2
+    total = sum(chain.loss(chain.run(0, (), part), part) for part in parts)
+    whole = loss_fn(chain.units[0](x), labels)
+    assert float(total.detach() / sum(map(chain.counted, parts))) == pytest.approx(float(whole.detach()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "loss_fn", [nn.MSELoss(reduction="sum"), functools.partial(nn.functional.mse_loss, reduction="none")]
+)
+def test_a_loss_that_is_no_mean_is_refused(loss_fn: Any) -> None:
+    with pytest.raises(SpecError, match="must be a mean"):
+        ModuleChain([nn.Linear(3, 4)], loss_fn)
+
+
+def test_losses_that_would_train_nothing_or_the_wrong_thing_are_refused() -> None:
+    x, labels = torch.randn(4, 3), torch.tensor([0, 1, -100, 2])
+    several = ModuleChain([nn.Linear(3, 4)], lambda y, given: nn.functional.cross_entropy(y, given, reduction="none"))
+    with pytest.raises(SpecError, match="pass counted="):
+        several.counted(several.cut(x, labels, 1)[0])
+    for loss_fn, words in (
+        (lambda y, given: (y - given).square(), r"a tensor of shape \[4, 4\]"),
+        (lambda y, given: (y.detach() - given).square().mean(), "has no gradient"),
+    ):
+        chain = ModuleChain([nn.Linear(3, 4)], loss_fn)
+        (part,) = chain.cut(x, x.new_zeros(4, 4), 1)
+        chain.boundaries(part)
+        with pytest.raises(SpecError, match=words):
+            chain.loss(chain.run(0, (), part), part)
+
+
+def test_infinities_where_no_label_counts_do_not_matter() -> None:
+    chain = ModuleChain([nn.Linear(3, 4)], nn.functional.cross_entropy)
+    (part,) = chain.cut(torch.randn(2, 3), torch.tensor([-100, -100]), 1)
+    chain.boundaries(part)
+    y = torch.full((2, 4), torch.inf, requires_grad=True)
+    loss = chain.loss((y,), part)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0.0
+    assert y.grad is not None
+    assert not y.grad.any()
+
+
+def test_layers_may_be_replaced_and_compiled() -> None:
+    root = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    chain = ModuleChain(root, nn.functional.mse_loss)
+    root[0] = nn.Identity()
+    chain.look()
+    assert chain.units == tuple(root)
+    root.append(nn.Identity())
+    with pytest.raises(SpecError, match="3 layers now"):
+        chain.look()
+    compiled = ModuleChain([torch.compile(nn.Linear(3, 2), backend="eager")], nn.functional.mse_loss)  # type: ignore[list-item]
+    assert compiled.boundaries(compiled.cut(torch.randn(4, 3), None, 1)[0])[-1][0].shape == (4, 2)

@@ -56,7 +56,7 @@ def test_ranks_do_what_one_process_does(kind: str) -> None:
 
     def run(world: Collective) -> tuple[list[float], list[float], dict[str, Any]]:
         held = {world.rank: nn.Parameter(torch.ones(2))} if world.rank < 2 else {}
-        scaler = PipelineScaler(world, CPU, **OPTIONS)
+        scaler = PipelineScaler(lambda: world, CPU, **OPTIONS)
         return *train(scaler, held, kind), scaler.state_dict()
 
     results = ThreadWorld(RANKS).run(run)
@@ -67,11 +67,11 @@ def test_ranks_do_what_one_process_does(kind: str) -> None:
 
 def test_the_scale_is_there_before_any_loss_and_comes_back() -> None:
     def run(world: Collective) -> tuple[float, dict[str, Any]]:
-        scaler = PipelineScaler(world, CPU, init_scale=8.0)
+        scaler = PipelineScaler(lambda: world, CPU, init_scale=8.0)
         assert scaler.get_scale() == 8.0
         before = scaler.state_dict()
         scaler.update(2.0)
-        other = PipelineScaler(world, CPU)
+        other = PipelineScaler(lambda: world, CPU)
         other.load_state_dict(scaler.state_dict())
         return other.get_scale(), before
 
@@ -82,7 +82,7 @@ def test_no_gradient_anywhere_is_an_error_on_all_ranks_as_in_torch() -> None:
     def run(world: Collective) -> str:
         p = nn.Parameter(torch.ones(2))
         with pytest.raises(AssertionError, match="No inf checks"):
-            PipelineScaler(world, CPU).step(torch.optim.SGD([p], lr=0.1))
+            PipelineScaler(lambda: world, CPU).step(torch.optim.SGD([p], lr=0.1))
         return "refused"
 
     assert ThreadWorld(2).run(run) == ["refused"] * 2
@@ -92,7 +92,7 @@ def test_scales_that_differ_are_refused_on_all_ranks() -> None:
     def run(world: Collective) -> str:
         p = nn.Parameter(torch.ones(2))
         p.grad = torch.ones(2)
-        scaler = PipelineScaler(world, CPU, init_scale=4.0 + 4.0 * world.rank)
+        scaler = PipelineScaler(lambda: world, CPU, init_scale=4.0 + 4.0 * world.rank)
         with pytest.raises(SpecError, match="scale differs: 4 on rank 0, 8 on rank 1; call update"):
             scaler.step(torch.optim.SGD([p], lr=0.1))
         return "refused"
@@ -102,7 +102,7 @@ def test_scales_that_differ_are_refused_on_all_ranks() -> None:
 
 def test_a_scaler_that_is_off_sends_nothing() -> None:
     world = ThreadWorld(2, timeout_s=0.1).collective(0)  # nobody would answer
-    scaler = PipelineScaler(world, CPU, enabled=False)
+    scaler = PipelineScaler(lambda: world, CPU, enabled=False)
     p = nn.Parameter(torch.ones(2))
     p.grad = torch.ones(2)
     scaler.step(torch.optim.SGD([p], lr=1.0))
@@ -113,7 +113,7 @@ def test_a_scaler_that_is_off_sends_nothing() -> None:
 
 def test_others_are_refused_by_name() -> None:
     check_scaler(None)
-    check_scaler(PipelineScaler(ThreadWorld(1).collective(0), CPU))
+    check_scaler(PipelineScaler(lambda: ThreadWorld(1).collective(0), CPU))
     with pytest.raises(SpecError, match=r"plain torch\.amp\.grad_scaler\.GradScaler: it would see .* pipe\.scaler\("):
         check_scaler(torch.amp.GradScaler("cpu"))
     with pytest.raises(SpecError, match=r"plain builtins\.float; write"):
