@@ -66,7 +66,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance.control": _PIPELINE | {"prophet.spec", "pipeline_balance.maps", "pipeline_balance.schedules"},
     "pipeline_balance.pipeline": _PIPELINE
     | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
-    "pipeline_balance.slices": {"prophet.errors"},
+    "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
     "pipeline_balance.leave": _PIPELINE | {"prophet.files", "prophet.state", "pipeline_balance.pipeline"},
     # its mixture of experts is made of the other half's layer
     "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
@@ -106,6 +106,7 @@ _PACKAGES: dict[str, set[str]] = {
     "pipeline_balance.schedules": _NUMERIC,
     "pipeline_balance.control": _NUMERIC | {"torch"},
     "pipeline_balance.leave": _NUMERIC | {"torch", "kubernetes"},
+    "pipeline_balance.slices": _NUMERIC | {"torch", "transformers"},  # to register its attention
 }
 _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
 

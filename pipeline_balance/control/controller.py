@@ -76,6 +76,12 @@ class Controller:
         limits: Sequence[RankLimits] | None = None,
         config: ControllerConfig | None = None,
     ) -> None:
+        slicing = pipeline.model.slicing
+        if slicing is not None and slicing.slices > 1:
+            raise SpecError(
+                "balancing does not know yet that later slices cost more, and how many a rank holds: "
+                "change the stages with rebuild()"
+            )
         self.pipeline = pipeline
         self.limits = tuple(limits) if limits is not None else RankLimits.uniform(pipeline.ranks)
         if len(self.limits) != pipeline.ranks:

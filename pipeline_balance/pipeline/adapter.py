@@ -50,7 +50,7 @@ class _Call:
 
 
 @dataclass(eq=False)
-class _Recorded:
+class Recorded:
     """What the model's own forward does with its layers in one microbatch."""
 
     enters: tuple[Tensor, ...] = ()  # what layer 0 gets from the front, on `meta`
@@ -86,7 +86,7 @@ class TransformersModel(PipelineModel):
         self._accepts = inspect.signature(type(model).forward).parameters
         self._known: dict[Any, list[Boundary]] = {}
         self._outputs: dict[Any, tuple[list[Any], TreeSpec]] = {}
-        self._latest: tuple[Microbatch, Any, _Recorded] | None = None
+        self._latest: tuple[Microbatch, Any, Recorded] | None = None
         self._as_known: tuple[Any, ...] = ()
         self._numbers: dict[Any, int] = {}  # of kinds of layers
         self._kinds: list[int] = []  # [n]
@@ -231,7 +231,7 @@ class TransformersModel(PipelineModel):
 
     # --- what layers are called with ---------------------------------------------------------------------------
 
-    def recorded(self, microbatch: Microbatch) -> _Recorded:
+    def recorded(self, microbatch: Microbatch) -> Recorded:
         """The arguments of all layers. Only the latest microbatch's are kept: masks are large, and quickly made."""
         if self._latest is None or self._latest[0] is not microbatch or self._latest[1] != self._mode():
             found = self._record(self._asked(microbatch), Readable(allowed=True))
@@ -243,8 +243,8 @@ class TransformersModel(PipelineModel):
         kind = self.device.type
         return self.root.training, torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
-    def _record(self, asked: Mapping[str, Any], readable: Readable, fill: float = 0.0) -> _Recorded:
-        recorded, last = _Recorded(), len(self.layers) - 1
+    def _record(self, asked: Mapping[str, Any], readable: Readable, fill: float = 0.0) -> Recorded:
+        recorded, last = Recorded(), len(self.layers) - 1
         before: list[Any] = []  # leaves of what stood for the output of the layer before
 
         def note(layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,7 +318,7 @@ class TransformersModel(PipelineModel):
             self._known[key] = self._boundaries(self.recorded(microbatch), trains)
         return self._known[key]
 
-    def _boundaries(self, recorded: _Recorded, trains: tuple[bool, ...]) -> list[Boundary]:
+    def _boundaries(self, recorded: Recorded, trains: tuple[bool, ...]) -> list[Boundary]:
         said: list[Boundary] = [(), recorded.enters]
         for layer, ((leaves, _), gives) in enumerate(zip(recorded.outputs, recorded.gives, strict=True)):
             carried = tuple(leaves[place] for place in gives)

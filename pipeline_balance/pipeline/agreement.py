@@ -38,11 +38,12 @@ _COMPARED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """A batch on its way: its microbatches [M], their boundaries without memory, and how many labels count.
+    """A batch on its way: its `parts`, their boundaries without memory, and how many labels count.
 
-    Once agreed on, `counted` is of all replicas.
+    Parts are microbatches [M], or their slices [M N]. Once agreed on, `counted` is of all replicas.
     """
 
+    microbatches: int
     parts: list[Microbatch]
     shapes: list[list[Boundary]]
     counted: int
@@ -63,14 +64,16 @@ def batch_of(
 
     A sequence of inputs, with one of labels, is microbatches already; `rows_each` allows any number of them.
     """
-    parts: list[Microbatch] = []
+    whole: list[Microbatch] = []
     samples: list[str] = []
     for one, its, count in _given(inputs, labels, microbatches, rows_each):
         here = one.to(device) if isinstance(one, Tensor) else {n: t.to(device) for n, t in one.items()}
-        parts += model.cut(here, its.to(device) if its is not None else None, count, first + len(parts))
+        whole += model.cut(here, its.to(device) if its is not None else None, count, first + len(whole))
         tensors = [one] if isinstance(one, Tensor) else list(one.values())
         samples += [_sample(t) for t in (*tensors, *([its] if its is not None else []))]
+    parts = [part for one in whole for part in model.sliced(one)]
     return Passing(
+        microbatches=len(whole),
         parts=parts,
         shapes=[model.boundaries(part) for part in parts],
         counted=sum(model.counted(part) for part in parts),
@@ -135,7 +138,7 @@ def agree_on_batch(
     Where it fails on a rank, all ranks raise `SpecError`: that one with its reason, the others with its rank too.
     """
     failed: Exception | None = None
-    passing = Passing(parts=[], shapes=[], counted=0, data=0)
+    passing = Passing(microbatches=0, parts=[], shapes=[], counted=0, data=0)
     try:
         passing = prepare()
     except Exception as error:
@@ -184,13 +187,16 @@ def agree_on_model(
     """
     mine = {
         "model": owned.structure(),
-        "settings": [config.microbatches, config.seed, config.split_backward],
+        "settings": [config.microbatches, config.seed, config.split_backward, str(owned.model.slicing)],
         "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
         "progress": progress.to_json(),
         "options": optimizers.options(owned.parameters),
     }
     every = gather_json(mine, collective, config.device, Operation("comparing the ranks' models"))
-    for what, field in (("hold another model", "model"), ("have other settings (microbatches, seed)", "settings")):
+    for what, field in (
+        ("hold another model", "model"),
+        ("have other settings (microbatches, seed, slices)", "settings"),
+    ):
         differ = [r for r, said in enumerate(every) if said[field] != every[0][field]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than rank 0")

@@ -1,7 +1,8 @@
 """Running a schedule's actions on one rank: forward, backward, and the messages between stages.
 
-Shape legend: S stages, M microbatches. A stage keeps what a microbatch's forward left until its backward. Every message
-has the shapes and types that all ranks have agreed on for its microbatch; what a stage sends is checked against them.
+Shape legend: S stages, M microbatches. Where microbatches are cut into slices, M counts the slices. A stage keeps what
+a microbatch's forward left until its backward. Every message has the shapes and types that all ranks have agreed on for
+its microbatch; what a stage sends is checked against them.
 """
 
 from __future__ import annotations
@@ -104,19 +105,22 @@ class Executor:
             kept.clear()
             self._arrived.clear()
             self._coming.clear()
+            self.model.end_pass()
 
     def run_action(self, action: Action, run: Run) -> None:
         """One action, with its input waited for."""
         s, m = action.stage, action.microbatch
         if action.kind == "F":
             given = self._take(True, s, m, run) if s else ()
-            self.meter.run_action("F", s, lambda: self._forward(s, m, given, run))
+            with self.model.working(run.microbatches[m]):
+                self.meter.run_action("F", s, lambda: self._forward(s, m, given, run))
             return
         if action.kind == "W":
             self._weight(s, m)
         else:
             grads = self._take(False, s + 1, m, run) if s + 1 < self.total else ()
-            self._backward(s, m, grads, run, split=action.kind == "I")
+            with self.model.working(run.microbatches[m]):
+                self._backward(s, m, grads, run, split=action.kind == "I")
         if action.kind in "BW":
             self._left[s] -= 1
             if not self._left[s]:
@@ -129,8 +133,13 @@ class Executor:
         out = given
         with added_losses(self._weight_of(m, run)) as added:
             for unit in units:
-                with seeded(unit_seed(self.seed, unit, run.update, part.number), self.device):
+                with seeded(unit_seed(self.seed, unit, run.update, part.number, part.slice), self.device):
                     out = self._unit(unit, out, part)
+        if added.values and part.slice is not None:
+            raise SpecError(
+                f"stage {s} has layers that add a loss of their own (add_loss), a mean over whole microbatches: "
+                "slices would change it"
+            )
         run.losses += [value.double() * self.model.counted(part) for value in added.values]
         if s == self.total - 1:
             loss = self.meter.timed(lambda: self.model.loss(out, part))

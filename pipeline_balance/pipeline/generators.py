@@ -1,6 +1,7 @@
 """Random numbers that do not depend on where a unit runs: its generator is seeded anew for every microbatch.
 
-The key is (seed, unit, update, microbatch), the microbatch counted over replicas and accumulated calls. So nothing
+The key is (seed, unit, update, microbatch), the microbatch counted over replicas and accumulated calls, and the slice
+of the microbatch if it is cut. So nothing
 travels with a layer, and one process with the same keys draws the same numbers.
 """
 
@@ -13,10 +14,10 @@ from contextlib import contextmanager
 import torch
 
 
-def unit_seed(seed: int, unit: int, update: int, microbatch: int) -> int:
-    """The seed of one unit's generators for one microbatch, 63 bits."""
-    text = f"{seed} {unit} {update} {microbatch}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+def unit_seed(seed: int, unit: int, update: int, microbatch: int, slice_: int | None = None) -> int:
+    """The seed of one unit's generators for one microbatch or one slice of it, 63 bits."""
+    text = f"{seed} {unit} {update} {microbatch}" + ("" if slice_ is None else f" {slice_}")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager

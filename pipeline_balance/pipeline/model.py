@@ -9,13 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline_balance.pipeline.shapes import output_of
+from pipeline_balance.schedules.actions import Schedule
 from prophet.errors import SpecError
 
 Boundary = tuple[Tensor, ...]
@@ -34,13 +35,15 @@ class Microbatch:
     """One part of a batch, the same on every rank of a replica.
 
     `number` counts microbatches over the replicas and accumulated calls of an update; random numbers follow it. `kept`
-    is for what a model computes once per microbatch, such as its layers' arguments.
+    is for what a model computes once per microbatch, such as its layers' arguments. `slice` counts the parts of a
+    microbatch where they pass the stages one by one; None if it passes whole.
     """
 
     number: int
     inputs: Mapping[str, Tensor]
     labels: Tensor | None
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
+    slice: int | None = None
 
     def shapes(self) -> tuple[Any, ...]:
         """What the boundaries' shapes depend on, as a key: names, shapes and types of the inputs and the labels."""
@@ -48,15 +51,46 @@ class Microbatch:
         return tuple((n, None if t is None else (tuple(t.shape), t.dtype)) for n, t in sorted(given.items()))
 
 
+class Slicing(Protocol):
+    """How microbatches are cut into `slices`, and in which order these pass the stages."""
+
+    @property
+    def slices(self) -> int: ...
+
+    @property
+    def stages_per_rank(self) -> int: ...
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Raise `SpecError` unless stages on these ranks [S] can be run."""
+
+    def schedule(self, ranks: Sequence[int], microbatches: int) -> Schedule:
+        """The order of all slices over stages on `ranks` [S], which are 0 to P - 1."""
+        ...
+
+
+class Slicer(Slicing, Protocol):
+    """Options of slices, which make the models that are run by them."""
+
+    def chain(self, layers: Any, loss_fn: LossFn, **options: Any) -> PipelineModel:
+        """As `ModuleChain`, in slices."""
+        ...
+
+    def transformers(self, model: nn.Module, **options: Any) -> PipelineModel:
+        """As `TransformersModel`, in slices."""
+        ...
+
+
 class PipelineModel(ABC):
     """A model cut into L units in a row. Every rank holds all of them and runs those that the stage map gives it.
 
     `root` is the unsplit model: names of parameters and buffers are its own. `units` [L] are the modules whose state
-    moves. A parameter that several units hold is tied. Buffers outside all units stay on every rank.
+    moves. A parameter that several units hold is tied. Buffers outside all units stay on every rank. `slicing` is None
+    where microbatches pass the stages whole.
     """
 
     root: nn.Module
     units: tuple[nn.Module, ...]
+    slicing: Slicing | None = None
 
     def look(self) -> None:  # noqa: B027 - most models have nothing to look for
         """Take in what was changed about the model since the last step, so that `units` hold all its parameters."""
@@ -64,6 +98,18 @@ class PipelineModel(ABC):
     @abstractmethod
     def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
         """The batch in `microbatches` parts, numbered from `first`. Raises `SpecError` if it has fewer rows."""
+
+    def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
+        """What passes the stages one by one: the microbatch, or its slices in order."""
+        return [microbatch]
+
+    @contextmanager
+    def working(self, microbatch: Microbatch) -> Iterator[None]:
+        """What the forward of a stage and its backward run in."""
+        yield
+
+    def end_pass(self) -> None:  # noqa: B027 - most models keep nothing
+        """A pass of a batch has ended or failed: let go of what it has left behind."""
 
     @abstractmethod
     def run(self, unit: int, boundary: Boundary, microbatch: Microbatch) -> Boundary:

@@ -23,6 +23,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only
 
 from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.skeleton import copy_of, only_before
+from prophet.errors import SpecError
 
 _FROM_TORCH = "raised by a module of torch"
 
@@ -79,6 +80,8 @@ def _without_values(part: nn.Module, *, whole: bool) -> Callable[..., Any]:
             return args[0].new_empty((*args[0].shape[:-1], getattr(part, "dim_out", args[0].shape[-1])))
         try:
             return forward(part, *args, **kwargs)
+        except SpecError:
+            raise  # said in words what is not to be had
         except Exception as error:
             given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor) and t.is_floating_point()]
             if torchs:

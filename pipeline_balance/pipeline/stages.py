@@ -142,6 +142,13 @@ class StageBuilder:
     meter: Meter
     on_stage_done: Callable[[int], None] = lambda stage: None
 
+    def first_map(self) -> StageMap:
+        """Layers spread evenly over the ranks."""
+        ranks, layers = self.groups.collective.size, len(self.model.units)
+        each = self.model.slicing.stages_per_rank if self.model.slicing is not None else 1
+        even = StageMap.even(layers, ranks * each)
+        return StageMap(even.boundaries, tuple(s % ranks for s in range(even.stages)))
+
     def check_map(self, stage_map: StageMap) -> None:
         """Raise `SpecError` unless the map is of this model's layers and this group's ranks."""
         layers, ranks = len(self.model.units), self.groups.collective.size
@@ -149,6 +156,8 @@ class StageBuilder:
             raise SpecError(f"the stage map is of {stage_map.layers} layers, the model has {layers}")
         if max(stage_map.ranks) >= ranks:
             raise SpecError(f"the stage map names rank {max(stage_map.ranks)} of {ranks}")
+        if self.model.slicing is not None:
+            self.model.slicing.check(dense_ranks(stage_map).ranks)
 
     def build(self, stage_map: StageMap, durations: Durations | None = None) -> Stages:
         """Stages and schedule for `stage_map`; nothing that is in force changes."""
@@ -166,9 +175,11 @@ class StageBuilder:
             """Rows of the ranks in use at their ranks' places."""
             return [rows[used.index(r)] if r in used else [] for r in range(max(used) + 1)]
 
-        schedule = flexible(
-            dense.ranks, self.config.microbatches, durations=durations, split_backward=self.config.split_backward
-        )
+        if self.model.slicing is not None:
+            schedule = self.model.slicing.schedule(dense.ranks, self.config.microbatches)
+        else:
+            split = self.config.split_backward
+            schedule = flexible(dense.ranks, self.config.microbatches, durations=durations, split_backward=split)
         return Executor(
             self.model,
             {s: stage_map.layers_of(s) for s in stage_map.stages_on(rank)},

@@ -20,13 +20,23 @@ from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import whole_state, write_pretrained
 from pipeline_balance.pipeline.failures import Failures, together
-from pipeline_balance.pipeline.model import Batch, CountLabels, Labels, LossFn, ModuleChain, PipelineModel, evaluating
+from pipeline_balance.pipeline.model import (
+    Batch,
+    CountLabels,
+    Labels,
+    LossFn,
+    ModuleChain,
+    PipelineModel,
+    Slicer,
+    evaluating,
+)
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
 from pipeline_balance.pipeline.replicas import check_units, start_alike
 from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
+from pipeline_balance.pipeline.slicing import agree_on_slicing
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
 from pipeline_balance.pipeline.ties import check_ties, share_tied_weights, ties_of
 from pipeline_balance.pipeline.training_state import Held, collect
@@ -95,8 +105,9 @@ class ElasticPipeline:
         self.builder = StageBuilder(
             model=model, config=self.config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
         )
-        if not joins and stage_map is None:
-            stage_map = StageMap.even(len(model.units), self.ranks)
+        if not joins:
+            agree_on_slicing(model.slicing, self.config, self.groups.world)
+            stage_map = stage_map if stage_map is not None else self.builder.first_map()
         if stage_map is not None:
             self.builder.check_map(stage_map)
         mine = stage_map.layers_on(self.rank) if stage_map is not None else ()
@@ -121,14 +132,15 @@ class ElasticPipeline:
         stage_map: StageMap | None = None,
         *,
         counted: CountLabels | None = None,
+        slices: Slicer | None = None,
         **options: Any,
     ) -> ElasticPipeline:
         """A pipeline of modules, each called with what the one before it returns; see `ModuleChain`.
 
         `loss_fn(output, labels)` is a mean over `counted(labels)` labels. `options` are the constructor's.
         """
-        chain = ModuleChain(layers, loss_fn, counted=counted, device=options.get("device"))
-        return cls(chain, stage_map, **options)
+        make = ModuleChain if slices is None else slices.chain
+        return cls(make(layers, loss_fn, counted=counted, device=options.get("device")), stage_map, **options)
 
     @classmethod
     def from_transformers(
@@ -138,15 +150,17 @@ class ElasticPipeline:
         *,
         layers: str | None = None,
         example: Mapping[str, Tensor] | None = None,
+        slices: Slicer | None = None,
         **options: Any,
     ) -> ElasticPipeline:
         """A pipeline of a transformers model, or of one built like them, as it is; see `TransformersModel`.
 
         Layer 0 of the pipeline is all in front of the model's layers, the last one all behind them. `step` takes what
-        the model's forward takes, and the labels; the loss is the model's own. `options` are the constructor's.
+        the model's forward takes, and the labels; the loss is the model's own. `slices` are
+        `pipeline_balance.slices.SliceOptions`. `options` are the constructor's.
         """
-        adapted = TransformersModel(model, layers=layers, example=example, device=options.get("device"))
-        return cls(adapted, stage_map, **options)
+        make = TransformersModel if slices is None else slices.transformers
+        return cls(make(model, layers=layers, example=example, device=options.get("device")), stage_map, **options)
 
     # --- what is in force -------------------------------------------------------------------------------------
 
@@ -223,7 +237,7 @@ class ElasticPipeline:
         self.gradients.open(update=update)
         with self.experts.passing(update=update):
             self._run(run)
-        self.progress.add(self._shared_sum(run), self.config.replicas * len(passing.parts), passing.counted)
+        self.progress.add(self._shared_sum(run), self.config.replicas * passing.microbatches, passing.counted)
         loss = self.progress.loss
         if update:
             self._update(max_norm, scaler)

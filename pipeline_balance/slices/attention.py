@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, current
 from prophet.errors import SpecError
@@ -26,9 +27,13 @@ def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: floa
 
     `query` is [B, Hq, T, D], `key` and `value` [B, Hkv, T, D] of the same slice, with positions already applied; Hkv
     divides Hq. `layer` tells layers of the model apart. `scale` is D ** -0.5 unless given. A value may be narrower than
-    a key. Must be called inside a pipeline's step. Raises `SpecError` for other shapes and devices.
+    a key. Must be called inside a pipeline's step; of fake tensors it tells the
+    result's shape. Raises `SpecError` for other shapes and devices.
     """
     _check(query, key, value)
+    if isinstance(query, FakeTensor):
+        # somebody asks for shapes
+        return query.new_empty((*query.shape[:-1], value.shape[-1]))
     store, unit = current()
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     wide = value.shape[-1]

@@ -32,7 +32,8 @@ class _Pretended:
         self.collective = collective
         self.ranks, self.progress = collective.size, Progress(first_ranks=collective.size)
         self.failures = SimpleNamespace(during=lambda *_: nullcontext())
-        self.owned = Ownership(ModuleChain([nn.Identity()] * 8, nn.functional.mse_loss))
+        self.model = ModuleChain([nn.Identity()] * 8, nn.functional.mse_loss)
+        self.owned = Ownership(self.model)
         self.config = PipelineConfig(microbatches=4, timeout_s=timeout_s)
         self.stage_map = StageMap.contiguous((0, 4, 8)) if collective.size == 2 else StageMap.contiguous((0, 8))
         self.meter = Meter()

@@ -1,0 +1,275 @@
+"""Any transformers model in slices: its own layers, and attention over chunks.
+
+The model's forward runs with recording functions in place of its layers at full length, so that positions, rotary
+angles and documents are those of whole sequences. A slice's are parts of them. The same forward at a slice's length
+tells the shapes, and with them the dimensions in which the two differ.
+
+Shape legend: B rows of a microbatch, T tokens of a row, N slices, E experts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec
+
+from pipeline_balance.pipeline.adapter import IGNORED_LABEL, Recorded, TransformersModel
+from pipeline_balance.pipeline.model import Boundary, Microbatch, evaluating
+from pipeline_balance.pipeline.router_losses import loss_of_sums
+from pipeline_balance.pipeline.skeleton import Readable
+from pipeline_balance.slices.interface import Seen, attending, configs_of, seeing
+from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
+from prophet.errors import SpecError
+
+if TYPE_CHECKING:
+    from pipeline_balance.slices.options import SliceOptions
+
+
+class SlicedTransformers(Sliced, TransformersModel):
+    """A `TransformersModel` whose microbatches pass the stages slice by slice.
+
+    Layers are the model's own. They must mix tokens by transformers' attention functions alone. Labels are shifted
+    before they are cut, so the model's loss function must take `shift_labels`.
+    """
+
+    def __init__(self, model: nn.Module, slicing: SliceOptions, **options: Any) -> None:
+        Sliced.__init__(self, slicing.slices)
+        self._checked: set[frozenset[str]] = set()
+        self.slicing = slicing
+        self._owner: Any = model if (base := getattr(model, "get_base_model", None)) is None else base()
+        self._configs = configs_of(model)
+        _check_loss(self._owner)
+        with attending(self._configs):
+            TransformersModel.__init__(self, model, **options)
+
+    def look(self) -> None:
+        self._configs = configs_of(self.root)
+        with attending(self._configs):
+            super().look()
+        if self.router_loss is not None and not isinstance(self._coefficient(), int | float):
+            raise SpecError(f"{type(self._owner).__name__} has a router loss without a router_aux_loss_coef")
+
+    @contextmanager
+    def working(self, microbatch: Microbatch) -> Iterator[None]:
+        with attending(self._configs), super().working(microbatch):
+            yield
+
+    # --- parts of microbatches ---------------------------------------------------------------------------------
+
+    def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
+        labels = microbatch.labels
+        assert labels is not None, "cut has asked for labels"
+        if labels.dim() != 2:
+            raise SpecError(f"slices need labels of every token, [rows, tokens], got {list(labels.shape)}")
+        tokens = labels.shape[1]
+        self.starts(tokens)
+        inputs = dict(microbatch.inputs)
+        if "position_ids" in self._accepts and "position_ids" not in inputs:
+            inputs["position_ids"] = torch.arange(tokens, device=labels.device)[None]
+        documents = self._whole(microbatch)[1].documents
+        # label t belongs to the output at t - 1
+        shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED_LABEL)
+        mask = inputs.get("attention_mask")
+        if mask is not None and mask.shape == labels.shape and bool(((mask == 0) & (shifted != IGNORED_LABEL)).any()):
+            raise SpecError("labels count behind padding, where attention_mask is 0: set them to -100")
+        parts = self.parts(microbatch, inputs, shifted, documents)
+        self._check_front(replace(microbatch, inputs=inputs), part_of(parts[-1]))
+        return parts
+
+    def _check_front(self, whole: Microbatch, part: SlicePart) -> None:
+        """Once for every set of inputs, where the front lives: a slice's is a part of the whole sequence's."""
+        names = frozenset(whole.inputs)
+        if names in self._checked or any(p.is_meta for p in self.units[0].parameters()):
+            return
+        with evaluating(self.root), attending(self._configs):
+            every, mine = self._run_front(whole), self._run_front(part)
+        for full, own in zip(every, mine, strict=True):
+            if not torch.allclose(_part(own, full, part, 0), own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
+                raise SpecError(
+                    f"{type(self._owner).__name__} computes what is in front of the layers from the whole sequence, "
+                    "so its slices cannot be computed alone"
+                )
+        self._checked.add(names)
+
+    def counted(self, microbatch: Microbatch) -> int:
+        if isinstance(microbatch, SlicePart):
+            assert microbatch.labels is not None
+            return int((microbatch.labels != IGNORED_LABEL).sum())
+        return super().counted(microbatch)
+
+    # --- what layers are called with ---------------------------------------------------------------------------
+
+    def _whole(self, microbatch: Microbatch) -> tuple[Recorded, Seen]:
+        """What layers are called with at full length, and the documents."""
+        if "whole" not in microbatch.kept:
+            with attending(self._configs), seeing() as seen:
+                recorded = self._record(self._asked(microbatch), Readable(allowed=True))
+            microbatch.kept["whole"] = recorded, seen
+        found: tuple[Recorded, Seen] = microbatch.kept["whole"]
+        return found
+
+    def recorded(self, microbatch: Microbatch) -> Recorded:
+        if not isinstance(microbatch, SlicePart):
+            return self._whole(microbatch)[0]
+        part = microbatch
+        if self._latest is None or self._latest[0] is not part or self._latest[1] != self._mode():
+            assert part.whole is not None
+            with attending(self._configs), seeing():
+                recorded = self._record(self._asked(part), Readable(allowed=True))
+            whole = self._whole(part.whole)[0]
+            recorded.calls = [
+                replace(mine, leaves=[_part(a, b, part, i) for a, b in zip(mine.leaves, theirs.leaves, strict=True)])
+                for i, (mine, theirs) in enumerate(zip(recorded.calls, whole.calls, strict=True))
+            ]
+            self._latest = part, self._mode(), recorded
+        return self._latest[2]
+
+    def _output_of(self, layer: int, leaves: list[Any], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:
+        known = len(self._outputs)
+        with seeing() as seen:
+            found = super()._output_of(layer, leaves, structure)
+        if len(self._outputs) > known and not seen.calls:
+            raise SpecError(
+                f"layer {layer} ({type(self.layers[layer]).__name__}) does not call transformers' attention functions: "
+                "a layer that carries a state from token to token in another way cannot run in slices"
+            )
+        return found
+
+    # --- the loss ----------------------------------------------------------------------------------------------
+
+    def loss(self, boundary: Boundary, microbatch: Microbatch) -> Tensor:
+        return boundary[0]
+
+    def _run_behind(self, boundary: Boundary, microbatch: Microbatch) -> Boundary:
+        """The sum of a slice's losses; the router's part of the microbatch comes with its last slice."""
+        part, count = part_of(microbatch), self.counted(microbatch)
+        sums, flowing = self._without_sums(len(self.layers), boundary)
+        if sums is None or self.router_loss is None:
+            with self._shifted(int(count > 0)):
+                (mean,) = super()._run_behind(boundary, part)
+            return (mean * count,)
+        experts = self.router_loss.experts
+        probe = torch.zeros_like(sums)
+        probe[0] = probe[-1] = 1.0  # the router's part is zero here, its gradient is not
+        probe.requires_grad_(torch.is_grad_enabled())
+        with self._shifted(int(count > 0)):
+            (mean,) = super()._run_behind((*flowing, probe), part)
+        coefficient = float(self._coefficient())
+        if count and mean.requires_grad:
+            (slope,) = torch.autograd.grad(mean, probe, retain_graph=True)
+            if abs(float(slope[experts]) - coefficient * experts) > 1e-5 * abs(coefficient * experts):
+                raise SpecError("the model weighs its router loss otherwise than its router_aux_loss_coef says")
+        assert part.whole is not None
+        routers = part.whole.kept.setdefault("routers", _Routers())
+        part_loss: Tensor = _OfAllSlices.apply(sums, routers)  # type: ignore[no-untyped-call]
+        routers.add(sums)
+        if part.slice == self.slices - 1:
+            part_loss = part_loss + routers.close(coefficient * super().counted(part.whole))
+        return (mean * count + part_loss,)
+
+    def _coefficient(self) -> Any:
+        return getattr(self._owner, "router_aux_loss_coef", None)
+
+    @contextmanager
+    def _shifted(self, times: int) -> Iterator[None]:
+        """Within, the model's own loss takes labels that are shifted already."""
+        theirs, asked = self._owner.loss_function, 0
+        own = self._owner.__dict__.get("_loss_function")
+
+        def ours(logits: Tensor, labels: Tensor, vocab_size: int, **others: Any) -> Tensor:
+            nonlocal asked
+            asked += 1
+            found: Tensor = theirs(logits, labels, vocab_size, shift_labels=labels.contiguous(), **others)
+            return found
+
+        self._owner.loss_function = ours
+        try:
+            yield
+        finally:
+            if own is None:
+                del self._owner._loss_function
+            else:
+                self._owner.loss_function = own
+        if asked != times:
+            raise SpecError(f"the model asks its loss_function {asked} times in a forward, expected {times}")
+
+
+@dataclass
+class _Routers:
+    """The routers' sums of a microbatch's slices [2 E + 1], and the gradient of the loss by them once all are there."""
+
+    total: Tensor | None = None
+    gradient: Tensor | None = None
+
+    def add(self, sums: Tensor) -> None:
+        mine = sums.detach()
+        self.total = mine.clone() if self.total is None else self.total + mine
+
+    def close(self, factor: float) -> Tensor:
+        """The router's part of the loss; its gradient is read by every slice's backward."""
+        assert self.total is not None
+        with torch.enable_grad():
+            total = self.total.requires_grad_()
+            found = loss_of_sums(total) * factor
+            (self.gradient,) = torch.autograd.grad(found, total)
+        return found.detach()
+
+
+class _OfAllSlices(torch.autograd.Function):
+    """Zero, whose gradient by a slice's sums is that of the loss by all slices' sums, known only later."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, routers: _Routers) -> Tensor:
+        ctx.routers = routers
+        return sums.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        gradient = ctx.routers.gradient
+        if gradient is None:
+            raise SpecError("a slice goes backward before the last slice of its microbatch has gone forward")
+        return gradient * grads[0], None
+
+
+def _part(mine: Any, whole: Any, part: SlicePart, layer: int) -> Any:
+    """A layer's argument for one slice: of what it is called with at full length, where the two differ in shape."""
+    if not isinstance(mine, Tensor) or not isinstance(whole, Tensor):
+        if (
+            isinstance(mine, Tensor)
+            or isinstance(whole, Tensor)
+            or (type(mine) is type(whole) and not _same(mine, whole))
+        ):
+            raise SpecError(f"layer {layer} is called with {whole!r:.50} for whole sequences, {mine!r:.50} for a slice")
+        return mine
+    differ = [d for d in range(whole.dim()) if mine.dim() != whole.dim() or mine.shape[d] != whole.shape[d]]
+    if not differ:
+        return whole
+    (*more, dim) = differ
+    wanted = (part.stop - part.start, part.unit.starts[-1] if part.unit is not None else 0)
+    if more or (mine.shape[dim], whole.shape[dim]) != wanted:
+        raise SpecError(
+            f"layer {layer} takes a tensor of shape {list(whole.shape)} for whole sequences and {list(mine.shape)} for "
+            "a slice: it cannot be cut along the sequence"
+        )
+    return whole.narrow(dim, part.start, part.stop - part.start)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one == other if isinstance(one, bool | int | float | str) else True
+
+
+def _check_loss(model: Any) -> None:
+    """Raise `SpecError` unless labels can be shifted before they are cut."""
+    name = type(model).__name__
+    if getattr(model, "loss_type", None) not in (None, "ForCausalLM"):
+        raise SpecError(f"{name} computes {model.loss_type}, slices need a causal language model's loss")
+    theirs: Callable[..., Tensor] | None = getattr(model, "loss_function", None)
+    if theirs is None or "shift_labels" not in inspect.signature(theirs).parameters:
+        raise SpecError(f"{name}'s loss function must take shift_labels, as labels are shifted before they are cut")

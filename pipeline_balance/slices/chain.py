@@ -1,0 +1,39 @@
+"""Modules in a row, run in slices: layers of one's own that call `attend`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pipeline_balance.pipeline.model import LossFn, Microbatch, ModuleChain
+from pipeline_balance.slices.parts import Sliced, SlicePart
+from pipeline_balance.slices.store import Unit
+from prophet.errors import SpecError
+
+if TYPE_CHECKING:
+    from pipeline_balance.slices.options import SliceOptions
+
+
+class SlicedChain(Sliced, ModuleChain):
+    """A `ModuleChain` whose layers get one slice of every sequence at a time and call `attend` for what came before.
+
+    Inputs are [B, T, ...] and labels [B, T], already shifted where they need to be: `loss_fn` is a mean over labels of
+    any part of the sequences. A layer that looks at positions is given them as an input. One slice is the microbatch.
+    """
+
+    def __init__(
+        self, layers: nn.Module | Sequence[nn.Module], loss_fn: LossFn, slicing: SliceOptions, **options: Any
+    ) -> None:
+        Sliced.__init__(self, slicing.slices)
+        self.slicing = slicing
+        ModuleChain.__init__(self, layers, loss_fn, **options)
+
+    def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
+        if self.slices == 1:
+            unit = Unit(microbatch.number, 0, 1)
+            return [SlicePart(microbatch.number, microbatch.inputs, microbatch.labels, whole=microbatch, unit=unit)]
+        if microbatch.labels is None:
+            raise SpecError("slices need labels of every token, [rows, tokens]")
+        return self.parts(microbatch, microbatch.inputs, microbatch.labels)

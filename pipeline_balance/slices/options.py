@@ -1,0 +1,81 @@
+"""How a pipeline cuts sequences into slices, and in which order these pass the stages.
+
+Shape legend: P ranks, S stages, V stages per rank, M microbatches, N slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
+
+from pipeline_balance.schedules.actions import Schedule, build
+from pipeline_balance.schedules.sliced import Order, sliced
+from prophet.errors import SpecError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pipeline_balance.pipeline.model import LossFn, PipelineModel
+
+
+@dataclass(frozen=True, slots=True)
+class SliceOptions:
+    """Every sequence is cut into `slices` equal parts, which pass the stages one by one (SlimPipe, Section 4).
+
+    Each rank runs `stages_per_rank` stages; with several, the ranks in use must divide `slices`. Stage s runs on the
+    rank of stage s - P. The `aligned` order holds P - 1 - r more slices on rank r than the `minimal` one, and hides
+    transfers. Gradient checkpointing is the model's: `recompute` is "none". Slices are of equal length: `balance` is
+    "none". With one slice everything is as without these options.
+    """
+
+    slices: int
+    stages_per_rank: int = 1
+    order: Order = "minimal"
+    recompute: str = "none"
+    balance: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("slices", "stages_per_rank"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SpecError(f"{name} must be a number from 1 on, got {value!r}")
+        if self.order not in get_args(Order):
+            raise SpecError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
+        for name in ("recompute", "balance"):
+            if getattr(self, name) != "none":
+                raise SpecError(f'{name} must be "none", got {getattr(self, name)!r}')
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Raise `SpecError` unless stages on these ranks [S], which are 0 to P - 1, can run in slices."""
+        used = len(set(ranks))
+        if len(ranks) != used * self.stages_per_rank or list(ranks) != [*ranks[:used]] * self.stages_per_rank:
+            raise SpecError(
+                f"with slices, {self.stages_per_rank} stages per rank must take the ranks in turn, each once; "
+                f"this map has its {len(ranks)} stages on ranks {list(ranks)}"
+            )
+        sliced(used, self.stages_per_rank, 1, self.slices, self.order)
+
+    def schedule(self, ranks: Sequence[int], microbatches: int) -> Schedule:
+        """The order of all slices over stages on `ranks` [S]; [P] rows."""
+        used = len(set(ranks))
+        found = sliced(used, self.stages_per_rank, microbatches, self.slices, self.order)
+        rows = [found.actions[list(ranks).index(rank)] for rank in range(used)]
+        return build(rows, found.stages, found.microbatches, found.slices)
+
+    def transformers(self, model: nn.Module, **options: Any) -> PipelineModel:
+        """`model` as a pipeline runs it; see `SlicedTransformers`. With one slice, as `TransformersModel`."""
+        from pipeline_balance.pipeline.adapter import TransformersModel
+        from pipeline_balance.slices.adapter import SlicedTransformers
+
+        if self.slices > 1:
+            return SlicedTransformers(model, self, **options)
+        whole = TransformersModel(model, **options)
+        whole.slicing = self  # the number of stages and their order
+        return whole
+
+    def chain(self, layers: nn.Module | Sequence[nn.Module], loss_fn: LossFn, **options: Any) -> PipelineModel:
+        """Modules in a row; see `SlicedChain`."""
+        from pipeline_balance.slices.chain import SlicedChain
+
+        return SlicedChain(layers, loss_fn, self, **options)

@@ -1,0 +1,116 @@
+"""Layers of one's own that attend over slices, and a naive run of them: keys and values joined in one graph."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.generators import unit_seed
+from pipeline_balance.slices import attend
+
+DIM, HEADS, VOCABULARY, BLOCKS, SEED = 16, 4, 13, 2, 5
+TOKENS, ROWS, PARTS = 12, 2, 4  # tokens of a sequence, rows of a microbatch, microbatches of all replicas in a call
+MAX_NORM = 0.3
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(VOCABULARY, DIM), nn.Embedding(TOKENS, DIM)
+
+    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        found: Tensor = self.words(ids) + self.places(positions)
+        return found
+
+
+class Block(nn.Module):
+    """Attention with half as many heads for keys and values, and dropout; fails if asked to in a slice."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer, self.attention, self.fails = layer, attend, False
+        self.q, self.kv = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.out, self.drop = nn.Linear(DIM, DIM), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        k, v = self.kv(x).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(2, dim=1)
+        mixed = self.attention(q, k, v, layer=self.layer)
+        if self.fails and not isinstance(mixed, torch._subclasses.FakeTensor):
+            raise RuntimeError("asked to fail")
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(2)))
+        return x + self.drop(torch.tanh(x))
+
+
+def layers(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(Embed(), *(Block(i) for i in range(BLOCKS)), nn.Linear(DIM, VOCABULARY)).double()
+
+
+def loss_fn(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def counted(labels: Tensor | None) -> int:
+    return int((labels != -100).sum()) if labels is not None else 0
+
+
+def adam(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((p for _, p in named), lr=1e-2)
+
+
+def batch(update: int, call: int) -> tuple[dict[str, Tensor], Tensor]:
+    """The batch of all replicas; the last third of every second row does not count."""
+    generator = torch.Generator().manual_seed(10 * update + call)
+    ids = torch.randint(VOCABULARY, (PARTS * ROWS, TOKENS), generator=generator)
+    labels = (ids * 3 + 1) % VOCABULARY
+    labels[::2, TOKENS * 2 // 3 :] = -100
+    return {"ids": ids, "positions": torch.arange(TOKENS).expand(len(ids), -1)}, labels
+
+
+class _Joined:
+    """Attention to all keys and values of a microbatch so far, by the definition."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int) -> Tensor:
+        self.seen[layer].append((k, v))
+        group = q.shape[1] // k.shape[1]
+        keys, values = (torch.cat(t, dim=2).repeat_interleave(group, 1) for t in zip(*self.seen[layer], strict=True))
+        later = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool).triu(keys.shape[2] - q.shape[2] + 1)
+        scores = (q @ keys.mT * q.shape[-1] ** -0.5).masked_fill(later, float("-inf"))
+        return scores.softmax(-1) @ values
+
+
+def one_process(updates: int, slices: int, calls: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights at the end, with the slices' random numbers and one backward per microbatch."""
+    model, each = layers(), TOKENS // slices
+    optimizer, losses = adam(model.named_parameters()), []
+    for update in range(updates):
+        optimizer.zero_grad()
+        given = [batch(update, call) for call in range(calls)]
+        count, total, number = sum(counted(labels) for _, labels in given), 0.0, 0
+        for inputs, labels in given:
+            for rows in torch.arange(len(labels)).chunk(PARTS):
+                loss, joined = torch.zeros((), dtype=torch.float64), _Joined()
+                for block in list(model)[1:-1]:
+                    block.attention = joined  # type: ignore[assignment]
+                for at in range(slices):
+                    here = slice(at * each, (at + 1) * each)
+                    x: Any = None
+                    for unit, layer in enumerate(model):
+                        torch.manual_seed(unit_seed(SEED, unit, update, number, at if slices > 1 else None))
+                        x = layer(**{n: t[rows, here] for n, t in inputs.items()}) if not unit else layer(x)
+                    if counted(labels[rows, here]):
+                        loss = loss + loss_fn(x, labels[rows, here]) * counted(labels[rows, here]) / count
+                loss.backward()
+                total, number = total + float(loss.detach()), number + 1
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        losses.append(total)
+    return losses, {n: p.detach() for n, p in model.state_dict().items()}

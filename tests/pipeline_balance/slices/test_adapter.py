@@ -1,0 +1,122 @@
+"""Models in slices in one process: what is read at full length, what is refused, and what slices change."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the models are transformers'")
+
+from pipeline_balance.pipeline.model import Boundary
+from pipeline_balance.slices.adapter import SlicedTransformers
+from pipeline_balance.slices.options import SliceOptions
+from prophet.errors import SpecError
+from tests.helpers.sliced_models import alone, apart, batch_of, model_of, no_update
+from tests.helpers.transformers_models import small
+
+LONG = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
+LONG |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+ROPES: dict[str, dict[str, Any]] = {
+    "longrope": {"rope_parameters": LONG, "max_position_embeddings": 64},
+    "dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        "max_position_embeddings": 8,
+    },
+}
+
+
+def in_slices(model: Any, slices: int, kind: str) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of all units in a row, every microbatch's slices forward in order and backward in reverse."""
+    run = SlicedTransformers(model, SliceOptions(slices))
+    whole = run.cut(*batch_of(kind), 2)
+    total, count = 0.0, sum(run.counted(part) for part in whole)
+    for one in whole:
+        kept = []
+        for part in run.sliced(one):
+            boundary: Boundary = ()
+            with run.working(part):
+                for unit in range(len(run.units)):
+                    boundary = run.run(unit, boundary, part)
+            kept.append((part, run.loss(boundary, part) / count))
+            total += float(kept[-1][1])
+        for part, loss in reversed(kept):
+            with run.working(part):
+                loss.backward()
+        assert not len(run.store)
+    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("rope", "kind"), [("longrope", "plain"), ("longrope", "packed"), ("dynamic", "plain")])
+def test_positions_are_those_of_whole_sequences(rope: str, kind: str) -> None:
+    """Both kinds of angles depend on the longest position, which is above the original length here."""
+    model = model_of("llama", **copy.deepcopy(ROPES[rope]))
+    losses, want, _ = alone(copy.deepcopy(model), [kind], make=no_update)
+    loss, found = in_slices(model, 4, kind)
+    assert loss == pytest.approx(losses[0], rel=1e-10)
+    assert apart(found, want) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", ["plain", "silent", "padded"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_router_losses_are_those_of_whole_microbatches(family: str, kind: str) -> None:
+    model = model_of(family, router_aux_loss_coef=10.0)
+    losses, want, _ = alone(copy.deepcopy(model), [kind], make=no_update)
+    loss, found = in_slices(model, 4, kind)
+    assert loss == pytest.approx(losses[0], rel=1e-6)
+    assert apart(found, want) <= 1e-5
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gemma2", {"attn_logit_softcapping": 1.0, "sliding_window": 64}, "softcap"),
+    ("gpt_oss", {"sliding_window": 64, "layer_types": ["full_attention"] * 3}, "s_aux"),
+    ("mixtral", {"sliding_window": 4}, "sliding_window|hides earlier tokens"),
+    ("llama", {"attention_dropout": 0.1}, "dropout=0.1"),
+    ("mamba", {}, "does not call transformers' attention functions"),
+    ("bert", {}, "ForMaskedLM"),
+]
+
+
+@pytest.mark.parametrize(("family", "options", "words"), REFUSED)
+def test_what_slices_would_get_wrong_is_refused_by_name(family: str, options: dict[str, Any], words: str) -> None:
+    model = small(family, **options)
+    before = model.config._attn_implementation
+    with pytest.raises(SpecError, match=words):
+        SlicedTransformers(model, SliceOptions(4))
+    assert model.config._attn_implementation == before  # and the model is as it was
+
+
+def test_attention_that_sees_later_tokens_is_refused() -> None:
+    model = small("llama")
+    for layer in model.base_model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(SpecError, match="is_causal=False"):
+        SlicedTransformers(model, SliceOptions(4))
+
+
+def test_options_that_cannot_be_are_refused() -> None:
+    for wrong, words in (
+        ({"slices": 0}, "slices must be"),
+        ({"slices": 4, "order": "other"}, "minimal, aligned"),
+        ({"slices": 4, "balance": "exchange"}, "balance"),
+        ({"slices": 4, "recompute": "full"}, "recompute"),
+    ):
+        with pytest.raises(SpecError, match=words):
+            SliceOptions(**wrong)  # type: ignore[arg-type]
+
+
+class Mixing(torch.nn.Embedding):
+    """Every token's embedding, and a part of that of the token before it."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = super().forward(ids)
+        return found + found.roll(1, dims=1)
+
+
+def test_a_model_whose_front_mixes_tokens_is_refused() -> None:
+    model = small("llama")
+    model.model.embed_tokens.__class__ = Mixing
+    with pytest.raises(SpecError, match="in front of the layers from the whole sequence"):
+        in_slices(model, 4, "plain")
