@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
 from prophet.errors import PlanMismatch, SpecError
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.waiting import Waiter
 from prophet.spec import digest
 
 if TYPE_CHECKING:
@@ -93,13 +94,13 @@ class Controller:
         self.imbalance: Imbalance | None = None
         self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
         self._moves: list[Rebuilt] = []
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread: Waiter | None = None
         self._ahead: Future[_Ready] | None = None
         # layers that have not gone backward since they came here have no times yet
         self._timed_from = 1
         self._trainable = pipeline.owned.trainable()
         if self.config.prepare_in_backward:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="prepare-move")
+            self._thread = Waiter("prepares a move")
             pipeline.side_collective()
             pipeline.meter.max_samples = self.config.measure_steps * pipeline.config.microbatches
         pipeline.meter.enabled = self.learner.timer.measuring
@@ -160,7 +161,8 @@ class Controller:
         """Start to work out the next decision beside the backward pass that begins now."""
         assert self._thread is not None
         with self._spending("measure"):
-            self._ahead = self._thread.submit(self._decide_beside, self.pipeline.local_costs())
+            local = self.pipeline.local_costs()
+            self._ahead = self._thread.submit(lambda: self._decide_beside(local))
 
     def _decide_beside(self, local: Mapping[int, LayerCost]) -> _Ready:
         """A decision, and what its move needs, on the side communicator; runs in the controller's thread."""

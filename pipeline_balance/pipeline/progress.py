@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -52,6 +53,9 @@ class Progress:
         """Go on from another rank's or run's counters."""
         for field in fields(self):
             value = said.get(field.name)
-            if type(value) not in (int, float):
-                raise SpecError(f"progress: {field.name}: expected a number, got {value!r:.100}")
+            whole = field.type == "int"
+            fits = type(value) is int or (not whole and type(value) is float and math.isfinite(value))
+            if not fits or (whole and value < 0):
+                expected = "a whole number" if whole else "a number"
+                raise SpecError(f"progress: {field.name}: expected {expected}, got {value!r:.100}")
             setattr(self, field.name, value)

@@ -324,6 +324,8 @@ def pipeline_description(folder: Path) -> Format:
     document = {
         "step": 7, "boundaries": [0, 2, 4], "ranks": [0, 1], "tensors": tensors,
         "scalars": {"0/weight@step:float32": 7.0, "x": None, "y": True}, "frozen": ["0/weight"],
+        "options": [[{"options": {"lr": 0.1}, "parameters": ["0/weight"]}]], "progress": {"updates": 7},
+        "also": {"scheduler": {"last_epoch": 7}},
     }  # fmt: skip
     fields = [
         (("step",), but(is_whole, lambda v: v == 1 << 31)),
@@ -333,6 +335,8 @@ def pipeline_description(folder: Path) -> Format:
         (("tensors", 1, 1), but(lambda v: v in ([], [1]))),
         (("scalars",), (None, 3, [1], "x", {"a": "b"}, {"a": [1]}, {"a": 10**400})),
         (("frozen",), but(lambda v: v == [])),
+        (("options",), (None, 3, "x", {}, [3], [[3]], [[{}]], [[{"options": {}, "parameters": "x"}]])),
+        *(((name,), but(lambda v: isinstance(v, dict))) for name in ("progress", "also")),
     ]
     base = of_json(document, fields)
 

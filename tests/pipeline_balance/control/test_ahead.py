@@ -80,7 +80,7 @@ def test_all_ranks_decide_alike_whether_or_not_they_have_a_backward_pass() -> No
     # none after the first step: no layer has been timed before its backward pass began
     assert len(first) == 3
     assert all("would not pay" in said for said in first)
-    assert any(name.startswith("prepare-move") for name in threads)
+    assert any(name == "prepares a move" for name in threads)
 
 
 def test_a_decision_that_does_not_come_is_an_error() -> None:
