@@ -52,10 +52,9 @@ class Progress:
     def take(self, said: dict[str, Any]) -> None:
         """Go on from another rank's or run's counters."""
         for field in fields(self):
-            value = said.get(field.name)
-            whole = field.type == "int"
-            fits = type(value) is int or (not whole and type(value) is float and math.isfinite(value))
-            if not fits or (whole and value < 0):
+            value, whole = said.get(field.name), field.type == "int"
+            right = type(value) is int or (not whole and type(value) is float and math.isfinite(value))
+            if not right or value is None or (whole and value < 0):
                 expected = "a whole number" if whole else "a number"
                 raise SpecError(f"progress: {field.name}: expected {expected}, got {value!r:.100}")
             setattr(self, field.name, value)
