@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 TURN_S = 0.1
-LEAVE_S = 2.0  # at the end of the program, for all threads together
+LEAVE_S = 4.0  # at the end of the program, for all threads together
 _Items = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
@@ -66,14 +66,23 @@ def joined(done: Future[T], turn: Callable[[], None] = lambda: None) -> T:
         except TimeoutError:
             if done.done():
                 return done.result()
+        stay()
         turn()
 
 
 _waiters: weakref.WeakSet[Waiter] = weakref.WeakSet()
+_leaving = threading.Event()
+
+
+def stay() -> None:
+    """What a wait calls between its turns. RuntimeError at the end of the program, except in its main thread."""
+    if _leaving.is_set() and threading.current_thread() is not threading.main_thread():
+        raise RuntimeError("the program ends")
 
 
 @atexit.register
 def _leave() -> None:
+    _leaving.set()
     waiters = list(_waiters)
     for waiter in waiters:
         waiter.close()

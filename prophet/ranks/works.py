@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prophet.ranks.waiting import TURN_S, Waiter, joined
+from prophet.ranks.waiting import TURN_S, Waiter, joined, stay
 
 _NEVER_SENT = 1 << 30  # a tag
 
@@ -28,6 +28,7 @@ def in_turns(work: Any, turn: Callable[[], None] = nothing, turn_s: float = TURN
         except RuntimeError:
             if work.is_completed():
                 break
+        stay()
         turn()
     work.wait()
 

@@ -71,7 +71,7 @@ def test_a_rank_stops_in_a_move() -> None:
     _stops("move", 0)
 
 
-@pytest.mark.parametrize("victims", [[1], list(range(RANKS))])
+@pytest.mark.parametrize("victims", [[1], pytest.param(list(range(RANKS)), marks=pytest.mark.slow)])
 def test_ctrl_c_in_a_step(victims: list[int]) -> None:
     _is_interrupted("step", victims, ahead=True)
 
