@@ -26,7 +26,7 @@ from prophet.traces.npz import read_trace
 POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
 SCALE_PRESETS = ("h100-nvlink:Mixtral-8x7B", "h100-nvlink:Qwen3-30B-A3B")
 FIRST_LAYERS, FIRST_ITERATIONS = 6, 40  # of a trace, with --first; the next layer's routing takes the last one's place
-STUDY_ITERATIONS = 75  # of every layer, with --mechanisms
+STUDY_ITERATIONS = 40  # of every layer, with --mechanisms
 
 
 def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
