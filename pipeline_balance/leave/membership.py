@@ -92,7 +92,7 @@ class Membership:
         """Wait, outside any group, until a later generation names this member; False once training has ended.
 
         After True, enter the pipeline: `pipeline.change_group(None, None)` where there is one from before, else
-        `ElasticPipeline(build_layer, None, ...)`. Raises `MembershipError` after `timeout_s` without news.
+        `ElasticPipeline(model, joins=True, ...)`. Raises `MembershipError` after `timeout_s` without news.
         """
         limit = timedelta(seconds=self.timeout_s if timeout_s is None else timeout_s)
         while True:

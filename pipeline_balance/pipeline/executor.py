@@ -77,7 +77,8 @@ class Executor:
         self.training, self.evaluation = training, evaluation
         self.collective, self.failures, self.seed, self.device = collective, failures, config_seed, device
         self.meter, self.on_stage_done = meter, on_stage_done
-        self._left: dict[int, int] = {}
+        last = [a.stage for a in training if isinstance(a, Action) and a.kind in "BW"]
+        self._actions = {s: last.count(s) for s in stages}  # that end a microbatch's backward
         self._begin()
 
     def _begin(self) -> None:
@@ -85,12 +86,10 @@ class Executor:
         self._arrived: dict[tuple[bool, int, int], Boundary] = {}
         self._coming: dict[tuple[bool, int, int], tuple[Pending, Boundary]] = {}
         self._outgoing: list[Pending] = []
-        last = [a for a in self.training if isinstance(a, Action) and a.kind in "BW"]
-        self._left = {s: sum(a.stage == s for a in last) for s in self.stages}
+        self._left = dict(self._actions)
 
     def run(self, run: Run) -> None:
         """All steps of the schedule; returns when everything sent has left."""
-        self._begin()
         try:
             for step in self.training if run.trains else self.evaluation(len(run.microbatches)):
                 if isinstance(step, Message):
@@ -101,10 +100,7 @@ class Executor:
             for pending in self._outgoing:
                 pending.wait()
         finally:
-            kept, self._outgoing = self._kept, []
-            kept.clear()
-            self._arrived.clear()
-            self._coming.clear()
+            self._begin()
             self.model.end_pass()
 
     def run_action(self, action: Action, run: Run) -> None:

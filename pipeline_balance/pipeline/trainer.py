@@ -257,7 +257,7 @@ class ElasticPipeline:
             first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
-        actions = actions_of(self._stages.executor, trains=True)
+        actions = actions_of(self._stages.executor if self.config.replicas > 1 else None, trains=True)
         given = (*arguments, scaler is None)
         passing = agree_on_batch(prepare, self.owned, self.optimizers, given, self.groups, self.config.device, actions)
         self._scaler = scaler
