@@ -192,4 +192,5 @@ class StageBuilder:
             device=self.config.device,
             meter=self.meter,
             on_stage_done=self.on_stage_done,
+            reuse=schedule.slices > 1,
         )
