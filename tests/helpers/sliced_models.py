@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.adapter import TransformersModel
+from pipeline_balance.pipeline.generators import seeded, unit_seed
+from pipeline_balance.pipeline.model import Boundary
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.slices.options import SliceOptions
+from pipeline_balance.slices.adapter import SlicedTransformers
+from pipeline_balance.slices.options import Recompute, SliceOptions
 from tests.helpers.transformers_models import VOCABULARY, small
 
 TOKENS, MICROBATCHES = 16, 2
@@ -118,10 +121,16 @@ def whole_loss(model: nn.Module, kind: str, tokens: int = TOKENS) -> float:
 
 
 def pipe_of(
-    model: nn.Module, slices: int, *, stages: int = 1, order: Any = "minimal", **options: Any
+    model: nn.Module,
+    slices: int,
+    *,
+    stages: int = 1,
+    order: Any = "minimal",
+    recompute: Recompute = "none",
+    **options: Any,
 ) -> ElasticPipeline:
     options = {"make_optimizer": adam, "microbatches": MICROBATCHES, "timeout_s": 60.0, **options}
-    return ElasticPipeline.from_transformers(model, slices=SliceOptions(slices, stages, order), **options)
+    return ElasticPipeline.from_transformers(model, slices=SliceOptions(slices, stages, order, recompute), **options)
 
 
 def apart(mine: dict[str, Tensor], want: dict[str, Tensor]) -> float:
@@ -130,3 +139,25 @@ def apart(mine: dict[str, Tensor], want: dict[str, Tensor]) -> float:
     return max(
         (float((mine[n] - want[n]).abs().max() / want[n].abs().max().clamp(min=1e-30)) for n in mine), default=0.0
     )
+
+
+def in_slices(model: Any, slices: int, kind: str, recompute: Recompute = "none") -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of all units in a row, every microbatch's slices forward in order and backward in reverse."""
+    run = SlicedTransformers(model, SliceOptions(slices, recompute=recompute))
+    whole = run.cut(*batch_of(kind), 2)
+    total, count = 0.0, sum(run.counted(part) for part in whole)
+    for one in whole:
+        kept = []
+        for part in run.sliced(one):
+            boundary: Boundary = ()
+            with run.working(part):
+                for unit in range(len(run.units)):
+                    with seeded(unit_seed(5, unit, 0, part.number, part.slice), torch.device("cpu")):
+                        boundary = run.run(unit, boundary, part)
+            kept.append((part, run.loss(boundary, part) / count))
+            total += float(kept[-1][1])
+        for part, loss in reversed(kept):
+            with run.working(part):
+                loss.backward()
+        assert not len(run.store)
+    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
