@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from pipeline_balance.pipeline.adapter import IGNORED_LABEL, Recorded, TransformersModel
+from pipeline_balance.pipeline.adapter import IGNORED_LABEL, Recorded
 from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.model import Boundary, Microbatch
 from pipeline_balance.pipeline.router_losses import loss_of_sums
@@ -29,6 +29,7 @@ from pipeline_balance.pipeline.skeleton import Readable
 from pipeline_balance.slices.alone import Trial, check_limits
 from pipeline_balance.slices.interface import Seen, attending, configs_of, seeing
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
+from pipeline_balance.slices.recompute import Recomputing
 from prophet.errors import SpecError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how configurations call their number
 
 
-class SlicedTransformers(Sliced, TransformersModel):
+class SlicedTransformers(Sliced, Recomputing):
     """A `TransformersModel` whose microbatches pass the stages slice by slice.
 
     Layers are the model's own. They must mix tokens by transformers' attention functions alone. Labels are shifted
@@ -54,7 +55,7 @@ class SlicedTransformers(Sliced, TransformersModel):
         self._configs = configs_of(model)
         _check_loss(self._owner)
         with attending(self._configs):
-            TransformersModel.__init__(self, model, **options)
+            Recomputing.__init__(self, model, recompute=slicing.recompute, **options)
 
     def look(self) -> None:
         self._configs = configs_of(self.root)

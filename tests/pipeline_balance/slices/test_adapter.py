@@ -14,7 +14,7 @@ from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.interface import attention
 from pipeline_balance.slices.options import SliceOptions
 from prophet.errors import SpecError
-from tests.helpers.sliced_models import alone, apart, batch_of, model_of, no_update, pass_alone
+from tests.helpers.sliced_models import alone, apart, in_slices, model_of, no_update
 from tests.helpers.transformers_models import small
 
 LONG = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
@@ -26,10 +26,6 @@ ROPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8,
     },
 }
-
-
-def in_slices(model: Any, slices: int, kind: str) -> tuple[float, dict[str, torch.Tensor]]:
-    return pass_alone(SlicedTransformers(model, SliceOptions(slices)), *batch_of(kind))
 
 
 @pytest.mark.parametrize(("rope", "kind"), [("longrope", "plain"), ("longrope", "packed"), ("dynamic", "plain")])
@@ -86,7 +82,7 @@ def test_options_that_cannot_be_are_refused() -> None:
         ({"slices": 4, "balance": "exchange"}, "none, uneven"),
         ({"slices": 4, "balance": "uneven", "crossover_tokens": -1}, "number of tokens, got -1"),
         ({"slices": 4, "crossover_tokens": 8}, 'needs balance="uneven"'),
-        ({"slices": 4, "recompute": "full"}, "recompute"),
+        ({"slices": 4, "recompute": "most"}, "none, selective, full"),
     ):
         with pytest.raises(SpecError, match=words):
             SliceOptions(**wrong)  # type: ignore[arg-type]
