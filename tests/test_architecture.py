@@ -117,7 +117,6 @@ _PURE_MODULES = {
     "prophet.state.space",
     "prophet.state.layout",
     "prophet.state.route",
-    "prophet.state.plan",
     "prophet.scheduler.actions",
     "prophet.scheduler.schedules",
     "prophet.scheduler.pieces",
