@@ -68,6 +68,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
     "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
     "pipeline_balance.leave": _PIPELINE | {"prophet.files", "prophet.state", "pipeline_balance.pipeline"},
+    "pipeline_balance.elastic": {"prophet.errors", "prophet.spec", "pipeline_balance.spec"},
     # its mixture of experts is made of the other half's layer
     "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
     "pipeline_balance": {"pipeline_balance.control"},
@@ -106,6 +107,7 @@ _PACKAGES: dict[str, set[str]] = {
     "pipeline_balance.schedules": _NUMERIC,
     "pipeline_balance.control": _NUMERIC | {"torch"},
     "pipeline_balance.leave": _NUMERIC | {"torch", "kubernetes"},
+    "pipeline_balance.elastic": _NUMERIC | {"torch", "rich", "scipy"},
     "pipeline_balance.slices": _NUMERIC | {"torch", "transformers"},  # to register its attention
 }
 _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
@@ -117,6 +119,7 @@ _PURE_MODULES = {
     "prophet.state.space",
     "prophet.state.layout",
     "prophet.state.route",
+    "pipeline_balance.elastic.parallelism",
     "prophet.scheduler.actions",
     "prophet.scheduler.schedules",
     "prophet.scheduler.pieces",

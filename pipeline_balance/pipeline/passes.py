@@ -15,11 +15,12 @@ from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.model import Batch, Labels, evaluating
 from pipeline_balance.pipeline.optimizers import Optimizers
+from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.replicas import start_alike
 from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
-from pipeline_balance.pipeline.stages import StageBuilder, Stages
+from pipeline_balance.pipeline.stages import PipelineConfig, StageBuilder, Stages
 from pipeline_balance.pipeline.ties import share_tied_weights, ties_of
 from pipeline_balance.pipeline.update import Gradients
 from prophet.ranks.collective import Operation
@@ -39,15 +40,22 @@ class Passes:
         optimizers: Optimizers,
         experts: StageExperts,
         stages: Callable[[], Stages],
+        owners: Owners,
     ) -> None:
-        self.groups, self.meter, self.config = builder.groups, builder.meter, builder.config
+        self.builder, self.groups, self.meter = builder, builder.groups, builder.meter
         self.owned, self.optimizers, self.experts, self.stages = owned, optimizers, experts, stages
         self.gradients = Gradients(owned, self.groups, experts)
-        self.progress = Progress(first_ranks=self.groups.collective.size)
+        self.owners = owners
+        self.progress = Progress(first_ranks=self.groups.grid.pipeline_ranks)
         self.used = False
         self.grad_norm: float | None = None
         self._trainable = owned.trainable()
         self._scaler: PipelineScaler | None = None
+
+    @property
+    def config(self) -> PipelineConfig:
+        """The settings in force."""
+        return self.builder.config
 
     def stage_done(self, stage: int) -> None:
         """A stage has run its last backward action of this pass."""
@@ -60,12 +68,12 @@ class Passes:
         if self.used:
             self.drop_gradients()
         passing = self._begin(inputs, labels, (update, max_norm), scaler)
-        factor = self.config.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
+        factor = self.groups.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
         run = Run(passing.parts, passing.shapes, self.progress.updates, scale=factor)
         self.gradients.open(update=update)
         with self.experts.passing(update=update):
             self._run(run)
-        self.progress.add(self._shared_sum(run), self.config.replicas * passing.microbatches, passing.counted)
+        self.progress.add(self._shared_sum(run), self.groups.replicas * self.config.microbatches, passing.counted)
         loss = self.progress.loss
         if update:
             self._update(max_norm, scaler)
@@ -81,10 +89,12 @@ class Passes:
             self.read_model()
             if self.progress.parts:
                 self.gradients.check_kept(scaler is self._scaler, self.owned.trainable() == self._trainable)
+            if self.groups.spare:
+                return Passing.nothing()
             first = self.progress.parts + self.groups.replica * self.config.microbatches
             return batch_of(self.owned.model, inputs, labels, self.config.microbatches, first, self.config.device)
 
-        actions = actions_of(self.stages().executor if self.config.replicas > 1 else None, trains=True)
+        actions = actions_of(self.stages().executor if self.groups.replicas > 1 else None, trains=True)
         passing = self._agree(prepare, (*arguments, scaler is None), actions)
         self._scaler = scaler
         self.start_alike(self.owned.fresh())
@@ -95,7 +105,8 @@ class Passes:
             self.meter.reset()
         if not self.progress.parts:
             self.progress.divisor = passing.counted or 1
-        self.progress.rows = max(next(iter(part.inputs.values())).shape[0] for part in passing.parts)
+        rows = [next(iter(part.inputs.values())).shape[0] for part in passing.parts]
+        self.progress.rows = max(rows, default=self.progress.rows)
         return passing
 
     def _agree(
@@ -147,7 +158,9 @@ class Passes:
             self.optimizers.unscale_(scaler)
         if max_norm is not None:
             self.grad_norm = self.gradients.clip_(stage_map, max_norm, self.config.device)
+        self.owners.drop_others(self.groups)
         self.optimizers.step(scaler)
+        self.owners.share(self.groups)
         self.experts.finish()
         torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
         progress.updated()
@@ -159,6 +172,8 @@ class Passes:
 
         def prepare() -> Passing:
             self.read_model()
+            if self.groups.spare:
+                return Passing.nothing()
             model, config = self.owned.model, self.config
             return batch_of(model, inputs, labels, config.microbatches, 0, config.device, rows_each=size)
 
@@ -175,6 +190,12 @@ class Passes:
         self.gradients.drop()
         self.progress.restart()
         self.used = False
+
+    def reseat(self, owners: Owners) -> None:
+        """Other processes have the stages now: go on with their communicators and owners."""
+        self.gradients.close()
+        self.gradients = Gradients(self.owned, self.groups, self.experts)
+        self.owners = owners
 
     def resume(self, progress: Progress) -> None:
         """Go on from a run that was as far as `progress`."""

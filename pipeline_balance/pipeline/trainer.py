@@ -29,6 +29,7 @@ from pipeline_balance.pipeline.model import (
     Slicer,
 )
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
+from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.progress import Progress
@@ -36,7 +37,7 @@ from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
 from pipeline_balance.pipeline.replicas import check_units
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.slicing import agree_on_slicing
-from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
+from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder, Stages
 from pipeline_balance.pipeline.training_state import Held, collect
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
@@ -60,7 +61,8 @@ class ElasticPipeline:
     another rank. `meter` takes the place of one with the wall clock.
 
     `joins` says that this process enters a group whose others call `change_group`: it has no layers at first and takes
-    map, rates and counters from them.
+    map, rates and counters from them. `seats` has other processes run the stages than the first ones in a row, and
+    spare ones none. `zero` 1 has one replica alone update each tensor and keep its optimizer state.
     """
 
     def __init__(
@@ -79,39 +81,43 @@ class ElasticPipeline:
         group: ProcessGroup | None = None,
         meter: Meter | None = None,
         joins: bool = False,
+        seats: Seats | None = None,
+        zero: int = 0,
     ) -> None:
-        self.config = PipelineConfig(
+        config = PipelineConfig(
             microbatches=microbatches,
             seed=seed,
             device=device if device is not None else torch.device("cpu"),
             split_backward=split_backward,
             budget_bytes=budget_bytes,
             timeout_s=timeout_s,
-            replicas=replicas,
         )
         check_units(model.units, model.root)
         self.model = model
         self.meter = meter if meter is not None else Meter()
         self.groups = PipelineGroups(group, timeout_s, replicas)
+        if seats is not None:
+            self.groups.sit(seats)
         column = self.groups.grid.column(self.rank)
         self.experts = StageExperts(model.units, self.groups.world.rank, column, self.meter)
         for collective in self.experts.collectives:
             self.groups.include(collective)
         self.owned = Ownership(model)
         self.builder = StageBuilder(
-            model=model, config=self.config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
+            model=model, config=config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
         )
         if not joins:
-            agree_on_slicing(model.slicing, self.config, self.groups.world)
+            agree_on_slicing(model.slicing, config, self.groups.world)
             stage_map = stage_map if stage_map is not None else self.builder.first_map()
         if stage_map is not None:
             self.builder.check_map(stage_map)
         mine = stage_map.layers_on(self.rank) if stage_map is not None else ()
         self.owned.keep_only(mine)
-        self.owned.to_device(self.config.device)
+        self.owned.to_device(config.device)
         self.optimizers = Optimizers(make_optimizer, self.owned.parameters)
         self.mover = StateMover(self.builder, self.owned, self.optimizers, budget_bytes)
-        self._passes = Passes(self.builder, self.owned, self.optimizers, self.experts, lambda: self._stages)
+        owners = Owners(self.owned, self.groups.grid, stage_map, zero)
+        self._passes = Passes(self.builder, self.owned, self.optimizers, self.experts, lambda: self._stages, owners)
         self._stages = self.builder.build(self._meet(None if joins else stage_map))
         fresh = self.owned.fresh()
         if not joins:
@@ -158,6 +164,11 @@ class ElasticPipeline:
     # --- what is in force -------------------------------------------------------------------------------------
 
     @property
+    def config(self) -> PipelineConfig:
+        """How it trains."""
+        return self.builder.config
+
+    @property
     def module(self) -> nn.Module:
         """The unsplit model, with the parameters that live elsewhere on `meta`."""
         return self.model.root
@@ -200,7 +211,7 @@ class ElasticPipeline:
     @property
     def ranks(self) -> int:
         """Ranks of a replica that could run a stage, whether they do or not."""
-        return self.groups.collective.size
+        return self.groups.grid.pipeline_ranks
 
     @property
     def progress(self) -> Progress:
@@ -278,6 +289,8 @@ class ElasticPipeline:
         grid = self.groups.grid
         if not 0 <= rank < self.collective.size:
             raise SpecError(f"the model is to be collected on rank {rank} of {self.collective.size}")
+        if grid.replica_of(rank) == grid.replicas:
+            raise SpecError(f"the model is to be collected on rank {rank}, which has no stage")
         if grid.replica_of(rank) != self.groups.replica:
             return {}
         at = grid.pipeline_rank_of(rank)
@@ -299,7 +312,7 @@ class ElasticPipeline:
 
     def gather_costs(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
         """Costs of all layers from every rank's own; a layer's are its slowest replica's. Collective."""
-        layers, replicas = self.stage_map.layers, self.config.replicas
+        layers, replicas = self.stage_map.layers, self.groups.replicas
         return gather_costs(local, layers, collective, self.config.device, replicas=replicas)
 
     def local_costs(self) -> dict[int, LayerCost]:
@@ -336,6 +349,7 @@ class ElasticPipeline:
         `SpecError` if ranks are given different maps.
         """
         self.experts.check_static("move layers")
+        self._check_unsharded("move layers by rebuild")
         self.mover.check(self.stage_map, stage_map, midway=self.progress.parts > 0)
         self._stages, done = self.mover.rebuild(
             self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._passes.used
@@ -346,8 +360,15 @@ class ElasticPipeline:
     def held(self) -> Held:
         """This rank's state without gradients, as it is saved."""
         self.experts.check_static("gather or save a model")
+        self._check_unsharded("save or load a checkpoint")
         self._passes.read_model()
         return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
+
+    def _check_unsharded(self, what: str) -> None:
+        if self._passes.owners.zero:
+            raise SpecError(
+                f"a pipeline cannot {what} while optimizer state has owners (zero=1): switch to zero=0 first"
+            )
 
     @together("loading before step")
     def adopt(
@@ -383,7 +404,7 @@ class ElasticPipeline:
         `number` maps this rank's old group's ranks to the new one's and must hold every rank that runs a stage; None
         where this process comes back and knows no stages. `leave.membership.Membership` calls this.
         """
-        if self.config.replicas > 1:
+        if self.groups.replicas > 1:
             raise SpecError("a pipeline with replicas cannot change its group: resume from a checkpoint instead")
         now, known = self._stages, None
         if number is not None:

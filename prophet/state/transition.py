@@ -354,8 +354,8 @@ def _window(budget: int, chunk: int, depth: int, number: int, item: int, longest
     chunk = min(chunk, slot) // item * item  # wider elements come first, so every chunk but a stream's last is full
     if not chunk:
         raise BudgetError(
-            f"a budget of {budget} bytes in chunks of {wish} cannot hold one element of {item} bytes for each of {number} streams to and "
-            f"from peers"
+            f"a budget of {budget} bytes in chunks of {wish} cannot hold one element of {item} bytes for each "
+            f"of {number} streams to and from peers"
         )
     rounds = -(-longest // chunk)
     return _Window(chunk, slot, rounds, max(min(depth, rounds, budget // (number * slot)), 1))
