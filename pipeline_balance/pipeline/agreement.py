@@ -24,6 +24,9 @@ from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation
 
+NO_ROWS: Any = "no rows"
+"""What a replica is given that has no part of a batch to evaluate."""
+
 _SAMPLE_BYTES = 1 << 16
 # what is compared, and among whom
 _COMPARED = (

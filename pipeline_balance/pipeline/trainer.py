@@ -35,9 +35,10 @@ from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
 from pipeline_balance.pipeline.replicas import check_units
+from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.slicing import agree_on_slicing
-from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder, Stages
+from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder
 from pipeline_balance.pipeline.training_state import Held, collect
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
@@ -219,6 +220,11 @@ class ElasticPipeline:
         return self._passes.progress
 
     @property
+    def owners(self) -> Owners:
+        """Who updates which parameter."""
+        return self._passes.owners
+
+    @property
     def grad_norm(self) -> float | None:
         """The gradients' norm of the last update with `max_norm`, before it was clipped; equal on all ranks."""
         return self._passes.grad_norm
@@ -354,6 +360,27 @@ class ElasticPipeline:
         self._stages, done = self.mover.rebuild(
             self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._passes.used
         )
+        self.meter.reset()
+        return done
+
+    def reseater(self, nodes: Sequence[int] | None = None) -> Reseater:
+        """What takes this pipeline to other processes, which are on these `nodes`; see `pipeline_balance.elastic`."""
+        return Reseater(self.mover, self._passes, self._stages, nodes)
+
+    @together("switch before step")
+    def reseat(
+        self, target: Arrangement, collective: Collective, words: Mapping[str, Any], way: Way | None = None
+    ) -> Switched:
+        """Go to the arrangement `target`, between updates; collective over all processes, spare ones too.
+
+        `collective` carries the state. `words` must be the same on all of them. `way` was found ahead. Raises
+        `SpecError` where they differ and `TransitionError` where state cannot be moved: on all, with everything as it
+        was.
+        """
+        self.experts.check_static("switch")
+        switch = self.reseater()
+        switch.check(words, target)
+        self._stages, done = switch.move(target, collective, way)
         self.meter.reset()
         return done
 

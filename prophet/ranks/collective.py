@@ -113,7 +113,6 @@ class Collective(ABC):
         self.size = size
         self.timeout_s = timeout_s
         self.frames = Frames()
-        self._decisions = 0
 
     @abstractmethod
     def all_to_all(
@@ -154,19 +153,13 @@ class Collective(ABC):
     def decide(self, op: Operation, *, ready: bool) -> bool:
         """One decision of all ranks, which all of them call for: whether every one of them was `ready`.
 
-        The first rank to know settles it, so ranks that have lost each other meanwhile still decide alike. A rank that
-        does not come within the time limit, or has ended, was not ready.
+        A rank that does not come within the time limit, or has ended, was not ready. Processes compare and set one
+        entry of their group's store, so those that have lost each other still decide alike.
         """
-        self._decisions += 1
         try:
-            yes = not self.meet(op, failed=not ready)
+            return not self.meet(op, failed=not ready)
         except CollectiveError:
-            yes = False
-        return self._settle(f"decision {self._decisions}", "yes" if yes else "no") == "yes"
-
-    def _settle(self, key: str, word: str) -> str:
-        """What the first rank to call this for `key` has said."""
-        raise NotImplementedError(f"a {type(self).__name__} settles nothing")
+            return False
 
     def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
         """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""

@@ -292,10 +292,6 @@ class ProcessGroupCollective(Collective):
         said = meet(op, "failed" if failed else "", ranks=self._ranks, timeout_s=self.timeout_s)
         return [rank for rank, words in enumerate(said) if words]
 
-    def _settle(self, key: str, word: str) -> str:
-        name = f"{self._groups['tokens'].group_name}/{key}"
-        return str(self._presence.find_store().compare_set(name, "", word).decode())
-
     def _renewed(self, timeout_s: float) -> Collective:
         base = self._base()
         if base is None:

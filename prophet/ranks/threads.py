@@ -46,7 +46,6 @@ class ThreadWorld:
         self._mail: dict[Key, tuple[Operation, bool, Tensor]] = {}
         self._arrived = threading.Condition()
         self._failure: BaseException | None = None
-        self._settled: dict[str, str] = {}
 
     def collective(self, rank: int) -> ThreadCollective:
         """The collective of one rank."""
@@ -76,11 +75,6 @@ class ThreadWorld:
         with self._arrived:
             self._failure = self._failure or error
             self._arrived.notify_all()
-
-    def settle(self, key: str, word: str) -> str:
-        """What the first rank to call this for `key` has said."""
-        with self._arrived:
-            return self._settled.setdefault(key, word)
 
     def put(self, key: Key, op: Operation, x: Tensor, *, message: bool = False) -> None:
         """Leave a copy of `x`. message: one that says itself what it is about."""
@@ -126,9 +120,6 @@ class ThreadCollective(Collective):
     def _renewed(self, timeout_s: float) -> Collective:
         self.timeout_s = timeout_s
         return self
-
-    def _settle(self, key: str, word: str) -> str:
-        return self._world.settle(key, word)
 
     def _take(self, key: Key, op: Operation, *, message: bool = False) -> Tensor:
         return self._world.take(key, op, self.timeout_s, message=message)
