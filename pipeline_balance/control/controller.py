@@ -18,6 +18,7 @@ import torch
 
 from pipeline_balance.control.decide import ControllerConfig, Decision, MoveCost, Policy, decide
 from pipeline_balance.control.learn import Learner, MoveTime
+from pipeline_balance.control.slice_costs import unit_costs
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import Imbalance, LayerCost, RankLimits, rank_loads_s
 from prophet.errors import PlanMismatch, SpecError
@@ -78,18 +79,19 @@ class Controller:
         config: ControllerConfig | None = None,
     ) -> None:
         slicing = pipeline.model.slicing
-        if slicing is not None and slicing.slices > 1:
+        if slicing is not None and slicing.stages_per_rank > 1:
             raise SpecError(
-                "balancing does not know yet that later slices cost more, and how many a rank holds: "
+                f"balancing gives every rank one stage, these slices ask for {slicing.stages_per_rank}: "
                 "change the stages with rebuild()"
             )
+        self.slices = slicing.slices if slicing is not None else 1
         self.pipeline = pipeline
         self.limits = tuple(limits) if limits is not None else RankLimits.uniform(pipeline.ranks)
         if len(self.limits) != pipeline.ranks:
             raise SpecError(f"limits needs one entry per rank ({pipeline.ranks}), got {len(self.limits)}")
         self.config = config or ControllerConfig()
         first = pipeline.progress.first_ranks
-        self.learner = Learner(self.limits, pipeline.config.microbatches, self.config, first)
+        self.learner = Learner(self.limits, pipeline.config.microbatches * self.slices, self.config, first)
         self.decisions: list[Decision] = []
         self.imbalance: Imbalance | None = None
         self._spent_s = {"total": 0.0, "measure": 0.0, "decide": 0.0, "move": 0.0}
@@ -185,10 +187,14 @@ class Controller:
             return ahead.result()
 
     def _measure(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
-        """All layers' costs as they would be on a rank of speed 1, from every rank's own; collective."""
+        """All layers' costs as they would be on a rank of speed 1, from every rank's own; collective.
+
+        They are of a microbatch, or of a slice of one.
+        """
         stage_map = self.pipeline.stage_map
         costs = self.pipeline.gather_costs(local, collective)
-        return [_scaled(c, self.limits[r].speed) for c, r in zip(costs, stage_map.assignment(), strict=True)]
+        scaled = [_scaled(c, self.limits[r].speed) for c, r in zip(costs, stage_map.assignment(), strict=True)]
+        return unit_costs(scaled, self.slices) if self.slices > 1 else scaled
 
     def _decide(self, costs: Sequence[LayerCost], collective: Collective) -> Decision:
         """A decision that all ranks share, not carried out yet; collective."""

@@ -3,10 +3,10 @@
 Shape legend: L layers, M microbatches. Times come from clock readings around forward and from gradient hooks in
 backward, one of each per layer and microbatch; nothing is run twice. A layer's time is the mean over microbatches and
 steps, as a pipeline's step is a sum over microbatches, but without those that took more than twice the median, so that
-one disturbed microbatch does not move layers. Activations are counted on the second microbatch of a measuring period
-(the first one is slower than the others, and belongs to the mean), or on the first that a layer sees at all. What comes
-before a stage's first gradient, the loss's own backward on the last stage, counts for the stage's last layer, and so
-does the loss.
+one disturbed microbatch does not move layers. Of slices it is the sum of a line fitted over them. Activations are
+counted on the second microbatch of a measuring period (the first one is slower than the others, and belongs to the
+mean), or on the first that a layer sees at all. What comes before a stage's first gradient, the loss's own backward on
+the last stage, counts for the stage's last layer, and so does the loss.
 
 A full backward interleaves input and weight gradients, so the two are told apart by what needs computing: a layer
 without trainable parameters has no weight part, one without an input gradient has nothing else, any other is split in
@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.control.slice_costs import OfSlice, SliceFit
 from pipeline_balance.spec import LayerCost
 from prophet.ranks.collective import Collective, Operation
 
@@ -58,7 +59,9 @@ class Meter:
 
     `clock` tells waits and steps. `work_clock`, where there is one, times the layers' own work: processor time of the
     thread suits ranks that share cores or run under a quota, where the wall clock counts pauses as work. Of every kind
-    the last `max_samples` are kept. `on_backward` is called once, before the next backward action.
+    the last `max_samples` are kept. `on_backward` is called once, before the next backward action. `boundary_bytes` is
+    what this rank's receive buffers take where slices use them again; it is no part of any layer's activations.
+    `working_on` says which slice of how many runs, and the share of the microbatch's tokens that it has.
     """
 
     enabled: bool = True
@@ -74,6 +77,8 @@ class Meter:
     loss: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     counted: set[int] = field(default_factory=set)
+    boundary_bytes: int = 0
+    working_on: tuple[int, int, float] | None = None
     _waited_s: float = 0.0
     _arrived: list[tuple[int, float]] = field(default_factory=list)
     _steps: int = 0
@@ -140,8 +145,9 @@ class Meter:
 
     def add(self, samples: list[float], value: float) -> None:
         """Note a sample and forget those that are too old."""
-        samples.append(value)
-        if len(samples) > self.max_samples:
+        number, slices, _ = self.working_on or (0, 1, 1.0)
+        samples.append(value if self.working_on is None else OfSlice(value, number, slices))
+        if len(samples) > self.max_samples * slices:
             del samples[0]
 
     def gradient_arrived(self, layer: int) -> None:
@@ -175,7 +181,8 @@ class Meter:
             out = call()
         self.input_grad[index] = any(t.requires_grad for t in given)
         if saved:
-            self.activation_bytes[index] = saved.total
+            share = self.working_on[2] if self.working_on is not None else 1.0
+            self.activation_bytes[index] = round(saved.total / share)
             self.counted.add(index)
         else:
             # the counted microbatch is slower and gives no sample
@@ -264,6 +271,15 @@ def local_costs(
     return found
 
 
+def slice_fit(meter: Meter) -> SliceFit:
+    """Seconds of a slice forward and backward in all layers of this rank, without the loss."""
+    found = SliceFit(0.0, 0.0, 1)
+    for by_layer in (meter.forward, meter.backward):
+        for samples in by_layer.values():
+            found += SliceFit.of([x for x in samples if isinstance(x, OfSlice)])
+    return found
+
+
 def _weight_seconds(
     layers: Mapping[int, nn.Module], stages: Mapping[int, Sequence[int]], meter: Meter
 ) -> dict[int, float]:
@@ -281,7 +297,10 @@ def _weight_seconds(
 
 
 def _typical(samples: Sequence[float]) -> float:
-    """The mean, without samples above twice the median."""
+    """Seconds of a microbatch: the mean, without samples above twice the median, or what a fit over slices says."""
+    of_slices = [x for x in samples if isinstance(x, OfSlice)]
+    if of_slices:
+        return SliceFit.of(of_slices).microbatch_s
     limit = 2 * _median(samples)
     kept = [x for x in samples if x <= limit]
     return statistics.fmean(kept) if kept else 0.0

@@ -173,7 +173,7 @@ class TransformersModel(PipelineModel):
         with ExitStack() as stack:
             if self.router_loss is not None:
                 stack.enter_context(self.router_loss.recording(layer, logits))
-            leaves, structure = tree_flatten(self.layers[layer](*args, **kwargs))
+            leaves, structure = tree_flatten(self._call_layer(layer, args, kwargs))
         said = recorded.outputs[layer][1]
         if structure != said:
             raise SpecError(f"layer {layer} returned {structure}, where {said} was agreed on")
@@ -181,6 +181,9 @@ class TransformersModel(PipelineModel):
         if self.router_loss is not None:
             sums = self.router_loss.add(sums, logits, microbatch.inputs.get("attention_mask"))
         return out if sums is None else (*out, sums)
+
+    def _call_layer(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.layers[layer](*args, **kwargs)
 
     def _run_behind(self, boundary: Boundary, microbatch: Microbatch) -> Boundary:
         recorded, last = self.recorded(microbatch), len(self.layers) - 1

@@ -17,9 +17,11 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from pipeline_balance.control.measure import Meter
 from pipeline_balance.pipeline.added_loss import added_losses
+from pipeline_balance.pipeline.buffers import BufferPool
 from pipeline_balance.pipeline.failures import Failures
 from pipeline_balance.pipeline.generators import seeded, unit_seed
 from pipeline_balance.pipeline.model import Boundary, Microbatch, PipelineModel
+from pipeline_balance.pipeline.wide_sums import WideSums
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.transfers import Message, Step
 from prophet.errors import SpecError
@@ -55,7 +57,9 @@ class _Kept:
 class Executor:
     """Runs this rank's stages. `stages` has their units by number, `training` this rank's steps of the schedule.
 
-    `on_stage_done` is called after a stage's last backward action of a pass.
+    `on_stage_done` is called after a stage's last backward action of a pass. With `reuse`, as of slices, `received`
+    holds the buffers of messages that a training pass receives, each until the backward that reads it last; they are
+    used again. Gradients in half precision are then summed in float32.
     """
 
     def __init__(
@@ -72,11 +76,13 @@ class Executor:
         device: torch.device,
         meter: Meter,
         on_stage_done: Callable[[int], None],
+        reuse: bool = False,
     ) -> None:
         self.model, self.stages, self.total = model, stages, total_stages
         self.training, self.evaluation = training, evaluation
         self.collective, self.failures, self.seed, self.device = collective, failures, config_seed, device
         self.meter, self.on_stage_done = meter, on_stage_done
+        self.reuse, self.received = reuse, BufferPool()
         last = [a.stage for a in training if isinstance(a, Action) and a.kind in "BW"]
         self._actions = {s: last.count(s) for s in stages}  # that end a microbatch's backward
         self._begin()
@@ -86,10 +92,14 @@ class Executor:
         self._arrived: dict[tuple[bool, int, int], Boundary] = {}
         self._coming: dict[tuple[bool, int, int], tuple[Pending, Boundary]] = {}
         self._outgoing: list[Pending] = []
+        self._lent: dict[tuple[bool, int, int], list[Tensor]] = {}  # receive buffers in use
+        self._sums: WideSums | None = None
         self._left = dict(self._actions)
 
     def run(self, run: Run) -> None:
         """All steps of the schedule; returns when everything sent has left."""
+        if self.reuse and run.trains:
+            self._sums = WideSums(p for s in self.stages for p in self._weights(s))
         try:
             for step in self.training if run.trains else self.evaluation(len(run.microbatches)):
                 if isinstance(step, Message):
@@ -100,12 +110,23 @@ class Executor:
             for pending in self._outgoing:
                 pending.wait()
         finally:
+            if self.reuse and run.trains:
+                # after an error messages may still come into buffers
+                self.received = BufferPool() if self._lent else self.received
+                self.received.trim()
+                self.meter.boundary_bytes = self.received.n_bytes
+            if self._sums is not None:
+                self._sums.close()
             self._begin()
             self.model.end_pass()
 
     def run_action(self, action: Action, run: Run) -> None:
         """One action, with its input waited for."""
         s, m = action.stage, action.microbatch
+        part, slicing = run.microbatches[m], self.model.slicing
+        self.meter.working_on = None
+        if part.slice is not None and slicing is not None:
+            self.meter.working_on = part.slice, slicing.slices, part.share
         if action.kind == "F":
             given = self._take(True, s, m, run) if s else ()
             with self.model.working(run.microbatches[m]):
@@ -118,8 +139,11 @@ class Executor:
             with self.model.working(run.microbatches[m]):
                 self._backward(s, m, grads, run, split=action.kind == "I")
         if action.kind in "BW":
+            self._give_back((True, s, m), (False, s + 1, m))
             self._left[s] -= 1
             if not self._left[s]:
+                if self._sums is not None:
+                    self._sums.settle(self._weights(s))
                 self.on_stage_done(s)
 
     # --- forward ----------------------------------------------------------------------------------------------
@@ -232,10 +256,21 @@ class Executor:
             return
         agreed = run.shapes[message.microbatch][self._unit_below(message)]
         wanted = [t for t in agreed if message.forward or t.requires_grad]
-        made = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in wanted]
+        if self.reuse and run.trains:
+            self._lent[key] = [self.received.take(t, device=self.device) for t in wanted]
+            # the views may want gradients, a buffer does not
+            made = [t.detach() for t in self._lent[key]]
+        else:
+            made = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in wanted]
         if made:
             pending = self.collective().exchange([], [(message.peer, t) for t in made], op=op)
             self._coming[key] = (pending, tuple(made))
+
+    def _give_back(self, *keys: tuple[bool, int, int]) -> None:
+        """What was received for these has been read for the last time."""
+        for key in keys:
+            for buffer in self._lent.pop(key, ()):
+                self.received.give(buffer)
 
     def _unit_below(self, message: Message) -> int:
         """Which of the boundaries between units the message is of."""

@@ -37,7 +37,8 @@ class Microbatch:
 
     `number` counts microbatches over the replicas and accumulated calls of an update; random numbers follow it. `kept`
     is for what a model computes once per microbatch, such as its layers' arguments. `slice` counts the parts of a
-    microbatch where they pass the stages one by one; None if it passes whole.
+    microbatch where they pass the stages one by one; None if it passes whole. `share` is how much of the microbatch a
+    slice is.
     """
 
     number: int
@@ -45,6 +46,7 @@ class Microbatch:
     labels: Tensor | None
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
     slice: int | None = None
+    share: float = 1.0
 
     def shapes(self) -> tuple[Any, ...]:
         """What the boundaries' shapes depend on, as a key: names, shapes and types of the inputs and the labels."""

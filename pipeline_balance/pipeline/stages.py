@@ -226,4 +226,5 @@ class StageBuilder:
             device=config.device,
             meter=self.meter,
             on_stage_done=self.on_stage_done,
+            reuse=schedule.slices > 1,
         )

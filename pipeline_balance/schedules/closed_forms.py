@@ -7,6 +7,8 @@ and free transfers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipeline_balance.schedules.actions import ScheduleError, check_shape
 from pipeline_balance.schedules.sliced import Order
 
@@ -66,6 +68,21 @@ def sliced_peak_bytes(peak_units: int, slices: int, unit_bytes: int, chunk_gradi
     a is what a unit's activations take, g what the gradients of its keys and values take.
     """
     return peak_units * unit_bytes + (slices - 1) * chunk_gradient_bytes
+
+
+def sliced_peak_tokens(rank: int, ranks: int, starts: Sequence[int], order: Order = "minimal") -> int:
+    """Most tokens that a rank with one stage holds at once where slices begin at `starts` [N + 1], from 3 microbatches.
+
+    A rank holds N + x slices, x as in `sliced_peak_units`: the first k ones of a microbatch whose last ones are gone,
+    and N + x - k first ones of those after it, most where both parts are alike. Slices must not grow, and N must be at
+    least x. With equal slices of T / N it is (N + x) T / N.
+    """
+    slices, ahead = len(starts) - 1, (ranks - 1 - rank) * (1 if order == "minimal" else 2)
+
+    def halves(number: int) -> int:
+        return starts[number // 2] + starts[number - number // 2]
+
+    return max(halves(slices + ahead), starts[-1] + halves(ahead))
 
 
 def sliced_idle_over_work(ranks: int, stages_per_rank: int, microbatches: int, slices: int) -> float:

@@ -25,9 +25,9 @@ class Durations:
 
     `forward_transfer_s[s]` is the activation's way from stage s to s + 1 and `backward_transfer_s[s]` the gradient's
     way back; stages on one rank transfer in no time. `activation_bytes` is what one unit keeps in a stage from its
-    forward until its last backward part, [S] or [S][U]. `chunk_gradient_bytes` [S] is what the gradients of one slice's
-    keys and values take, from the first backward that adds to them until the slice's own. `between_s` is what the
-    runtime takes on a rank from the end of one action to the next one's start.
+    forward until its last backward part, [S] or [S][U]. `chunk_gradient_bytes`, [S] or [S][U], is what the gradients of
+    one slice's keys and values take, from the first backward that adds to them until the slice's own. `between_s` is
+    what the runtime takes on a rank from the end of one action to the next one's start.
     """
 
     forward_s: FloatArray
@@ -36,7 +36,7 @@ class Durations:
     forward_transfer_s: FloatArray = field(default_factory=lambda: np.zeros(0))
     backward_transfer_s: FloatArray = field(default_factory=lambda: np.zeros(0))
     activation_bytes: Sequence[int] | Sequence[Sequence[int]] = ()
-    chunk_gradient_bytes: Sequence[int] = ()
+    chunk_gradient_bytes: Sequence[int] | Sequence[Sequence[int]] = ()
     between_s: float = 0.0
 
     @classmethod
@@ -199,17 +199,15 @@ def simulate(schedule: Schedule, durations: Durations) -> Simulation:
 def peak_activation_bytes(
     schedule: Schedule,
     activation_bytes: Sequence[int] | Sequence[Sequence[int]],
-    chunk_gradient_bytes: Sequence[int] = (),
+    chunk_gradient_bytes: Sequence[int] | Sequence[Sequence[int]] = (),
 ) -> tuple[int, ...]:
     """Most bytes of activations, and of their chunks' gradients, that every rank holds at once, [P].
 
     Follows from the order alone, not from times. A slice's backward adds to the gradients of all earlier slices' keys
     and values, so those exist beside the slice's own activations (SlimPipe leaves them out).
     """
-    kept = _by_unit(schedule, activation_bytes)
-    if chunk_gradient_bytes and len(chunk_gradient_bytes) != schedule.stages:
-        raise SpecError(f"chunk_gradient_bytes needs one figure per stage ({schedule.stages})")
-    added = list(chunk_gradient_bytes) or [0] * schedule.stages
+    kept = _by_unit(schedule, "activation_bytes", activation_bytes)
+    added = _by_unit(schedule, "chunk_gradient_bytes", chunk_gradient_bytes)
     peaks = []
     for row in schedule.actions:
         held = peak = 0
@@ -220,25 +218,23 @@ def peak_activation_bytes(
                 held += kept[stage][unit]
             elif action.kind in ("I", "B"):
                 earlier = {(stage, unit - back) for back in range(1, unit % schedule.slices + 1)}
-                held += added[stage] * len(earlier - waiting)
+                held += sum(added[stage][u] for _, u in earlier - waiting)
                 waiting |= earlier
             peak = max(peak, held)
             if action.kind in ("I", "B") and (stage, unit) in waiting:
                 waiting.discard((stage, unit))
-                held -= added[stage]
+                held -= added[stage][unit]
             if action.kind in ("B", "W"):
                 held -= kept[stage][unit]
         peaks.append(peak)
     return tuple(peaks)
 
 
-def _by_unit(schedule: Schedule, given: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
+def _by_unit(schedule: Schedule, name: str, given: Sequence[int] | Sequence[Sequence[int]]) -> list[list[int]]:
     """Bytes that every unit keeps in every stage, [S][U], from figures by stage or by stage and unit."""
     if not given:
         return [[0] * schedule.units] * schedule.stages
     table = [[row] * schedule.units if isinstance(row, int) else list(row) for row in given]
     if len(table) != schedule.stages or any(len(row) != schedule.units for row in table):
-        raise SpecError(
-            f"activation_bytes needs one figure per stage ({schedule.stages}), or {schedule.units} by stage and unit"
-        )
+        raise SpecError(f"{name} needs one figure per stage ({schedule.stages}), or {schedule.units} by stage and unit")
     return table

@@ -7,10 +7,12 @@ few more before its first backward, so it holds little more than one microbatch 
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import Literal, get_args
 
 from pipeline_balance.schedules.actions import Action, Schedule, ScheduleError, build, check_shape
 from pipeline_balance.schedules.classic import interleaved, one_f_one_b
+from prophet.errors import SpecError
 
 Order = Literal["minimal", "aligned"]
 
@@ -64,3 +66,30 @@ def _turn(k: int, rank: int, ranks: int, stages_per_rank: int, slices: int) -> t
     group, at = divmod(at, ranks * stages_per_rank)
     chunk, place = divmod(at, ranks)
     return chunk * ranks + rank, microbatch * slices + group * ranks + place
+
+
+def slice_starts(tokens: int, slices: int, crossover_tokens: int | None = None) -> tuple[int, ...]:
+    """[N + 1] first tokens of the slices, and the sequence's tokens T.
+
+    Without `crossover_tokens` C slices are of equal length. With it they are of equal cost, to a token: token t costs
+    C + t, as attention to the tokens before it takes C times less than all else for each of them. The first slices are
+    the longest (TeraPipe, Seq1F1B). Whole numbers throughout, so all ranks find the same. Raises `SpecError` that names
+    lengths nearby where slices cannot be equal, or would be empty.
+    """
+    if tokens < slices:
+        raise SpecError(f"sequences of {tokens} tokens cannot be cut into {slices} slices: pad them to {slices} tokens")
+    if crossover_tokens is None:
+        each = tokens // slices
+        if tokens % slices:
+            raise SpecError(
+                f"sequences of {tokens} tokens cannot be cut into {slices} equal slices: "
+                f"pad or cut them to {each * slices} or {(each + 1) * slices} tokens"
+            )
+        return tuple(range(0, tokens + 1, each))
+    starts = [0] * slices + [tokens]
+    for k in range(slices - 1, 0, -1):
+        # the cost before token t is C t + t ** 2 / 2, and k / N of the whole before slice k
+        square = k * (2 * crossover_tokens * tokens + tokens**2) // slices + crossover_tokens**2
+        nearest = (isqrt(4 * square) + 1) // 2 - crossover_tokens
+        starts[k] = min(nearest, starts[k + 1] - 1)
+    return tuple(starts)

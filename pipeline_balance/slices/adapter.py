@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,19 +21,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
-from pipeline_balance.pipeline.adapter import IGNORED_LABEL, Recorded, TransformersModel
-from pipeline_balance.pipeline.model import Boundary, Microbatch, evaluating
+from pipeline_balance.pipeline.adapter import IGNORED_LABEL, Recorded
+from pipeline_balance.pipeline.experts import collective_of
+from pipeline_balance.pipeline.model import Boundary, Microbatch
 from pipeline_balance.pipeline.router_losses import loss_of_sums
 from pipeline_balance.pipeline.skeleton import Readable
+from pipeline_balance.slices.alone import Trial, check_limits
 from pipeline_balance.slices.interface import Seen, attending, configs_of, seeing
 from pipeline_balance.slices.parts import Sliced, SlicePart, part_of
+from pipeline_balance.slices.recompute import Recomputing
 from prophet.errors import SpecError
 
 if TYPE_CHECKING:
     from pipeline_balance.slices.options import SliceOptions
 
 
-class SlicedTransformers(Sliced, TransformersModel):
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # how configurations call their number
+
+
+class SlicedTransformers(Sliced, Recomputing):
     """A `TransformersModel` whose microbatches pass the stages slice by slice.
 
     Layers are the model's own. They must mix tokens by transformers' attention functions alone. Labels are shifted
@@ -40,17 +47,19 @@ class SlicedTransformers(Sliced, TransformersModel):
     """
 
     def __init__(self, model: nn.Module, slicing: SliceOptions, **options: Any) -> None:
-        Sliced.__init__(self, slicing.slices)
-        self._checked: set[frozenset[str]] = set()
+        Sliced.__init__(self, slicing)
+        self._trial = Trial(self)
+        self._width: dict[int, int] = {}  # by kind of layer
         self.slicing = slicing
         self._owner: Any = model if (base := getattr(model, "get_base_model", None)) is None else base()
         self._configs = configs_of(model)
         _check_loss(self._owner)
         with attending(self._configs):
-            TransformersModel.__init__(self, model, **options)
+            Recomputing.__init__(self, model, recompute=slicing.recompute, **options)
 
     def look(self) -> None:
         self._configs = configs_of(self.root)
+        check_limits([self.root])
         with attending(self._configs):
             super().look()
         if self.router_loss is not None and not isinstance(self._coefficient(), int | float):
@@ -60,6 +69,14 @@ class SlicedTransformers(Sliced, TransformersModel):
     def working(self, microbatch: Microbatch) -> Iterator[None]:
         with attending(self._configs), super().working(microbatch):
             yield
+
+    def crossover_tokens(self) -> int:
+        """By count: a token meets every parameter once, those of experts where it goes, and every key and value once.
+
+        Both cost two operations for each number, and twice that backward.
+        """
+        met = sum(_met(layer, getattr(self._owner, "config", None)) for layer in self.layers)
+        return round(met / sum(self._width[kind] for kind in self._kinds))
 
     # --- parts of microbatches ---------------------------------------------------------------------------------
 
@@ -80,23 +97,8 @@ class SlicedTransformers(Sliced, TransformersModel):
         if mask is not None and mask.shape == labels.shape and bool(((mask == 0) & (shifted != IGNORED_LABEL)).any()):
             raise SpecError("labels count behind padding, where attention_mask is 0: set them to -100")
         parts = self.parts(microbatch, inputs, shifted, documents)
-        self._check_front(replace(microbatch, inputs=inputs), part_of(parts[-1]))
+        self._trial.run(range(len(self.layers) + 1), parts)
         return parts
-
-    def _check_front(self, whole: Microbatch, part: SlicePart) -> None:
-        """Once for every set of inputs, where the front lives: a slice's is a part of the whole sequence's."""
-        names = frozenset(whole.inputs)
-        if names in self._checked or any(p.is_meta for p in self.units[0].parameters()):
-            return
-        with evaluating(self.root), attending(self._configs):
-            every, mine = self._run_front(whole), self._run_front(part)
-        for full, own in zip(every, mine, strict=True):
-            if not torch.allclose(_part(own, full, part, 0), own, rtol=1e-3, atol=1e-3 * float(own.abs().max())):
-                raise SpecError(
-                    f"{type(self._owner).__name__} computes what is in front of the layers from the whole sequence, "
-                    "so its slices cannot be computed alone"
-                )
-        self._checked.add(names)
 
     def counted(self, microbatch: Microbatch) -> int:
         if isinstance(microbatch, SlicePart):
@@ -135,6 +137,8 @@ class SlicedTransformers(Sliced, TransformersModel):
         known = len(self._outputs)
         with seeing() as seen:
             found = super()._output_of(layer, leaves, structure)
+        if seen.calls:
+            self._width[self._kinds[layer]] = seen.width
         if len(self._outputs) > known and not seen.calls:
             raise SpecError(
                 f"layer {layer} ({type(self.layers[layer]).__name__}) does not call transformers' attention functions: "
@@ -259,6 +263,24 @@ def _part(mine: Any, whole: Any, part: SlicePart, layer: int) -> Any:
             "a slice: it cannot be cut along the sequence"
         )
     return whole.narrow(dim, part.start, part.stop - part.start)
+
+
+def _met(layer: nn.Module, config: Any) -> Fraction:
+    """Parameters of a layer that a token meets: of experts as many as it is routed to, wherever they are."""
+    experts = next((n for name in _EXPERTS if (n := getattr(config, name, None))), 1)
+    share = Fraction(getattr(config, "num_experts_per_tok", None) or experts, experts)
+    found = Fraction(0)
+    parts = dict(layer.named_modules())
+    for name, module in parts.items():
+        numbers = sum(p.numel() for p in module.parameters(recurse=False))
+        path = name.split(".")
+        if "experts" in path:
+            above = [parts[".".join(path[:i])] for i in range(len(path))]
+            ranks = [c.size for c in map(collective_of, above) if c is not None]
+            found += numbers * share * max(ranks, default=1)
+        else:
+            found += numbers
+    return found
 
 
 def _same(one: Any, other: Any) -> bool:

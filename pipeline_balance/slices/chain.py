@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from pipeline_balance.pipeline.model import LossFn, Microbatch, ModuleChain
+from pipeline_balance.slices.alone import Trial, check_limits
 from pipeline_balance.slices.parts import Sliced, SlicePart
 from pipeline_balance.slices.store import Unit
 from prophet.errors import SpecError
@@ -26,9 +27,16 @@ class SlicedChain(Sliced, ModuleChain):
     def __init__(
         self, layers: nn.Module | Sequence[nn.Module], loss_fn: LossFn, slicing: SliceOptions, **options: Any
     ) -> None:
-        Sliced.__init__(self, slicing.slices)
+        Sliced.__init__(self, slicing)
         self.slicing = slicing
         ModuleChain.__init__(self, layers, loss_fn, **options)
+        self._trial = Trial(self)
+        self.look()
+
+    def look(self) -> None:
+        super().look()
+        if self.slices > 1:
+            check_limits(self.units)
 
     def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
         if self.slices == 1:
@@ -36,4 +44,6 @@ class SlicedChain(Sliced, ModuleChain):
             return [SlicePart(microbatch.number, microbatch.inputs, microbatch.labels, whole=microbatch, unit=unit)]
         if microbatch.labels is None:
             raise SpecError("slices need labels of every token, [rows, tokens]")
-        return self.parts(microbatch, microbatch.inputs, microbatch.labels)
+        parts = self.parts(microbatch, microbatch.inputs, microbatch.labels)
+        self._trial.run(range(len(self.units)), parts)
+        return parts

@@ -26,10 +26,14 @@ _SAY_NOTHING = {  # arguments that change nothing about attention
 
 @dataclass
 class Seen:
-    """What a forward has asked of attention: the documents [B, T] that its masks tell apart, and the calls."""
+    """What a forward has asked of attention: the documents [B, T] that its masks tell apart, and the calls.
+
+    `width` is how many numbers of a key and of a value a query's token meets for each token before it, over its heads.
+    """
 
     documents: Tensor | None = None
     calls: int = 0
+    width: int = 0
 
 
 _seeing: list[Seen] = []
@@ -71,11 +75,14 @@ def attention(
     """
     if _seeing:
         _seeing[-1].calls += 1
+        _seeing[-1].width += query.shape[1] * (query.shape[-1] + value.shape[-1])
     wrong = [name for name, value in others.items() if name not in _SAY_NOTHING and _says(value)]
     if _says(dropout):
         wrong.append(f"dropout={dropout:g}")
     if attention_mask is not None:
         wrong.append("attention_mask")
+    if getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]:
+        wrong.append("cross-attention")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         wrong.append("is_causal=False")
     kind = type(module).__name__

@@ -7,33 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pipeline_balance.schedules.actions import Schedule, build
 from pipeline_balance.schedules.sliced import Order, sliced
 from prophet.errors import SpecError
+
+Recompute = Literal["none", "selective", "full"]
 
 if TYPE_CHECKING:
     from torch import nn
 
     from pipeline_balance.pipeline.model import LossFn, PipelineModel
 
+Balance = Literal["none", "uneven"]
+
 
 @dataclass(frozen=True, slots=True)
 class SliceOptions:
-    """Every sequence is cut into `slices` equal parts, which pass the stages one by one (SlimPipe, Section 4).
+    """Every sequence is cut into `slices` parts, which pass the stages one by one (SlimPipe, Section 4).
 
     Each rank runs `stages_per_rank` stages; with several, the ranks in use must divide `slices`. Stage s runs on the
     rank of stage s - P. The `aligned` order holds P - 1 - r more slices on rank r than the `minimal` one, and hides
-    transfers. Gradient checkpointing is the model's: `recompute` is "none". Slices are of equal length: `balance` is
-    "none". With one slice everything is as without these options.
+    transfers. `recompute` is what layers of a transformers model compute again instead of keeping it, with one slice
+    too: "selective" all but attention's products, "full" all but attention itself. With one slice everything else is as
+    without these options.
+
+    With `balance` "none" slices are of equal length, and must divide the tokens. With "uneven" they are of equal cost:
+    the first are the longest, as attention costs more the more tokens came before. `crossover_tokens` is how many those
+    are where attention costs a layer as much as all else. None takes the count of multiplications in a transformers
+    model's layers; a fit of measured times may know better (`pipeline_balance.control.measure.slice_fit`).
     """
 
     slices: int
     stages_per_rank: int = 1
     order: Order = "minimal"
-    recompute: str = "none"
-    balance: str = "none"
+    recompute: Recompute = "none"
+    balance: Balance = "none"
+    crossover_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("slices", "stages_per_rank"):
@@ -42,9 +53,15 @@ class SliceOptions:
                 raise SpecError(f"{name} must be a number from 1 on, got {value!r}")
         if self.order not in get_args(Order):
             raise SpecError(f"order must be one of {', '.join(get_args(Order))}, got {self.order!r}")
-        for name in ("recompute", "balance"):
-            if getattr(self, name) != "none":
-                raise SpecError(f'{name} must be "none", got {getattr(self, name)!r}')
+        if self.recompute not in get_args(Recompute):
+            raise SpecError(f"recompute must be one of {', '.join(get_args(Recompute))}, got {self.recompute!r}")
+        if self.balance not in get_args(Balance):
+            raise SpecError(f"balance must be one of {', '.join(get_args(Balance))}, got {self.balance!r}")
+        crossover = self.crossover_tokens
+        if crossover is not None and (not isinstance(crossover, int) or isinstance(crossover, bool) or crossover < 0):
+            raise SpecError(f"crossover_tokens must be a number of tokens, got {crossover!r}")
+        if crossover is not None and self.balance != "uneven":
+            raise SpecError('crossover_tokens needs balance="uneven": slices of equal length do not depend on costs')
 
     def check(self, ranks: Sequence[int]) -> None:
         """Raise `SpecError` unless stages on these ranks [S], which are 0 to P - 1, can run in slices."""
@@ -65,12 +82,12 @@ class SliceOptions:
 
     def transformers(self, model: nn.Module, **options: Any) -> PipelineModel:
         """`model` as a pipeline runs it; see `SlicedTransformers`. With one slice, as `TransformersModel`."""
-        from pipeline_balance.pipeline.adapter import TransformersModel
         from pipeline_balance.slices.adapter import SlicedTransformers
+        from pipeline_balance.slices.recompute import Recomputing
 
         if self.slices > 1:
             return SlicedTransformers(model, self, **options)
-        whole = TransformersModel(model, **options)
+        whole = Recomputing(model, recompute=self.recompute, **options)
         whole.slicing = self  # the number of stages and their order
         return whole
 
@@ -78,4 +95,8 @@ class SliceOptions:
         """Modules in a row; see `SlicedChain`."""
         from pipeline_balance.slices.chain import SlicedChain
 
+        if self.recompute != "none":
+            raise SpecError(
+                "recompute is for transformers models: checkpoint your own layers by torch.utils.checkpoint"
+            )
         return SlicedChain(layers, loss_fn, self, **options)

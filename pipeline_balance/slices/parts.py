@@ -5,16 +5,21 @@ Shape legend: B sequences of a microbatch, T tokens of a sequence, N slices.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline_balance.pipeline.model import Microbatch
+from pipeline_balance.schedules.sliced import slice_starts
 from pipeline_balance.slices.store import ChunkStore, Unit, active
 from prophet.errors import SpecError
+
+if TYPE_CHECKING:
+    from pipeline_balance.slices.options import SliceOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +35,9 @@ class SlicePart(Microbatch):
 class Sliced:
     """The chunks of this rank's layers; goes before a `PipelineModel` among its bases."""
 
-    def __init__(self, slices: int) -> None:
-        self.slices = slices
+    def __init__(self, slicing: SliceOptions) -> None:
+        self.slices = slicing.slices
+        self._uneven, self._given = slicing.balance == "uneven", slicing.crossover_tokens
         self.store = ChunkStore()
 
     @contextmanager
@@ -47,20 +53,24 @@ class Sliced:
         self.store.clear()
 
     def starts(self, tokens: int) -> tuple[int, ...]:
-        """[N + 1] first tokens of the slices, and T. Raises `SpecError` where the slices do not divide T."""
-        each = tokens // self.slices
-        if tokens % self.slices or not tokens:
-            near = [each * self.slices, (each + 1) * self.slices]
-            raise SpecError(
-                f"sequences of {tokens} tokens cannot be cut into {self.slices} equal slices: "
-                f"pad or cut them to {' or '.join(str(n) for n in near if n)} tokens"
-            )
-        return tuple(range(0, tokens + 1, each))
+        """[N + 1] first tokens of the slices, and T; see `slice_starts`."""
+        if not self._uneven:
+            return slice_starts(tokens, self.slices)
+        crossover = self._given if self._given is not None else self.crossover_tokens()
+        return slice_starts(tokens, self.slices, crossover)
+
+    def crossover_tokens(self) -> int:
+        """The tokens before one where attention costs the layers as much as all else."""
+        raise SpecError(
+            'balance="uneven" needs crossover_tokens for layers of one\'s own: '
+            "how many tokens come before one where attention costs a layer as much as all else"
+        )
 
     def parts(
         self, whole: Microbatch, inputs: Mapping[str, Tensor], labels: Tensor, documents: Tensor | None = None
     ) -> list[Microbatch]:
         """Slices of tensors whose second dimension is the sequence's. Raises `SpecError` where one has another."""
+        _check_whole([labels, *inputs.values()])
         tokens = labels.shape[1] if labels.dim() > 1 else 0
         starts = self.starts(tokens)
         odd = {n: list(t.shape) for n, t in inputs.items() if t.dim() < 2 or t.shape[1] != tokens}
@@ -76,6 +86,7 @@ class Sliced:
                     inputs={name: t[:, start:stop] for name, t in inputs.items()},
                     labels=labels[:, start:stop],
                     slice=number,
+                    share=(stop - start) / tokens,
                     whole=whole,
                     unit=Unit(whole.number, number, self.slices, documents, starts),
                     start=start,
@@ -83,6 +94,16 @@ class Sliced:
                 )
             )
         return found
+
+
+def _check_whole(tensors: Sequence[Tensor]) -> None:
+    """Raise `SpecError` where this rank has a part of every sequence and others have the rest."""
+    patched = getattr(nn.functional.scaled_dot_product_attention, "__module__", None) or ""
+    if "context_parallel" in patched or any(hasattr(t, "device_mesh") for t in tensors):
+        raise SpecError(
+            "slices need whole sequences on every rank of a stage: context parallelism, which spreads them over ranks, "
+            "does not go together with them"
+        )
 
 
 def part_of(microbatch: Microbatch) -> SlicePart:

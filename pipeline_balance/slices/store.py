@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pipeline_balance.pipeline.buffers import BufferPool
 from prophet.errors import SpecError
 
 
@@ -58,32 +59,6 @@ class Chunk:
     version: int = 0
     key_grad: Tensor | None = None
     value_grad: Tensor | None = None
-
-
-@dataclass
-class BufferPool:
-    """Tensors that are used again by shape, type and device. `allocated` counts those that were made."""
-
-    allocated: int = 0
-    _free: dict[tuple[object, ...], list[Tensor]] = field(default_factory=dict)
-
-    def take(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor with the shape and device of `like`, its values undefined."""
-        kind = like.dtype if dtype is None else dtype
-        free = self._free.get((like.shape, kind, like.device))
-        if free:
-            return free.pop()
-        self.allocated += 1
-        return torch.empty(like.shape, dtype=kind, device=like.device)
-
-    def give(self, tensor: Tensor | None) -> None:
-        """Take `tensor` back; nobody reads it any more."""
-        if tensor is not None:
-            self._free.setdefault((tensor.shape, tensor.dtype, tensor.device), []).append(tensor)
-
-    def clear(self) -> None:
-        """Let go of all free memory."""
-        self._free.clear()
 
 
 class ChunkStore:
@@ -144,11 +119,12 @@ class ChunkStore:
             self._tidy(layer, unit.microbatch)
 
     def clear(self) -> None:
-        """Free all chunks, after an error or at the end of a step."""
+        """Free all chunks, after an error or at the end of a step; buffers of shapes that it has not had are let go."""
         for of_layer in self._chunks.values():
             for chunk in of_layer.values():
                 self._free(chunk)
         self._chunks.clear()
+        self.pool.trim()
 
     def _tidy(self, layer: int, microbatch: int) -> None:
         known = self._chunks[layer, microbatch]

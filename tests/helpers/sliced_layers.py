@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.generators import unit_seed
-from pipeline_balance.slices import attend
+from pipeline_balance.schedules.sliced import slice_starts
+from pipeline_balance.slices import SliceOptions, attend
 
 DIM, HEADS, VOCABULARY, BLOCKS, SEED = 16, 4, 13, 2, 5
 TOKENS, ROWS, PARTS = 12, 2, 4  # tokens of a sequence, rows of a microbatch, microbatches of all replicas in a call
@@ -72,6 +74,11 @@ def batch(update: int, call: int) -> tuple[dict[str, Tensor], Tensor]:
     return {"ids": ids, "positions": torch.arange(TOKENS).expand(len(ids), -1)}, labels
 
 
+def starts_of(options: SliceOptions) -> tuple[int, ...]:
+    """Where the slices of a batch begin."""
+    return slice_starts(TOKENS, options.slices, options.crossover_tokens)
+
+
 class _Joined:
     """Attention to all keys and values of a microbatch so far, by the definition."""
 
@@ -87,9 +94,16 @@ class _Joined:
         return scores.softmax(-1) @ values
 
 
-def one_process(updates: int, slices: int, calls: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and weights at the end, with the slices' random numbers and one backward per microbatch."""
-    model, each = layers(), TOKENS // slices
+def one_process(
+    updates: int, slices: int | tuple[int, ...], calls: int, model: nn.Sequential | None = None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights at the end, with the slices' random numbers and one backward per microbatch.
+
+    `slices` is how many of equal length, or where they start and the last one ends.
+    """
+    model = layers() if model is None else model
+    starts = slices if isinstance(slices, tuple) else tuple(range(0, TOKENS + 1, TOKENS // slices))
+    cuts = list(pairwise(starts))
     optimizer, losses = adam(model.named_parameters()), []
     for update in range(updates):
         optimizer.zero_grad()
@@ -98,13 +112,14 @@ def one_process(updates: int, slices: int, calls: int) -> tuple[list[float], dic
         for inputs, labels in given:
             for rows in torch.arange(len(labels)).chunk(PARTS):
                 loss, joined = torch.zeros((), dtype=torch.float64), _Joined()
-                for block in list(model)[1:-1]:
-                    block.attention = joined  # type: ignore[assignment]
-                for at in range(slices):
-                    here = slice(at * each, (at + 1) * each)
+                for block in model:
+                    if isinstance(block, Block):
+                        block.attention = joined  # type: ignore[assignment]
+                for at, (start, stop) in enumerate(cuts):
+                    here = slice(start, stop)
                     x: Any = None
                     for unit, layer in enumerate(model):
-                        torch.manual_seed(unit_seed(SEED, unit, update, number, at if slices > 1 else None))
+                        torch.manual_seed(unit_seed(SEED, unit, update, number, at if len(cuts) > 1 else None))
                         x = layer(**{n: t[rows, here] for n, t in inputs.items()}) if not unit else layer(x)
                     if counted(labels[rows, here]):
                         loss = loss + loss_fn(x, labels[rows, here]) * counted(labels[rows, here]) / count

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -15,10 +15,11 @@ from pipeline_balance.schedules.closed_forms import (
     sliced_idle_over_work,
     sliced_idle_over_work_attention,
     sliced_peak_bytes,
+    sliced_peak_tokens,
     sliced_peak_units,
 )
 from pipeline_balance.schedules.simulate import Durations, peak_activation_bytes, simulate
-from pipeline_balance.schedules.sliced import Order, sliced
+from pipeline_balance.schedules.sliced import Order, slice_starts, sliced
 from pipeline_balance.spec import LayerCost, RankLimits, StageMap, in_flight, rank_memory_bytes
 from prophet.errors import SpecError
 
@@ -157,3 +158,67 @@ def test_what_a_first_rank_holds_of_a_microbatch() -> None:
     for p, n in ((4, 16), (8, 32)):
         held = Fraction(sliced_peak_units(0, p, 1, 4, n, "aligned"), n * p)
         assert held == (1 + Fraction(2 * (p - 1), n)) / p
+
+
+# --- slices of equal cost ------------------------------------------------------------------------------------
+
+
+def costs(starts: tuple[int, ...], crossover: int) -> list[int]:
+    """Cost of every slice: token t costs C + t."""
+    return [crossover * (b - a) + (b * b - a * a) // 2 for a, b in pairwise(starts)]
+
+
+@pytest.mark.parametrize("crossover", [0, 7, 1500, 10**9])
+@pytest.mark.parametrize(("tokens", "slices"), [(4096, 16), (4099, 7), (50, 13), (16, 16), (1 << 20, 64)])
+def test_slices_of_equal_cost(tokens: int, slices: int, crossover: int) -> None:
+    starts = slice_starts(tokens, slices, crossover)
+    assert (len(starts), starts[0], starts[-1]) == (slices + 1, 0, tokens)
+    lengths = [b - a for a, b in pairwise(starts)]
+    assert min(lengths) >= 1
+    if tokens > 50:  # else the last slices would be empty, or a token is much
+        assert all(b <= a + 1 for a, b in pairwise(lengths))
+        found = costs(starts, crossover)
+        # both ends of a slice are rounded by half a token at most
+        assert all(abs(c * slices - sum(found)) <= slices * (crossover + tokens) for c in found)
+
+
+def test_without_attention_slices_are_equal() -> None:
+    assert slice_starts(64, 4) == slice_starts(64, 4, 10**6) == (0, 16, 32, 48, 64)
+    with pytest.raises(SpecError, match="60 or 64 tokens"):
+        slice_starts(62, 4)
+    for crossover in (None, 5):
+        with pytest.raises(SpecError, match="pad them to 4 tokens"):
+            slice_starts(3, 4, crossover)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_slices_of_equal_cost_wait_least_and_hold_more(order: Order) -> None:
+    for p, _, m, n in [shape for shape in GRID if shape[1] == 1]:
+        starts = slice_starts(n * 1000, n, 0)
+        schedule = sliced(p, 1, m, n, order)
+        lengths = [[b - a for a, b in pairwise(starts)] * m] * p
+        peaks = peak_activation_bytes(schedule, lengths)
+        if m >= 3 and n >= 2 * (p - 1):
+            assert peaks == tuple(sliced_peak_tokens(r, p, starts, order) for r in range(p)), (p, m, n)
+        cost = np.tile(np.array(costs(starts, 0), dtype=np.float64), (p, m))
+        found = simulate(schedule, Durations(forward_s=cost, input_s=cost, weight_s=cost)).idle_over_work
+        assert found == pytest.approx(sliced_idle_over_work(p, 1, m, n), rel=0.02, abs=2e-3), (p, m, n)
+
+
+def test_peak_of_attention_alone() -> None:
+    # four ranks, 16 slices: 1.87 microbatches of a stage instead of 1.375, in the minimal order 1.60 instead of 1.19
+    starts = slice_starts(16_000, 16, 0)
+    assert sliced_peak_tokens(0, 4, starts, "aligned") / 16_000 == pytest.approx(1.87, abs=5e-3)
+    assert sliced_peak_tokens(0, 4, starts) / 16_000 == pytest.approx(1.60, abs=5e-3)
+    even = slice_starts(16_000, 16)
+    assert sliced_peak_tokens(0, 4, even, "aligned") == 22_000
+    assert sliced_peak_tokens(0, 4, even) == 19_000
+
+
+def test_gradients_of_longer_chunks_count_more() -> None:
+    row = [Action(0, kind, u) for kind, u in [("F", 0), ("F", 1), ("F", 2), ("B", 2), ("B", 1), ("B", 0)]]  # type: ignore[arg-type]
+    schedule = build([row], 1, 1, 3)
+    # the last slice's backward holds all units and the gradients of the first two chunks
+    assert peak_activation_bytes(schedule, [[10, 6, 1]], [[5, 3, 1]]) == (25,)
+    with pytest.raises(SpecError, match="chunk_gradient_bytes needs one figure per stage"):
+        peak_activation_bytes(schedule, (1,), [[1, 2]])

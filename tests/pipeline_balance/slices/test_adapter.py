@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
-from pipeline_balance.pipeline.model import Boundary
 from pipeline_balance.slices.adapter import SlicedTransformers
+from pipeline_balance.slices.interface import attention
 from pipeline_balance.slices.options import SliceOptions
 from prophet.errors import SpecError
-from tests.helpers.sliced_models import alone, apart, batch_of, model_of, no_update
+from tests.helpers.sliced_models import alone, apart, in_slices, model_of, no_update
 from tests.helpers.transformers_models import small
 
 LONG = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
@@ -26,27 +26,6 @@ ROPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 8,
     },
 }
-
-
-def in_slices(model: Any, slices: int, kind: str) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of all units in a row, every microbatch's slices forward in order and backward in reverse."""
-    run = SlicedTransformers(model, SliceOptions(slices))
-    whole = run.cut(*batch_of(kind), 2)
-    total, count = 0.0, sum(run.counted(part) for part in whole)
-    for one in whole:
-        kept = []
-        for part in run.sliced(one):
-            boundary: Boundary = ()
-            with run.working(part):
-                for unit in range(len(run.units)):
-                    boundary = run.run(unit, boundary, part)
-            kept.append((part, run.loss(boundary, part) / count))
-            total += float(kept[-1][1])
-        for part, loss in reversed(kept):
-            with run.working(part):
-                loss.backward()
-        assert not len(run.store)
-    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(("rope", "kind"), [("longrope", "plain"), ("longrope", "packed"), ("dynamic", "plain")])
@@ -100,8 +79,10 @@ def test_options_that_cannot_be_are_refused() -> None:
     for wrong, words in (
         ({"slices": 0}, "slices must be"),
         ({"slices": 4, "order": "other"}, "minimal, aligned"),
-        ({"slices": 4, "balance": "exchange"}, "balance"),
-        ({"slices": 4, "recompute": "full"}, "recompute"),
+        ({"slices": 4, "balance": "exchange"}, "none, uneven"),
+        ({"slices": 4, "balance": "uneven", "crossover_tokens": -1}, "number of tokens, got -1"),
+        ({"slices": 4, "crossover_tokens": 8}, 'needs balance="uneven"'),
+        ({"slices": 4, "recompute": "most"}, "none, selective, full"),
     ):
         with pytest.raises(SpecError, match=words):
             SliceOptions(**wrong)  # type: ignore[arg-type]
@@ -118,5 +99,15 @@ class Mixing(torch.nn.Embedding):
 def test_a_model_whose_front_mixes_tokens_is_refused() -> None:
     model = small("llama")
     model.model.embed_tokens.__class__ = Mixing
-    with pytest.raises(SpecError, match="in front of the layers from the whole sequence"):
+    with pytest.raises(SpecError, match="layer 0 computes other outputs for two slices in turn"):
         in_slices(model, 4, "plain")
+
+
+def test_attention_to_another_sequence_is_refused() -> None:
+    layer = small("llama").base_model.layers[0].self_attn  # type: ignore[union-attr, index]
+    q, kv = torch.zeros(1, 4, 6, 8), torch.zeros(1, 2, 9, 8)
+    with pytest.raises(SpecError, match="LlamaAttention asks for cross-attention"):
+        attention(layer, q, kv, kv)
+    layer.is_cross_attention = True
+    with pytest.raises(SpecError, match="cross-attention"):
+        attention(layer, q, kv[:, :, :6], kv[:, :, :6])

@@ -1,0 +1,97 @@
+"""Bytes that a rank's layers keep for their backward at any moment: saved tensors, chunks, and chunks' gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline_balance.pipeline.adapter import TransformersModel
+from pipeline_balance.pipeline.model import Boundary, Microbatch
+from pipeline_balance.slices.parts import Sliced
+from pipeline_balance.slices.store import Chunk, ChunkStore
+
+
+class _Kept:
+    """A saved tensor; while it lives, its memory counts."""
+
+    def __init__(self, tensor: Tensor, live: dict[int, list[int]]) -> None:
+        self.tensor, self.live = tensor, live
+        self.key = tensor.untyped_storage().data_ptr()
+        live.setdefault(self.key, [0, tensor.untyped_storage().nbytes()])[0] += 1
+
+    def __del__(self) -> None:
+        entry = self.live[self.key]
+        entry[0] -= 1
+        if not entry[0]:
+            del self.live[self.key]
+
+
+def _unpack(kept: Any) -> Tensor:
+    found: Tensor = kept.tensor if isinstance(kept, _Kept) else kept
+    return found
+
+
+class LiveBytes:
+    """Counts while `model` runs: `unit`, bytes of the first slice on this rank, and `peak`, the most at any moment.
+
+    Every storage counts once and whole. Parameters do not count, nor what all layers of a microbatch are called with,
+    such as rotary angles, nor what comes before and after the layers. `peak_chunks` and `peak_gradients` are the most
+    bytes of chunks and of their gradients, at other moments perhaps.
+    """
+
+    def __init__(self, model: TransformersModel) -> None:
+        self.model, self._first = model, True
+        self.unit = self.peak = self.peak_chunks = self.peak_gradients = 0
+        self.store = model.store if isinstance(model, Sliced) else ChunkStore()
+        self._live: dict[int, list[int]] = {}
+        self._parameters = {p.untyped_storage().data_ptr() for p in model.root.parameters() if not p.is_meta}
+        self._run, self._gradients = model.run, self.store.gradients
+        model.run = self.run  # type: ignore[method-assign]
+        self.store.gradients = self.of_chunk  # type: ignore[method-assign]
+
+    def run(self, unit: int, boundary: Boundary, microbatch: Microbatch) -> Boundary:
+        if not torch.is_grad_enabled() or not 0 < unit <= len(self.model.layers):
+            return self._run(unit, boundary, microbatch)
+        arguments = self.model.recorded(microbatch).calls[unit - 1].leaves
+        known = self._parameters | {t.untyped_storage().data_ptr() for t in arguments if isinstance(t, Tensor)}
+
+        def pack(tensor: Tensor) -> Any:
+            return tensor if tensor.untyped_storage().data_ptr() in known else _Kept(tensor, self._live)
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+            out = self._run(unit, boundary, microbatch)
+        self._look()
+        self._first = self._first and not microbatch.slice
+        if self._first:
+            self.unit = self.now()  # grows with the stage's layers
+        return out
+
+    def of_chunk(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
+        found = self._gradients(chunk)
+        self._look()
+        return found
+
+    def _look(self) -> None:
+        self.peak = max(self.peak, self.now())
+        chunks = [(c.key, c.value) for c in self._chunks()]
+        gradients = [(c.key_grad, c.value_grad) for c in self._chunks()]
+        self.peak_chunks = max(self.peak_chunks, sum(_bytes(t) for pair in chunks for t in pair))
+        self.peak_gradients = max(self.peak_gradients, sum(_bytes(t) for pair in gradients for t in pair))
+
+    def _chunks(self) -> list[Chunk]:
+        return [chunk for of_layer in self.store._chunks.values() for chunk in of_layer.values()]
+
+    def now(self) -> int:
+        """Bytes at this moment; memory that is saved and in a chunk counts once."""
+        found = {key: entry[1] for key, entry in self._live.items()}
+        for chunk in self._chunks():
+            for tensor in (chunk.key, chunk.value, chunk.out, chunk.lse, chunk.key_grad, chunk.value_grad):
+                if tensor is not None:
+                    found[tensor.untyped_storage().data_ptr()] = _bytes(tensor)
+        return sum(found.values())
+
+
+def _bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.untyped_storage().nbytes()

@@ -1,0 +1,129 @@
+"""Whether layers may be given one slice after the other: tried on two slices, before anything is trained.
+
+A layer may mix tokens by attention over slices alone. One that does so in another way (a state that goes from token to
+token, torch's own attention, positions that begin anew, tokens that leave early) gives other outputs for two slices in
+turn than for both at once. That is what is tried here, on made-up inputs, in evaluation mode.
+
+Shape legend: B sequences, T tokens of a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.experts import expert_layers
+from pipeline_balance.pipeline.model import Boundary, Microbatch, PipelineModel, evaluating
+from pipeline_balance.slices.parts import SlicePart, part_of
+from pipeline_balance.slices.store import ChunkStore, active
+from prophet.errors import SpecError
+
+
+def check_limits(units: Sequence[nn.Module]) -> None:
+    """Raise `SpecError` for experts whose limits or losses are of whole microbatches, which slices would change."""
+    for number, unit in enumerate(units):
+        for name, module in unit.named_modules():
+            config = getattr(getattr(module, "gate", None), "config", None)
+            wrong = [n for n in ("capacity_factor", "drop_policy") if getattr(config, n, None)]
+            wrong += ["aux_loss"] if getattr(config, "aux_loss", "none") != "none" else []
+            wrong += ["z_loss_weight"] if getattr(config, "z_loss_weight", 0) else []
+            if wrong:
+                raise SpecError(
+                    f"layer {number} ({name}) has a gate with {', '.join(wrong)}, which is of whole microbatches: "
+                    "slices would change it. Train without, or let slices=1"
+                )
+
+
+class Trial:
+    """Tries the units of `model` that are here, each once."""
+
+    def __init__(self, model: PipelineModel) -> None:
+        self.model = model
+        self._tried: set[tuple[int, int]] = set()
+
+    def run(self, units: Sequence[int], slices: Sequence[Microbatch]) -> None:
+        """Raise `SpecError` that names the first of these units that slices would change. `slices` are a microbatch's.
+
+        Units that share experts with other ranks are left out, as all of them would have to run.
+        """
+        model = self.model
+        shared = {unit for unit, _, _ in expert_layers(model.units)}
+        keys = {unit: (unit, id(model.units[unit])) for unit in units}
+        here = [u for u in units if not any(p.is_meta for p in model.units[u].parameters()) and u not in shared]
+        new = [u for u in here if keys[u] not in self._tried]
+        if not new or len(slices) < 2:
+            return
+        first, second = (part_of(part) for part in slices[:2])
+        both = _joined(first, second)
+        with torch.random.fork_rng(devices=[]), evaluating(model.root):
+            torch.manual_seed(0)
+            for unit in new:
+                self._try(unit, both, (first, second))
+        self._tried |= {keys[unit] for unit in new}
+
+    def _try(self, unit: int, both: SlicePart, parts: tuple[SlicePart, SlicePart]) -> None:
+        model = self.model
+        given = tuple(_made_up(t) for t in model.boundaries(both)[unit])
+        at_once = self._run(unit, given, both, ChunkStore())
+        store, at = ChunkStore(), 0
+        for part in parts:
+            length = part.stop - part.start
+            like = model.boundaries(part)[unit]
+            own = tuple(_cut(t, to, at, length) for t, to in zip(given, like, strict=True))
+            for whole, mine in zip(at_once, self._run(unit, own, part, store), strict=True):
+                if not _alike(_cut(whole, mine, at, length), mine):
+                    kind = type(model.units[unit]).__name__
+                    named = "" if kind.startswith("_") else f" ({kind})"
+                    raise SpecError(
+                        f"layer {unit}{named} computes other outputs for two slices in "
+                        "turn than for both at once: a layer may depend on other tokens only by attention over slices, "
+                        "and on positions only as inputs give them"
+                    )
+            at += length
+
+    def _run(self, unit: int, given: Boundary, part: SlicePart, store: ChunkStore) -> Boundary:
+        model = self.model
+        model.boundaries(part)
+        assert part.unit is not None
+        with model.working(part), active(store, part.unit):
+            return model.run(unit, given, part)
+
+
+def _joined(first: SlicePart, second: SlicePart) -> SlicePart:
+    """Two slices as one; those behind stay."""
+    assert first.whole is not None
+    assert first.unit is not None
+    starts = first.unit.starts
+    return replace(
+        first,
+        inputs={n: torch.cat([t, second.inputs[n]], dim=1) for n, t in first.inputs.items()},
+        labels=None if first.labels is None or second.labels is None else torch.cat([first.labels, second.labels], 1),
+        kept={},
+        stop=second.stop,
+        unit=replace(first.unit, slices=first.unit.slices - 1, starts=(starts[0], *starts[2:])),
+    )
+
+
+def _made_up(like: Tensor) -> Tensor:
+    return (
+        torch.randn(like.shape).to(like.dtype) if like.is_floating_point() else torch.zeros(like.shape).to(like.dtype)
+    )
+
+
+def _cut(tensor: Tensor, like: Tensor, start: int, length: int) -> Tensor:
+    """The part of a tensor for one slice, where that slice's is shorter in one dimension."""
+    differ = [d for d, (a, b) in enumerate(zip(tensor.shape, like.shape, strict=False)) if a != b]
+    return tensor.narrow(differ[0], start, length) if len(differ) == 1 else tensor
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Equal but for rounding; what has no tokens, as the sums of routers, is not compared."""
+    if one.shape != other.shape:
+        return False
+    if one.dim() < 2 or not one.is_floating_point():
+        return True
+    coarse = 1e-3 if torch.finfo(one.dtype).eps < 1e-4 else 1e-1
+    return bool(torch.allclose(one, other, rtol=coarse, atol=coarse * float(other.abs().max())))

@@ -1,0 +1,93 @@
+"""Which activations of a layer are computed again for its backward instead of being kept.
+
+`selective` wraps each part of a layer that does not attend, and each norm, in a checkpoint of torch's. Each then keeps
+its input only: up projection and SwiGLU are computed again, and no norm keeps a second copy.
+`full` wraps the whole layer, which keeps its input. What attention gave stays in the store of chunks in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline_balance.pipeline.adapter import TransformersModel
+from prophet.errors import SpecError
+
+if TYPE_CHECKING:
+    from pipeline_balance.slices.options import Recompute
+
+
+class Recomputing(TransformersModel):
+    """A `TransformersModel` whose layers keep what `recompute` says."""
+
+    def __init__(self, model: nn.Module, *, recompute: Recompute = "none", **options: Any) -> None:
+        self.recompute = recompute
+        super().__init__(model, **options)
+
+    def look(self) -> None:
+        super().look()
+        if self.recompute == "none":
+            return
+        if any(getattr(module, "gradient_checkpointing", False) for module in self.root.modules()):
+            raise SpecError(
+                f'the model checkpoints its layers itself: leave out recompute="{self.recompute}", or call '
+                "model.gradient_checkpointing_disable()"
+            )
+        if self.recompute == "selective":
+            for number, layer in enumerate(self.layers):
+                if all(_is_norm(part) for part in recomputed_parts(layer)):
+                    raise SpecError(
+                        f"layer {number} ({type(layer).__name__}) has no part beside its attention that selective "
+                        'recomputing could leave out: take recompute="full"'
+                    )
+
+    def _call_layer(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.layers[layer]
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            return module(*args, **kwargs)
+        if self.recompute == "full":
+            return checkpoint(module, *args, use_reentrant=False, **kwargs)
+        with _checkpointed(recomputed_parts(module)):
+            return module(*args, **kwargs)
+
+
+def recomputed_parts(layer: nn.Module) -> list[nn.Module]:
+    """The parts of a layer that selective recomputing wraps: its children that do not attend, and norms elsewhere.
+
+    What attends knows its layer (`layer_idx`).
+    """
+    outer = [child for child in layer.children() if _trains_apart(child)]
+    inside = {id(module) for child in outer for module in child.modules()}
+    return outer + [module for module in layer.modules() if _is_norm(module) and id(module) not in inside]
+
+
+def _trains_apart(module: nn.Module) -> bool:
+    """Whether a module has parameters and no attention."""
+    attends = any(isinstance(getattr(part, "layer_idx", None), int) for part in module.modules())
+    return not attends and next(module.parameters(), None) is not None
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Norm")
+
+
+@contextmanager
+def _checkpointed(parts: list[nn.Module]) -> Iterator[None]:
+    """Within, the forward of each of `parts` is checkpointed; calling it again in the backward is not."""
+    before = [part.__dict__.get("forward") for part in parts]
+    try:
+        for part in parts:
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            if own is None:
+                part.__dict__.pop("forward", None)
+            else:
+                part.forward = own

@@ -1,0 +1,53 @@
+"""Buffers of pipelines over slices: as many as a rank holds slices, and none is made by a second step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.schedules.closed_forms import sliced_peak_units
+from pipeline_balance.slices.options import SliceOptions
+from tests.helpers import sliced_layers as own
+from tests.helpers.launch import run_gloo
+
+BYTES = own.ROWS * own.TOKENS * own.DIM * 8  # of a microbatch's boundary
+
+
+def _buffers(rank: int, size: int, slices: int, order: Any) -> list[tuple[int, int]]:
+    pipe = ElasticPipeline.from_modules(
+        own.layers(),
+        own.loss_fn,
+        counted=own.counted,
+        slices=SliceOptions(slices, order=order),
+        make_optimizer=own.adam,
+        microbatches=own.PARTS,
+        timeout_s=60.0,
+    )
+    executor = pipe._stages.executor
+    assert executor is not None
+    found = []
+    for update in range(3):
+        inputs, labels = own.batch(update, 0)
+        shorter = own.TOKENS if update < 2 else own.TOKENS // 2
+        pipe.step({n: t[:, :shorter] for n, t in inputs.items()}, labels[:, :shorter])
+        found.append((executor.received.allocated, pipe.meter.boundary_bytes))
+        pipe.evaluate(inputs, labels)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "slices", "order"), [(2, 6, "minimal"), pytest.param(4, 6, "aligned", marks=pytest.mark.slow)]
+)
+def test_receive_buffers_are_as_many_as_a_rank_holds_slices(size: int, slices: int, order: Any) -> None:
+    for rank, ((first, n_bytes), again, (more, shorter)) in enumerate(run_gloo(_buffers, size, slices, order)):
+        peak = sliced_peak_units(rank, size, 1, own.PARTS, slices, order)
+        # the slices that are held, one that comes ahead, and a gradient; the first rank receives gradients alone
+        most = (peak + 1 if rank else 0) + (rank < size - 1)
+        assert 0 < first <= most
+        assert again == (first, n_bytes)
+        assert n_bytes == first * BYTES // slices
+        assert first < own.PARTS * slices
+        # buffers of lengths that are no longer used are let go
+        assert shorter == (more - first) * BYTES // slices // 2

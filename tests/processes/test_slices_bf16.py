@@ -1,0 +1,49 @@
+"""In bfloat16 slices lose no more than whole sequences do: losses and sums of gradients are in float32."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers", reason="the models are transformers'")
+
+from tests.helpers.launch import run_gloo
+from tests.helpers.sliced_models import alone, apart, batch_of, model_of, no_update, pipe_of
+
+TOKENS, SLICES, ROWS = 64, 32, 4
+
+
+def _model(dtype: torch.dtype) -> torch.nn.Module:
+    """Weights that both types hold alike."""
+    made: torch.nn.Module = model_of("llama", torch.float32).to(torch.bfloat16).to(dtype)
+    return made
+
+
+def _in_slices(rank: int, size: int) -> tuple[float, dict[str, Tensor], set[torch.dtype]]:
+    pipe = pipe_of(model := _model(torch.bfloat16), SLICES, make_optimizer=no_update)
+    seen: set[torch.dtype] = set()
+    executor = pipe._stages.executor
+    assert executor is not None
+    losses, gradients = pipe.model.loss, pipe.model.store.gradients  # type: ignore[attr-defined]
+    pipe.model.loss = lambda b, part: (found := losses(b, part), seen.add(found.dtype))[0]  # type: ignore[method-assign]
+    pipe.model.store.gradients = lambda c: (found := gradients(c), seen.update(t.dtype for t in found))[0]  # type: ignore[attr-defined]
+    loss = pipe.step(*batch_of(tokens=TOKENS, rows=ROWS))
+    return loss, {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None and not p.is_meta}, seen
+
+
+def test_slices_in_bf16_are_as_near_to_float32_as_the_whole() -> None:
+    exact, want, _ = alone(_model(torch.float32), ["plain"], make=no_update, tokens=TOKENS)
+    whole, found, _ = alone(copy.deepcopy(_model(torch.bfloat16)), ["plain"], make=no_update, tokens=TOKENS)
+    by_whole = {n: apart({n: g.float()}, want) for n, g in found.items()}
+    results = run_gloo(_in_slices, 2)
+    assert {n for _, grads, _ in results for n in grads} == want.keys()
+    for loss, grads, types in results:
+        assert types == {torch.float32}
+        assert abs(loss - exact[0]) <= 2 * abs(whole[0] - exact[0]) + 1e-3 * exact[0]
+        by_slices = {n: apart({n: g}, want) for n, g in grads.items()}
+        mean = sum(by_slices.values()) / sum(by_whole[n] for n in by_slices)
+        print("error of slices over that of the whole", mean, max(by_slices[n] / by_whole[n] for n in by_slices))
+        assert mean <= 1.2
