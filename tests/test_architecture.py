@@ -68,6 +68,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
     "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
     "pipeline_balance.leave": _PIPELINE | {"prophet.files", "prophet.state", "pipeline_balance.pipeline"},
+    "pipeline_balance.elastic": _PIPELINE
+    | {"prophet.spec", "prophet.machine", "prophet.state", "pipeline_balance.pipeline"},
     # its mixture of experts is made of the other half's layer
     "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
     "pipeline_balance": {"pipeline_balance.control"},
@@ -106,6 +108,7 @@ _PACKAGES: dict[str, set[str]] = {
     "pipeline_balance.schedules": _NUMERIC,
     "pipeline_balance.control": _NUMERIC | {"torch"},
     "pipeline_balance.leave": _NUMERIC | {"torch", "kubernetes"},
+    "pipeline_balance.elastic": _NUMERIC | {"torch", "rich", "scipy"},
     "pipeline_balance.slices": _NUMERIC | {"torch", "transformers"},  # to register its attention
 }
 _DEFAULT_PACKAGES = _NUMERIC | {"torch", "rich"}
@@ -117,7 +120,10 @@ _PURE_MODULES = {
     "prophet.state.space",
     "prophet.state.layout",
     "prophet.state.route",
-    "prophet.state.plan",
+    "pipeline_balance.elastic.parallelism",
+    "prophet.state.table",
+    "prophet.state.atoms",
+    "prophet.state.sources",
     "prophet.scheduler.actions",
     "prophet.scheduler.schedules",
     "prophet.scheduler.pieces",
@@ -133,6 +139,8 @@ _MAY_COMMUNICATE = {
     "prophet/state/tensor_index.py",  # the same
     "pipeline_balance/pipeline/stages.py",
     "pipeline_balance/pipeline/executor.py",  # how torch splits a backward pass; sends nothing
+    "pipeline_balance/elastic/groups.py",
+    "pipeline_balance/elastic/held.py",  # reads shards off tensors; sends nothing
     "pipeline_balance/leave/membership.py",
     "pipeline_balance/leave/checkpoint.py",  # torch's distributed checkpoint format
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -33,20 +35,47 @@ def _unpack(kept: Any) -> Tensor:
     return found
 
 
-class LiveBytes:
-    """Counts while `model` runs: `unit`, bytes of the first slice on this rank, and `peak`, the most at any moment.
+class SavedBytes:
+    """Counts what autograd keeps of whatever runs in `keeping`; `peak` is the most at any moment somebody looked.
 
-    Every storage counts once and whole. Parameters do not count, nor what all layers of a microbatch are called with,
-    such as rotary angles, nor what comes before and after the layers. `peak_chunks` and `peak_gradients` are the most
-    bytes of chunks and of their gradients, at other moments perhaps.
+    Every storage counts once and whole, and only while it is kept.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._live: dict[int, list[int]] = {}
+
+    def keeping(self, leaving_out: Iterable[Any]) -> AbstractContextManager[Any]:
+        """Within, saved tensors count, apart from those that share memory with one of `leaving_out`."""
+        known = {t.untyped_storage().data_ptr() for t in leaving_out if isinstance(t, Tensor) and not t.is_meta}
+
+        def pack(tensor: Tensor) -> Any:
+            return tensor if tensor.untyped_storage().data_ptr() in known else _Kept(tensor, self._live)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
+
+    def look(self) -> None:
+        self.peak = max(self.peak, self.now())
+
+    def now(self) -> int:
+        """Bytes at this moment."""
+        return sum(entry[1] for entry in self._live.values())
+
+
+class LiveBytes(SavedBytes):
+    """Counts while `model` runs: `unit`, bytes of the first slice on this rank, and `peak`.
+
+    Parameters do not count, nor what all layers of a microbatch are called with, such as rotary angles, nor what comes
+    before and after the layers. Memory that is saved and in a chunk counts once. `peak_chunks` and `peak_gradients` are
+    the most bytes of chunks and of their gradients, at other moments perhaps.
     """
 
     def __init__(self, model: TransformersModel) -> None:
+        super().__init__()
         self.model, self._first = model, True
-        self.unit = self.peak = self.peak_chunks = self.peak_gradients = 0
+        self.unit = self.peak_chunks = self.peak_gradients = 0
         self.store = model.store if isinstance(model, Sliced) else ChunkStore()
-        self._live: dict[int, list[int]] = {}
-        self._parameters = {p.untyped_storage().data_ptr() for p in model.root.parameters() if not p.is_meta}
+        self._parameters = list(model.root.parameters())
         self._run, self._gradients = model.run, self.store.gradients
         model.run = self.run  # type: ignore[method-assign]
         self.store.gradients = self.of_chunk  # type: ignore[method-assign]
@@ -55,14 +84,9 @@ class LiveBytes:
         if not torch.is_grad_enabled() or not 0 < unit <= len(self.model.layers):
             return self._run(unit, boundary, microbatch)
         arguments = self.model.recorded(microbatch).calls[unit - 1].leaves
-        known = self._parameters | {t.untyped_storage().data_ptr() for t in arguments if isinstance(t, Tensor)}
-
-        def pack(tensor: Tensor) -> Any:
-            return tensor if tensor.untyped_storage().data_ptr() in known else _Kept(tensor, self._live)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
+        with self.keeping([*self._parameters, *arguments]):
             out = self._run(unit, boundary, microbatch)
-        self._look()
+        self.look()
         self._first = self._first and not microbatch.slice
         if self._first:
             self.unit = self.now()  # grows with the stage's layers
@@ -70,21 +94,25 @@ class LiveBytes:
 
     def of_chunk(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         found = self._gradients(chunk)
-        self._look()
+        self.look()
         return found
 
-    def _look(self) -> None:
-        self.peak = max(self.peak, self.now())
-        chunks = [(c.key, c.value) for c in self._chunks()]
+    def look(self) -> None:
+        super().look()
+        kept = [(c.key, c.value) for c in self._chunks()]
         gradients = [(c.key_grad, c.value_grad) for c in self._chunks()]
-        self.peak_chunks = max(self.peak_chunks, sum(_bytes(t) for pair in chunks for t in pair))
+        self.peak_chunks = max(self.peak_chunks, sum(_bytes(t) for pair in kept for t in pair))
         self.peak_gradients = max(self.peak_gradients, sum(_bytes(t) for pair in gradients for t in pair))
+
+    def end(self) -> None:
+        """Count no longer."""
+        self.model.run = self._run  # type: ignore[method-assign]
+        self.store.gradients = self._gradients  # type: ignore[method-assign]
 
     def _chunks(self) -> list[Chunk]:
         return [chunk for of_layer in self.store._chunks.values() for chunk in of_layer.values()]
 
     def now(self) -> int:
-        """Bytes at this moment; memory that is saved and in a chunk counts once."""
         found = {key: entry[1] for key, entry in self._live.items()}
         for chunk in self._chunks():
             for tensor in (chunk.key, chunk.value, chunk.out, chunk.lse, chunk.key_grad, chunk.value_grad):

@@ -24,6 +24,9 @@ from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation
 
+NO_ROWS: Any = "no rows"
+"""What a replica is given that has no part of a batch to evaluate."""
+
 _SAMPLE_BYTES = 1 << 16
 # what is compared, and among whom
 _COMPARED = (
@@ -49,6 +52,11 @@ class Passing:
     shapes: list[list[Boundary]]
     counted: float
     data: int
+
+    @classmethod
+    def nothing(cls) -> Passing:
+        """What a process passes that has no stages."""
+        return cls(microbatches=0, parts=[], shapes=[], counted=0, data=0)
 
 
 def batch_of(
@@ -140,7 +148,7 @@ def agree_on_batch(
     Where it fails on a rank, all ranks raise `SpecError`: that one with its reason, the others with its rank too.
     """
     failed: Exception | None = None
-    passing = Passing(microbatches=0, parts=[], shapes=[], counted=0, data=0)
+    passing = Passing.nothing()
     try:
         passing = prepare()
     except Exception as error:
@@ -166,14 +174,20 @@ def agree_on_batch(
         if failed is not None:
             raise SpecError(text) from failed
         raise SpecError("; ".join(f"rank {r}: {said}" for r, said in enumerate(words) if said))
-    size = groups.collective.size
+    grid = groups.grid
+    ranks = range(groups.world.size)
+    first_of = {
+        "all": [0 for _ in ranks],
+        "replica": [(grid.replica(grid.replica_of(r)) or (r,))[0] for r in ranks],
+        "column": [(grid.column(grid.pipeline_rank_of(r)) or (r,))[0] for r in ranks],
+    }
     for column, (what, among) in enumerate(_COMPARED, start=1):
         said = every[:, column].tolist()
-        first = {r: {"all": 0, "replica": r // size * size, "column": r % size}[among] for r in range(len(said))}
+        first = first_of[among]
         differ = [r for r, x in enumerate(said) if x != said[first[r]]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than rank {first[differ[0]]}")
-    return replace(passing, counted=float(every[::size, -1].contiguous().view(torch.float64).sum()))
+    return replace(passing, counted=float(every[[row[0] for row in grid.rows], -1].view(torch.float64).sum()))
 
 
 def agree_on_model(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, like_meta, put, try_put
-from pipeline_balance.pipeline.stages import PipelineGroups, StageBuilder, Stages
+from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder, Stages
 from pipeline_balance.pipeline.ties import Tie, check_ties, ties_of
 from pipeline_balance.pipeline.training_state import Held, agree, by_layer, collect, gather_json, share, state_entries
 from pipeline_balance.schedules.simulate import Durations
@@ -169,7 +169,7 @@ class StateMover:
                 device=self.device,
                 allocate=self.allocate,
             )
-            found = self.attempt(lambda: self._assemble(stage_map, arrived.state, scalars, durations))
+            found = self.attempt(lambda: self.assemble(stage_map, arrived.state, scalars, durations))
         except (TransitionError, BudgetError) as error:
             if self.groups.replicas == 1:
                 raise  # on all ranks
@@ -195,7 +195,7 @@ class StateMover:
         def assemble() -> tuple[Stages, Change]:
             if before is not None:
                 before()
-            return self._assemble(stage_map, state, scalars, None)
+            return self.assemble(stage_map, state, scalars, None)
 
         stages, change = self._agreed(self.attempt(assemble))
         change.make()
@@ -231,15 +231,23 @@ class StateMover:
         held: Held | str = self.attempt(lambda: collect(self.owned, self.optimizers, units, gradients=gradients))
         return held
 
-    def _assemble(
-        self, stage_map: StageMap, state: State, scalars: Mapping[str, Any], durations: Durations | None
+    def assemble(
+        self,
+        stage_map: StageMap,
+        state: State,
+        scalars: Mapping[str, Any],
+        durations: Durations | None = None,
+        *,
+        rank: int | None = None,
+        config: PipelineConfig | None = None,
     ) -> tuple[Stages, Change]:
-        """The stages of `stage_map`, and the assignments that give them this state."""
-        stages = self.builder.build(stage_map, durations)
+        """The stages of `stage_map`, and the assignments that give them this state; see `StageBuilder.build`."""
+        rank = self.groups.rank if rank is None else rank
+        stages = self.builder.build(stage_map, durations, rank=rank, config=config)
         values = {piece.name: tensor for piece, tensor in state.items()}
         entries = state_entries(values, scalars)
         optimizer_of = self.optimizers.of()
-        units = stage_map.layers_on(self.groups.rank)
+        units = stage_map.layers_on(rank)
         mine = set(self.owned.of(units))
         change = Change()
         for name, parameter in self.owned.parameters.items():
@@ -281,5 +289,5 @@ class StateMover:
         return self._route(space, now.stage_map, stage_map), scalars
 
     def _route(self, space: Space, before: StageMap, after: StageMap) -> Route:
-        ranks, tied = self.groups.collective.size, self.owned.tied()
+        ranks, tied = self.groups.grid.pipeline_ranks, self.owned.tied()
         return route(by_layer(space, before, ranks, tied), by_layer(space, after, ranks, tied))

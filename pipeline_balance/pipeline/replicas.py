@@ -1,7 +1,8 @@
 """Replicas of a pipeline: which process is which, and the mean of their gradients while other stages still compute.
 
 The processes are a grid of replicas x pipeline ranks. All replicas have one stage map and one schedule, and each has
-another part of the batch. The processes with one pipeline rank, a column, hold the same layers.
+another part of the batch. The processes with one pipeline rank, a column, hold the same layers. A process outside the
+grid is spare: it holds nothing, and takes part in what all processes do around a step.
 
 Once a stage has run its last backward action, the schedule starts the means of its layers' gradients. They run in that
 order in a thread, on a communicator that nothing else uses. Hooks on parameters would not do: torch's split backward
@@ -28,31 +29,44 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """R x P processes: process r is pipeline rank r mod P of replica r // P."""
+    """R x P processes: `rows` [R][P] has those of every replica, by pipeline rank."""
 
-    replicas: int
-    pipeline_ranks: int
+    rows: tuple[tuple[int, ...], ...]
 
     @classmethod
     def of(cls, processes: int, replicas: int) -> Grid:
-        """Raises `SpecError` unless the processes divide into as many replicas."""
+        """Process r is pipeline rank r mod P of replica r // P.
+
+        Raises `SpecError` unless the processes divide into as many replicas.
+        """
         if replicas < 1 or processes % replicas:
             raise SpecError(f"{processes} processes cannot be divided into {replicas} replicas of a pipeline")
-        return cls(replicas=replicas, pipeline_ranks=processes // replicas)
+        each = processes // replicas
+        return cls(rows=tuple(tuple(range(r * each, (r + 1) * each)) for r in range(replicas)))
+
+    @property
+    def replicas(self) -> int:
+        return len(self.rows)
+
+    @property
+    def pipeline_ranks(self) -> int:
+        return len(self.rows[0])
 
     def replica_of(self, process: int) -> int:
-        return process // self.pipeline_ranks
+        """R for a spare process."""
+        return next((r for r, row in enumerate(self.rows) if process in row), self.replicas)
 
     def pipeline_rank_of(self, process: int) -> int:
-        return process % self.pipeline_ranks
+        """P for a spare process."""
+        return next((row.index(process) for row in self.rows if process in row), self.pipeline_ranks)
 
     def replica(self, number: int) -> tuple[int, ...]:
-        """The processes of a replica, by pipeline rank [P]."""
-        return tuple(range(number * self.pipeline_ranks, (number + 1) * self.pipeline_ranks))
+        """The processes of a replica, by pipeline rank [P]; none of number R."""
+        return self.rows[number] if number < self.replicas else ()
 
     def column(self, pipeline_rank: int) -> tuple[int, ...]:
-        """The processes with one pipeline rank, by replica [R]."""
-        return tuple(range(pipeline_rank, self.replicas * self.pipeline_ranks, self.pipeline_ranks))
+        """The processes with one pipeline rank, by replica [R]; none with number P."""
+        return tuple(row[pipeline_rank] for row in self.rows) if pipeline_rank < self.pipeline_ranks else ()
 
 
 def check_units(units: Sequence[nn.Module], root: nn.Module | None = None) -> None:

@@ -45,57 +45,78 @@ class PipelineConfig:
     split_backward: bool = False
     budget_bytes: int = 64 << 20
     timeout_s: float = DEFAULT_TIMEOUT_S
-    replicas: int = 1
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise SpecError(f"microbatches must be at least 1, got {self.microbatches}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seats:
+    """Which process runs which stages of which replica, and this one's communicators: see `PipelineGroups`."""
+
+    grid: Grid
+    collective: Collective
+    column: Collective
+
+
+def alone(rank: int = 0) -> Collective:
+    """Communication of a rank with nobody."""
+    return ThreadWorld(1).collective(rank)
+
+
 class PipelineGroups:
     """The communicators of one pipeline of `replicas` copies.
 
     `world` is over all ranks, `collective` over those of this rank's replica, `column` over the ranks that run the same
-    layers in all replicas. Process r of the group is rank r mod P of replica r // P.
+    layers in all replicas. Process r of the group is rank r mod P of replica r // P, until others take their `seats`.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, replicas: int = 1) -> None:
         self.timeout_s = timeout_s
         self._limit = timedelta(seconds=timeout_s)
-        self.replicas = replicas
-        self.enter(group)
+        self.enter(group, replicas)
 
-    def enter(self, group: dist.ProcessGroup | None) -> None:
+    def enter(self, group: dist.ProcessGroup | None, replicas: int = 1) -> None:
         """Use `group` (None: all processes) from now on."""
         self.group = group
         self.world: Collective = (own := ProcessGroupCollective(group, timeout_s=self.timeout_s))
-        self.grid = grid = Grid.of(self.world.size, self.replicas)
+        grid = Grid.of(self.world.size, replicas)
         self.failures = Failures(own, self.abort, grid)
         self._included = [own]
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
-        self.collective: Collective = self.world
-        self.column: Collective = ThreadWorld(1).collective(0)
-        self.replica = grid.replica_of(self.world.rank)
-        if self.replicas > 1:
-            rows = [grid.replica(r) for r in range(self.replicas)]
+        row, column = self.world, alone()
+        if replicas > 1:
             columns = [grid.column(p) for p in range(grid.pipeline_ranks)]
-            self.collective, self.column = (self._part(parts) for parts in (rows, columns))
-        self.rank = self.collective.rank
+            row, column = (self._part(parts) for parts in (list(grid.rows), columns))
+        self.sit(Seats(grid=grid, collective=row, column=column))
+
+    def sit(self, seats: Seats) -> None:
+        """Have this process run what its place in `seats` does from now on. Cannot fail."""
+        self.seats, self.grid = seats, seats.grid
+        self.failures.grid = seats.grid
+        self.collective, self.column = seats.collective, seats.column
+        self.replicas = seats.grid.replicas
+        self.replica = seats.grid.replica_of(self.world.rank)
+        self.rank = seats.grid.pipeline_rank_of(self.world.rank)
+        for collective in (seats.collective, seats.column):
+            self.include(collective)
+
+    @property
+    def spare(self) -> bool:
+        """Whether this process has no place in any replica."""
+        return self.replica == self.replicas
 
     def _part(self, parts: list[tuple[int, ...]]) -> Collective:
         """Among groups that all ranks make in the same order, the one of this rank."""
         made = [dist.new_group([self._world[r] for r in part], timeout=self._limit) for part in parts]
         mine = next(g for part, g in zip(parts, made, strict=True) if self.world.rank in part)
-        if dist.get_world_size(mine) == 1:
-            return ThreadWorld(1).collective(0)
-        found = ProcessGroupCollective(mine, timeout_s=self.timeout_s)
-        self.include(found)
-        return found
+        return alone() if dist.get_world_size(mine) == 1 else ProcessGroupCollective(mine, timeout_s=self.timeout_s)
 
     def include(self, collective: Collective) -> None:
         """Waits of `collective`, which is over some of the ranks, hear of failures, and fail with `abort`."""
-        if isinstance(collective, ProcessGroupCollective):
+        if isinstance(collective, ProcessGroupCollective) and collective not in self._included:
             collective.watch = self.failures.watch
             self._included.append(collective)
 
@@ -132,9 +153,9 @@ class Stages:
     durations: Durations | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StageBuilder:
-    """Makes stages with their schedule for a map; see `ElasticPipeline`."""
+    """Makes stages with their schedule for a map; see `ElasticPipeline`. `config` is what is in force."""
 
     model: PipelineModel
     config: PipelineConfig
@@ -144,14 +165,14 @@ class StageBuilder:
 
     def first_map(self) -> StageMap:
         """Layers spread evenly over the ranks."""
-        ranks, layers = self.groups.collective.size, len(self.model.units)
+        ranks, layers = self.groups.grid.pipeline_ranks, len(self.model.units)
         each = self.model.slicing.stages_per_rank if self.model.slicing is not None else 1
         even = StageMap.even(layers, ranks * each)
         return StageMap(even.boundaries, tuple(s % ranks for s in range(even.stages)))
 
-    def check_map(self, stage_map: StageMap) -> None:
-        """Raise `SpecError` unless the map is of this model's layers and this group's ranks."""
-        layers, ranks = len(self.model.units), self.groups.collective.size
+    def check_map(self, stage_map: StageMap, grid: Grid | None = None) -> None:
+        """Raise `SpecError` unless the map is of this model's layers and of this group's ranks, or of the `grid`'s."""
+        layers, ranks = len(self.model.units), (grid or self.groups.grid).pipeline_ranks
         if stage_map.layers != layers:
             raise SpecError(f"the stage map is of {stage_map.layers} layers, the model has {layers}")
         if max(stage_map.ranks) >= ranks:
@@ -159,27 +180,40 @@ class StageBuilder:
         if self.model.slicing is not None:
             self.model.slicing.check(dense_ranks(stage_map).ranks)
 
-    def build(self, stage_map: StageMap, durations: Durations | None = None) -> Stages:
-        """Stages and schedule for `stage_map`; nothing that is in force changes."""
-        mine = stage_map.stages_on(self.groups.rank)
-        executor = self._executor(stage_map, durations) if mine else None
+    def build(
+        self,
+        stage_map: StageMap,
+        durations: Durations | None = None,
+        *,
+        rank: int | None = None,
+        config: PipelineConfig | None = None,
+    ) -> Stages:
+        """Stages and schedule for `stage_map`; nothing that is in force changes.
+
+        With `rank` and `config`, those of this process once both are in force.
+        """
+        rank = self.groups.rank if rank is None else rank
+        mine = stage_map.stages_on(rank)
+        executor = self._executor(stage_map, durations, rank, config or self.config) if mine else None
         return Stages(stage_map=stage_map, executor=executor, durations=durations)
 
-    def _executor(self, stage_map: StageMap, durations: Durations | None) -> Executor:
+    def _executor(
+        self, stage_map: StageMap, durations: Durations | None, rank: int, config: PipelineConfig
+    ) -> Executor:
         dense = dense_ranks(stage_map)
         if durations is not None and len(durations.forward_s) != dense.stages:
             durations = None
-        used, rank = stage_map.used_ranks, self.groups.rank
+        used = stage_map.used_ranks
 
         def spread(rows: list[list[Action]]) -> list[list[Action]]:
             """Rows of the ranks in use at their ranks' places."""
             return [rows[used.index(r)] if r in used else [] for r in range(max(used) + 1)]
 
         if self.model.slicing is not None:
-            schedule = self.model.slicing.schedule(dense.ranks, self.config.microbatches)
+            schedule = self.model.slicing.schedule(dense.ranks, config.microbatches)
         else:
-            split = self.config.split_backward
-            schedule = flexible(dense.ranks, self.config.microbatches, durations=durations, split_backward=split)
+            split = config.split_backward
+            schedule = flexible(dense.ranks, config.microbatches, durations=durations, split_backward=split)
         return Executor(
             self.model,
             {s: stage_map.layers_of(s) for s in stage_map.stages_on(rank)},
@@ -188,8 +222,8 @@ class StageBuilder:
             evaluation=lambda n: with_messages(forward_rows(stage_map.ranks, n), stage_map.ranks)[rank],
             collective=lambda: self.groups.collective,
             failures=lambda: self.groups.failures,
-            config_seed=self.config.seed,
-            device=self.config.device,
+            config_seed=config.seed,
+            device=config.device,
             meter=self.meter,
             on_stage_done=self.on_stage_done,
             reuse=schedule.slices > 1,

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
 from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.agreement import Passing, actions_of, agree_on_batch, agree_on_model, batch_of
-from pipeline_balance.pipeline.executor import Run
+from pipeline_balance.pipeline.agreement import agree_on_model
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import whole_state, write_pretrained
 from pipeline_balance.pipeline.failures import Failures, together
@@ -28,23 +27,23 @@ from pipeline_balance.pipeline.model import (
     ModuleChain,
     PipelineModel,
     Slicer,
-    evaluating,
 )
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
+from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
-from pipeline_balance.pipeline.replicas import check_units, start_alike
-from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
+from pipeline_balance.pipeline.replicas import check_units
+from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
+from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.slicing import agree_on_slicing
-from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder
-from pipeline_balance.pipeline.ties import share_tied_weights, ties_of
+from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder
 from pipeline_balance.pipeline.training_state import Held, collect
-from pipeline_balance.pipeline.update import Gradients
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.state.transition import State
 
 if TYPE_CHECKING:
@@ -63,7 +62,8 @@ class ElasticPipeline:
     another rank. `meter` takes the place of one with the wall clock.
 
     `joins` says that this process enters a group whose others call `change_group`: it has no layers at first and takes
-    map, rates and counters from them.
+    map, rates and counters from them. `seats` has other processes run the stages than the first ones in a row, and
+    spare ones none. `zero` 1 has one replica alone update each tensor and keep its optimizer state.
     """
 
     def __init__(
@@ -82,48 +82,47 @@ class ElasticPipeline:
         group: ProcessGroup | None = None,
         meter: Meter | None = None,
         joins: bool = False,
+        seats: Seats | None = None,
+        zero: int = 0,
     ) -> None:
-        self.config = PipelineConfig(
+        config = PipelineConfig(
             microbatches=microbatches,
             seed=seed,
             device=device if device is not None else torch.device("cpu"),
             split_backward=split_backward,
             budget_bytes=budget_bytes,
             timeout_s=timeout_s,
-            replicas=replicas,
         )
         check_units(model.units, model.root)
         self.model = model
         self.meter = meter if meter is not None else Meter()
         self.groups = PipelineGroups(group, timeout_s, replicas)
+        if seats is not None:
+            self.groups.sit(seats)
         column = self.groups.grid.column(self.rank)
         self.experts = StageExperts(model.units, self.groups.world.rank, column, self.meter)
         for collective in self.experts.collectives:
             self.groups.include(collective)
         self.owned = Ownership(model)
-        self.gradients = Gradients(self.owned, self.groups, self.experts)
         self.builder = StageBuilder(
-            model=model, config=self.config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
+            model=model, config=config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
         )
         if not joins:
-            agree_on_slicing(model.slicing, self.config, self.groups.world)
+            agree_on_slicing(model.slicing, config, self.groups.world)
             stage_map = stage_map if stage_map is not None else self.builder.first_map()
         if stage_map is not None:
             self.builder.check_map(stage_map)
         mine = stage_map.layers_on(self.rank) if stage_map is not None else ()
         self.owned.keep_only(mine)
-        self.owned.to_device(self.config.device)
+        self.owned.to_device(config.device)
         self.optimizers = Optimizers(make_optimizer, self.owned.parameters)
-        self.progress = Progress(first_ranks=self.ranks)
         self.mover = StateMover(self.builder, self.owned, self.optimizers, budget_bytes)
-        self.grad_norm: float | None = None
-        self._trainable = self.owned.trainable()
-        self._used = False
-        self._scaler: PipelineScaler | None = None
+        owners = Owners(self.owned, self.groups.grid, stage_map, zero)
+        self._passes = Passes(self.builder, self.owned, self.optimizers, self.experts, lambda: self._stages, owners)
         self._stages = self.builder.build(self._meet(None if joins else stage_map))
         fresh = self.owned.fresh()
         if not joins:
-            self._start_alike(fresh)
+            self._passes.start_alike(fresh)
 
     @classmethod
     def from_modules(
@@ -164,6 +163,11 @@ class ElasticPipeline:
         return cls(make(model, layers=layers, example=example, device=options.get("device")), stage_map, **options)
 
     # --- what is in force -------------------------------------------------------------------------------------
+
+    @property
+    def config(self) -> PipelineConfig:
+        """How it trains."""
+        return self.builder.config
 
     @property
     def module(self) -> nn.Module:
@@ -208,7 +212,25 @@ class ElasticPipeline:
     @property
     def ranks(self) -> int:
         """Ranks of a replica that could run a stage, whether they do or not."""
-        return self.groups.collective.size
+        return self.groups.grid.pipeline_ranks
+
+    @property
+    def progress(self) -> Progress:
+        """How far the run is: its counters, equal on all ranks."""
+        return self._passes.progress
+
+    @property
+    def owners(self) -> Owners:
+        """Who updates which parameter."""
+        return self._passes.owners
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The gradients' norm of the last update with `max_norm`, before it was clipped; equal on all ranks."""
+        return self._passes.grad_norm
+
+    def _stage_done(self, stage: int) -> None:
+        self._passes.stage_done(stage)
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -230,95 +252,7 @@ class ElasticPipeline:
         `pipeline.scaler()` makes. The loss is the mean over all labels of the update so far that count. Raises
         `SpecError` on all ranks, before any data moves, where ranks disagree or the batch does not fit.
         """
-        if self._used:
-            self.drop_gradients()
-        passing = self._begin(inputs, labels, (update, max_norm), scaler)
-        factor = self.config.replicas / self.progress.divisor * (scaler.get_scale() if scaler is not None else 1.0)
-        run = Run(passing.parts, passing.shapes, self.progress.updates, scale=factor)
-        self.gradients.open(update=update)
-        with self.experts.passing(update=update):
-            self._run(run)
-        self.progress.add(self._shared_sum(run), self.config.replicas * passing.microbatches, passing.counted)
-        loss = self.progress.loss
-        if update:
-            self._update(max_norm, scaler)
-        else:
-            self.gradients.keep()
-        return loss
-
-    def _begin(self, inputs: Batch, labels: Labels, arguments: tuple[Any, ...], scaler: Any) -> Passing:
-        """The batch in microbatches with their shapes, once all ranks agree on it."""
-
-        def prepare() -> Passing:
-            check_scaler(scaler)
-            self._read_model()
-            if self.progress.parts:
-                self.gradients.check_kept(scaler is self._scaler, self.owned.trainable() == self._trainable)
-            first = self.progress.parts + self.groups.replica * self.config.microbatches
-            return batch_of(self.model, inputs, labels, self.config.microbatches, first, self.config.device)
-
-        actions = actions_of(self._stages.executor if self.config.replicas > 1 else None, trains=True)
-        given = (*arguments, scaler is None)
-        passing = agree_on_batch(prepare, self.owned, self.optimizers, given, self.groups, self.config.device, actions)
-        self._scaler = scaler
-        self._start_alike(self.owned.fresh())
-        trainable = self.owned.trainable()
-        if trainable != self._trainable:
-            # times of layers that were frozen or thawed say nothing any more
-            self._trainable = trainable
-            self.meter.reset()
-        if not self.progress.parts:
-            self.progress.divisor = passing.counted or 1
-        self.progress.rows = max(next(iter(part.inputs.values())).shape[0] for part in passing.parts)
-        return passing
-
-    def _read_model(self) -> None:
-        """Take in what was added to the model since the last step; what belongs elsewhere goes to `meta`."""
-        self.owned.read()
-        self.owned.settle(self.stage_map.layers_on(self.rank), self.config.device, self.rank)
-
-    def _start_alike(self, fresh: Collection[str]) -> None:
-        """Tied parameters begin as on their first holder, replicas as the first; collective if any are `fresh`."""
-        if not fresh:
-            return
-        mine = self.stage_map.layers_on(self.rank)
-        whole = torch.tensor([int(not self.owned.missing(mine))], device=self.config.device)
-        if not bool(self.collective.all_gather(whole, op=Operation("starting a pipeline")).all()):
-            return  # built on `meta`: a checkpoint brings the values
-        ties = [tie for tie in ties_of(self.owned) if tie.name in fresh]
-        share_tied_weights(ties, self.stage_map, self.groups.collective)
-        tensors = self.owned.tensors(mine, fresh)
-        start_alike([t for t in tensors if t not in self.experts.parameters], self.groups.column)
-
-    def _stage_done(self, stage: int) -> None:
-        self.gradients.stage_done(self.stage_map.layers_of(stage))
-
-    def _run(self, run: Run) -> None:
-        if self._stages.executor is not None:
-            self.meter.begin_step()
-            self._stages.executor.run(run)
-            self.meter.end_step()
-
-    def _shared_sum(self, run: Run) -> float:
-        """The sum of a pass's losses on every rank."""
-        mine = torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=torch.float64)
-        every = self.collective.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
-        return float(every.sum())
-
-    def _update(self, max_norm: float | None, scaler: Any) -> None:
-        """Use the gradients: one step of every optimizer, on every rank."""
-        progress = self.progress
-        self.gradients.complete(self.stage_map)
-        self.gradients.scale_(progress.divisor / (progress.counted or 1))
-        if scaler is not None:
-            self.optimizers.unscale_(scaler)
-        if max_norm is not None:
-            self.grad_norm = self.gradients.clip_(self.stage_map, max_norm, self.config.device)
-        self.optimizers.step(scaler)
-        self.experts.finish()
-        torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
-        progress.updated()
-        self._used = True
+        return self._passes.step(inputs, labels, update=update, max_norm=max_norm, scaler=scaler)
 
     def scaler(self, **arguments: Any) -> PipelineScaler:
         """A `torch.amp.GradScaler` for `step(scaler=)`, the same on all ranks; it takes that class's arguments by name.
@@ -344,26 +278,11 @@ class ElasticPipeline:
         The batch may have any number of rows: it is cut into microbatches of about the training's size. Modules are in
         evaluation mode meanwhile.
         """
-        size = self.progress.rows
-
-        def prepare() -> Passing:
-            self._read_model()
-            return batch_of(self.model, inputs, labels, self.config.microbatches, 0, self.config.device, rows_each=size)
-
-        # without shared experts, replicas need not run the same
-        actions = actions_of(self._stages.executor if self.experts.any else None, trains=False)
-        with evaluating(self.module), self.meter.paused():
-            given, device = ("evaluate",), self.config.device
-            passing = agree_on_batch(prepare, self.owned, self.optimizers, given, self.groups, device, actions)
-            run = Run(passing.parts, passing.shapes, self.progress.updates, trains=False)
-            self._run(run)
-            return self._shared_sum(run) / (passing.counted or 1)
+        return self._passes.evaluate(inputs, labels)
 
     def drop_gradients(self) -> None:
         """Forget all gradients, also those of an update under way, which begins anew with the next step."""
-        self.gradients.drop()
-        self.progress.restart()
-        self._used = False
+        self._passes.drop_gradients()
 
     @together("collecting the model before step")
     def state_dict(self, *, rank: int = 0) -> dict[str, Tensor]:
@@ -372,10 +291,12 @@ class ElasticPipeline:
         `rank` counts all processes: the first replica's come first. `save_pretrained` writes it for transformers.
         """
         self.experts.check_static("gather or save a model")
-        self._read_model()
+        self._passes.read_model()
         grid = self.groups.grid
         if not 0 <= rank < self.collective.size:
             raise SpecError(f"the model is to be collected on rank {rank} of {self.collective.size}")
+        if grid.replica_of(rank) == grid.replicas:
+            raise SpecError(f"the model is to be collected on rank {rank}, which has no stage")
         if grid.replica_of(rank) != self.groups.replica:
             return {}
         at = grid.pipeline_rank_of(rank)
@@ -397,7 +318,7 @@ class ElasticPipeline:
 
     def gather_costs(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
         """Costs of all layers from every rank's own; a layer's are its slowest replica's. Collective."""
-        layers, replicas = self.stage_map.layers, self.config.replicas
+        layers, replicas = self.stage_map.layers, self.groups.replicas
         return gather_costs(local, layers, collective, self.config.device, replicas=replicas)
 
     def local_costs(self) -> dict[int, LayerCost]:
@@ -434,18 +355,47 @@ class ElasticPipeline:
         `SpecError` if ranks are given different maps.
         """
         self.experts.check_static("move layers")
+        self._check_unsharded("move layers by rebuild")
         self.mover.check(self.stage_map, stage_map, midway=self.progress.parts > 0)
         self._stages, done = self.mover.rebuild(
-            self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._used
+            self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._passes.used
         )
+        self.meter.reset()
+        return done
+
+    def reseater(self, nodes: Sequence[int] | None = None) -> Reseater:
+        """What takes this pipeline to other processes, which are on these `nodes`; see `pipeline_balance.elastic`."""
+        return Reseater(self.mover, self._passes, self._stages, nodes)
+
+    @together("switch before step")
+    def reseat(
+        self, target: Arrangement, collective: Collective, words: Mapping[str, Any], way: Way | None = None
+    ) -> Switched:
+        """Go to the arrangement `target`, between updates; collective over all processes, spare ones too.
+
+        `collective` carries the state. `words` must be the same on all of them. `way` was found ahead. Raises
+        `SpecError` where they differ and `TransitionError` where state cannot be moved: on all, with everything as it
+        was.
+        """
+        self.experts.check_static("switch")
+        switch = self.reseater()
+        switch.check(words, target)
+        self._stages, done = switch.move(target, collective, way)
         self.meter.reset()
         return done
 
     def held(self) -> Held:
         """This rank's state without gradients, as it is saved."""
         self.experts.check_static("gather or save a model")
-        self._read_model()
+        self._check_unsharded("save or load a checkpoint")
+        self._passes.read_model()
         return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
+
+    def _check_unsharded(self, what: str) -> None:
+        if self._passes.owners.zero:
+            raise SpecError(
+                f"a pipeline cannot {what} while optimizer state has owners (zero=1): switch to zero=0 first"
+            )
 
     @together("loading before step")
     def adopt(
@@ -464,11 +414,10 @@ class ElasticPipeline:
             self.optimizers.check(options, self.owned.parameters)
 
         self._stages = self.mover.adopt(self.stage_map, state, scalars, check)
-        self.progress = taken
         self.optimizers.set_options(options)
         for name, parameter in self.owned.parameters.items():
             parameter.requires_grad_(name not in frozen)
-        self._used = False
+        self._passes.resume(taken)
 
     # --- changing groups --------------------------------------------------------------------------------------
 
@@ -482,7 +431,7 @@ class ElasticPipeline:
         `number` maps this rank's old group's ranks to the new one's and must hold every rank that runs a stage; None
         where this process comes back and knows no stages. `leave.membership.Membership` calls this.
         """
-        if self.config.replicas > 1:
+        if self.groups.replicas > 1:
             raise SpecError("a pipeline with replicas cannot change its group: resume from a checkpoint instead")
         now, known = self._stages, None
         if number is not None:

@@ -119,7 +119,8 @@ def share(held: Held | str, collective: Collective, device: torch.device, after:
     for row in every:
         for name, shape, dtype, kind, unit in row["tensors"]:
             tensors[name] = TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=unit)
-        scalars.update(row["scalars"])
+        for name, value in row["scalars"].items():
+            scalars.setdefault(name, value)  # of the lowest rank that has it
     return Space(tuple(sorted(tensors.values(), key=lambda t: (t.layer or 0, t.name)))), scalars
 
 

@@ -123,15 +123,24 @@ class SlicedTransformers(Sliced, Recomputing):
         part = microbatch
         if self._latest is None or self._latest[0] is not part or self._latest[1] != self._mode():
             assert part.whole is not None
-            with attending(self._configs), seeing():
-                recorded = self._record(self._asked(part), Readable(allowed=True))
-            whole = self._whole(part.whole)[0]
-            recorded.calls = [
-                replace(mine, leaves=[_part(a, b, part, i) for a, b in zip(mine.leaves, theirs.leaves, strict=True)])
-                for i, (mine, theirs) in enumerate(zip(recorded.calls, whole.calls, strict=True))
+            mine, theirs = self._alone(part), self._whole(part.whole)[0]
+            calls = [
+                replace(own, leaves=[_part(a, b, part, i) for a, b in zip(own.leaves, full.leaves, strict=True)])
+                for i, (own, full) in enumerate(zip(mine.calls, theirs.calls, strict=True))
             ]
+            recorded = replace(mine, calls=calls)
             self._latest = part, self._mode(), recorded
         return self._latest[2]
+
+    def _alone(self, part: SlicePart) -> Recorded:
+        """What layers are called with for a slice alone; only shapes are read, which slices of one length share."""
+        assert part.whole is not None
+        kept, key = part.whole.kept, f"slices of {part.stop - part.start} tokens"
+        if key not in kept:
+            with attending(self._configs), seeing():
+                kept[key] = self._record(self._asked(part), Readable(allowed=True))
+        found: Recorded = kept[key]
+        return found
 
     def _output_of(self, layer: int, leaves: list[Any], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:
         known = len(self._outputs)

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from prophet.errors import CollectiveError
 from prophet.ranks.messages import Frames, tell
 
 Channel = Literal["tokens", "weights"]
@@ -148,6 +149,17 @@ class Collective(ABC):
         """
         said = tell(self, [int(failed)], op=op, device=torch.device("cpu"))
         return [rank for rank, (number,) in enumerate(said.tolist()) if number]
+
+    def decide(self, op: Operation, *, ready: bool) -> bool:
+        """One decision of all ranks, which all of them call for: whether every one of them was `ready`.
+
+        A rank that does not come within the time limit, or has ended, was not ready. Processes compare and set one
+        entry of their group's store, so those that have lost each other still decide alike.
+        """
+        try:
+            return not self.meet(op, failed=not ready)
+        except CollectiveError:
+            return False
 
     def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
         """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""

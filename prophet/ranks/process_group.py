@@ -80,6 +80,8 @@ class ProcessGroupCollective(Collective):
     waits on the same connection: the two directions of a link take turns. None: where gloo connects several hosts.
     Within one host, where bytes are copied and not sent, gloo's own is the faster one.
 
+    channels: groups for the two, of the members of `group` in its order, instead of new ones.
+
     On the host waits come back in short turns, so that Ctrl-C is seen. watch: who hears of failures in between.
     """
 
@@ -91,6 +93,7 @@ class ProcessGroupCollective(Collective):
         *,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         receive_first: bool | None = None,
+        channels: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialised: call init_process_group first")
@@ -103,10 +106,8 @@ class ProcessGroupCollective(Collective):
         # what the store remembers: hence not where all processes take part, and `collective_for` never destroys.
         local = len(ranks) < dist.get_world_size()
         self._base = weakref.ref(base)
-        self._groups: dict[Channel, Any] = {
-            channel: dist.new_group(ranks, timeout=limit, use_local_synchronization=local)
-            for channel in ("tokens", "weights")
-        }
+        made = channels or [dist.new_group(ranks, timeout=limit, use_local_synchronization=local) for _ in range(2)]
+        self._groups: dict[Channel, Any] = {"tokens": made[0], "weights": made[1]}
         self._ranks = ranks
         self._presence = presence()
         self._presence.counters[self._groups["tokens"].group_name] = self.frames
@@ -117,11 +118,9 @@ class ProcessGroupCollective(Collective):
             counted = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # compares ranks' numbers of messages
             over_gloo = "cpu:gloo" in str(dist.get_backend_config(self._groups["tokens"]))
             self._receive_first = not counted and over_gloo and self._on_several_hosts()
-        self._posters: dict[Channel, Waiter] = {}
-        self._waiters: dict[Channel, Waiter] = {}
-        if self._receive_first:
-            self._posters = {c: Waiter(f"gloo posts {c}") for c in self._groups}
-            self._waiters = {c: Waiter(f"gloo waits for {c}") for c in self._groups}
+        threaded = self._groups if self._receive_first else ()
+        self._posters: dict[Channel, Waiter] = {c: Waiter(f"gloo posts {c}") for c in threaded}
+        self._waiters: dict[Channel, Waiter] = {c: Waiter(f"gloo waits for {c}") for c in threaded}
         self._posted: dict[Channel, int] = dict.fromkeys(self._groups, 0)
         self._single: Waiter | None = None
 
@@ -271,9 +270,8 @@ class ProcessGroupCollective(Collective):
 
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
         group = self._groups[channel]
-        peers = dist.get_process_group_ranks(group)
-        ops = [dist.P2POp(dist.irecv, t, peers[p], group=group) for p, t in recvs]
-        ops += [dist.P2POp(dist.isend, t, peers[p], group=group) for p, t in sends]
+        ops = [dist.P2POp(dist.irecv, t, self._ranks[p], group=group) for p, t in recvs]
+        ops += [dist.P2POp(dist.isend, t, self._ranks[p], group=group) for p, t in sends]
         if not ops:
             return Done(torch.empty(0))
         known = sorted({p for p, _ in (*sends, *recvs)})

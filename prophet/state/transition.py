@@ -1,28 +1,38 @@
-"""Running a plan: state moves from one layout to another, bit for bit, and the state from before stays whole.
+"""State moves from one layout to another, bit for bit, and the state from before stays whole.
 
-Shape legend: P ranks. Every rank calls `transition` with what it holds under the old layout and gets what it holds
-under the new one. Nothing that existed before is written to; a caller that catches an error goes on with it. Pieces
-that do not change are handed over as they are, so they take no memory twice.
+Every rank calls `transition` with what it holds under the old layout and gets what it holds under the new one. Nothing
+that existed before is written to; a caller that catches an error goes on with it. Pieces that do not change are handed
+over as they are, so they take no memory twice.
+
+There are no steps that all ranks take together. What one rank sends to another is a stream, cut into chunks where both
+ends cut it. Every rank works through rounds, with several of them under way: it packs a round and posts it, and unpacks
+the oldest one. A round has chunks of all the rank's streams, the longer ones more often, so that all of them end at
+about the same time and the fullest port never waits for a peer that is still busy elsewhere. Between two ranks chunks
+go in the stream's order, so nothing has to be agreed on besides the size of a chunk.
+
+Shape legend: P ranks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from prophet.errors import CollectiveError, TransitionError
-from prophet.ranks.collective import Collective, Operation
+from prophet.errors import BudgetError, CollectiveError, TransitionError
+from prophet.ranks.collective import Collective, Operation, Pending
 from prophet.state.layout import Layout, Piece
-from prophet.state.plan import Plan, plan
 from prophet.state.route import Route, Transfer
-from prophet.state.space import Box, TensorSpec
+from prophet.state.space import Box, Space, TensorSpec, flat_boxes
+
+CHUNK_BYTES = 128 << 10
+DEPTH = 8  # rounds under way
 
 State = Mapping[Piece, Tensor]
 _Index = dict[str, list[tuple[Box, Tensor]]]
@@ -41,15 +51,19 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """The new state of this rank, and what it took: bytes on the wire, memory beyond the old state, time."""
+    """The new state of this rank, and what it took: bytes and messages on the wire, memory beyond the old state, time.
+
+    `bytes_to` has the bytes sent, by the rank that they went to.
+    """
 
     state: dict[Piece, Tensor]
     sent_bytes: int
     received_bytes: int
     buffer_bytes: int
     new_state_bytes: int
-    stages: int
+    messages: int
     seconds: float
+    bytes_to: Mapping[int, int] = field(default_factory=dict)
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
@@ -68,50 +82,229 @@ def transition(
     budget_bytes: int,
     device: torch.device | None = None,
     allocate: Allocate = empty,
+    chunk_bytes: int = CHUNK_BYTES,
+    depth: int = DEPTH,
 ) -> Moved:
     """Move this rank from `route.before` to `route.after`; collective over `route.ranks` ranks.
 
     `state` has one tensor per piece of the old layout, of the piece's shape and type. `budget_bytes` is what this rank
-    can spare for buffers; the least of all ranks holds. Raises `TransitionError` on every rank if the ranks do not mean
-    the same route, if one holds the wrong tensors or cannot get memory (nothing has moved then), or if one is lost on
-    the way.
+    can spare for buffers, and `chunk_bytes` the most that one message carries; the least of all ranks holds. `depth` is
+    how many rounds may be under way, as far as the budget allows. Raises `TransitionError` on every rank if the ranks
+    do not mean the same route, if one holds the wrong tensors or cannot get memory (nothing has moved then), or if
+    something fails on the way. Raises `BudgetError` on every rank where one element for each peer does not fit.
     """
     began = time.perf_counter()
     if route.ranks != collective.size:
         raise TransitionError(f"the route is of {route.ranks} ranks, the collective of {collective.size}")
     device = device or next((t.device for t in state.values()), torch.device("cpu"))
+    rank = collective.rank
+    streams = _Streams.of(route, rank)
     try:
-        staged, problem = _agree(route, state, collective, budget_bytes, device)
+        window, problem = _agree(route, streams, state, collective, (budget_bytes, chunk_bytes, depth), device)
         new_state: dict[Piece, Tensor] = {}
         buffer = torch.empty(0, dtype=torch.uint8)
         new_bytes = 0
         if not problem:
             try:
-                new_state, new_bytes = _destination(route, state, collective.rank, device, allocate)
-                buffer = allocate((staged.buffer_bytes(collective.rank),), torch.uint8, device)
+                new_state, new_bytes = _destination(route, state, rank, device, allocate)
+                buffer = allocate((window.depth * streams.number * window.slot_bytes,), torch.uint8, device)
             except (RuntimeError, MemoryError) as error:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-                problem = f"no memory for the new state: {reason}"
-        _vote(problem, collective, device)
-        for before, after, box in route.kept(collective.rank):
-            target = new_state[after][box.slices(after.box)]
-            target.copy_(state[before][box.slices(before.box)])
-        sent = received = 0
-        sources, targets = _index(state), _index(new_state)
-        for number, stage in enumerate(staged.stages):
-            out, back = _run_stage(route, stage, number, sources, targets, buffer, collective)
-            sent, received = sent + out, received + back
+                problem = f"no memory for the new state: {_words(error)}"
+        _vote(problem, collective, device, "could not prepare the transition; nothing has moved")
+        mover = _Mover(route.space, _index(state), _index(new_state), buffer, collective)
+        mover.attempt(lambda: _keep(route, rank, state, new_state))
+        mover.run(streams, window)
+        _vote(mover.problem, collective, device, "could not unpack what came; the state from before the move is whole")
     except CollectiveError as error:
         raise TransitionError(f"{error}; the state from before the move is whole") from error
     return Moved(
         state=new_state,
-        sent_bytes=sent,
-        received_bytes=received,
+        sent_bytes=sum(streams.out_bytes.values()),
+        received_bytes=streams.in_bytes,
         buffer_bytes=buffer.numel(),
         new_state_bytes=new_bytes,
-        stages=len(staged.stages),
+        messages=mover.messages,
         seconds=time.perf_counter() - began,
+        bytes_to=streams.out_bytes,
     )
+
+
+# --- streams, chunks, rounds --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Streams:
+    """What one rank sends and receives, by peer; each stream has its widest elements first, so none needs padding."""
+
+    sends: Mapping[int, list[Transfer]]
+    receives: Mapping[int, list[Transfer]]
+    out_bytes: Mapping[int, int]
+    in_bytes: int
+
+    @classmethod
+    def of(cls, route: Route, rank: int) -> _Streams:
+        sends: dict[int, list[Transfer]] = {}
+        receives: dict[int, list[Transfer]] = {}
+        for t in route.transfers:
+            if t.source == rank:
+                sends.setdefault(t.destination, []).append(t)
+            elif t.destination == rank:
+                receives.setdefault(t.source, []).append(t)
+        for stream in (*sends.values(), *receives.values()):
+            stream.sort(key=lambda t: -route.space[t.name].item_bytes)
+        sizes = {peer: sum(route.n_bytes(t) for t in stream) for peer, stream in sends.items()}
+        return cls(sends, receives, sizes, sum(route.n_bytes(t) for row in receives.values() for t in row))
+
+    @property
+    def number(self) -> int:
+        return len(self.sends) + len(self.receives)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What all ranks agree on: bytes of a chunk, bytes that its place in the buffer takes, rounds, those under way."""
+
+    chunk_bytes: int
+    slot_bytes: int
+    rounds: int
+    depth: int
+
+
+_Chunk = list[tuple[TensorSpec, Box]]
+_ALIGNED = 16  # bytes; no element is wider
+
+
+def _chunks(space: Space, stream: Sequence[Transfer], chunk_bytes: int) -> list[_Chunk]:
+    """The stream cut into chunks of at most `chunk_bytes`; alike at both ends."""
+    chunks: list[_Chunk] = [[]]
+    left = chunk_bytes
+    for t in stream:
+        spec = space[t.name]
+        first, total = 0, t.box.elements
+        while first < total:
+            if left < spec.item_bytes:
+                chunks.append([])
+                left = chunk_bytes
+            last = min(total, first + left // spec.item_bytes)
+            if last - first == total:
+                chunks[-1].append((spec, t.box))
+            else:
+                chunks[-1] += [(spec, box.shift(t.box.start)) for box in flat_boxes(t.box.shape, first, last)]
+            left -= (last - first) * spec.item_bytes
+            first = last
+    return [chunk for chunk in chunks if chunk]
+
+
+def _by_round(streams: Iterable[tuple[int, list[_Chunk]]], rounds: int) -> list[list[tuple[int, _Chunk]]]:
+    """Every stream's chunks spread evenly over the rounds, at most one in each: [rounds][...] of peer and chunk."""
+    found: list[list[tuple[int, _Chunk]]] = [[] for _ in range(rounds)]
+    for peer, chunks in streams:
+        for i, chunk in enumerate(chunks):
+            found[i * rounds // len(chunks)].append((peer, chunk))
+    return found
+
+
+@dataclass
+class _Round:
+    """One round under way: what has to leave, and what its messages bring."""
+
+    pending: Pending
+    unpack: list[tuple[_Chunk, Tensor]]
+
+
+class _Mover:
+    """Runs one rank's rounds. A failure of its own is noted and messages go on, so that no peer waits in vain."""
+
+    def __init__(self, space: Space, sources: _Index, targets: _Index, buffer: Tensor, collective: Collective) -> None:
+        self.space, self.sources, self.targets = space, sources, targets
+        self.buffer, self.collective = buffer, collective
+        self.problem = ""
+        self.messages = 0
+
+    def attempt(self, call: Callable[[], None]) -> None:
+        """Run `call` unless something has failed; what it raises is this rank's problem."""
+        if self.problem:
+            return
+        try:
+            call()
+        except (RuntimeError, MemoryError, TransitionError) as error:
+            self.problem = _words(error)
+
+    def run(self, streams: _Streams, window: _Window) -> None:
+        """All rounds, up to `window.depth` of them under way."""
+        sends = [(p, _chunks(self.space, s, window.chunk_bytes)) for p, s in streams.sends.items()]
+        receives = [(p, _chunks(self.space, s, window.chunk_bytes)) for p, s in streams.receives.items()]
+        going, coming = _by_round(sends, window.rounds), _by_round(receives, window.rounds)
+        under_way: deque[_Round] = deque()
+        share = streams.number * window.slot_bytes
+        for number in range(window.rounds):
+            if len(under_way) == window.depth:
+                self._end(under_way.popleft())
+            start = number % window.depth * share
+            place = self.buffer[start : start + share]
+            under_way.append(self._begin(going[number], coming[number], place, window.slot_bytes))
+        while under_way:
+            self._end(under_way.popleft())
+
+    def _begin(
+        self, going: list[tuple[int, _Chunk]], coming: list[tuple[int, _Chunk]], place: Tensor, slot_bytes: int
+    ) -> _Round:
+        """Pack what goes and post the round."""
+        slots = iter(place.split(slot_bytes))
+        sends: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Tensor]] = []
+        unpack: list[tuple[_Chunk, Tensor]] = []
+        for peer, chunk in coming:
+            memory = next(slots)[: _chunk_bytes(chunk)]
+            receives.append((peer, memory))
+            unpack.append((chunk, memory))
+        for peer, chunk in going:
+            memory = next(slots)[: _chunk_bytes(chunk)]
+            self.attempt(lambda chunk=chunk, memory=memory: self._pack(chunk, memory))  # type: ignore[misc]
+            sends.append((peer, memory))
+        self.messages += len(sends)
+        pending = self.collective.exchange(sends, receives, op=Operation("chunks of a transition"))
+        return _Round(pending, unpack)
+
+    def _end(self, under_way: _Round) -> None:
+        """Wait for a round and unpack what came."""
+        under_way.pending.wait()
+        for chunk, memory in under_way.unpack:
+            self.attempt(lambda chunk=chunk, memory=memory: self._unpack(chunk, memory))  # type: ignore[misc]
+
+    def _pack(self, chunk: _Chunk, memory: Tensor) -> None:
+        for (spec, box), view in zip(chunk, _views(chunk, memory), strict=True):
+            view.copy_(_find(self.sources, spec.name, box))
+
+    def _unpack(self, chunk: _Chunk, memory: Tensor) -> None:
+        for (spec, box), view in zip(chunk, _views(chunk, memory), strict=True):
+            _find(self.targets, spec.name, box).copy_(view)
+
+
+def _chunk_bytes(chunk: _Chunk) -> int:
+    return sum(box.elements * spec.item_bytes for spec, box in chunk)
+
+
+def _views(chunk: _Chunk, memory: Tensor) -> Iterable[Tensor]:
+    """The parts of a chunk within the memory that carries it."""
+    offset = 0
+    for spec, box in chunk:
+        stop = offset + box.elements * spec.item_bytes
+        yield memory[offset:stop].view(torch_dtype(spec)).view(box.shape)
+        offset = stop
+
+
+def _keep(route: Route, rank: int, state: State, new_state: State) -> None:
+    """Copy what stays on this rank in another piece."""
+    for before, after, box in route.kept(rank):
+        new_state[after][box.slices(after.box)].copy_(state[before][box.slices(before.box)])
+
+
+# --- agreement ----------------------------------------------------------------------------------------------------
+
+
+def _words(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _digest(route: Route) -> int:
@@ -123,17 +316,53 @@ def _digest(route: Route) -> int:
 
 
 def _agree(
-    route: Route, state: State, collective: Collective, budget_bytes: int, device: torch.device
-) -> tuple[Plan, str]:
-    """Compare routes, take the least budget, cut the stages; the plan, and what is wrong on this rank."""
-    mine = torch.tensor([_digest(route), budget_bytes], dtype=torch.int64, device=device)
+    route: Route,
+    streams: _Streams,
+    state: State,
+    collective: Collective,
+    wishes: tuple[int, int, int],
+    device: torch.device,
+) -> tuple[_Window, str]:
+    """Compare routes and settle the window by what all ranks can spare; the window, and what is wrong on this rank."""
+    used = [route.space[t.name] for rows in (streams.sends, streams.receives) for row in rows.values() for t in row]
+    widest = max((spec.item_bytes for spec in used), default=1)
+    longest = max((sum(route.n_bytes(t) for t in s) for s in streams.sends.values()), default=0)
+    said = [_digest(route), *wishes, streams.number, widest, longest]
+    mine = torch.tensor(said, dtype=torch.int64, device=device)
     gathered = collective.all_gather(mine, op=Operation("agreeing on a transition")).cpu()
     digests = gathered[:, 0].tolist()
     if len(set(digests)) > 1:
         differ = [r for r, d in enumerate(digests) if d != digests[0]]
         raise TransitionError(f"ranks {differ} want another transition than rank 0 does")
-    # equal inputs on every rank: a budget that is too small raises on all of them
-    return plan(route, int(gathered[:, 1].min())), _check_state(route.before, state, collective.rank, device)
+    budget, chunk, depth = (int(n) for n in gathered[:, 1:4].amin(dim=0))
+    number, item, longest = (int(n) for n in gathered[:, 4:].amax(dim=0))
+    # equal inputs on every rank: what does not fit raises on all of them
+    if min(budget, chunk, depth) < 1:
+        raise BudgetError(f"budget, chunk and depth must be at least one, got {budget}, {chunk} and {depth}")
+    return _window(budget, chunk, depth, number, item, longest), _check_state(
+        route.before, state, collective.rank, device
+    )
+
+
+def _window(budget: int, chunk: int, depth: int, number: int, item: int, longest: int) -> _Window:
+    """The largest chunks, then the most rounds under way, that fit `number` streams; `item`: bytes of an element."""
+    if not longest:
+        return _Window(chunk, 0, 0, 1)
+    wish = chunk
+    slot = min(_aligned(chunk), _aligned(longest), budget // number)
+    slot = slot // _ALIGNED * _ALIGNED or slot // item * item
+    chunk = min(chunk, slot) // item * item  # wider elements come first, so every chunk but a stream's last is full
+    if not chunk:
+        raise BudgetError(
+            f"a budget of {budget} bytes in chunks of {wish} cannot hold one element of {item} bytes for each "
+            f"of {number} streams to and from peers"
+        )
+    rounds = -(-longest // chunk)
+    return _Window(chunk, slot, rounds, max(min(depth, rounds, budget // (number * slot)), 1))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _check_state(before: Layout, state: State, rank: int, device: torch.device) -> str:
@@ -167,54 +396,15 @@ def _destination(
     return new_state, new_bytes
 
 
-def _vote(problem: str, collective: Collective, device: torch.device) -> None:
+def _vote(problem: str, collective: Collective, device: torch.device, otherwise: str) -> None:
     """Raise on every rank if any has a problem; each names its own, the others name the ranks."""
     flag = torch.tensor([int(bool(problem))], dtype=torch.int64, device=device)
-    flags = collective.all_gather(flag, op=Operation("preparing a transition")).cpu().reshape(-1).tolist()
+    flags = collective.all_gather(flag, op=Operation("voting on a transition")).cpu().reshape(-1).tolist()
     failed = [r for r, f in enumerate(flags) if f]
     if problem:
-        raise TransitionError(f"rank {collective.rank}: {problem}; nothing has moved")
+        raise TransitionError(f"rank {collective.rank}: {problem}; {otherwise.partition('; ')[2]}")
     if failed:
-        raise TransitionError(f"ranks {failed} could not prepare the transition; nothing has moved")
-
-
-def _run_stage(
-    route: Route,
-    stage: Sequence[Transfer],
-    number: int,
-    sources: _Index,
-    targets: _Index,
-    buffer: Tensor,
-    collective: Collective,
-) -> tuple[int, int]:
-    """Pack, exchange, unpack; returns bytes sent and received."""
-    rank = collective.rank
-
-    def run(t: Transfer) -> tuple[int, int, bool]:
-        outgoing = t.source == rank
-        return -route.space[t.name].item_bytes, t.destination if outgoing else t.source, outgoing
-
-    # Wider elements first: every segment then starts at a multiple of its element's size without padding.
-    mine = sorted((t for t in stage if rank in (t.source, t.destination)), key=run)
-    sends: list[tuple[int, Tensor]] = []
-    recvs: list[tuple[int, Tensor]] = []
-    unpack: list[tuple[Tensor, Tensor]] = []
-    offset = 0
-    for (_, peer, outgoing), transfers in groupby(mine, key=run):
-        start = offset
-        for t in transfers:
-            stop = offset + route.n_bytes(t)
-            view = buffer[offset:stop].view(torch_dtype(route.space[t.name])).view(t.box.shape)
-            if outgoing:
-                view.copy_(_find(sources, t.name, t.box))
-            else:
-                unpack.append((_find(targets, t.name, t.box), view))
-            offset = stop
-        (sends if outgoing else recvs).append((peer, buffer[start:offset]))
-    collective.exchange(sends, recvs, op=Operation(f"stage {number} of a transition")).wait()
-    for target, view in unpack:
-        target.copy_(view)
-    return sum(part.numel() for _, part in sends), sum(part.numel() for _, part in recvs)
+        raise TransitionError(f"ranks {failed} {otherwise}")
 
 
 def _index(state: State) -> _Index:

@@ -324,7 +324,7 @@ def _broken_moves(rank: int, size: int) -> dict[str, Any]:
     optimizer.param_groups[0]["lr"] = 2e-3
     whole = []
     for culprit in range(size):
-        for place in ("_collect", "allocate", "_assemble", "builder"):
+        for place in ("_collect", "allocate", "assemble", "builder"):
             before = _whole(pipe)
             if rank == culprit:
                 error = MemoryError("none left") if place == "allocate" else RuntimeError("not today")

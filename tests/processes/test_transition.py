@@ -35,7 +35,11 @@ def _move(rank: int, size: int) -> tuple[int, int]:
         after = random_layout(rng, space, size, complete=False)
         states = states_of(before, {t.name: random_values(rng, t) for t in space.tensors})
         moved = transition(
-            route(before, after), states[rank], collective, budget_bytes=int(rng.integers(16, 3000)) + rank
+            route(before, after),
+            states[rank],
+            collective,
+            budget_bytes=int(rng.integers(64, 3000)) + rank,
+            chunk_bytes=64 + rank,
         )
         for piece, tensor in moved.state.items():
             assert same_bits(tensor, transition_naive(states, after)[rank][piece])
@@ -50,8 +54,8 @@ def test_bit_exact_over_gloo(size: int) -> None:
     assert sum(sent for sent, _ in results) == results[0][1] > 0
 
 
-class _DiesAtSecondStage:
-    """A collective whose process is gone when the second stage begins."""
+class _DiesAtSecondRound:
+    """A collective whose process is gone when the second round begins."""
 
     def __init__(self, inner: Collective) -> None:
         self.inner = inner
@@ -79,7 +83,7 @@ def _lose_one(rank: int, size: int) -> str:
     kept = {p: t.clone() for p, t in states[rank].items()}
     collective: Collective = ProcessGroupCollective(timeout_s=5.0)
     if rank == size - 1:
-        collective = _DiesAtSecondStage(collective)  # type: ignore[assignment]
+        collective = _DiesAtSecondRound(collective)  # type: ignore[assignment]
     try:
         transition(route(before, after), states[rank], collective, budget_bytes=64)
     except TransitionError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -14,8 +15,8 @@ from pipeline_balance.pipeline.training_state import by_layer
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, LayoutError, TransitionError
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
+from prophet.state import transition as module
 from prophet.state.layout import Layout, Piece, flat_shard, layout_from, missing, slice_box
-from prophet.state.plan import plan
 from prophet.state.route import Route, route
 from prophet.state.space import Box, Space, TensorSpec
 from prophet.state.transition import Moved, empty, transition
@@ -116,14 +117,53 @@ def test_unchanged_pieces_are_not_copied() -> None:
     assert torch.equal(next(iter(moved[1].state.values())), held)
 
 
-def test_a_step_over_the_budget_is_split() -> None:
-    staged = plan(grown_by_one_copy(), 32)
-    # 16 bytes go out at a time: 96 bytes in six windows, two of which fit a stage
-    assert max(staged.buffer_bytes(r) for r in range(staged.route.ranks)) <= 32
-    assert len(staged.stages) == 3
-    assert plan(grown_by_one_copy(), 96).stages == (grown_by_one_copy().transfers,)
-    with pytest.raises(BudgetError, match="one element of w"):
-        plan(grown_by_one_copy(), 7)
+@pytest.mark.parametrize(
+    ("budget", "chunk", "depth", "messages", "buffer"),
+    [
+        (32, 1 << 20, 8, 3, 32),
+        (32, 16, 8, 6, 32),
+        (1 << 20, 16, 3, 6, 48),
+        (1 << 20, 1 << 20, 8, 1, 96),
+        (20, 99, 8, 6, 16),
+    ],
+)
+def test_a_stream_is_cut_by_chunk_and_budget(budget: int, chunk: int, depth: int, messages: int, buffer: int) -> None:
+    way = grown_by_one_copy()
+    held = torch.arange(24.0).reshape(4, 6)
+    states: list[dict[Piece, Tensor]] = [{way.before.pieces[0][0]: held}, {}]
+    options = {"budget_bytes": budget, "chunk_bytes": chunk, "depth": depth}
+    moved = ThreadWorld(2).run(lambda c: transition(way, states[c.rank], c, **options))  # type: ignore[arg-type]
+    assert [m.messages for m in moved] == [messages, 0]
+    assert [m.buffer_bytes for m in moved] == [buffer, buffer]
+    assert moved[0].bytes_to == {1: 96}
+    assert torch.equal(next(iter(moved[1].state.values())), held)
+
+
+def test_long_and_short_streams_end_together() -> None:
+    space = Space(tuple(TensorSpec(name=f"t{i}", shape=(n,)) for i, n in enumerate((40, 8, 20))))
+    before = layout_from(space, 4, {0: [(t.name, t.box) for t in space.tensors]})
+    after = layout_from(space, 4, {i + 1: [(t.name, t.box)] for i, t in enumerate(space.tensors)})
+    order: list[list[int]] = []
+
+    class Records(ThreadCollective):
+        def exchange(self, sends, recvs, **options):  # type: ignore[no-untyped-def]
+            order.append([peer for peer, _ in sends])
+            return super().exchange(sends, recvs, **options)
+
+    world = ThreadWorld(4)
+    values = {t.name: random_values(np.random.default_rng(0), t) for t in space.tensors}
+    states = states_of(before, values)
+    way = route(before, after)
+    options = {"budget_bytes": 1 << 20, "chunk_bytes": 16}
+
+    def body(c: ThreadCollective) -> Moved:
+        return transition(way, states[c.rank], Records(world, 0) if c.rank == 0 else c, **options)  # type: ignore[arg-type]
+
+    world.run(body)
+    sent = [[peers.count(p) for peers in order] for p in (1, 2, 3)]
+    assert [sum(row) for row in sent] == [10, 2, 5]
+    half = len(order) // 2
+    assert [sum(row[:half]) for row in sent] == [5, 1, 3]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +241,25 @@ def test_an_allocation_that_fails_stops_all_ranks(fails_at: int) -> None:
     _assert_whole(way, states, values)
 
 
+@pytest.mark.parametrize("what", ["_pack", "_unpack", "_keep"])
+def test_a_failure_on_the_way_is_told_and_hangs_nobody(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    way, states, values = _pair()
+    owner = module if what == "_keep" else module._Mover
+    inner = getattr(owner, what)
+
+    def failing(*args: object) -> None:
+        if threading.current_thread().name == "rank-1":
+            raise RuntimeError("out of scratch memory")
+        inner(*args)
+
+    monkeypatch.setattr(owner, what, failing)
+    body = lambda c: transition(way, states[c.rank], c, budget_bytes=1 << 10, chunk_bytes=32)  # noqa: E731
+    errors = [str(e) for e in _outcomes(2, body)]
+    assert "ranks [1] could not unpack" in errors[0]
+    assert "rank 1: out of scratch memory; the state from before the move is whole" in errors[1]
+    _assert_whole(way, states, values)
+
+
 def test_a_rank_that_dies_during_the_move() -> None:
     way, states, values = _pair()
 
@@ -271,7 +330,7 @@ def test_a_budget_too_small_is_an_error_on_every_rank() -> None:
     budgets = (1 << 20, 8)
 
     def body(collective: ThreadCollective) -> object:
-        with pytest.raises(BudgetError, match="one element of b"):
+        with pytest.raises(BudgetError, match="one element of 8 bytes"):
             transition(way, states[collective.rank], collective, budget_bytes=budgets[collective.rank])
         return None
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
-from prophet.state.plan import peer, plan
 from prophet.state.route import route
 from prophet.state.space import Box, flat_boxes
 from prophet.state.transition import Moved, transition, transition_naive
@@ -24,9 +23,9 @@ from tests.helpers.pipeline_support import (
 )
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(16, 2_000))
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(128, 2_000), st.integers(8, 200), st.integers(1, 5))
 @settings(max_examples=500, deadline=None)
-def test_every_bit_arrives(seed: int, ranks: int, budget_bytes: int) -> None:
+def test_every_bit_arrives(seed: int, ranks: int, budget_bytes: int, chunk_bytes: int, depth: int) -> None:
     rng = np.random.default_rng(seed)
     space = random_space(rng)
     before = random_layout(rng, space, ranks, complete=True)
@@ -47,7 +46,15 @@ def test_every_bit_arrives(seed: int, ranks: int, budget_bytes: int) -> None:
             return memory.view(dtype).reshape(shape)
 
         mine = states[collective.rank]
-        return transition(way, mine, collective, budget_bytes=budget_bytes + collective.rank, allocate=metered)
+        return transition(
+            way,
+            mine,
+            collective,
+            budget_bytes=budget_bytes + collective.rank,
+            chunk_bytes=chunk_bytes + collective.rank,
+            depth=depth,
+            allocate=metered,
+        )
 
     moved = ThreadWorld(ranks, timeout_s=30.0).run(body)
     expected = transition_naive(states, after)
@@ -64,34 +71,6 @@ def test_every_bit_arrives(seed: int, ranks: int, budget_bytes: int) -> None:
     assert sum(m.sent_bytes for m in moved) == missing_bytes(before, after) == way.wire_bytes
     assert tuple(m.sent_bytes for m in moved) == way.sent_bytes()
     assert tuple(m.received_bytes for m in moved) == way.received_bytes()
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(16, 4_000))
-@settings(max_examples=100, deadline=None)
-def test_stages_hold_the_budget_and_miss_nothing(seed: int, ranks: int, budget_bytes: int) -> None:
-    rng = np.random.default_rng(seed)
-    space = random_space(rng)
-    way = route(random_layout(rng, space, ranks, complete=True), random_layout(rng, space, ranks, complete=False))
-    staged = plan(way, budget_bytes)
-    assert all(staged.buffer_bytes(r) <= budget_bytes for r in range(way.ranks))
-    planned = [t for stage in staged.stages for t in stage]
-    for name, source, destination in {(t.name, t.source, t.destination) for t in way.transfers}:
-        count = np.zeros(space[name].shape, dtype=np.int64)
-        for t in planned:
-            if (t.name, t.source, t.destination) == (name, source, destination):
-                count[t.box.slices(space[name].box)] += 1
-        for t in way.transfers:
-            if (t.name, t.source, t.destination) == (name, source, destination):
-                count[t.box.slices(space[name].box)] -= 1
-        assert not count.any()
-
-
-@given(st.integers(1, 17))
-@settings(max_examples=17, deadline=None)
-def test_every_pair_meets_once(ranks: int) -> None:
-    met = [(i, peer(i, s, ranks)) for s in range(ranks) for i in range(ranks)]
-    assert sorted(met) == [(i, j) for i in range(ranks) for j in range(ranks)]
-    assert all(peer(peer(i, s, ranks), s, ranks) == i for s in range(ranks) for i in range(ranks))
 
 
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())

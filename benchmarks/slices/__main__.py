@@ -1,0 +1,113 @@
+"""`python -m benchmarks.slices [--real | --simulate] --json OUT`: pipelines over slices beside those without."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import Row, rows_on_ranks, write_rows
+from benchmarks.slices import counts, simulated
+from benchmarks.slices.steps import against_baseline, measure
+from prophet.errors import RankFailed
+
+LLAMA = {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 4, "intermediate": 688}
+SMALL = {"layers": 8, "hidden": 64, "heads": 4, "intermediate": 172, "microbatches": 4}
+TORCHS = ("torch-1f1b", "torch-interleaved", "torch-zbv")
+WITHIN = 0.95  # of the speed without slices, where one process runs them
+SLICES = 16
+REAL = ("bytes", "recompute", "longest", "one-process", "step-m1", "step-m2")
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.slices", description=__doc__)
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--real", action="store_true", help="only what runs, on gloo processes of one thread each")
+    which.add_argument("--simulate", action="store_true", help="only the simulator")
+    p.add_argument("--cases", nargs="+", choices=REAL, default=REAL, help="of those that run (default: all)")
+    p.add_argument("--tokens", type=int, default=4096, help="T of the timed cases (%(default)s)")
+    p.add_argument("--repeats", type=int, default=7, help="counted rounds of the timed cases (%(default)s)")
+    p.add_argument("--limit-s", type=float, default=600.0, help="end the ranks of a case after so many seconds")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the environment to this file")
+    return p
+
+
+def simulate() -> list[Row]:
+    work = {**SMALL, "kv_heads": 1, "tokens": 1024}
+    return simulated.bubbles() + counts.longest_simulated(work, ranks=4, slices=SLICES)
+
+
+def _on_ranks(
+    case: str, body: Callable[..., list[Row]], options: Mapping[str, Any], ranks: int, limit: float
+) -> list[Row]:
+    """Rows of one case; one row with the reason where it cannot run."""
+    try:
+        return rows_on_ranks(body, options, ranks=ranks, limit_s=limit) or []
+    except RankFailed as error:
+        return [{"case": case, "p": ranks, "reason": str(error)}]
+
+
+def _timed(case: str, args: argparse.Namespace) -> list[Row]:
+    """A timed case with its targets."""
+    microbatches = 2 if case == "step-m2" else 1
+    work = {**LLAMA, "microbatches": microbatches, "tokens": args.tokens}
+    names: tuple[str, ...] = ("own-1f1b", "minimal-n8")
+    ranks, target = 1, {"minimal-n8": WITHIN}
+    if case != "one-process":
+        n, least = (16, 1.6) if microbatches == 1 else (8, 1.3)
+        ranks, target = 2, {f"{order}-n{n}": least for order in ("minimal", "aligned")}
+        names = ("own-1f1b", *target, f"minimal-n{n}-v2", *TORCHS)
+    options = {"case": case, "work": work, "names": names, "repeats": args.repeats}
+    return against_baseline(_on_ranks(case, measure, options, ranks, args.limit_s), target=target)
+
+
+def real(case: str, args: argparse.Namespace) -> list[Row]:
+    if case == "recompute":
+        return counts.recomputed()
+    if case == "bytes":
+        options = {"work": {**SMALL, "kv_heads": 4, "tokens": 512}, "slices": SLICES}
+        return _on_ranks(case, counts.ranks_beside_form, options, 4, args.limit_s)
+    if case == "longest":
+        options = {"work": {**SMALL, "kv_heads": 1, "tokens": 256}, "slices": SLICES}
+        return _on_ranks(case, counts.longest_real, options, 4, args.limit_s)
+    return _timed(case, args)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One line per row: what it is, what was found, and the target."""
+    lines = []
+    for row in rows:
+        named = [str(row[k]) for k in ("case", "schedule", "layer", "recompute", "costs") if k in row]
+        found = [f"{k} {row[k]:.4g}" for k in _FIGURES if k in row]
+        target = [f"target {row['target']}: {'met' if row['met'] else 'MISSED'}"] if "target" in row else []
+        lines.append(
+            "  ".join([*named, *found, *target, *([f"cannot run: {row['reason']}"] if "reason" in row else [])])
+        )
+    return "\n".join(lines)
+
+
+_FIGURES = ("step_s_median", "speed_over_own_1f1b", "idle_over_work", "worst_gradient_error", "over_form")
+_FIGURES += ("longest_over_1f1b", "by_hand_bytes", "transfer_of_forward")  # type: ignore[assignment]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print and write the rows; 1 where a target is missed or a case of ours cannot run."""
+    args = parser().parse_args(argv)
+    rows: list[Row] = []
+    for found in [] if args.real else [simulate()]:
+        rows += found
+        print(table(found), flush=True)
+    for case in () if args.simulate else args.cases:
+        found = real(case, args)
+        rows += found
+        print(table(found), flush=True)
+    if args.json:
+        write_rows(args.json, "slices", rows)
+    failed = [r for r in rows if not r.get("met", True) or ("reason" in r and "torch" not in r.get("schedule", ""))]
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

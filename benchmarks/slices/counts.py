@@ -1,0 +1,152 @@
+"""Counted bytes: of units beside the count by hand, of ranks beside form 4, and the longest T that 1F1B's bytes allow.
+
+Shape legend: P ranks, M microbatches, N slices, T tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+
+from benchmarks.common import Row
+from benchmarks.slices.by_hand import Dims, chunk_gradient_bytes, kept_per_token, unit_bytes
+from benchmarks.slices.contenders import Ours
+from benchmarks.slices.live_bytes import LiveBytes
+from benchmarks.slices.steps import _all, form_bytes
+from benchmarks.slices.workload import Work
+from pipeline_balance.schedules.classic import one_f_one_b
+from pipeline_balance.schedules.simulate import peak_activation_bytes
+from pipeline_balance.schedules.sliced import Order, sliced
+from pipeline_balance.slices.adapter import SlicedTransformers
+from pipeline_balance.slices.options import Recompute, SliceOptions
+from prophet.ranks.collective import Collective
+
+OVER_FORM = 1.02  # the target
+LEAST = {"aligned": 2.6, "minimal": 3.0}
+ORDERS: tuple[Order, ...] = ("aligned", "minimal")
+
+
+def ranks_beside_form(collective: Collective, *, device: str, work: dict[str, int], slices: int) -> list[Row]:
+    """A row per order: bytes that each rank's layers really hold at most, over form 4 with the count by hand."""
+    job, ranks, rows = Work(**work), collective.size, []
+    for order in ORDERS:
+        counted = Ours(order, job, SliceOptions(slices, order=order), ranks).counted()
+        peaks, form = [int(n) for n in _all(counted.activations)], form_bytes(job, ranks, slices, order)
+        worst = max(a / f for a, f in zip(peaks, form, strict=True))
+        row = {**_named("bytes", job, ranks, slices, order), "activation_bytes": peaks, "form_bytes": form}
+        row |= {"chunk_bytes": [int(n) for n in _all(counted.chunks)]}
+        row |= {"chunk_gradient_bytes": [int(n) for n in _all(counted.chunk_gradients)]}
+        rows.append({**row, "over_form": worst, "target": f"<= {OVER_FORM}", "met": worst <= OVER_FORM})
+    return rows
+
+
+def longest_simulated(work: dict[str, int], *, ranks: int, slices: int) -> list[Row]:
+    """A row per order: T over 1F1B's at the bytes of 1F1B's fullest rank, from the schedules and the count by hand."""
+    job, rows = Work(**work), []
+    whole = max(peak_activation_bytes(one_f_one_b(ranks, job.microbatches), [_unit(job, ranks, 1)] * ranks))
+    for order in ORDERS:
+        schedule = sliced(ranks, 1, job.microbatches, slices, order)
+        dims = _dims(job)
+        g = chunk_gradient_bytes(dims, 1, job.tokens // slices, job.layers // ranks)
+        peak = max(peak_activation_bytes(schedule, [_unit(job, ranks, slices)] * ranks, [g] * ranks))
+        rows.append({**_named("longest-simulated", job, ranks, slices, order), **_against(whole / peak, order)})
+    return rows
+
+
+def longest_real(collective: Collective, *, device: str, work: dict[str, int], slices: int) -> list[Row]:
+    """The same from counted runs: 1F1B at T, then each order at the longest T that its bytes at T promise.
+
+    Activations are proportional to T. `activation_bytes` at the longer T are counted too, and must not be more than
+    1F1B's.
+    """
+    job, ranks = Work(**work), collective.size
+    limit = max(_all(Ours("own-1f1b", job, SliceOptions(1), ranks).counted().activations))
+    rows: list[Row] = [{**_named("longest-real", job, ranks, 1, None), "activation_bytes": int(limit)}]
+    for order in ORDERS:
+        options = SliceOptions(slices, order=order)
+        held = max(_all(Ours(order, job, options, ranks).counted().activations))
+        each = slices  # T is a multiple of the slices
+        longer = replace(job, tokens=int(job.tokens * limit / held) // each * each)
+        really = max(_all(Ours(order, longer, options, ranks).counted().activations))
+        row = {**_named("longest-real", longer, ranks, slices, order), **_against(longer.tokens / job.tokens, order)}
+        row |= {"activation_bytes": int(really), "limit_bytes": int(limit)}
+        rows.append({**row, "met": row["met"] and really <= limit})
+    return rows
+
+
+def _against(ratio: float, order: Order) -> Row:
+    return {"longest_over_1f1b": ratio, "target": f">= {LEAST[order]}", "met": ratio >= LEAST[order]}
+
+
+def _named(case: str, work: Work, ranks: int, slices: int, order: str | None) -> Row:
+    schedule = f"{order}-n{slices}" if order else "own-1f1b"
+    row: Row = {"case": case, "schedule": schedule, "order": order, "balance": "none", "p": ranks, "v": 1}
+    row |= {"m": work.microbatches, "n": slices, "T": work.tokens, "dims": work.dims(), "dtype": "float32"}
+    return row
+
+
+def _dims(work: Work) -> Dims:
+    return Dims(
+        hidden=work.hidden,
+        heads=work.heads,
+        kv_heads=work.kv_heads,
+        head_dim=work.hidden // work.heads,
+        intermediate=work.intermediate,
+    )
+
+
+def _unit(work: Work, ranks: int, slices: int) -> int:
+    return unit_bytes(_dims(work), 1, work.tokens // slices, work.layers // ranks)
+
+
+def recomputed() -> list[Row]:
+    """A row per layer and way to recompute: a unit's counted bytes beside the count by hand, in one process."""
+    rows = []
+    layers, tokens, slices = 2, 32, 4
+    for experts, kv_heads, how in itertools.product((0, 4), (8, 2), get_args(Recompute)):
+        model = _small(experts, kv_heads, layers)
+        run = SlicedTransformers(model, SliceOptions(slices, recompute=how))
+        dims = Dims.of(model.config)
+        by_hand = unit_bytes(dims, 1, tokens // slices, layers, how)
+        counted = _units_of(run, torch.arange(tokens)[None] % 48, layers)
+        row: Row = {"case": "recompute", "layer": "experts" if experts else "dense", "recompute": how, "n": slices}
+        row |= {"T": tokens, "dims": {**_said(dims), "layers": layers}, "dtype": "float32"}
+        row |= {"unit_bytes": counted, "by_hand_bytes": by_hand, "by_hand_per_token": kept_per_token(dims, how)}
+        rows.append({**row, "target": "equal", "met": counted == [by_hand] * slices})
+    return rows
+
+
+def _small(experts: int, kv_heads: int, layers: int) -> Any:
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 48, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": kv_heads}
+    if not experts:
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).train()
+    config = transformers.MixtralConfig(**sizes, num_local_experts=experts, num_experts_per_tok=2)
+    model = transformers.MixtralForCausalLM(config).train()
+    model.set_experts_implementation("eager")
+    return model
+
+
+def _units_of(run: SlicedTransformers, ids: torch.Tensor, layers: int) -> list[int]:
+    """What each slice adds to the bytes that all layers hold."""
+    count, kept, found = LiveBytes(run), [], []
+    (whole,) = run.cut(ids, ids, 1)
+    for part in run.sliced(whole):
+        before, boundary = count.now(), ()
+        with run.working(part):
+            for unit in range(layers + 1):
+                boundary = run.run(unit, boundary, part)
+        kept.append(boundary)
+        found.append(count.now() - before)
+    return found
+
+
+def _said(dims: Dims) -> dict[str, int]:
+    return {name: getattr(dims, name) for name in dims.__dataclass_fields__}

@@ -1,0 +1,169 @@
+"""Step times and counted bytes of several schedules on real ranks, in turn.
+
+Shape legend: P ranks, M microbatches, N slices, V stages per rank, T tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.common import Row
+from benchmarks.slices.by_hand import Dims, chunk_gradient_bytes, unit_bytes
+from benchmarks.slices.contenders import Contender, Counted, contender
+from benchmarks.slices.workload import Work, apart, oracle
+from pipeline_balance.schedules.closed_forms import sliced_peak_bytes, sliced_peak_units
+from prophet.machine.memory import keep_memory
+from prophet.ranks.collective import Collective
+
+BASELINE = "own-1f1b"
+
+
+def measure(
+    collective: Collective, *, device: str, case: str, work: dict[str, int], names: Sequence[str], repeats: int
+) -> list[Row]:
+    """A row per schedule. Every round runs all schedules once, another one first each time; the first round does not
+    count, and gives gradients that are compared with those of one process.
+    """
+    keep_memory()
+    job, ranks = Work(**work), collective.size
+    loss, want = oracle(job)
+    running: list[Contender] = []
+    rows: dict[str, Row] = {}
+    for name in names:
+        rows[name] = {"case": case, "schedule": name, "p": ranks, "m": job.microbatches, "T": job.tokens}
+        rows[name] |= {"balance": "none", "dims": job.dims(), "dtype": "float32", "threads": torch.get_num_threads()}
+        try:
+            one = contender(name, job, ranks)
+            got = _sum(one.step() if one.name.startswith("torch") else one.step() / ranks)
+        except Exception as error:
+            rows[name]["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            continue
+        rows[name] |= {"v": one.stages_per_rank, "n": one.slices, "order": one.order, "loss": got, "loss_alone": loss}
+        rows[name]["worst_gradient_error"] = _most(apart(one.gradients(), want))
+        rows[name] |= _messages(job, ranks, one)
+        one.busy_s()
+        running.append(one)
+    taken: dict[str, list[float]] = {one.name: [] for one in running}
+    for turn in range(repeats):
+        for i in range(len(running)):
+            one = running[(turn + i) % len(running)]
+            taken[one.name].append(_timed(one))
+    for one in running:
+        rows[one.name] |= _times(taken[one.name], _all(one.busy_s()), ranks)
+        rows[one.name] |= _bytes(job, ranks, one)
+    return list(rows.values())
+
+
+def _timed(one: Contender) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    one.step()
+    return _most(time.perf_counter() - began)
+
+
+def _times(step_s: list[float], busy: list[float], ranks: int) -> Row:
+    """Of all rounds together; idle is what a rank does besides its forward and backward actions."""
+    if not step_s:
+        return {"step_s": []}
+    total = sum(step_s)
+    idle = [total - b for b in busy]
+    quarters = statistics.quantiles(step_s, n=4, method="inclusive") if len(step_s) > 1 else [step_s[0]] * 3
+    return {
+        "step_s": step_s,
+        "step_s_median": statistics.median(step_s),
+        "step_s_quartiles": [quarters[0], quarters[2]],
+        "busy_s": [b / len(step_s) for b in busy],
+        "idle_s": [i / len(step_s) for i in idle],
+        "idle_over_work": sum(idle) / sum(busy),
+        "bubble_ratio": sum(idle) / (ranks * total),
+    }
+
+
+def _bytes(work: Work, ranks: int, one: Contender) -> Row:
+    """Counted bytes of one more step by rank, and the closed form where there is one."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the most memory counts from here on
+    found: Counted = one.counted()
+    row: Row = {
+        "activation_bytes": [int(n) for n in _all(found.activations)],
+        "chunk_bytes": [int(n) for n in _all(found.chunks)],
+        "chunk_gradient_bytes": [int(n) for n in _all(found.chunk_gradients)],
+        "rss_bytes": [int(n) for n in _all(_most_rss())],
+    }
+    if one.slices > 1 and one.stages_per_rank == 1:
+        form = form_bytes(work, ranks, one.slices, one.order)
+        row |= {"form_bytes": form, "over_form": max(a / f for a, f in zip(row["activation_bytes"], form, strict=True))}
+    return row
+
+
+def _most_rss() -> int:
+    """Most bytes of memory that this process has had since it last asked to forget; 0 where the system does not say."""
+    with suppress(OSError):
+        said = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(encoding="utf-8"), re.M)
+        return int(said[1]) * 1024 if said else 0
+    return 0
+
+
+def form_bytes(work: Work, ranks: int, slices: int, order: Any) -> list[int]:
+    """Form 4 by rank, [P], with one stage per rank and the count by hand."""
+    dims = Dims(
+        hidden=work.hidden,
+        heads=work.heads,
+        kv_heads=work.kv_heads,
+        head_dim=work.hidden // work.heads,
+        intermediate=work.intermediate,
+    )
+    each = (1, work.tokens // slices, work.layers // ranks)
+    a, g = unit_bytes(dims, *each), chunk_gradient_bytes(dims, *each)
+    units = [sliced_peak_units(rank, ranks, 1, work.microbatches, slices, order) for rank in range(ranks)]
+    return [sliced_peak_bytes(n, slices, a, g) for n in units]
+
+
+def _messages(work: Work, ranks: int, one: Contender) -> Row:
+    """What crosses from rank to rank in a step: hidden states of every unit one way, their gradients the other."""
+    crossings = ranks * one.stages_per_rank - 1
+    if one.name == "torch-zbv":
+        crossings -= 1  # the middle two stages are on one rank
+    crossings = crossings if ranks > 1 else 0
+    each = crossings * work.microbatches
+    amount = each * work.tokens * work.hidden * 4
+    return {
+        "messages": {"activations": each * one.slices, "gradients": each * one.slices},
+        "message_bytes": {"activations": amount, "gradients": amount},
+    }
+
+
+def against_baseline(rows: list[Row], *, target: dict[str, float]) -> list[Row]:
+    """The ratio of the baseline's median to each row's; `target` is the least by schedule."""
+    base = next((r["step_s_median"] for r in rows if r["schedule"] == BASELINE and r.get("step_s")), None)
+    for row in rows:
+        if base is None or not row.get("step_s"):
+            continue
+        row["speed_over_own_1f1b"] = base / row["step_s_median"]
+        if row["schedule"] in target:
+            least = target[row["schedule"]]
+            row |= {"target": f">= {least:g}", "met": row["speed_over_own_1f1b"] >= least}
+    return rows
+
+
+def _all(value: float) -> list[float]:
+    found = [torch.zeros((), dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor(float(value), dtype=torch.float64))
+    return [float(t) for t in found]
+
+
+def _most(value: float) -> float:
+    return max(_all(value))
+
+
+def _sum(value: float) -> float:
+    return sum(_all(value))

@@ -1,0 +1,134 @@
+"""Global batches, and one global position: how many samples the job has consumed, whatever its layout.
+
+A batch is of the whole job. Every layout cuts the same batches, so a switch neither repeats nor skips a sample. Loaders
+that keep a position per rank cannot promise that: loaded at another size they do both.
+
+Shape legend: B rows of a global batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import Dataset, default_collate
+
+from prophet.errors import SpecError
+
+
+class GlobalBatches(ABC):
+    """Batches of `(inputs, labels)`, each of the whole job; `position` counts the samples consumed so far."""
+
+    position: int = 0
+
+    @abstractmethod
+    def rows(self) -> int:
+        """B, the rows of the next batch."""
+
+    @abstractmethod
+    def read(self, first: int, last: int) -> tuple[Any, Any]:
+        """Inputs and labels of rows first .. last-1 of the next batch."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """The next batch has been used."""
+
+
+class Batches(GlobalBatches):
+    """Batches of B samples of a map-style `dataset`, whose items are `(inputs, labels)`.
+
+    With `shuffle`, every epoch has an order of its own, by `seed`. A rest of fewer than B samples is left out. Each
+    process reads the samples of its own microbatches alone. Set `position` to go on from a saved one.
+    """
+
+    def __init__(self, dataset: Dataset[Any], batch_size: int, *, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.batch_size, self.shuffle, self.seed = dataset, batch_size, shuffle, seed
+        self._samples = len(dataset)  # type: ignore[arg-type]
+        if not 1 <= batch_size <= self._samples:
+            raise SpecError(f"batch_size must be from 1 to the dataset's {self._samples} samples, got {batch_size}")
+        self._order: tuple[int, Tensor] = (-1, torch.empty(0))
+
+    def rows(self) -> int:
+        return self.batch_size
+
+    def read(self, first: int, last: int) -> tuple[Any, Any]:
+        each = self._samples // self.batch_size * self.batch_size
+        epoch, start = divmod(self.position, each)
+        if self._order[0] != epoch:
+            generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            found = torch.randperm(self._samples, generator=generator) if self.shuffle else torch.arange(self._samples)
+            self._order = epoch, found
+        chosen = self._order[1][start + first : start + last].tolist()
+        inputs, labels = default_collate([self.dataset[i] for i in chosen])
+        return inputs, labels
+
+    def advance(self) -> None:
+        self.position += self.batch_size
+
+
+class Stream(GlobalBatches):
+    """Batches as an iterable gives them, the same on every process, such as a DataLoader with a fixed seed.
+
+    It is begun anew where it ends.
+    """
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+        self._iterator: Iterator[Any] | None = None
+        self._next: tuple[Any, Any] | None = None
+
+    def _peek(self) -> tuple[Any, Any]:
+        for _ in range(2):
+            if self._next is None:
+                self._iterator = self._iterator if self._iterator is not None else iter(self.batches)
+                found = next(self._iterator, None)
+                if found is None:
+                    self._iterator = None
+                    continue
+                if not isinstance(found, Sequence) or len(found) != 2:
+                    raise SpecError(f"data must give (inputs, labels), got a {type(found).__name__}")
+                self._next = found[0], found[1]
+        if self._next is None:
+            raise SpecError("data has no batch")
+        return self._next
+
+    def rows(self) -> int:
+        return rows_of(self._peek()[0])
+
+    def read(self, first: int, last: int) -> tuple[Any, Any]:
+        inputs, labels = self._peek()
+        return rows_from(inputs, first, last), rows_from(labels, first, last)
+
+    def advance(self) -> None:
+        self.position += self.rows()
+        self._next = None
+
+
+def rows_of(batch: Any) -> int:
+    """Rows of a tensor, or of the first of a dictionary of them."""
+    tensor = batch if isinstance(batch, Tensor) else next(iter(batch.values()))
+    return int(tensor.shape[0])
+
+
+def rows_from(batch: Any, first: int, last: int) -> Any:
+    """Rows first .. last-1 of a tensor or of a dictionary of them; None stays None."""
+    return tree_map(lambda t: t[first:last] if isinstance(t, Tensor) else t, batch)
+
+
+def microbatches_of(wanted: int, replicas: int) -> int:
+    """How many microbatches a replica runs where the job wants so many in all: equally many on every replica."""
+    return -(-wanted // replicas)
+
+
+def cuts(rows: int, parts: int) -> list[tuple[int, int]]:
+    """First and last row of every one of `parts`, whose rows differ by at most one; `SpecError` if there are fewer."""
+    if rows < parts:
+        raise SpecError(f"a global batch of {rows} rows cannot be cut into {parts} microbatches")
+    size, more = divmod(rows, parts)
+    ends = [k * size + min(k, more) for k in range(parts + 1)]
+    return list(pairwise(ends))

@@ -1,0 +1,100 @@
+"""Process groups of layouts: made ahead on one thread, kept by their members, numbered in the layout's order.
+
+torch names a group by how many were made before it. Two threads that make groups in another order on two ranks would
+pair the wrong ones, without an error. So one thread of a process makes all groups of a job, in an order that the layout
+gives, and nothing else in the program may call `new_group` or `init_device_mesh` while it is at work.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from pipeline_balance.pipeline.stages import alone
+from prophet.errors import SpecError
+from prophet.ranks.collective import Collective
+from prophet.ranks.process_group import ProcessGroupCollective
+from prophet.ranks.waiting import Waiter, joined
+
+T = TypeVar("T")
+Members = tuple[int, ...]
+_CHANNELS = 2
+_KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+class Groups:
+    """Collectives among processes of the world, by their members; every wait in them has the limit `timeout_s`.
+
+    `backend` None is the world's. All processes ask for the same members in the same order, also for groups that they
+    are not in.
+    """
+
+    def __init__(self, timeout_s: float, backend: str | None = None) -> None:
+        self.timeout_s, self.backend = timeout_s, backend
+        self._made: dict[tuple[Members, str], Collective | None] = {}
+        self._thread = Waiter("makes groups")
+
+    def beside(self, call: Callable[[], T]) -> Future[T]:
+        """Call this on the thread that makes groups, after what it was given before."""
+        return self._thread.submit(call)
+
+    def make(self, wanted: Sequence[tuple[Members, str]]) -> str:
+        """Make the groups that are not there yet; each has its members and a purpose.
+
+        Returns what went wrong on this process; nothing if all went well.
+        """
+        if threading.current_thread() is self._thread.thread:
+            return self._make(list(wanted))
+        return joined(self.beside(lambda: self._make(list(wanted))))
+
+    def get(self, members: Members, purpose: str) -> Collective:
+        """The collective of this process among `members`; KeyError if it was not made."""
+        found = self._made[members, purpose]
+        if found is None:
+            raise KeyError(f"this process is not one of {list(members)}")
+        return found
+
+    def drop(self, wanted: Sequence[tuple[Members, str]]) -> None:
+        """Make these anew the next time; on all processes alike."""
+        for key in wanted:
+            found = self._made.pop(key, None)
+            if isinstance(found, ProcessGroupCollective):
+                found.abort()
+
+    def close(self) -> None:
+        """End the thread; the groups stay until the process group is destroyed."""
+        self._thread.close()
+
+    def _make(self, wanted: list[tuple[Members, str]]) -> str:
+        problem = ""
+        for members, purpose in wanted:
+            if (members, purpose) in self._made:
+                continue
+            try:
+                self._made[members, purpose] = self._one(members)
+            except (RuntimeError, ValueError, SpecError) as error:  # the others are tried: all must count alike
+                problem = problem or f"{purpose} of ranks {list(members)}: {str(error).splitlines()[0]}"
+        return problem
+
+    def _one(self, members: Members) -> Collective | None:
+        here = dist.get_rank()
+        if len(members) == 1:
+            return alone() if here in members else None
+        options: dict[str, Any] = {"timeout": timedelta(seconds=self.timeout_s), "backend": self.backend}
+        if list(members) != sorted(members):
+            if not _KEEPS_ORDER:
+                raise SpecError("this version of torch sorts a group's members: use ranks in ascending order")
+            options["sort_ranks"] = False
+        made = [dist.new_group(list(members), **options) for _ in range(_CHANNELS)]
+        if here not in members:
+            return None
+        found = ProcessGroupCollective(made[0], timeout_s=self.timeout_s, channels=(made[0], made[1]))
+        if found.rank != members.index(here):
+            raise RuntimeError(f"rank {here} is number {found.rank} in a group of {list(members)}")
+        return found

@@ -1,0 +1,46 @@
+"""What a process holds, read off the live objects: what a layout says it should hold can be compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from prophet.state.layout import Piece
+from prophet.state.space import Box
+
+
+def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
+    """The pieces that this process has memory for, by the names of training state: parameters, buffers, moments.
+
+    `3.weight` is a parameter or a buffer, `3.weight@exp_avg` what an optimizer keeps for it. A tied parameter has the
+    first of its names. What is on `meta` lives elsewhere. Of a `DTensor` it is this process's shard.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: list[Piece] = []
+    for name, tensor in _tensors(model):
+        found += _pieces(name, tensor)
+    for optimizer in optimizers:
+        for parameter, entries in optimizer.state.items():
+            for entry, value in entries.items():
+                if isinstance(value, Tensor) and id(parameter) in names:
+                    found += _pieces(f"{names[id(parameter)]}@{entry}", value)
+    return tuple(sorted(found))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _pieces(name: str, tensor: Tensor) -> list[Piece]:
+    if isinstance(tensor, DTensor):
+        if tensor.to_local().is_meta or not tensor.to_local().numel():
+            return []
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        stop = tuple(o + n for o, n in zip(offset, shape, strict=True))
+        return [Piece(name, Box(tuple(offset), stop))]
+    return [] if tensor.is_meta else [Piece(name, Box.whole(tensor.shape))]

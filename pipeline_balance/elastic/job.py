@@ -1,0 +1,311 @@
+"""A training job whose parallel layout changes while it runs, in place and exactly: see `Job`.
+
+Shape legend: N processes, M microbatches of a global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.elastic.data import GlobalBatches, Stream, cuts, microbatches_of, rows_from, rows_of
+from pipeline_balance.elastic.groups import Groups, Members
+from pipeline_balance.elastic.materialize import materialize
+from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.pipeline.adapter import TransformersModel
+from pipeline_balance.pipeline.agreement import NO_ROWS
+from pipeline_balance.pipeline.model import CountLabels, LossFn, ModuleChain, PipelineModel
+from pipeline_balance.pipeline.optimizers import MakeOptimizer
+from pipeline_balance.pipeline.owners import Owners
+from pipeline_balance.pipeline.replicas import Grid
+from pipeline_balance.pipeline.reseat import Arrangement, Switched, Way
+from pipeline_balance.pipeline.scaler import PipelineScaler
+from pipeline_balance.pipeline.stages import Seats, alone
+from pipeline_balance.pipeline.trainer import ElasticPipeline
+from pipeline_balance.pipeline.training_state import gather_json
+from prophet.errors import SpecError, TransitionError
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
+from prophet.ranks.process_group import process_rank, processes
+from prophet.ranks.waiting import joined
+
+_WHOLE = "the job goes on in the layout that it has"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """What was made ahead of a switch, or in words why it could not be."""
+
+    problem: str = ""
+    target: Arrangement | None = None
+    way: Way | None = None
+
+
+class Job:
+    """Trains the model that `build` makes, in a layout that `switch` changes between two steps.
+
+    Every process of the world makes one and calls the same methods; those beyond a layout hold nothing. `build()`
+    returns the whole unsplit model: layers in a row (a list, `nn.ModuleList` or `nn.Sequential`, with `loss_fn`), or a
+    transformers model. What is on `meta` is drawn from `seed` where it is needed. `make_optimizer(named_parameters)` is
+    called once; the optimizer and the parameters are the same objects for the whole run, so schedulers and hooks go on.
+
+    `data` gives global batches: `elastic.Batches`, or any iterable of `(inputs, labels)` that is the same on every
+    process. A batch is cut into `microbatches` M, which are divided among the dp replicas. Where dp does not divide M
+    there are more of them, as many as it does; the loss stays the mean over the batch. Random numbers are drawn by
+    `seed`, layer and microbatch: a layout whose dp divides M draws the same as any other. `loss_fn` and `counted` are
+    as `ModuleChain` takes them. `timeout_s` bounds every wait, `budget_bytes` the buffers of a switch. `nodes` [N] says
+    on which node a process runs.
+
+    Raises `SpecError` for a layout that cannot be trained yet: tp, ep, slices, zero 2 and 3.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module | Sequence[nn.Module] | PipelineModel],
+        make_optimizer: MakeOptimizer,
+        layout: Parallelism,
+        *,
+        data: Any = None,
+        loss_fn: LossFn | None = None,
+        counted: CountLabels | None = None,
+        microbatches: int,
+        seed: int = 0,
+        device: torch.device | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        budget_bytes: int = 64 << 20,
+        nodes: Sequence[int] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.microbatches = microbatches
+        self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
+        self._groups = Groups(timeout_s)
+        self._everyone: tuple[Members, str] = (tuple(range(processes())), "state")
+        self._nodes = nodes
+        self._preparing: Future[_Prepared] | None = None
+        device = device if device is not None else torch.device("cpu")
+        model = _model(build(), loss_fn, counted, device)
+        check(layout, len(model.units), processes())
+        problem = self._groups.make([*_wanted(layout), self._everyone])
+        if problem:
+            raise SpecError(f"{layout}: the process groups could not be made: {problem}")
+        seats = self._seats(layout)
+        stage_map = layout.stage_map(len(model.units))
+        here = stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank()))
+        materialize(model, here, seed, device)
+        self.pipeline = ElasticPipeline(
+            model,
+            stage_map,
+            make_optimizer=make_optimizer,
+            microbatches=microbatches_of(microbatches, layout.dp),
+            seed=seed,
+            device=device,
+            timeout_s=timeout_s,
+            budget_bytes=budget_bytes,
+            seats=seats,
+            zero=layout.zero,
+        )
+
+    @property
+    def optimizer(self) -> Any:
+        """What `make_optimizer` returned."""
+        return self.pipeline.optimizer
+
+    @property
+    def model(self) -> nn.Module:
+        """The unsplit model, with the parameters that live elsewhere on `meta`."""
+        return self.pipeline.module
+
+    @property
+    def steps(self) -> int:
+        """Updates made so far."""
+        return self.pipeline.progress.updates
+
+    def updates(self, name: str) -> bool:
+        """Whether this process updates the parameter and keeps the optimizer's state for it."""
+        groups = self.pipeline.groups
+        here = self.pipeline.owned.of(self.pipeline.layers)
+        return name in here and process_rank() in self.pipeline.owners.updaters(name, groups.rank)
+
+    # --- training ---------------------------------------------------------------------------------------------
+
+    def step(self, *, max_norm: float | None = None, scaler: PipelineScaler | None = None) -> float:
+        """Train on the next global batch; its mean loss, equal on all processes. Collective, spare ones included.
+
+        `max_norm` clips the gradients, `scaler` is what `job.scaler()` makes. The data's position moves on once the
+        update is done.
+        """
+        inputs, labels = self._microbatches()
+        loss = self.pipeline.step(inputs, labels, max_norm=max_norm, scaler=scaler)
+        self.data.advance()
+        return loss
+
+    def _microbatches(self) -> tuple[Any, Any]:
+        """This replica's part of the next batch, in microbatches; a failure is in their place, and told to all."""
+        groups, each = self.pipeline.groups, self.pipeline.config.microbatches
+        if groups.spare:
+            return None, None
+        try:
+            first = groups.replica * each
+            mine = cuts(self.data.rows(), each * groups.replicas)[first : first + each]
+            parts = [self.data.read(a, b) for a, b in mine]
+        except Exception as error:
+            return error, None
+        return [inputs for inputs, _ in parts], [labels for _, labels in parts]
+
+    def evaluate(self, inputs: Any, labels: Any) -> float:
+        """The mean loss of a global batch of any size without a backward pass, equal on all processes. Collective.
+
+        Every process is given the batch; one that has none must still call, and is named.
+        """
+        groups = self.pipeline.groups
+        if groups.spare or inputs is None:
+            return self.pipeline.evaluate(inputs, labels)
+        rows = rows_of(inputs)
+        first, last = (rows * k // groups.replicas for k in (groups.replica, groups.replica + 1))
+        if first == last:
+            return self.pipeline.evaluate(NO_ROWS, None)
+        return self.pipeline.evaluate(rows_from(inputs, first, last), rows_from(labels, first, last))
+
+    def scaler(self, **arguments: Any) -> PipelineScaler:
+        """A `torch.amp.GradScaler` for `step(scaler=)`; see `ElasticPipeline.scaler`."""
+        return self.pipeline.scaler(**arguments)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The unsplit model's whole `state_dict` on the layout's first rank, empty elsewhere. Collective."""
+        return self.pipeline.state_dict(rank=self.pipeline.groups.grid.rows[0][0])
+
+    # --- switching --------------------------------------------------------------------------------------------
+
+    def prepare(self, layout: Parallelism) -> None:
+        """Make groups and find the route for a switch to `layout`, in the background; training goes on. Collective.
+
+        Meanwhile the program must not make process groups itself. Raises `SpecError` on all processes for a layout that
+        cannot be trained, or where they are given different ones.
+        """
+        pipe = self.pipeline
+        self._finish_preparing()
+        with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
+            problem = pipe.mover.attempt(lambda: self._refuse(layout)) or ""
+            said = [str(layout), problem]
+            every = gather_json(said, pipe.collective, pipe.config.device, Operation("comparing layouts"))
+            refused = [f"rank {r}: {words}" for r, (_, words) in enumerate(every) if words]
+            if refused:
+                raise SpecError(problem or "; ".join(refused[:3]))
+            differ = [r for r, (text, _) in enumerate(every) if text != every[0][0]]
+            if differ:
+                raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0][0]})")
+        stage_map, tied = layout.stage_map(len(pipe.model.units)), pipe.reseater(self._nodes)
+        described = tied.describe()
+        specs = described.specs if not isinstance(described, str) else []
+
+        def made() -> _Prepared:
+            problem = self._groups.make([*_wanted(layout), self._everyone])
+            state = self._groups.get(*self._everyone)
+            every = gather_json(problem, state, pipe.config.device, Operation("making groups"))
+            failed = [f"rank {r}: {words}" for r, words in enumerate(every) if words]
+            if failed:
+                return _Prepared(problem=f"groups of {layout} could not be made ({'; '.join(failed[:3])})")
+            seats = self._seats(layout)
+            target = Arrangement(
+                seats=seats,
+                stage_map=stage_map,
+                owners=Owners(pipe.owned, seats.grid, stage_map, layout.zero),
+                microbatches=microbatches_of(self.microbatches, layout.dp),
+            )
+            return _Prepared(target=target, way=tied.way(specs, target, state))
+
+        self._next = layout
+        self._preparing = self._groups.beside(made)
+
+    def _refuse(self, layout: Parallelism) -> None:
+        check(layout, len(self.pipeline.model.units), processes())
+
+    def _finish_preparing(self) -> _Prepared:
+        """What was made in the background, waited for."""
+        preparing, self._preparing = self._preparing, None
+        if preparing is None:
+            return _Prepared(problem="no layout was prepared: call prepare(layout) first")
+        try:
+            return joined(preparing)
+        except Exception as error:
+            return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0])
+
+    def switch(self, layout: Parallelism | None = None) -> Switched:
+        """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
+
+        What has not been prepared by now is waited for. Raises `TransitionError` on all processes, with the job as it
+        was, where something fails. After that, prepare again.
+        """
+        if layout is not None:
+            self.prepare(layout)
+        pipe, ready = self.pipeline, self._finish_preparing()
+        with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
+            op = Operation("meeting for a switch")
+            every = gather_json(ready.problem, pipe.collective, pipe.config.device, op)
+            failed = {words: r for r, words in reversed(list(enumerate(every))) if words}
+            if failed:
+                self._renew()
+                raise TransitionError("; ".join(f"rank {r}: {words}" for words, r in failed.items()) + f"; {_WHOLE}")
+        assert ready.target is not None
+        words: Mapping[str, Any] = {"layout": str(self._next), "data position": self.data.position}
+        try:
+            done = pipe.reseat(ready.target, self._groups.get(*self._everyone), words, ready.way)
+        except TransitionError:
+            self._renew()
+            raise
+        self.layout = self._next
+        return done
+
+    def _renew(self) -> None:
+        """After a failure the state's communicator may be of no more use: make another one the next time."""
+        self._groups.drop([self._everyone])
+
+    def _seats(self, layout: Parallelism) -> Seats:
+        """The places of a layout whose groups were made."""
+        here = process_rank()
+        grid = Grid(rows=tuple(tuple(int(r) for r in layout.grid[:, d, 0]) for d in range(layout.dp)))
+        if grid.replica_of(here) == grid.replicas:
+            return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone())
+        row, column = grid.replica(grid.replica_of(here)), grid.column(grid.pipeline_rank_of(here))
+        stages, replicas = self._groups.get(row, "stages"), self._groups.get(column, "replicas")
+        return Seats(grid=grid, collective=stages, column=replicas)
+
+    def close(self) -> None:
+        """End the job's threads. Its groups stay until the process group is destroyed."""
+        self._groups.close()
+
+
+def check(layout: Parallelism, layers: int, world: int) -> None:
+    """Raise `SpecError` unless a `Job` of `world` processes can train a model of `layers` in this layout."""
+    wrong = [f"{name}{getattr(layout, name)}" for name in ("tp", "ep", "slices") if getattr(layout, name) > 1]
+    if layout.zero > 1:
+        wrong.append(f"zero{layout.zero}")
+    if isinstance(layout.order, str):
+        wrong.append(f"order {layout.order!r}")
+    if wrong:
+        raise SpecError(f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp with zero 0 or 1")
+    if max(layout.rank_of_place) >= world:
+        raise SpecError(f"{layout} needs rank {max(layout.rank_of_place)}, the world has {world} ranks")
+    layout.stage_map(layers)
+
+
+def _wanted(layout: Parallelism) -> list[tuple[Members, str]]:
+    """The groups of a layout, in the order in which all processes make them."""
+    rows = [(members, "stages") for members in layout.groups("pp")]
+    return [*rows, *((members, "replicas") for members in layout.groups("dp"))]
+
+
+def _model(built: Any, loss_fn: LossFn | None, counted: CountLabels | None, device: torch.device) -> PipelineModel:
+    if isinstance(built, PipelineModel):
+        return built
+    if isinstance(built, nn.Sequential | nn.ModuleList | list | tuple):
+        if loss_fn is None:
+            raise SpecError("layers in a row need a loss_fn")
+        return ModuleChain(built, loss_fn, counted=counted, device=device)
+    if not isinstance(built, nn.Module):
+        raise SpecError(f"build() must return layers or a model, got a {type(built).__name__}")
+    return TransformersModel(built, device=device)

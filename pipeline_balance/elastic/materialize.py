@@ -1,0 +1,47 @@
+"""Weights of a model that was built on `meta`: each module draws its own, so no layout changes them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from pipeline_balance.pipeline.generators import seeded
+from pipeline_balance.pipeline.model import PipelineModel
+from pipeline_balance.pipeline.ownership import put
+from prophet.errors import SpecError
+
+
+@torch.no_grad()
+def materialize(model: PipelineModel, units: Collection[int], seed: int, device: torch.device) -> None:
+    """Give what `units` hold memory on `device` where it has none, with the values of the modules' `reset_parameters`.
+
+    A module draws from a generator of its own, by `seed` and its name; a tied parameter is that of the first module in
+    the unsplit model. Raises `SpecError` for a module that cannot set its values itself.
+    """
+    mine = {m for unit in units for m in model.units[unit].modules()}
+    needed = {p for m in mine for p in m._parameters.values() if p is not None and p.is_meta}
+    stuck = {n for m in mine for n, b in m._buffers.items() if b is not None and b.is_meta}
+    for name, module in model.root.named_modules():
+        first = [p for p in module._parameters.values() if p is not None and p in needed]
+        if not first:
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None or stuck & module._buffers.keys():
+            raise SpecError(
+                f"{name or 'the model'} is on meta and cannot set its values (it needs reset_parameters, and buffers "
+                f"with memory): build it on a device"
+            )
+        needed -= set(first)
+        for parameter in first:
+            memory = torch.empty_like(parameter, device=device)
+            put(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+        others = [p for p in module._parameters.values() if p is not None and p not in first and not p.is_meta]
+        kept = [p.clone() for p in others]
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+        with seeded(int.from_bytes(digest, "little") >> 1, device):
+            reset()
+        for parameter, values in zip(others, kept, strict=True):
+            parameter.copy_(values)

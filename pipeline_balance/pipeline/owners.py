@@ -1,0 +1,94 @@
+"""ZeRO stage 1 around the user's one optimizer: within a column every tensor has one owner, which alone updates it.
+
+The replicas of a stage hold the same parameters and, once averaged, the same gradients. Each tensor's moments live with
+its owner. Before the optimizers' step the others drop their gradients, so torch leaves those parameters alone; after it
+the owners send what they have updated. The bits are those of an update without owners.
+
+Shape legend: R replicas, P pipeline ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.replicas import Grid
+from pipeline_balance.pipeline.stages import PipelineGroups
+from pipeline_balance.spec import StageMap
+from prophet.ranks.collective import Operation
+
+
+def owners_of(elements: Mapping[str, int], replicas: int) -> dict[str, int]:
+    """The replica that owns each tensor: large ones first, each to the replica with the fewest elements so far."""
+    load = [0] * replicas
+    found: dict[str, int] = {}
+    for name in sorted(elements, key=lambda n: -elements[n]):
+        owner = load.index(min(load))
+        load[owner] += elements[name]
+        found[name] = owner
+    return {name: found[name] for name in elements}
+
+
+class Owners:
+    """Who updates what under a stage map and a grid, `zero` 0 (every holder) or 1 (one owner per column).
+
+    A parameter that is added later is owned by replica 0.
+    """
+
+    def __init__(self, owned: Ownership, grid: Grid, stage_map: StageMap | None, zero: int) -> None:
+        self.owned, self.grid, self.stage_map = owned, grid, stage_map
+        self.zero = zero if grid.replicas > 1 else 0
+        self._owner: list[dict[str, int]] = []
+        if self.zero and stage_map is not None:
+            sizes = {n: math.prod(p.shape) for n, p in owned.parameters.items()}
+            for p in range(grid.pipeline_ranks):
+                mine = {n: sizes[n] for n in owned.of(stage_map.layers_on(p))}
+                self._owner.append(owners_of(mine, grid.replicas))
+
+    def updaters(self, name: str, pipeline_rank: int) -> tuple[int, ...]:
+        """The processes of a column that update a parameter of its stages and keep the optimizer's state for it."""
+        column = self.grid.column(pipeline_rank)
+        return (column[self._owner[pipeline_rank].get(name, 0)],) if self.zero else column
+
+    def drop_others(self, groups: PipelineGroups) -> None:
+        """Before the optimizers' step: forget gradients of parameters that other replicas own."""
+        for owner, parameter in self._mine(groups):
+            if owner != groups.replica:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def share(self, groups: PipelineGroups) -> None:
+        """After the optimizers' step: take over what other replicas have updated; collective over the column."""
+        flat: dict[int, list[Tensor]] = {}
+        for owner, parameter in self._mine(groups):
+            if parameter.requires_grad:
+                flat.setdefault(owner, []).append(parameter)
+        sends: list[tuple[int, Tensor]] = []
+        receives: list[tuple[int, Tensor]] = []
+        for owner, parameters in sorted(flat.items()):
+            packed = [p.contiguous().view(-1).view(torch.uint8) for p in parameters] if owner == groups.replica else []
+            if packed:
+                sends = [(r, torch.cat(packed)) for r in range(groups.replicas) if r != owner]
+            else:
+                size = sum(p.numel() * p.element_size() for p in parameters)
+                receives.append((owner, torch.empty(size, dtype=torch.uint8, device=parameters[0].device)))
+        if sends or receives:
+            groups.column.exchange(sends, receives, op=Operation("parameters of their owners")).wait()
+        for owner, came in receives:
+            offset = 0
+            for p in flat[owner]:
+                size = p.numel() * p.element_size()
+                p.copy_(came[offset : offset + size].clone().view(p.dtype).view(p.shape))
+                offset += size
+
+    def _mine(self, groups: PipelineGroups) -> Iterator[tuple[int, nn.Parameter]]:
+        """The parameters of this rank's stages, with the replica that owns each; nothing without owners."""
+        if self.zero and not groups.spare:
+            owner = self._owner[groups.rank]
+            assert self.stage_map is not None
+            for name in self.owned.of(self.stage_map.layers_on(groups.rank)):
+                yield owner.get(name, 0), self.owned.parameters[name]

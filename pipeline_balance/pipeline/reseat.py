@@ -1,0 +1,251 @@
+"""Moving a whole pipeline to other processes: other stages, other replicas, other owners of the optimizer's state.
+
+`rebuild` moves layers within every replica. Here all processes move at once, from the places they have to the places
+that others are to have. Everything that can fail is done on the side. Then the processes decide once, in the store of
+their process group, and what is left are assignments. Until that decision the state from before is whole and in force.
+
+Shape legend: N processes, R replicas, P pipeline ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pipeline_balance.pipeline.owners import Owners
+from pipeline_balance.pipeline.passes import Passes
+from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
+from pipeline_balance.pipeline.stages import Seats, Stages
+from pipeline_balance.pipeline.ties import check_ties, ties_of
+from pipeline_balance.pipeline.training_state import Held, base_name, collect, gather_json
+from pipeline_balance.spec import StageMap
+from prophet.errors import BudgetError, LayoutError, SpecError, TransitionError
+from prophet.ranks.collective import Collective, Operation
+from prophet.state.layout import Layout, layout_from
+from prophet.state.route import Route, route
+from prophet.state.space import Box, Space, TensorSpec
+from prophet.state.transition import Moved, transition
+
+DECISION = Operation("deciding on a switch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrangement:
+    """Who runs what: places of processes, the stage map, who updates which tensor, microbatches of a replica."""
+
+    seats: Seats
+    stage_map: StageMap
+    owners: Owners
+    microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A route that was found ahead, and the description of this process's state that it holds for."""
+
+    specs: tuple[TensorSpec, ...]
+    route: Route
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Switched:
+    """What a switch took.
+
+    `seconds` is how long this process was held up. `link_bytes` has the bytes of the state by sending and receiving
+    process, the same on all of them; `messages` those that this one has sent. `peak_bytes` is the most that state and
+    buffers took here: the old state, what is new, the buffers of the move.
+    """
+
+    seconds: float
+    link_bytes: Mapping[tuple[int, int], int]
+    messages: int
+    peak_bytes: int
+
+
+@dataclass
+class Reseater:
+    """Takes a pipeline from one arrangement to another.
+
+    `mover` has its parts, `passes` what it has under way, `now` what is in force. `nodes` [N] are as routes take them.
+    """
+
+    mover: StateMover
+    passes: Passes
+    now: Stages
+    nodes: Sequence[int] | None = None
+
+    def describe(self) -> Held | str:
+        """This process's state without gradients, or in words why it cannot be moved."""
+        units = self.now.stage_map.layers_on(self.mover.groups.rank)
+        held: Held | str = self.mover.attempt(
+            lambda: collect(self.mover.owned, self.mover.optimizers, units, gradients=False)
+        )
+        return held
+
+    def way(self, specs: Sequence[TensorSpec], target: Arrangement, collective: Collective) -> Way:
+        """The route from what is in force to `target`; collective, in any thread."""
+        rows = [[s.name, list(s.shape), s.dtype, s.kind, s.layer] for s in specs]
+        every = gather_json(rows, collective, self.mover.device, Operation("describing state"))
+        tensors = {row[0]: row for rows in every for row in rows}
+        space = Space(
+            tuple(
+                TensorSpec(name=n, shape=tuple(shape), dtype=d, kind=k, layer=u)
+                for n, shape, d, k, u in sorted(tensors.values(), key=lambda row: (row[4], row[0]))
+            )
+        )
+        size, tied = collective.size, self.mover.owned.tied()
+        grid, owners = self.mover.groups.grid, self.passes.owners
+        before = layout_over(space, grid.rows, self.now.stage_map, owners, tied, size, first=True)
+        after = layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, size)
+        return Way(specs=tuple(specs), route=route(before, after, nodes=self.nodes))
+
+    def check(self, words: Mapping[str, Any], target: Arrangement) -> None:
+        """Raise `SpecError` on all processes unless all are between updates and say the same `words`; collective.
+
+        Raises `TransitionError` where tied parameters have come apart.
+        """
+        groups, owned = self.mover.groups, self.mover.owned
+
+        def read() -> str:
+            self.passes.read_model()
+            self.mover.builder.check_map(target.stage_map, target.seats.grid)
+            if self.passes.progress.parts:
+                raise SpecError("an update is under way: switch after step(update=True)")
+            return ""
+
+        problem = self.mover.attempt(read)
+        op = Operation("agreeing on a switch")
+        every = gather_json([problem, dict(words)], groups.world, self.mover.device, op)
+        refused = [f"rank {r}: {said[0]}" for r, said in enumerate(every) if said[0]]
+        if refused:
+            raise SpecError("; ".join(refused[:3]) + f"; {WHOLE}")
+        for what, value in every[0][1].items():
+            differ = [r for r, said in enumerate(every) if said[1][what] != value]
+            if differ:
+                raise SpecError(f"ranks {differ} have another {what} than rank 0 ({value}); {WHOLE}")
+        # moments of one owner are compared with nobody's
+        state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
+        check_ties(ties_of(owned), self.now.stage_map, groups.world, groups.grid, state, device=self.mover.device)
+
+    def move(self, target: Arrangement, collective: Collective, way: Way | None) -> tuple[Stages, Switched]:
+        """Go to `target`; `collective` over all processes carries the state, and nothing else uses it meanwhile.
+
+        `way` was found ahead; it is used where every process's state still has that shape. Raises `TransitionError` on
+        all processes, with everything as it was, or on none.
+        """
+        began = time.perf_counter()
+        mover, rank = self.mover, collective.rank
+        self.passes.drop_gradients()  # they were used
+        config = replace(mover.builder.config, microbatches=target.microbatches)
+        place = target.seats.grid.pipeline_rank_of(rank)
+        problem, links, done, moved = "", {}, None, None
+        try:
+            held = self.describe()
+            way, scalars = self._agreed_way(held, target, collective, way)
+            assert isinstance(held, Held)
+            moved = transition(
+                way.route,
+                {piece: held.tensors[piece.name] for piece in way.route.before.pieces[rank]},
+                collective,
+                budget_bytes=mover.budget_bytes,
+                device=mover.device,
+                allocate=mover.allocate,
+            )
+            links = link_bytes(way.route)
+            done = self._assembled(target, moved, scalars, place, config)
+        except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError) as error:
+            problem = f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        if not collective.decide(DECISION, ready=done is not None) or done is None or moved is None or way is None:
+            raise TransitionError(_ended(problem)) from None
+        stages, change = done
+        old_bytes = sum(t.numel() * t.element_size() for t in held.tensors.values())
+        change.make()
+        mover.builder.config = config
+        mover.groups.sit(target.seats)
+        self.passes.reseat(target.owners)
+        return stages, Switched(
+            seconds=time.perf_counter() - began,
+            link_bytes=links,
+            messages=moved.messages,
+            peak_bytes=old_bytes + moved.new_state_bytes + moved.buffer_bytes,
+        )
+
+    def _assembled(
+        self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int, config: Any
+    ) -> tuple[Stages, Change]:
+        """The new stages with the assignments that put the state in its place, all checked."""
+        rank = self.mover.groups.world.rank
+
+        def updates(name: str) -> bool:
+            return rank in target.owners.updaters(name, place)
+
+        mine = {name: value for name, value in scalars.items() if updates(base_name(name))}
+        return self.mover.assemble(target.stage_map, moved.state, mine, rank=place, config=config)
+
+    def _agreed_way(
+        self, held: Held | str, target: Arrangement, collective: Collective, way: Way | None
+    ) -> tuple[Way, dict[str, Any]]:
+        """The route, and the plain numbers that travel in words: of the lowest process that has them."""
+        specs = held.specs if isinstance(held, Held) else []
+        said = {
+            "problem": held if isinstance(held, str) else "",
+            "scalars": held.scalars if isinstance(held, Held) else {},
+            "ready": way is not None and way.specs == tuple(specs),
+        }
+        every = gather_json(said, collective, self.mover.device, Operation("beginning a switch"))
+        problems = [f"rank {r}: {row['problem']}" for r, row in enumerate(every) if row["problem"]]
+        if problems:
+            raise TransitionError("; ".join(problems[:3]))
+        scalars: dict[str, Any] = {}
+        for row in reversed(every):
+            scalars.update(row["scalars"])
+        if way is None or not all(row["ready"] for row in every):
+            way = self.way(specs, target, collective)
+        return way, scalars
+
+
+def layout_over(
+    space: Space,
+    rows: Sequence[Sequence[int]],
+    stage_map: StageMap,
+    owners: Owners,
+    tied: Mapping[str, tuple[int, ...]],
+    processes: int,
+    *,
+    first: bool = False,
+) -> Layout:
+    """Which process holds which whole tensor: `rows` [R][P] are the processes of every replica.
+
+    What optimizers keep lives where its parameter is updated. With `first`, buffers count as the first replica's alone,
+    since replicas may differ in them.
+    """
+    home = stage_map.assignment()
+    found: dict[int, list[tuple[str, Box]]] = {}
+    for tensor in space.tensors:
+        name = base_name(tensor.name)
+        assert tensor.layer is not None
+        for p in sorted({home[unit] for unit in tied.get(name, (tensor.layer,))}):
+            column = tuple(row[p] for row in rows)
+            if tensor.kind == "optimizer":
+                column = owners.updaters(name, p)
+            elif tensor.kind == "buffer" and first:
+                column = column[:1]
+            for process in column:
+                found.setdefault(process, []).append((tensor.name, tensor.box))
+    return layout_from(space, processes, found)
+
+
+def link_bytes(way: Route) -> dict[tuple[int, int], int]:
+    """Bytes by sending and receiving process."""
+    found: dict[tuple[int, int], int] = {}
+    for t in way.transfers:
+        link = (t.source, t.destination)
+        found[link] = found.get(link, 0) + way.n_bytes(t)
+    return dict(sorted(found.items()))
+
+
+def _ended(problem: str) -> str:
+    said = problem or "another rank could not switch"
+    return said if WHOLE in said else f"{said}; {WHOLE}"

@@ -1,0 +1,73 @@
+"""The benchmark of slices: rows of the simulator and of small real runs, and what becomes of schedules that fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers", reason="the models are transformers'")
+
+from benchmarks.common import rows_on_ranks
+from benchmarks.slices.__main__ import main, table
+from benchmarks.slices.counts import longest_real, ranks_beside_form, recomputed
+from benchmarks.slices.steps import against_baseline, measure
+
+TINY = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 40, "microbatches": 2, "tokens": 64}
+
+
+def test_the_simulator_meets_its_targets(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    assert main(["--simulate", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert {r["case"] for r in rows} == {"bubble", "longest-simulated"}
+    free = {
+        r["schedule"]: r["idle_over_work"]
+        for r in rows
+        if r["case"] == "bubble" and r["costs"] == "equal slices" and not r["transfer_of_forward"]
+    }
+    # (p - 1) / (n m v)
+    assert free == pytest.approx(
+        {"own-1f1b": 3 / 4, "interleaved-v2": 3 / 8, "minimal-n16": 3 / 64, "aligned-n16": 3 / 64}
+        | {"minimal-n16-v2": 3 / 128}
+    )
+
+
+def test_units_keep_what_was_counted_by_hand() -> None:
+    rows = recomputed()
+    assert len(rows) == 12
+    assert all(r["met"] and len(set(r["unit_bytes"])) == 1 for r in rows)
+    assert rows[0]["unit_bytes"][0] > rows[1]["unit_bytes"][0] > rows[2]["unit_bytes"][0]
+
+
+def test_two_real_ranks_in_turn() -> None:
+    names = ["own-1f1b", "minimal-n4", "aligned-n4-v2", "minimal-n5", "torch-1f1b", "torch-interleaved", "torch-zbv"]
+    options = {"case": "step-m2", "work": TINY, "names": names, "repeats": 2}
+    rows = rows_on_ranks(measure, options, ranks=2, limit_s=200.0)
+    assert rows is not None
+    by_name = {r["schedule"]: r for r in against_baseline(rows, target={"minimal-n4": 1e-9})}
+    assert list(by_name) == names
+    assert "cannot be cut into 5 equal slices" in by_name["minimal-n5"]["reason"]
+    assert by_name["minimal-n4"]["met"]
+    for name in set(names) - {"minimal-n5"}:
+        row = by_name[name]
+        if name == "torch-zbv" and "reason" in row:
+            continue
+        assert len(row["step_s"]) == 2
+        assert all(busy > 0 for busy in row["busy_s"])
+        assert row["loss"] == pytest.approx(row["loss_alone"], rel=1e-5)
+        assert row["worst_gradient_error"] < 1e-4
+    assert by_name["minimal-n4"]["over_form"] == 1.0
+    # one process's activations of both microbatches, whichever schedule holds them
+    assert by_name["own-1f1b"]["activation_bytes"][0] == by_name["torch-1f1b"]["activation_bytes"][0]
+    assert "minimal-n5" in table(rows)
+
+
+@pytest.mark.slow
+def test_four_real_ranks_hold_what_the_form_says() -> None:
+    work = {**TINY, "microbatches": 4, "tokens": 128}
+    for body in (ranks_beside_form, longest_real):
+        rows = rows_on_ranks(body, {"work": work, "slices": 16}, ranks=4, limit_s=200.0)
+        assert rows is not None
+        assert all(r["met"] for r in rows if "met" in r)

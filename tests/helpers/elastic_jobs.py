@@ -1,0 +1,122 @@
+"""A small job that switches layouts, the same training in one process, and what all processes hold together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from pipeline_balance import elastic
+from pipeline_balance.elastic.held import held
+from pipeline_balance.elastic.job import Job
+from pipeline_balance.elastic.parallelism import Parallelism
+from tests.helpers.pipeline_model import plain_step
+
+DIM, VOCABULARY, UNITS, SEED = 6, 11, 6, 3
+MICROBATCHES, ROWS, SAMPLES = 12, 24, 60
+
+
+class _Block(nn.Module):
+    """Residual, with dropout and a buffer that stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM), nn.Dropout(0.2)
+        self.register_buffer("scale", torch.rand(()) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.drop(torch.tanh(self.up(x))))
+
+
+def build() -> nn.Sequential:
+    """An embedding, blocks and a head with the embedding's weight, float64."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Embedding(VOCABULARY, DIM), *(_Block() for _ in range(UNITS - 2)))
+    made.append(nn.Linear(DIM, VOCABULARY, bias=False))
+    made[-1].weight = made[0].weight
+    return made.double()
+
+
+def make_optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=2e-2, weight_decay=0.1)
+
+
+def dataset() -> TensorDataset:
+    ids = torch.randint(VOCABULARY, (SAMPLES,), generator=torch.Generator().manual_seed(1))
+    return TensorDataset(ids, (ids * 3 + 1) % VOCABULARY)
+
+
+def batches() -> elastic.Batches:
+    return elastic.Batches(dataset(), ROWS, seed=SEED)
+
+
+def start(layout: str, **options: Any) -> Job:
+    given: dict[str, Any] = {"data": batches(), "loss_fn": nn.functional.cross_entropy, "timeout_s": 60.0}
+    given |= {"microbatches": MICROBATCHES, "seed": SEED}
+    return Job(build, make_optimizer, Parallelism.parse(layout), **{**given, **options})
+
+
+def plain_losses(steps: int, microbatches: int = MICROBATCHES) -> list[float]:
+    """The same training in one process, without a job."""
+    model, data = build(), batches()
+    optimizer = make_optimizer(list(model.named_parameters()))
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        options: dict[str, Any] = {"microbatches": microbatches, "seed": SEED, "update": step}
+        losses.append(plain_step(list(model), *data.read(0, ROWS), nn.functional.cross_entropy, **options))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        data.advance()
+    return losses
+
+
+def train(job: Job, steps: int, schedule: Any = None) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        losses.append(job.step(max_norm=0.5))
+        if schedule is not None:
+            schedule.step()
+    return losses
+
+
+def whole(job: Job) -> dict[str, Tensor]:
+    """All parameters, buffers and moments of all processes by name, once their copies were compared."""
+    names = {id(p): n for n, p in job.model.named_parameters()}
+    mine = {n: t.detach() for n, t in (*job.model.named_parameters(), *job.model.named_buffers()) if not t.is_meta}
+    for parameter, entries in job.optimizer.state.items():
+        mine |= {f"{names[id(parameter)]}@{e}": t for e, t in entries.items()}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    found: dict[str, Tensor] = {}
+    for row in every:
+        for name, tensor in row.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
+    return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def expected_pieces(job: Job, entries: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "step")) -> set[str]:
+    """Names of what this process should hold, by the layout alone."""
+    layout, rank = job.layout, dist.get_rank()
+    place = layout.place(rank)
+    if place is None:
+        return set()
+    stage_map = layout.stage_map(UNITS)
+    units = stage_map.layers_on(place.pp)
+    names = [n for n, _ in build().named_parameters() if int(n.split(".")[0]) in units]
+    names += ["0.weight"] if UNITS - 1 in units and 0 not in units else []
+    buffers = [f"{i}.scale" for i in units if 0 < i < UNITS - 1]
+    return {*names, *buffers, *(f"{n}@{e}" for n in names if job.updates(n) for e in entries)}
+
+
+def check_held(job: Job) -> None:
+    assert {p.name for p in held(job.model, job.optimizer)} == expected_pieces(job)
