@@ -34,6 +34,7 @@ def _in_slices(rank: int, size: int) -> tuple[float, dict[str, Tensor], set[torc
     return loss, {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None and not p.is_meta}, seen
 
 
+@pytest.mark.slow
 def test_slices_in_bf16_are_as_near_to_float32_as_the_whole() -> None:
     exact, want, _ = alone(_model(torch.float32), ["plain"], make=no_update, tokens=TOKENS)
     whole, found, _ = alone(copy.deepcopy(_model(torch.bfloat16)), ["plain"], make=no_update, tokens=TOKENS)

@@ -117,7 +117,7 @@ def _twenty(rank: int, size: int, replicas: int, how: str) -> tuple[list[float],
 @pytest.mark.parametrize(
     ("size", "replicas", "how"),
     [
-        (2, 1, "attach"),
+        pytest.param(2, 1, "attach", marks=pytest.mark.slow),
         pytest.param(2, 1, "rebuild", marks=pytest.mark.slow),
         pytest.param(4, 2, "rebuild", marks=pytest.mark.slow),
     ],
@@ -156,6 +156,7 @@ def _pruned_and_mixed(rank: int, size: int) -> tuple[list[float], dict[str, Tens
     return [loss, pipe.step([x for x, _ in given], [y for _, y in given])], grads
 
 
+@pytest.mark.slow
 def test_pruned_layers_and_microbatches_of_different_lengths() -> None:
     losses, want, _ = alone(_pruned(), ["plain"], make=no_update)
     model = _pruned()
