@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from prophet.spec import FloatArray, IntArray
 from prophet.state.atoms import Atoms
-from prophet.state.table import IntArray, numbered, positions, positions_of, starts, volumes, within
-
-FloatArray = npt.NDArray[np.float64]
+from prophet.state.table import numbered, positions, positions_of, starts, volumes, within
 
 PARTS = 8
 """Into how many parts the busiest port's bytes are cut where several ranks could send them."""
