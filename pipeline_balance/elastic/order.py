@@ -19,7 +19,7 @@ from prophet.spec import FloatArray, IntArray
 from prophet.state.atoms import Atoms, cut
 from prophet.state.layout import Layout
 
-LARGEST_EXACT = 4096
+LARGEST_EXACT = 2048
 """Blocks up to which the assignment is the best one; beyond, the largest overlaps are taken one after the other."""
 
 
@@ -81,11 +81,14 @@ def _blocks(node: IntArray, size: int) -> IntArray:
 
 def _inside(blocks: IntArray, chosen: IntArray, row: IntArray, column: IntArray, inner: FloatArray) -> IntArray:
     """The rank of every place, [blocks of places, size], once every block of places has its block of ranks."""
-    number = {(int(r), int(c)): k for k, (r, c) in enumerate(zip(row, column, strict=True))}
-    pairs = [number.get((int(r), c)) for c, r in enumerate(chosen)]
-    return np.array(
-        [blocks[r] if k is None else blocks[r][_inner_order(inner[k])] for r, k in zip(chosen, pairs, strict=True)]
-    )
+    wanted = chosen * len(chosen) + np.arange(len(chosen))
+    key = row * len(chosen) + column
+    order = np.argsort(key, kind="stable")
+    at = np.minimum(np.searchsorted(key[order], wanted), max(len(key) - 1, 0))
+    found = blocks[chosen]
+    for c in np.flatnonzero(key[order][at] == wanted).tolist() if len(key) else []:
+        found[c] = found[c][_inner_order(inner[order[at[c]]])]
+    return found
 
 
 def _inner_values(inner: FloatArray) -> FloatArray:
