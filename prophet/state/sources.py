@@ -113,7 +113,7 @@ def choose(rows: Rows, ranks: int, members: IntArray, item_bytes: IntArray) -> t
 
 
 def _goal(rows: Rows, ranks: int) -> FloatArray:
-    """Bytes that every port may send, [2 P]: what the busiest port of its kind must take in, or an even share."""
+    """Bytes that every port may send, [2 P]: what the busiest port of its kind must take in."""
     goal = np.zeros(2 * ranks)
     for kind in (0, 1):
         mine = rows.outside == kind
