@@ -48,7 +48,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"prophet.files", "prophet.layer", "prophet.planner", "prophet.state"},
     "prophet.machine": _VALUES | {"prophet.files", "prophet.ranks", "prophet.experts"},
     "prophet.traces": _VALUES | {"prophet.files", "prophet.planner", "prophet.scheduler"},
-    "prophet.state": {"prophet.errors", "prophet.files", "prophet.ranks"},
+    "prophet.state": _VALUES | {"prophet.files", "prophet.ranks"},
     "prophet.convert": _LAYER - {"prophet.scheduler"} | {"prophet.layer", "prophet.engine"},
     "prophet.report": _SHOWN - {"prophet.planner"},
     "prophet.monitor": _VALUES | {"prophet.ranks", "prophet.planner", "prophet.engine", "prophet.report"},

@@ -15,9 +15,10 @@ import numpy as np
 
 from pipeline_balance.elastic.parallelism import Parallelism
 from prophet.errors import LayoutError
+from prophet.spec import IntArray
 from prophet.state.layout import Layout
 from prophet.state.space import Space, StateKind, TensorSpec
-from prophet.state.table import IntArray, Table, flat_ranges, positions_of, starts, table_of, volumes, within
+from prophet.state.table import Table, flat_ranges, positions_of, starts, table_of, volumes, within
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """Which rank takes which new place: the assignment that leaves the fewest bytes to move.
 
-Shape legend: P ranks, Q places of the new layout, G ranks that compute one tensor together (tp), n blocks of G. A tp
-group stays on one node: blocks of G places go to blocks of G ranks of a node, and places of a block to its ranks.
-DynaTran keeps the ranks' numbers; which number has which place is free.
+A tp group stays on one node: blocks of tp places go to blocks of tp ranks of a node, and the places of a block to its
+ranks. Where tp is larger than a node, blocks are the largest that fit. DynaTran keeps the ranks' numbers; which number
+has which place is free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prophet.spec import FloatArray, IntArray
 from prophet.state.atoms import Atoms, cut
 from prophet.state.layout import Layout
 
-LARGEST_EXACT = 4096
+LARGEST_EXACT = 2048
 """Blocks up to which the assignment is the best one; beyond, the largest overlaps are taken one after the other."""
 
 
@@ -43,9 +43,11 @@ def ordered(
     given = replace(after, order=None)
     atoms = cut(before.table, layout_of(model, given, ranks=before.ranks, flat=flat).table)
     node = np.zeros(before.ranks, np.int64) if nodes is None else np.asarray(nodes, dtype=np.int64)
-    blocks = _blocks(node, after.tp)
+    most = int(np.bincount(node).max())
+    size = max(s for s in range(1, min(after.tp, most) + 1) if after.tp % s == 0)
+    blocks = _blocks(node, size)
     row, column, inner = overlaps(atoms, before.space.item_bytes, blocks, after.ranks)
-    chosen = _matched(row, column, _inner_values(inner), len(blocks), after.ranks // after.tp)
+    chosen = _matched(row, column, _inner_values(inner), len(blocks), after.ranks // size)
     return replace(after, order=tuple(_inside(blocks, chosen, row, column, inner).ravel().tolist()))
 
 
@@ -81,11 +83,14 @@ def _blocks(node: IntArray, size: int) -> IntArray:
 
 def _inside(blocks: IntArray, chosen: IntArray, row: IntArray, column: IntArray, inner: FloatArray) -> IntArray:
     """The rank of every place, [blocks of places, size], once every block of places has its block of ranks."""
-    number = {(int(r), int(c)): k for k, (r, c) in enumerate(zip(row, column, strict=True))}
-    pairs = [number.get((int(r), c)) for c, r in enumerate(chosen)]
-    return np.array(
-        [blocks[r] if k is None else blocks[r][_inner_order(inner[k])] for r, k in zip(chosen, pairs, strict=True)]
-    )
+    wanted = chosen * len(chosen) + np.arange(len(chosen))
+    key = row * len(chosen) + column
+    order = np.argsort(key, kind="stable")
+    at = np.minimum(np.searchsorted(key[order], wanted), max(len(key) - 1, 0))
+    found = blocks[chosen]
+    for c in np.flatnonzero(key[order][at] == wanted).tolist() if len(key) else []:
+        found[c] = found[c][_inner_order(inner[order[at[c]]])]
+    return found
 
 
 def _inner_values(inner: FloatArray) -> FloatArray:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from prophet.errors import LayoutError
+from prophet.spec import BoolArray, IntArray
 from prophet.state.space import Box
-from prophet.state.table import BoolArray, IntArray, Table, numbered, numbered_lists, positions, starts, volumes, within
+from prophet.state.table import Table, numbered, numbered_lists, positions, starts, volumes, within
 
 
 @dataclass(frozen=True, eq=False)

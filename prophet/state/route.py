@@ -16,11 +16,12 @@ from functools import cached_property
 import numpy as np
 
 from prophet.errors import LayoutError, SpecError
+from prophet.spec import IntArray
 from prophet.state.atoms import Atoms, cut
 from prophet.state.layout import Layout, Piece
 from prophet.state.sources import Rows, choose, missing_rows
 from prophet.state.space import Box, Space
-from prophet.state.table import IntArray, box_of, positions_of
+from prophet.state.table import box_of, positions_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
+from prophet.spec import FloatArray, IntArray
 from prophet.state.atoms import Atoms
-from prophet.state.table import IntArray, numbered, positions, positions_of, starts, volumes, within
-
-FloatArray = npt.NDArray[np.float64]
+from prophet.state.table import numbered, positions, positions_of, starts, volumes, within
 
 PARTS = 8
 """Into how many parts the busiest port's bytes are cut where several ranks could send them."""
@@ -115,7 +113,7 @@ def choose(rows: Rows, ranks: int, members: IntArray, item_bytes: IntArray) -> t
 
 
 def _goal(rows: Rows, ranks: int) -> FloatArray:
-    """Bytes that every port may send, [2 P]: what the busiest port of its kind must take in, or an even share."""
+    """Bytes that every port may send, [2 P]: what the busiest port of its kind must take in."""
     goal = np.zeros(2 * ranks)
     for kind in (0, 1):
         mine = rows.outside == kind

@@ -14,10 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prophet.errors import LayoutError
+from prophet.spec import IntArray
 from prophet.state.space import Box, Space
-
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
 
 
 def starts(lengths: IntArray) -> IntArray:

@@ -97,6 +97,18 @@ def test_ranks_that_leave_are_those_whose_state_is_elsewhere() -> None:
         ordered(model, before, Parallelism(dp=8, order=FEWEST_BYTES))
 
 
+def test_tensor_shards_that_fit_on_no_node_go_anywhere() -> None:
+    model = tiny()
+    before, after = Parallelism.parse("tp2,dp2,zero1"), Parallelism.parse("tp4,zero1")
+    old = layout_of(model, before, ranks=4)
+    moved = [
+        route(old, layout_of(model, replace(after, order=o), ranks=4)).wire_bytes
+        for o in itertools.permutations(range(4))
+    ]
+    chosen = ordered(model, old, replace(after, order=FEWEST_BYTES), nodes=[0, 1, 2, 3])
+    assert route(old, layout_of(model, chosen, ranks=4)).wire_bytes == min(moved) < moved[0]
+
+
 def test_very_many_blocks_are_matched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     before, after = Parallelism.parse("tp4,pp4,dp4,zero1"), Parallelism.parse("tp4,pp8,dp4,zero1,orderfewest-bytes")
     given_bytes = plan_switch(model_named("llama2-7b"), before, replace(after, order=None), ranks_per_node=8).route
