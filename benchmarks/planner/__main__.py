@@ -87,6 +87,7 @@ def mechanism_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         folder=arguments.mechanisms,
         iterations=STUDY_ITERATIONS,
         processes=arguments.processes,
+        draws=arguments.draws,
         only=arguments.only,
     )
 
@@ -144,6 +145,7 @@ def parser_of() -> argparse.ArgumentParser:
         help="what every mechanism of ours is worth, with --trace; as --first",
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="mechanisms with this in their names (--mechanisms)")
+    parser.add_argument("--draws", type=_count, default=1, help="of layers and tries (--mechanisms, default 1)")
     parser.add_argument("--plot", type=Path, help="write the picture of --break-even here (PNG)")
     parser.add_argument("--json", type=Path, help="write the rows here")
     return parser
@@ -161,6 +163,7 @@ def check(arguments: argparse.Namespace) -> str:
         ),
         (arguments.plot and not arguments.break_even, "--plot goes with --break-even"),
         (arguments.cold and not arguments.scale, "--cold goes with --scale"),
+        (arguments.draws > 1 and not arguments.mechanisms, "--draws goes with --mechanisms"),
         (arguments.only and not arguments.mechanisms, "--only goes with --mechanisms"),
         (
             arguments.splits and not set(arguments.policy or ()) <= {"prophet"},

@@ -23,8 +23,8 @@ from prophet.traces.npz import read_trace
 SEARCHES = (  # what makes of every call one try more
     Edit(
         "plan.cpp",
-        "draws_(draws_of(problem))",
-        "draws_([&] { static thread_local Int n = 0; Draws own = draws_of(problem); own.mix(++n); return own; }())",
+        "draws_(problem)",
+        "draws_([&] { static thread_local Int n = 0; Draws own(problem); own.mix(++n); return own; }())",
     ),
     Edit("plan.cpp", "> FROM * base_.total", ">= 0.0 * FROM"),
 )

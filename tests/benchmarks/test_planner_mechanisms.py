@@ -157,6 +157,21 @@ def test_a_mechanism_stays_where_a_machine_class_or_a_preset_needs_it() -> None:
     assert found["class"]["plan_time"] == 2.0
 
 
+def test_draws_of_a_mechanism_are_averaged_and_walk_through_other_layers(tmp_path: Path) -> None:
+    usual = {"without": "m", "trace": "t", "preset": "a:x", "step_after_jump": 1.0, "plan_us": 1.0}
+    usual |= dict.fromkeys(("plan_us_with", "split_us", "split_us_with"), 1.0)
+    (found,) = losses([{"step": step, **usual} for step in (1.08, 1 / 1.08)])
+    assert found["preset_loss"] == pytest.approx(0.0)
+    assert found["preset_error"] == pytest.approx(np.log(1.08))
+    assert not found["stays"]
+    trace = trace_of()
+    with TraceWriter(tmp_path / "trace.npz", layers=3, ranks=8, experts=16) as writer:
+        for step, iteration in zip(trace.counts, trace.iteration, strict=True):
+            writer.append(step, iteration=int(iteration))
+    first, other = (mechanisms.parts_of([tmp_path / "trace.npz"], [IB], 2, 2, draw)[0].calls for draw in (0, 1))
+    assert not np.array_equal(first[0].planned, other[0].planned)
+
+
 def test_first_calls_are_summed_up_over_presets() -> None:
     rows = [
         {"trace": "t", "call": "first", "preset": p, "steps": steps, "time": time}

@@ -31,13 +31,10 @@ def planned(seed: int) -> bytes:
         native.plan(load, *machine, np.full(ranks, 3), holds, options, following)
         holds = following
         for effort in (0.0, 0.03, 100.0):
-            shared, rows, rank_load, level, cost = native.split_rows(load, holds, *machine, effort)
             tokens = np.empty((ranks, experts, ranks), dtype=np.int64)
-            native.split_tokens(load, holds, *machine, effort, tokens)
+            shared, rows, rank_load, level, cost = native.split(load, holds, *machine, effort, tokens)
             for array in (holds, shared, rows, rank_load, np.array([level, *cost]), tokens):
                 found.update(array.tobytes())
-        for array in native.exact_rows(load, holds, home, node, speed)[:3]:
-            found.update(array.tobytes())
     return found.digest()
 
 

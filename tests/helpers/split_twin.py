@@ -3,7 +3,7 @@
 Shape legend: R ranks, E experts, D destination ranks (equal to R).
 
 It starts from the exact split, which has a naive twin elsewhere (`prophet.planner.split.naive`), and descends from
-there by the rules that `descent.h` states. Sums run in index order. Slow by design.
+there by the rules that `cost.h` and `descent.cpp` state. Sums run in index order. Slow by design.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def test_the_core_that_is_tested_was_built_from_these_sources() -> None:
 
 
 def test_a_core_that_was_not_built_names_the_command(checkout: Path) -> None:
-    used = "from prophet.planner import core; print(core.version(), core.lacking()); core.native.split_tokens"
+    used = "from prophet.planner import core; print(core.version(), core.lacking()); core.native.split"
     done = run("-c", used, cwd=checkout)
     assert done.stdout.startswith("none the planner's compiled core is not there")
     assert "`pip install -v -e .`" in done.stdout

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prophet.errors import SpecError
 from prophet.planner.core import native
 from prophet.planner.model.machine import Machine
-from prophet.planner.split.exact import exact_split
+from prophet.planner.split.exact import NOT_DENSE, exact_split
 from prophet.spec import Placement
 from tests.helpers.planner_cases import Case, cases
 from tests.helpers.split_twin import Twin
@@ -76,7 +76,7 @@ def test_the_timed_split_is_its_naive_twin_bit_by_bit(case: Case, effort: float)
     exact = exact_split(case.load, case.placement, case.context.topology).tokens
     wanted, wanted_s = Twin(case.load, case.placement, Machine.of(case.context)).split(exact, effort)
     tokens = room_for(case)
-    assert native.split_tokens(**arguments(case), effort=effort, out_tokens_RED=tokens) == wanted_s
+    assert native.split(**arguments(case), effort=effort, out_tokens_RED=tokens)[-1][0] == wanted_s
     assert np.array_equal(tokens, wanted)
 
 
@@ -85,9 +85,9 @@ def test_the_timed_split_is_its_naive_twin_bit_by_bit(case: Case, effort: float)
 def test_rows_and_tokens_are_one_split(case: Case, effort: float) -> None:
     given_ = arguments(case)
     tokens = room_for(case)
-    step_s = native.split_tokens(**given_, effort=effort, out_tokens_RED=tokens)
-    shared, rows, rank_load, _, cost = native.split_rows(**given_, effort=effort)
-    assert cost[0] == step_s
+    shared, rows, rank_load, *_ = native.split(**given_, effort=effort, out_tokens_RED=tokens)
+    alone = native.split(**given_, effort=effort, out_tokens_RED=NOT_DENSE)[1]
+    assert np.array_equal(rows, alone)
     assert np.array_equal(tokens.sum(axis=(0, 1)), rank_load)
     source, expert, rank, amount = rows.T
     assert np.array_equal(tokens[source, expert, rank], amount)
@@ -111,23 +111,23 @@ def test_a_wrong_array_is_refused(name: str) -> None:
         if what == "order" and value is None:
             continue
         with pytest.raises(TypeError, match="incompatible function arguments"):
-            native.split_rows(**(right | {name: value}), effort=0.1)
+            native.split(**(right | {name: value}), effort=0.1, out_tokens_RED=NOT_DENSE)
     for size in (array[:-1], np.concatenate([array, array[-1:]])):
         with pytest.raises(SpecError):
-            native.split_rows(**(right | {name: np.ascontiguousarray(size)}), effort=0.1)
+            native.split(**(right | {name: np.ascontiguousarray(size)}), effort=0.1, out_tokens_RED=NOT_DENSE)
     assert all(np.array_equal(before[k], right[k]) for k in NAMES)
 
 
 def test_read_only_arrays_are_read_and_never_written() -> None:
     right = skewed(8, 16, 0)
-    wanted = native.split_rows(**right, effort=0.1)
+    wanted = native.split(**right, effort=0.1, out_tokens_RED=NOT_DENSE)
     for array in right.values():
         array.setflags(write=False)
-    assert native.split_rows(**right, effort=0.1)[3:] == wanted[3:]
+    assert native.split(**right, effort=0.1, out_tokens_RED=NOT_DENSE)[3:] == wanted[3:]
     tokens = np.zeros((8, 16, 8), np.int64)
     tokens.setflags(write=False)
     with pytest.raises(TypeError):
-        native.split_tokens(**right, effort=0.1, out_tokens_RED=tokens)
+        native.split(**right, effort=0.1, out_tokens_RED=tokens)
 
 
 @pytest.mark.parametrize(
@@ -146,26 +146,26 @@ def test_values_that_point_outside_are_refused(name: str, index: Any, value: flo
     right = skewed(8, 16, 0)
     right["holds_ER"] = np.eye(16, 8, dtype=np.bool_) * False
     right["holds_ER"][np.arange(16), right["home_E"]] = True
-    native.split_rows(**right, effort=0.1)
+    native.split(**right, effort=0.1, out_tokens_RED=NOT_DENSE)
     changed = right[name].copy()
     changed[index] = value
     with pytest.raises(SpecError):
-        native.split_rows(**(right | {name: changed}), effort=0.1)
+        native.split(**(right | {name: changed}), effort=0.1, out_tokens_RED=NOT_DENSE)
 
 
 @pytest.mark.parametrize("shape", [(8, 16, 7), (8, 15, 8), (7, 16, 8)])
 def test_room_of_another_size_is_refused(shape: tuple[int, int, int]) -> None:
     with pytest.raises(SpecError, match="out_tokens_RED"):
-        native.split_tokens(**skewed(8, 16, 0), effort=0.1, out_tokens_RED=np.zeros(shape, np.int64))
+        native.split(**skewed(8, 16, 0), effort=0.1, out_tokens_RED=np.zeros(shape, np.int64))
 
 
 def test_calls_of_one_size_allocate_once() -> None:
     def held() -> tuple[int, int, int]:
         first = native.held_bytes()
-        native.split_rows(**skewed(8, 16, 0), effort=10.0)
+        native.split(**skewed(8, 16, 0), effort=10.0, out_tokens_RED=NOT_DENSE)
         second = native.held_bytes()
         for seed in range(50):
-            native.split_rows(**skewed(8, 16, seed), effort=10.0)
+            native.split(**skewed(8, 16, seed), effort=10.0, out_tokens_RED=NOT_DENSE)
         return first, second, native.held_bytes()
 
     with ThreadPoolExecutor(1) as pool:  # a thread that holds nothing yet
@@ -176,7 +176,7 @@ def test_calls_of_one_size_allocate_once() -> None:
 def test_threads_do_not_disturb_one_another() -> None:
     sizes = [(8, 16), (12, 24), (16, 32), (4, 64)]
     given_ = [skewed(*sizes[i % 4], seed=i) for i in range(16)]
-    wanted = [native.split_rows(**g, effort=10.0) for g in given_]
+    wanted = [native.split(**g, effort=10.0, out_tokens_RED=NOT_DENSE) for g in given_]
     start = threading.Barrier(16)
 
     def split(i: int) -> bool:
@@ -184,7 +184,7 @@ def test_threads_do_not_disturb_one_another() -> None:
         same = True
         for n in range(10):
             k = (i + n) % 16
-            found = native.split_rows(**given_[k], effort=10.0)
+            found = native.split(**given_[k], effort=10.0, out_tokens_RED=NOT_DENSE)
             same &= found[3:] == wanted[k][3:] and all(map(np.array_equal, found[:3], wanted[k][:3]))
         return same
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from prophet.errors import SpecError
+from prophet.planner.core.sources import sources
 from prophet.planner.model.cost import exchange_seconds, mean_bandwidth, paper_cost, step_cost, transfer_cost
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
 
@@ -129,3 +130,11 @@ def test_sizes_that_disagree_are_refused() -> None:
         step_cost(split, Placement.homes_only(2, 2), context())
     with pytest.raises(SpecError, match="per rank"):
         paper_cost(np.zeros(3, np.int64), np.zeros(4, np.int64), replicated=0, excluded=0, context=context())
+
+
+def test_the_core_counts_seconds_in_one_place() -> None:
+    """Whoever changes the cost model changes `cost.cpp`, and nothing else of the core."""
+    model = ["token_bytes", "bytes_per_s", "latency_s", "param_bytes", "grad_bytes", "fnec_s", "bnec_s", "overhead_s"]
+    model += ["overlap_cost", "windows_have_experts", "A2A_PER_STEP", "FORWARD_AND_BACKWARD"]
+    users = {file.name for file in sources() if any(word in file.read_text() for word in model)}
+    assert users == {"problem.h", "cost.h", "cost.cpp"}

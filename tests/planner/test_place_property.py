@@ -13,6 +13,7 @@ from prophet.planner import PLANNER_NAMES, core, get_planner
 from prophet.planner.model.cost import step_cost
 from prophet.planner.model.machine import Machine
 from prophet.planner.search.prophet import ProphetPlanner, Tuning
+from prophet.planner.split.exact import NOT_DENSE
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology, Windows
 from tests.helpers.planner_cases import Case, cases
 
@@ -55,7 +56,7 @@ def predicted_with(planner: ProphetPlanner, case: Case) -> float:
 @given(cases(), st.sampled_from([0.0, 0.02, 1.0]))
 def test_compiled_cost_agrees_with_its_definition(case: Case, effort: float) -> None:
     machine = Machine.of(case.context)
-    *_, fast = core.native.split_rows(
+    *_, fast = core.native.split(
         case.load,
         case.placement.holds,
         case.placement.home,
@@ -64,6 +65,7 @@ def test_compiled_cost_agrees_with_its_definition(case: Case, effort: float) -> 
         machine.seconds_per_token,
         machine.figures,
         effort,
+        NOT_DENSE,
     )
     slow = step_cost(
         ProphetPlanner(tuning=Tuning(split_effort=effort)).split(case.load, case.placement, case.context),

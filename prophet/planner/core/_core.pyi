@@ -13,25 +13,7 @@ SOURCES: str
 def held_bytes() -> int:
     """Bytes of the workspace that the calling thread keeps."""
 
-def exact_rows(
-    load_RE: IntArray, holds_ER: BoolArray, home_E: IntArray, node_R: IntArray, speed_R: FloatArray
-) -> tuple[IntArray, IntArray, IntArray, float]:
-    """The exact split: shared experts [M], their rows [F, 4] as of `Flows`, rank loads [R], the bottleneck."""
-
-def split_rows(
-    load_RE: IntArray,
-    holds_ER: BoolArray,
-    home_E: IntArray,
-    node_R: IntArray,
-    speed_R: FloatArray,
-    seconds_per_token_R: FloatArray,
-    figures: FloatArray,
-    effort: float,
-) -> tuple[IntArray, IntArray, IntArray, float, _Seconds]:
-    """The same for the shortest step, and its cost. `figures` are those of `model.machine.Machine`; `effort` is the
-    share of what could be saved on exchanges that may be spent on saving it."""
-
-def split_tokens(
+def split(
     load_RE: IntArray,
     holds_ER: BoolArray,
     home_E: IntArray,
@@ -41,19 +23,14 @@ def split_tokens(
     figures: FloatArray,
     effort: float,
     out_tokens_RED: IntArray,
-) -> float:
-    """`split_rows` written out as a `Split`'s tokens; returns the seconds of the step."""
+) -> tuple[IntArray, IntArray, IntArray, float, _Seconds]:
+    """The split of the shortest step: shared experts [M], their rows [F, 4] as of `Flows`, rank loads [R], the
+    bottleneck, the cost.
 
-def exact_cost(
-    load_RE: IntArray,
-    holds_ER: BoolArray,
-    home_E: IntArray,
-    node_R: IntArray,
-    speed_R: FloatArray,
-    seconds_per_token_R: FloatArray,
-    figures: FloatArray,
-) -> _Seconds:
-    """The cost under the exact split, as plans are compared by: counted without making the split."""
+    `figures` are those of `model.machine.Machine`; `effort` is the share of what could be saved on exchanges that may
+    be spent on saving it. With 0 it is the exact split. Where `out_tokens_RED` has rows, a `Split`'s tokens are written
+    to it.
+    """
 
 def plan(
     load_RE: IntArray,

@@ -7,12 +7,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <initializer_list>
 #include <stdexcept>
-#include <type_traits>
 
-#include "views.h"
+#include "problem.h"
 
 namespace prophet {
 
@@ -27,9 +27,7 @@ using FloatArray = Array<const double, 1>;
 using FloatArray2D = Array<const double, 2>;
 using BoolArray2D = Array<const bool, 2>;
 using OutInts = Array<Int, 1>;
-using OutInts2D = Array<Int, 2>;
 using OutInts3D = Array<Int, 3>;
-using OutFloats = Array<double, 1>;
 using OutBools2D = Array<bool, 2>;
 
 template <typename T>
@@ -42,20 +40,17 @@ Grid<T> view(const Array<T, 2>& array) {
     return {array.data(), static_cast<Int>(array.shape(0)), static_cast<Int>(array.shape(1))};
 }
 
-// A new array for Python.
-template <typename T, typename Shape>
-nb::object new_array(const T* data, Int size, std::initializer_list<std::size_t> shape) {
-    T* copy = new T[static_cast<std::size_t>(size)];
-    nb::capsule owner(copy, [](void* array) noexcept { delete[] static_cast<T*>(array); });
-    for (Int i = 0; i < size; i++) copy[i] = data[i];
-    return nb::cast(nb::ndarray<nb::numpy, T, Shape, nb::c_contig>(copy, shape, owner));
+// A new array for Python, of this shape.
+inline nb::object new_array(const Int* data, std::initializer_list<std::size_t> shape) {
+    std::size_t size = 1;
+    for (std::size_t n : shape) size *= n;
+    Int* copy = new Int[size];
+    nb::capsule owner(copy, [](void* array) noexcept { delete[] static_cast<Int*>(array); });
+    std::copy(data, data + size, copy);
+    return nb::cast(nb::ndarray<nb::numpy, Int, nb::c_contig>(copy, shape, owner));
 }
 
-template <typename T>
-nb::object new_array(Span<T> values) {
-    using Value = std::remove_const_t<T>;
-    return new_array<Value, nb::ndim<1>>(values.data, values.size, {static_cast<std::size_t>(values.size)});
-}
+inline nb::object new_array(Ints values) { return new_array(values.data, {static_cast<std::size_t>(values.size)}); }
 
 // Becomes a `prophet.errors.SpecError`.
 struct Refused : std::runtime_error {
@@ -67,5 +62,25 @@ inline void require(bool holds, const char* expected) {
 }
 
 inline auto Arg(const char* name) { return nb::arg(name).noconvert(); }
+
+// A load and the machine that computes it. `checked` raises SpecError in Python where sizes contradict one another or
+// an index points outside.
+struct Given {
+    ConstIntGrid load_RE;
+    ConstInts home_E;
+    ConstInts node_R;
+    ConstFloats speed_R;
+    ConstFloats seconds_per_token_R;
+    ConstFloats figures;
+
+    static Given checked(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R,
+                         const FloatArray& speed_R, const FloatArray& seconds_per_token_R, const FloatArray& figures);
+    // `holds_ER` has to be for these experts and ranks, and every home has to hold its expert.
+    void check_holders(const BoolArray2D& holds_ER) const;
+
+    Problem problem(Workspace& room) const {
+        return make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures, room);
+    }
+};
 
 }  // namespace prophet

@@ -1,19 +1,30 @@
 #include "cost.h"
 
-#include <algorithm>
+#include <cmath>
 
 namespace prophet {
 
-double link_seconds(double units, double n_bytes, Link link) {
+namespace {
+
+constexpr double LEAST_S = 1e-30;  // seconds that stand for none where they divide
+constexpr double LEAST_WEIGHT = 0.1;
+
+// Seconds of Trans and of Agg, or of the compute beside them.
+struct Transfers {
+    double trans_s;
+    double agg_s;
+};
+
+// Seconds to move `units` pieces of `n_bytes` over a link; nothing to move takes no time.
+double link_seconds(double units, double n_bytes, const Link& link) {
     if (units <= 0.0) return 0.0;
     return link.latency_s + units * n_bytes / link.bytes_per_s;
 }
 
+// Seconds of an exchange whose busiest rank moves so many pieces over each level; levels work at once.
 double exchange_seconds(double near_units, double far_units, double n_bytes, const Figures& figures) {
     return std::max(link_seconds(near_units, n_bytes, figures.intra), link_seconds(far_units, n_bytes, figures.inter));
 }
-
-namespace {
 
 double cheaper_form_seconds(const Busiest& busiest, double n_bytes, const Figures& figures) {
     const double* units = busiest.units;
@@ -22,32 +33,26 @@ double cheaper_form_seconds(const Busiest& busiest, double n_bytes, const Figure
     return std::min(direct_s, scatter_s + exchange_seconds(units[GATHER_NEAR], units[GATHER_FAR], n_bytes, figures));
 }
 
-double felt_seconds(double transfer_s, double window_s, double overlap_cost) {
-    return std::max(0.0, transfer_s - window_s) + overlap_cost * std::min(transfer_s, window_s);
+Transfers transfer_seconds(const Busiest& busiest, const Figures& figures) {
+    return {cheaper_form_seconds(busiest, figures.param_bytes, figures),
+            cheaper_form_seconds(busiest, figures.grad_bytes, figures)};
 }
-
-}  // namespace
 
 Transfers windows(double forward_s, const Figures& figures) {
     double beside_s = figures.windows_have_experts * forward_s;
     return {beside_s + figures.fnec_s, 2.0 * beside_s + figures.bnec_s};
 }
 
-Transfers transfer_seconds(const Busiest& busiest, const Figures& figures) {
-    return {cheaper_form_seconds(busiest, figures.param_bytes, figures),
-            cheaper_form_seconds(busiest, figures.grad_bytes, figures)};
-}
-
+// By how much transfers lengthen a step beside so many seconds of products.
 Transfers felt(Transfers moved, double forward_s, const Figures& figures) {
     Transfers window = windows(forward_s, figures);
-    return {felt_seconds(moved.trans_s, window.trans_s, figures.overlap_cost),
-            felt_seconds(moved.agg_s, window.agg_s, figures.overlap_cost)};
+    const auto felt_s = [&](double transfer_s, double window_s) {
+        return std::max(0.0, transfer_s - window_s) + figures.overlap_cost * std::min(transfer_s, window_s);
+    };
+    return {felt_s(moved.trans_s, window.trans_s), felt_s(moved.agg_s, window.agg_s)};
 }
 
-Transfers exposed_seconds(const Busiest& busiest, double forward_s, const Figures& figures) {
-    return felt(transfer_seconds(busiest, figures), forward_s, figures);
-}
-
+// Seconds of transfers that one more second of forward products would hide.
 double hiding(Transfers moved, double forward_s, const Figures& figures) {
     Transfers window = windows(forward_s, figures);
     double seconds = 0.0;
@@ -56,53 +61,224 @@ double hiding(Transfers moved, double forward_s, const Figures& figures) {
     return seconds * figures.windows_have_experts * (1.0 - figures.overlap_cost);
 }
 
-void count_copies(const Flow& flow, Int j, const CopiesMoved& moved, double sign) {
-    if (!flow.replicated(j)) return;
-    ConstInts node_R = flow.node_R, rank_A = flow.rank_A, next_A = flow.next_A;
-    FloatGrid sent = moved.sent, received = moved.received;
-    Ints in_node = flow.scratch;  // replicas by node
-    Int home = rank_A[j], first = next_A[j], n = 0;
-    for (Int a = first; a >= 0; a = next_A[a]) in_node[node_R[rank_A[a]]] = 0;
-    for (Int a = first; a >= 0; a = next_A[a]) {
+// Calls `use(arc, rank)` for the replicas of expert j.
+template <typename Use>
+void each_replica(const Flow& flow, Int j, Use use) {
+    for (Int a = flow.next_A[j]; a >= 0; a = flow.next_A[a]) use(a, flow.rank_A[a]);
+}
+
+// The link of the list that leads to arc `a` leads to `target` from now on.
+void relink(Flow& flow, Int a, Int target) {
+    Int k = flow.expert_A[a];
+    while (flow.next_A[k] != a) k = flow.next_A[k];
+    flow.next_A[k] = target;
+}
+
+}  // namespace
+
+bool Flow::has(Int j, Int rank) const {
+    for (Int a = j; a >= 0; a = next_A[a]) {
+        if (rank_A[a] == rank) return true;
+    }
+    return false;
+}
+
+Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Workspace& room) {
+    Int ranks = problem.ranks(), arcs = chosen_J.size + spare_arcs;
+    const Figures& figures = problem.figures;
+    Flow flow{};
+    flow.problem = &problem;
+    flow.chosen_J = chosen_J;
+    flow.node_R = problem.node_R;
+    for (FloatGrid* grid : {&flow.rate, &flow.base, &flow.busy, &flow.price, &flow.work}) {
+        *grid = room.floats(RESOURCES, ranks);
+    }
+    for (FloatGrid* grid : {&flow.sent, &flow.received}) {
+        *grid = room.floats(COPIES, ranks);
+        grid->flat().fill(0.0);
+    }
+    for (Int r = 0; r < ranks; r++) {
+        flow.rate[PRODUCTS][r] = problem.seconds_per_token_R[r];
+        flow.base[PRODUCTS][r] = static_cast<double>(problem.home_groups[r]) * figures.overhead_s;
+    }
+    for (Int k = OUT_NEAR; k < RESOURCES; k++) {
+        const Link& level = k < OUT_FAR ? figures.intra : figures.inter;
+        flow.rate[k].fill(figures.token_bytes / level.bytes_per_s);
+        flow.base[k].fill(level.latency_s);
+    }
+    for (Int i = 0; i < RESOURCES * ranks; i++) {
+        flow.busy.data[i] = static_cast<double>(problem.home_busy.data[i]);
+    }
+    for (Ints* by_arc : {&flow.next_A, &flow.rank_A, &flow.expert_A}) *by_arc = room.ints(arcs);
+    flow.tokens_AR = room.ints(arcs, ranks);
+    flow.arcs = chosen_J.size;
+    for (Ints* by_rank : {&flow.in_node, &flow.listed}) *by_rank = room.ints(ranks);
+    flow.in_node.fill(0);
+    for (Int j = 0; j < flow.arcs; j++) {
+        flow.next_A[j] = -1;
+        flow.expert_A[j] = j;
+        flow.rank_A[j] = problem.home_E[chosen_J[j]];
+    }
+    return flow;
+}
+
+void fill_homes(Flow& flow) {
+    for (Int a = flow.experts(); a < flow.arcs; a++) flow.tokens_AR[a].fill(0);
+    for (Int r = 0; r < flow.ranks(); r++) {
+        ConstInts load_E = flow.problem->load_RE[r];
+        for (Int j = 0; j < flow.experts(); j++) flow.tokens_AR[j][r] = load_E[flow.chosen_J[j]];
+    }
+}
+
+void count_expert(const Flow& flow, Int rank, double sign) {
+    flow.base[PRODUCTS][rank] += sign * flow.problem->figures.overhead_s;
+}
+
+Int link(Flow& flow, Int j, Int rank) {
+    Int a = flow.arcs++;
+    flow.rank_A[a] = rank;
+    flow.expert_A[a] = j;
+    flow.next_A[a] = flow.next_A[j];
+    flow.next_A[j] = a;
+    count_expert(flow, rank, 1.0);
+    return a;
+}
+
+void detach(Flow& flow, Int a) {
+    Int j = flow.expert_A[a], rank = flow.rank_A[a];
+    relink(flow, a, flow.next_A[a]);
+    for (Int r = 0; r < flow.ranks(); r++) {
+        Int n = flow.tokens_AR[a][r];
+        if (n == 0) continue;
+        Int best = j;  // the first in the list on ties
+        double low = token_price(flow, r, flow.rank_A[j]);
+        each_replica(flow, j, [&](Int other, Int d) {
+            double p = token_price(flow, r, d);
+            if (p < low) {
+                best = other;
+                low = p;
+            }
+        });
+        redirect(flow, r, rank, flow.rank_A[best], n);
+        flow.tokens_AR[best][r] += n;
+    }
+    count_expert(flow, rank, -1.0);
+    Int last = --flow.arcs;
+    if (last == a) return;
+    relink(flow, last, a);
+    flow.next_A[a] = flow.next_A[last];
+    flow.rank_A[a] = flow.rank_A[last];
+    flow.expert_A[a] = flow.expert_A[last];
+    flow.tokens_AR[a].copy_from(flow.tokens_AR[last]);
+}
+
+void count_copies(Flow& flow, Int home, ConstInts ranks, double sign) {
+    ConstInts node_R = flow.node_R;
+    Ints in_node = flow.in_node;
+    Int n = 0;
+    for (Int d : ranks) {
+        if (d == home) continue;
         n++;
-        in_node[node_R[rank_A[a]]]++;
+        in_node[node_R[d]]++;
     }
     double part = sign / static_cast<double>(n);
-    for (Int a = first; a >= 0; a = next_A[a]) {
-        Int d = rank_A[a];
-        Int level = node_R[d] == node_R[home] ? 0 : 1;
-        sent[DIRECT_NEAR + level][home] += sign;
-        received[DIRECT_NEAR + level][d] += sign;
-        sent[SCATTER_NEAR + level][home] += part;
-        received[SCATTER_NEAR + level][d] += part;
-        Int near = in_node[node_R[d]];
-        for (FloatGrid side : {sent, received}) {
+    for (Int d : ranks) {
+        if (d == home) continue;
+        Int level = node_R[d] == node_R[home] ? 0 : 1, near = in_node[node_R[d]];
+        flow.sent[DIRECT_NEAR + level][home] += sign;
+        flow.received[DIRECT_NEAR + level][d] += sign;
+        flow.sent[SCATTER_NEAR + level][home] += part;
+        flow.received[SCATTER_NEAR + level][d] += part;
+        for (FloatGrid side : {flow.sent, flow.received}) {
             side[GATHER_NEAR][d] += static_cast<double>(near - 1) * part;
             side[GATHER_FAR][d] += static_cast<double>(n - near) * part;
         }
     }
+    for (Int d : ranks) in_node[node_R[d]] = 0;
 }
 
-Busiest busiest_of(const CopiesMoved& moved) {
-    Busiest busiest{};
+void count_copies(Flow& flow, Int j, double sign) {
+    if (!flow.replicated(j)) return;
+    Int n = 0;
+    each_replica(flow, j, [&](Int, Int d) { flow.listed[n++] = d; });
+    count_copies(flow, flow.rank_A[j], flow.listed.part(0, n), sign);
+}
+
+void count_busiest(Flow& flow) {
     for (Int i = 0; i < COPIES; i++) {
-        ConstFloats sent = moved.sent[i], received = moved.received[i];
+        ConstFloats sent = flow.sent[i], received = flow.received[i];
         double most = 0.0;
         for (Int r = 0; r < sent.size; r++) most = std::max({most, sent[r], received[r]});
-        busiest.units[i] = most;
+        flow.busiest.units[i] = most;
     }
-    return busiest;
 }
 
-CopiesMoved copies_moved(const Flow& flow, Workspace& room) {
-    CopiesMoved moved{room.floats(COPIES, flow.ranks()), room.floats(COPIES, flow.ranks())};
-    moved.sent.flat().fill(0.0);
-    moved.received.flat().fill(0.0);
-    for (Int j = 0; j < flow.experts; j++) count_copies(flow, j, moved, 1.0);
-    return moved;
+Seconds reprice(Flow& flow, Int q) {
+    const Figures& figures = flow.problem->figures;
+    Scale& scale = flow.scale;
+    double longest_s[2] = {0.0, 0.0}, norm_s[2] = {0.0, 0.0};  // of products, of exchanges
+    const auto counts = [&](Int k, Int r) { return k == PRODUCTS || flow.busy[k][r] > 0.0; };
+    for (Int k = 0; k < RESOURCES; k++) {
+        ConstFloats busy = flow.busy[k], rate = flow.rate[k], base = flow.base[k];
+        Floats work = flow.work[k];
+        double& longest = longest_s[group_of(k)];
+        for (Int r = 0; r < work.size; r++) {
+            work[r] = busy[r] * rate[r] + base[r];
+            longest = std::max(longest, counts(k, r) ? work[r] : 0.0);
+        }
+    }
+    for (Int group = 0; group < 2; group++) scale.reference_s[group] = std::max(longest_s[group], LEAST_S);
+    for (Int k = 0; k < RESOURCES; k++) {
+        Floats work = flow.work[k];
+        for (double& w : work) w /= scale.reference_s[group_of(k)];
+        for (Int n = q; n > 1; n >>= 1) {  // `power`, of all at once
+            for (double& w : work) w *= w;
+        }
+        for (Int r = 0; r < work.size; r++) norm_s[group_of(k)] += counts(k, r) ? work[r] : 0.0;
+    }
+    Transfers moved = transfer_seconds(flow.busiest, figures), exposed = felt(moved, longest_s[0], figures);
+    // Longer products hide more of an exposed transfer, and weigh less for it.
+    scale.weight[0] = std::max(FORWARD_AND_BACKWARD - hiding(moved, longest_s[0], figures), LEAST_WEIGHT);
+    scale.weight[1] = A2A_PER_STEP;
+    for (Int group = 0; group < 2; group++) {
+        for (Int n = q; n > 1; n >>= 1) norm_s[group] = std::sqrt(norm_s[group]);
+        norm_s[group] *= longest_s[group];
+        if (longest_s[group] > 0.0) scale.weight[group] /= power(norm_s[group] / longest_s[group], q);
+    }
+    for (Int k = 0; k < RESOURCES; k++) {
+        ConstFloats rate = flow.rate[k], work = flow.work[k];
+        Floats price = flow.price[k];
+        for (Int r = 0; r < price.size; r++) price[r] = scale.weight[group_of(k)] * rate[r] * work[r];
+    }
+    const auto step_s = [&](const double* part_s) {
+        return A2A_PER_STEP * part_s[1] + FORWARD_AND_BACKWARD * part_s[0] + exposed.trans_s + exposed.agg_s;
+    };
+    return {step_s(longest_s), step_s(norm_s), longest_s[0], exposed.trans_s + exposed.agg_s};
 }
 
-Cost cost_of_busy(const Flow& flow, ConstInts groups_R, const Busiest& busiest, const Figures& figures) {
+double exposed_with(const Flow& flow, Int j, Int rank, Int copies, bool together, double forward_s) {
+    Int home = flow.rank_A[j];
+    Busiest with = flow.busiest;
+    const auto raise = [&](Int kind, double sent, double received) {
+        with.units[kind] = std::max(with.units[kind], std::max(sent, received));
+    };
+    Int level = flow.node_R[rank] == flow.node_R[home] ? 0 : 1;
+    double share = 1.0 / static_cast<double>(copies + 1);
+    raise(DIRECT_NEAR + level, flow.sent[DIRECT_NEAR + level][home] + 1.0,
+          flow.received[DIRECT_NEAR + level][rank] + 1.0);
+    double scattered = copies == 0 ? flow.sent[SCATTER_NEAR + level][home] + 1.0 : 0.0;
+    raise(SCATTER_NEAR + level, scattered, flow.received[SCATTER_NEAR + level][rank] + share);
+    if (copies > 0) {
+        Int gather = together && level == 0 ? Int{GATHER_NEAR} : Int{GATHER_FAR};
+        raise(gather, flow.sent[gather][rank] + static_cast<double>(copies) * share, 0.0);
+    }
+    const Figures& figures = flow.problem->figures;
+    Transfers exposed = felt(transfer_seconds(with, figures), forward_s, figures);
+    return exposed.trans_s + exposed.agg_s;
+}
+
+Cost cost_of(const Flow& flow, ConstInts groups_R) {
+    const Figures& figures = flow.problem->figures;
     double forward_s = 0.0, near = 0.0, far = 0.0;
     ConstFloats products = flow.busy[PRODUCTS], rate = flow.rate[PRODUCTS];
     for (Int r = 0; r < groups_R.size; r++) {
@@ -113,96 +289,67 @@ Cost cost_of_busy(const Flow& flow, ConstInts groups_R, const Busiest& busiest, 
     }
     double a2a_s = A2A_PER_STEP * exchange_seconds(near, far, figures.token_bytes, figures);
     double expert_s = FORWARD_AND_BACKWARD * forward_s;
-    Transfers exposed = exposed_seconds(busiest, forward_s, figures);
+    Transfers exposed = felt(transfer_seconds(flow.busiest, figures), forward_s, figures);
     return {a2a_s + expert_s + exposed.trans_s + exposed.agg_s, a2a_s, expert_s, exposed.trans_s, exposed.agg_s};
 }
 
-Cost cost_of(const Flow& flow, const Problem& problem, ConstInts chosen_J, const Busiest& busiest, Workspace& room) {
+Cost cost_of(const Flow& flow, Workspace& room) {
     Scope scope(room);
+    const Problem& problem = *flow.problem;
     Ints groups_R = room.ints(flow.ranks());
     groups_R.copy_from(problem.home_groups);
-    for (Int j = 0; j < flow.experts; j++) {
-        if (problem.total_E[chosen_J[j]] > 0) groups_R[flow.rank_A[j]]--;
-    }
+    for (Int j = 0; j < flow.experts(); j++) groups_R[flow.rank_A[j]] -= problem.total_E[flow.chosen_J[j]] > 0;
     for (Int a = 0; a < flow.arcs; a++) {
         ConstInts tokens_R = flow.tokens_AR[a];
-        bool any = std::any_of(tokens_R.begin(), tokens_R.end(), [](Int n) { return n > 0; });
-        if (any) groups_R[flow.rank_A[a]]++;
+        groups_R[flow.rank_A[a]] += std::any_of(tokens_R.begin(), tokens_R.end(), [](Int n) { return n > 0; });
     }
-    return cost_of_busy(flow, groups_R, busiest, problem.figures);
+    return cost_of(flow, groups_R);
 }
 
-Cost home_cost(const Problem& problem) {
-    const Figures& figures = problem.figures;
-    double forward_s = 0.0;
+double a2a_floor(const Flow& flow) {
+    const Problem& problem = *flow.problem;
+    ConstInts node_R = flow.node_R;
+    Ints reached = flow.in_node;  // nodes with replicas, but for the home's
     Int near = 0, far = 0;
-    for (Int r = 0; r < problem.ranks(); r++) {
-        double load = static_cast<double>(problem.home_load[r]), groups = static_cast<double>(problem.home_groups[r]);
-        forward_s = std::max(forward_s, load * problem.seconds_per_token_R[r] + groups * figures.overhead_s);
-        near = std::max({near, problem.home_moved[SENT_NEAR][r], problem.home_moved[RECEIVED_NEAR][r]});
-        far = std::max({far, problem.home_moved[SENT_FAR][r], problem.home_moved[RECEIVED_FAR][r]});
+    for (Int r = 0; r < flow.ranks(); r++) {
+        near += problem.home_busy[OUT_NEAR][r];
+        far += problem.home_busy[OUT_FAR][r];
     }
-    double exchange_s =
-        exchange_seconds(static_cast<double>(near), static_cast<double>(far), figures.token_bytes, figures);
-    double a2a_s = A2A_PER_STEP * exchange_s, expert_s = FORWARD_AND_BACKWARD * forward_s;
-    return {a2a_s + expert_s, a2a_s, expert_s, 0.0, 0.0};
-}
-
-namespace {
-
-// Tokens on the way at each level.
-struct OnTheWay {
-    Int near;
-    Int far;
-};
-
-bool holds(const Flow& flow, Int j, Int rank) {
-    for (Int a = flow.next_A[j]; a >= 0; a = flow.next_A[a]) {
-        if (flow.rank_A[a] == rank) return true;
-    }
-    return false;
-}
-
-// Expert j's replicas keep what their own ranks route, and are nearer than the home for the ranks of their nodes.
-void shorten_ways(const Flow& flow, Int j, ConstIntGrid load_RE, Int expert, Ints reached, OnTheWay& moved) {
-    ConstInts node_R = flow.node_R, rank_A = flow.rank_A, next_A = flow.next_A;
-    Int home = rank_A[j];
-    for (Int a = next_A[j]; a >= 0; a = next_A[a]) {
-        Int d = rank_A[a];
-        reached[node_R[d]] = 1;
-        (node_R[d] == node_R[home] ? moved.near : moved.far) -= load_RE[d][expert];
-    }
-    reached[node_R[home]] = 0;
-    for (Int r = 0; r < node_R.size; r++) {
-        if (reached[node_R[r]] > 0 && !holds(flow, j, r)) {
-            moved.far -= load_RE[r][expert];
-            moved.near += load_RE[r][expert];
+    for (Int j = 0; j < flow.experts(); j++) {
+        Int e = flow.chosen_J[j], home = node_R[flow.rank_A[j]];
+        each_replica(flow, j, [&](Int, Int d) {  // keeps what its own rank routes
+            (node_R[d] == home ? near : far) -= problem.load_RE[d][e];
+            reached[node_R[d]] = node_R[d] != home;
+        });
+        for (Int r = 0; r < flow.ranks(); r++) {
+            if (reached[node_R[r]] == 0 || flow.has(j, r)) continue;
+            far -= problem.load_RE[r][e];
+            near += problem.load_RE[r][e];
         }
+        each_replica(flow, j, [&](Int, Int d) { reached[node_R[d]] = 0; });
     }
-    for (Int a = next_A[j]; a >= 0; a = next_A[a]) reached[node_R[rank_A[a]]] = 0;
+    const auto level_s = [&](Int tokens, Int k) {
+        if (tokens <= 0) return 0.0;
+        return flow.base[k][0] + static_cast<double>(tokens) / static_cast<double>(flow.ranks()) * flow.rate[k][0];
+    };
+    return A2A_PER_STEP * std::max(level_s(near, OUT_NEAR), level_s(far, OUT_FAR));
 }
 
-}  // namespace
+double even_products(const Problem& problem) {
+    double tokens = 0.0, tokens_per_s = 0.0;
+    for (Int r = 0; r < problem.ranks(); r++) {
+        tokens += static_cast<double>(problem.home_busy[PRODUCTS][r]);
+        tokens_per_s += 1.0 / problem.seconds_per_token_R[r];
+    }
+    return FORWARD_AND_BACKWARD * tokens / tokens_per_s;
+}
 
-double exchange_floor(const Flow& flow, const Problem& problem, ConstInts chosen_J) {
-    Int ranks = problem.ranks();
-    OnTheWay moved{0, 0};
-    for (Int r = 0; r < ranks; r++) {
-        moved.near += problem.home_moved[SENT_NEAR][r];
-        moved.far += problem.home_moved[SENT_FAR][r];
+double bottleneck_of(const Flow& flow) {
+    double level = 0.0;
+    for (Int r = 0; r < flow.ranks(); r++) {
+        level = std::max(level, flow.busy[PRODUCTS][r] / flow.problem->speed_R[r]);
     }
-    Ints reached = flow.scratch.part(0, problem.nodes());
-    reached.fill(0);
-    for (Int j = 0; j < chosen_J.size; j++) shorten_ways(flow, j, problem.load_RE, chosen_J[j], reached, moved);
-    double seconds = 0.0, n = static_cast<double>(ranks);
-    if (moved.near > 0) {
-        seconds = flow.base[OUT_NEAR][0] + static_cast<double>(moved.near) / n * flow.rate[OUT_NEAR][0];
-    }
-    if (moved.far > 0) {
-        double far_s = flow.base[OUT_FAR][0] + static_cast<double>(moved.far) / n * flow.rate[OUT_FAR][0];
-        seconds = std::max(seconds, far_s);
-    }
-    return seconds;
+    return level;
 }
 
 }  // namespace prophet

@@ -1,13 +1,34 @@
-// The cost of a step: the twin of `prophet.planner.model.cost.step_cost`, in parts.
+// What a step costs: tokens on their way over holders, how busy that makes the machine, and the prices of its
+// resources.
+//
+// All arithmetic of cost in the core is here: the twin of `prophet.planner.model.cost.step_cost`, and what a change is
+// worth. Split, search and first plan ask for it.
+//
+// A step ends when its busiest resources do. The largest of many is replaced by their q-norm, whose derivative is a
+// price for every resource: next to nothing where there is room, high where the step waits. A token of rank r computed
+// on rank d pays for d's products, and for r's sending and d's receiving unless r is d. With growing q the norm becomes
+// the maximum itself. q is a power of two, so that only products and square roots are needed, which round alike on
+// every machine.
+//
+// Shape legend: R ranks, J experts that take part, A arcs (one per expert and holder).
 #pragma once
 
-#include "flow.h"
+#include <algorithm>
+
 #include "problem.h"
 
 namespace prophet {
 
 inline constexpr double A2A_PER_STEP = 4.0;
 inline constexpr double FORWARD_AND_BACKWARD = 3.0;
+
+inline constexpr Int NOWHERE = -1;
+
+// Copies that a rank moves for Trans: direct, scatter, gather, each within and between nodes.
+enum Copies : Int { DIRECT_NEAR, DIRECT_FAR, SCATTER_NEAR, SCATTER_FAR, GATHER_NEAR, GATHER_FAR, COPIES };
+struct Busiest {
+    double units[COPIES];
+};
 
 // Seconds.
 struct Cost {
@@ -18,58 +39,146 @@ struct Cost {
     double exposed_agg;
 };
 
-// Seconds of Trans and of Agg, or by how much they lengthen a step.
-struct Transfers {
-    double trans_s;
-    double agg_s;
+// Seconds of a step with its busiest resources, and with their q-norms; products and exposed transfers alone.
+struct Seconds {
+    double step;
+    double smooth;
+    double forward;
+    double exposed;
 };
 
-// Copies that the busiest rank moves: direct, scatter, gather, each within and between nodes.
-enum Copies : Int { DIRECT_NEAR, DIRECT_FAR, SCATTER_NEAR, SCATTER_FAR, GATHER_NEAR, GATHER_FAR, COPIES };
-struct Busiest {
-    double units[COPIES];
+inline Int group_of(Int resource) { return resource == PRODUCTS ? 0 : 1; }
+
+// `value` to the power q, a power of two.
+inline double power(double value, Int q) {
+    for (; q > 1; q >>= 1) value *= value;
+    return value;
+}
+
+// What the q-norms are measured in, and what a second of them is worth: products, then exchanges.
+struct Scale {
+    double reference_s[2];
+    double weight[2];
 };
 
-// Copies that every rank sends and receives, both [COPIES, R].
-struct CopiesMoved {
-    FloatGrid sent;
-    FloatGrid received;
+// The arcs of expert j are a linked list that begins with its home, arc j, and ends with -1.
+struct Flow {
+    const Problem* problem;
+    ConstInts chosen_J;  // the experts that take part; the others' tokens are at home
+    ConstInts node_R;
+    FloatGrid rate;            // [RESOURCES, R] seconds per token
+    FloatGrid base;            // [RESOURCES, R] seconds in any case: latency, fixed costs of experts
+    FloatGrid busy;            // [RESOURCES, R] tokens, whole numbers
+    FloatGrid price;           // [RESOURCES, R] what one more token adds to the step
+    FloatGrid work;            // [RESOURCES, R] the powers that the norms are made of
+    FloatGrid sent, received;  // [COPIES, R]
+    Busiest busiest;           // of all ranks
+    Scale scale;
+    Ints next_A, rank_A, expert_A;
+    IntGrid tokens_AR;
+    Int arcs;      // in use; the arrays may have room for more
+    Ints in_node;  // [R] zeros, for one use
+    Ints listed;   // [R] for one use
+
+    Int ranks() const { return node_R.size; }
+    Int experts() const { return chosen_J.size; }
+    bool replicated(Int j) const { return next_A[j] >= 0; }
+    Int level(Int from, Int to) const { return node_R[from] == node_R[to] ? Int{OUT_NEAR} : Int{OUT_FAR}; }
+    // What `rank` sends over on the way to the holder, or NOWHERE.
+    Int way(Int rank, Int holder) const { return rank == holder ? NOWHERE : level(rank, holder); }
+    // Whether expert j is on this rank.
+    bool has(Int j, Int rank) const;
 };
 
-// Seconds to move `units` pieces of `n_bytes` over a link; nothing to move takes no time.
-double link_seconds(double units, double n_bytes, Link link);
+// A flow without replicas, with room for `spare_arcs`. What is busy counts all tokens at home; those of the arcs are
+// still to be written, by `fill_homes`.
+Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Workspace& room);
+void fill_homes(Flow& flow);
 
-// Seconds of an exchange whose busiest rank moves so many pieces over each level; levels work at once.
-double exchange_seconds(double near_units, double far_units, double n_bytes, const Figures& figures);
+// A rank computes one expert more, or less where `sign` is negative.
+void count_expert(const Flow& flow, Int rank, double sign);
 
-// Seconds of Trans and Agg, each in its cheaper form.
-Transfers transfer_seconds(const Busiest& busiest, const Figures& figures);
+// Give expert j a further holder; returns its arc, whose tokens are still to be written.
+Int link(Flow& flow, Int j, Int rank);
 
-// By how much Trans and Agg lengthen a step beside so many seconds of products.
-Transfers felt(Transfers moved, double forward_s, const Figures& figures);
-Transfers exposed_seconds(const Busiest& busiest, double forward_s, const Figures& figures);
+// Take the replica of arc `a` away: its tokens go to the holder that is cheapest for them at the present prices. The
+// last arc moves into its place.
+void detach(Flow& flow, Int a);
 
-// Seconds of compute beside Trans and beside Agg.
-Transfers windows(double forward_s, const Figures& figures);
+// The resources that a move of tokens of `source` changes: 0..2 of the giver's side, 3..5 of the taker's, or NOWHERE.
+struct Touched {
+    Int kind[6];
+    Int rank[6];
+};
+inline Touched touched(const Flow& flow, Int source, Int giver, Int taker) {
+    Int back = flow.way(source, giver), to = flow.way(source, taker);
+    Touched t{{PRODUCTS, back, back < 0 ? NOWHERE : back + 1, PRODUCTS, to, to < 0 ? NOWHERE : to + 1},
+              {giver, source, giver, taker, source, taker}};
+    if (back == to) t.kind[1] = t.kind[4] = NOWHERE;  // what the source sends does not change
+    return t;
+}
 
-// Seconds of Trans and Agg that one more second of forward products would hide.
-double hiding(Transfers moved, double forward_s, const Figures& figures);
+// Calls `use(sign, kind, rank)` for each of them; the giver's side has the negative sign.
+template <typename Use>
+inline void each(const Touched& t, Use use) {
+    for (Int i = 0; i < 6; i++) {
+        if (t.kind[i] != NOWHERE) use(i < 3 ? -1 : 1, t.kind[i], t.rank[i]);
+    }
+}
 
-// Add `sign` times what Trans moves for expert j to `moved`.
-void count_copies(const Flow& flow, Int j, const CopiesMoved& moved, double sign);
-Busiest busiest_of(const CopiesMoved& moved);
-CopiesMoved copies_moved(const Flow& flow, Workspace& room);
+// Tokens of `source` go to `taker` instead of `giver`, in what is busy.
+inline void redirect(const Flow& flow, Int source, Int giver, Int taker, Int tokens) {
+    each(touched(flow, source, giver, taker),
+         [&](Int sign, Int k, Int r) { flow.busy[k][r] += static_cast<double>(sign * tokens); });
+}
 
-// The cost of what is counted in `flow.busy`, where rank r computes groups_R[r] experts.
-Cost cost_of_busy(const Flow& flow, ConstInts groups_R, const Busiest& busiest, const Figures& figures);
+// Add `sign` times what Trans moves from a home to the replicas on these ranks, which may include the home; or to those
+// of expert j. `count_busiest` follows once all are counted.
+void count_copies(Flow& flow, Int home, ConstInts ranks, double sign);
+void count_copies(Flow& flow, Int j, double sign);
+void count_busiest(Flow& flow);
 
-// The cost of the tokens' present ways.
-Cost cost_of(const Flow& flow, const Problem& problem, ConstInts chosen_J, const Busiest& busiest, Workspace& room);
+// The seconds of a step, which set all prices.
+Seconds reprice(Flow& flow, Int q);
 
-// The cost without replicas.
-Cost home_cost(const Problem& problem);
+// What one more token of rank r pays on a holder.
+inline double token_price(const Flow& flow, Int r, Int holder) {
+    double own = flow.price[PRODUCTS][holder];
+    if (holder == r) return own;
+    Int out = flow.level(r, holder);
+    return own + (flow.price[out][r] + flow.price[out + 1][holder]);
+}
 
-// Seconds of an exchange in which every token goes no farther than it must and all ranks send alike.
-double exchange_floor(const Flow& flow, const Problem& problem, ConstInts chosen_J);
+// The price of resource k of rank r once it has so many tokens.
+inline double price_at(const Flow& flow, Int k, Int r, double tokens, Int q) {
+    Int group = group_of(k);
+    double c = flow.rate[k][r];
+    return flow.scale.weight[group] * c * power((tokens * c + flow.base[k][r]) / flow.scale.reference_s[group], q);
+}
+
+// How fast that price rises, per token.
+inline double bend_of(const Flow& flow, Int k, Int r, Int q) {
+    double c = flow.rate[k][r];
+    return static_cast<double>(q) * flow.price[k][r] * c / (std::max(flow.busy[k][r], 1.0) * c + flow.base[k][r]);
+}
+
+// Seconds of Trans and Agg that show with a further copy of expert j, beside products of so many seconds. It has
+// `copies` replicas, all in the home's node if `together`.
+double exposed_with(const Flow& flow, Int j, Int rank, Int copies, bool together, double forward_s);
+
+// The cost of what is busy, where rank r computes groups_R[r] experts.
+Cost cost_of(const Flow& flow, ConstInts groups_R);
+
+// The same where the tokens of all arcs say what is computed.
+Cost cost_of(const Flow& flow, Workspace& room);
+
+// Seconds of a step's all-to-alls in which every token goes no farther than it must and all ranks send alike.
+double a2a_floor(const Flow& flow);
+
+// Seconds of products on ranks that all take equally long.
+double even_products(const Problem& problem);
+
+// The largest load of a rank over its speed.
+double bottleneck_of(const Flow& flow);
 
 }  // namespace prophet

@@ -1,8 +1,19 @@
-#include "exact.h"
-
+// The exact split: the lowest bottleneck, then the fewest tokens between nodes, then between ranks.
+//
+// Shape legend: R ranks, E experts, M experts held by more than one rank, A arcs (one per holder of those experts).
+//
+// An expert with one holder leaves no choice. The others form a transport problem: arcs (expert, holder) carry integer
+// tokens, rank d takes at most cap[d] = floor(T * speed[d]). Start from the cheapest assignment without caps (local
+// tokens stay; the rest stays in the node; the rest goes where there is room), then move excess along shortest
+// augmenting paths, where a token that must leave its node costs far more than one that must leave its rank. Shortest
+// paths keep the flow cheapest for the loads it has. If the excess cannot leave the set of ranks it reaches, no
+// assignment at this T exists, the set itself says how far T must rise (Newton's method on the cut), and the answer at
+// the final T is exact.
 #include <algorithm>
 #include <cmath>
 #include <limits>
+
+#include "split.h"
 
 namespace prophet {
 
@@ -15,35 +26,36 @@ constexpr double ROUNDING = 1e-6;  // tokens by which a cap may be missed and st
 
 Int cap_at(double level, double speed) { return static_cast<Int>(std::floor(level * speed + ROUNDING)); }
 
-// The smallest T at which the caps of the chosen ranks add up to `need`.
-double raised_level(Int need, ConstInts chosen_R, ConstFloats speed_R) {
-    double total_speed = 0.0;
-    for (Int r = 0; r < speed_R.size; r++) {
-        if (chosen_R[r] > 0) total_speed += speed_R[r];
+// The experts of every rank: those of rank r are row[first[r]] .. row[first[r + 1] - 1]; `first` has R + 2 places.
+void list_by_rank(const Holders& holders, Ints first, Ints row) {
+    first.fill(0);
+    for (Int r : holders.rank_A) first[r + 2]++;
+    for (Int r = 2; r < first.size; r++) first[r] += first[r - 1];
+    for (Int j = 0; j < holders.experts(); j++) {
+        for (Int r : holders.of(j)) row[first[r + 1]++] = j;
     }
-    double level = static_cast<double>(need) / total_speed;
-    while (true) {
-        Int room = 0;
-        double following = std::numeric_limits<double>::infinity();
-        for (Int r = 0; r < speed_R.size; r++) {
-            if (chosen_R[r] <= 0) continue;
-            Int cap = cap_at(level, speed_R[r]);
-            room += cap;
-            following = std::min(following, static_cast<double>(cap + 1) / speed_R[r]);
-        }
-        if (room >= need) return level;
-        level = std::max(following, level * (1.0 + DBL_EPSILON));  // of many tokens the next level rounds to this one
-    }
+}
+
+// Write the segments first[i] .. first[i + 1] - 1 to `order`, shortest first, lower index first among equals.
+void fewest_first(ConstInts first, Int segments, Ints order, Workspace& room) {
+    Scope scope(room);
+    Int longest = 0;
+    for (Int i = 0; i < segments; i++) longest = std::max(longest, first[i + 1] - first[i]);
+    Ints place = room.ints(longest + 2);  // a counting sort, which keeps equals in their order
+    place.fill(0);
+    for (Int i = 0; i < segments; i++) place[first[i + 1] - first[i] + 1]++;
+    for (Int n = 1; n < place.size; n++) place[n] += place[n - 1];
+    for (Int i = 0; i < segments; i++) order[place[first[i + 1] - first[i]]++] = i;
 }
 
 // A group are the holders of one expert in one node. Its ranks' tokens, its supply, need not leave the node.
 class Solver {
    public:
-    Solver(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, const Holders& holders, ConstInts node_R,
-           ConstFloats speed_R, Workspace& room);
+    // `into` is where the answer goes.
+    Solver(const Problem& problem, const Holders& holders, const Exact& into, Workspace& room);
 
-    // Fill the tokens by arc and the loads by rank; returns T.
-    double solve(double at_least, Ints tokens_A, Ints load_R);
+    // Returns T.
+    double solve();
 
    private:
     struct Path {
@@ -52,9 +64,9 @@ class Solver {
         Int cost;
     };
 
-    void group_arcs(ConstIntGrid load_RE);
-    Int supply_of(Int expert, Int rank, ConstIntGrid load_RE) const;
-    double lowest_level(double at_least) const;
+    void group_arcs();
+    Int supply_of(Int expert, Int rank) const;
+    double lowest_level() const;
 
     void set_caps(double level);
     void assign_cheapest();
@@ -62,24 +74,23 @@ class Solver {
 
     bool mark_excess();
     void find_paths();
-    bool relax_within_node(Int j);
-    bool relax_across_nodes(Int j);
+    bool relax(Int j);
     void reach(Int arc, Int by, Int distance);
 
-    Int nearest_room() const;
-    double cut_level();
+    double raised_level(Int need) const;
     void push(Int nearest);
     Path path_to(Int sink) const;
     void send_along(Int sink, Int tokens);
 
-    ConstInts total_E_, fixed_R_, node_R_;
+    ConstIntGrid load_RE_;
+    ConstInts total_E_, node_R_;
     ConstFloats speed_R_;
     Holders holders_;
-    Workspace& room_;
     bool one_node_;
 
     Ints tokens_, load_;  // the answer, by arc and by rank
-    Ints cap_, chosen_;   // by rank
+    Ints fixed_;          // by rank: tokens of experts with one holder
+    Ints cap_;            // by rank
     Ints have_;           // tokens of every arc's own rank
     Ints group_, group_first_, supply_, held_;
     Ints group_order_, expert_order_;
@@ -92,41 +103,44 @@ class Solver {
     Ints nearest_arc_, nearest_;  // by group: the arc that is nearest, and its distance
 };
 
-Solver::Solver(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, const Holders& holders, ConstInts node_R,
-               ConstFloats speed_R, Workspace& room)
-    : total_E_(total_E),
-      fixed_R_(fixed_R),
-      node_R_(node_R),
-      speed_R_(speed_R),
+Solver::Solver(const Problem& problem, const Holders& holders, const Exact& into, Workspace& room)
+    : load_RE_(problem.load_RE),
+      total_E_(problem.total_E),
+      node_R_(problem.node_R),
+      speed_R_(problem.speed_R),
       holders_(holders),
-      room_(room),
-      one_node_(node_R[node_R.size - 1] == 0) {
-    Int arcs = holders.arcs(), ranks = node_R.size, many = holders.experts();
+      one_node_(problem.nodes() == 1),
+      tokens_(into.tokens_A),
+      load_(into.load_R) {
+    Int arcs = holders.arcs(), ranks = problem.ranks(), many = holders.experts();
     for (Ints* by_arc :
          {&have_, &group_, &group_first_, &supply_, &held_, &group_order_, &at_expert_, &nearest_arc_, &nearest_}) {
         *by_arc = room.ints(arcs + 1);
     }
-    for (Ints* by_rank : {&cap_, &chosen_, &distance_, &came_from_, &came_by_, &at_first_}) {
-        *by_rank = room.ints(ranks + 2);
+    for (Ints* by_rank : {&cap_, &fixed_, &distance_, &came_from_, &came_by_}) {
+        *by_rank = room.ints(ranks);
     }
+    at_first_ = room.ints(ranks + 2);
     expert_order_ = room.ints(many);
     stale_ = room.ints(many);
-    group_arcs(load_RE);
-    list_by_rank(holders, ranks, at_first_, at_expert_);
+    fixed_.copy_from(problem.home_busy[PRODUCTS]);
+    for (Int e : holders.expert_M) fixed_[problem.home_E[e]] -= total_E_[e];
+    group_arcs();
+    list_by_rank(holders, at_first_, at_expert_);
     fewest_first(group_first_, groups_, group_order_, room);
     fewest_first(holders.start, many, expert_order_, room);
 }
 
-void Solver::group_arcs(ConstIntGrid load_RE) {
+void Solver::group_arcs() {
     for (Int j = 0; j < holders_.experts(); j++) {
         Int e = holders_.expert_M[j], before = NONE;
         for (Int k = holders_.start[j]; k < holders_.start[j + 1]; k++) {
             Int r = holders_.rank_A[k];
-            have_[k] = load_RE[r][e];
+            have_[k] = load_RE_[r][e];
             if (node_R_[r] != before) {
                 before = node_R_[r];
                 group_first_[groups_] = k;
-                supply_[groups_] = one_node_ ? total_E_[e] : supply_of(e, r, load_RE);
+                supply_[groups_] = one_node_ ? total_E_[e] : supply_of(e, r);
                 groups_++;
             }
             group_[k] = groups_ - 1;
@@ -136,44 +150,66 @@ void Solver::group_arcs(ConstIntGrid load_RE) {
 }
 
 // Tokens that the node of `rank` routes to `expert`.
-Int Solver::supply_of(Int expert, Int rank, ConstIntGrid load_RE) const {
+Int Solver::supply_of(Int expert, Int rank) const {
     Int node = node_R_[rank], supply = 0;
     while (rank > 0 && node_R_[rank - 1] == node) rank--;
-    for (; rank < node_R_.size && node_R_[rank] == node; rank++) supply += load_RE[rank][expert];
+    for (; rank < node_R_.size && node_R_[rank] == node; rank++) supply += load_RE_[rank][expert];
     return supply;
 }
 
 // No T below this one has room for all tokens, or for those of experts with one holder.
-double Solver::lowest_level(double at_least) const {
+double Solver::lowest_level() const {
     Int need = 0;
     double level = 0.0;
     for (Int r = 0; r < node_R_.size; r++) {
-        need += fixed_R_[r];
-        level = std::max(level, static_cast<double>(fixed_R_[r]) / speed_R_[r]);
+        need += fixed_[r];
+        level = std::max(level, static_cast<double>(fixed_[r]) / speed_R_[r]);
     }
     for (Int e : holders_.expert_M) need += total_E_[e];
-    chosen_.fill(1);
-    return std::max({level, at_least, raised_level(need, chosen_, speed_R_)});
+    distance_.fill(0);
+    return std::max(level, raised_level(need));
 }
 
-double Solver::solve(double at_least, Ints tokens_A, Ints load_R) {
-    tokens_ = tokens_A;
-    load_ = load_R;
-    double level = lowest_level(at_least);
+// The smallest T at which the caps of the reached ranks add up to `need`.
+double Solver::raised_level(Int need) const {
+    double total_speed = 0.0;
+    for (Int r = 0; r < node_R_.size; r++) total_speed += distance_[r] < FAR ? speed_R_[r] : 0.0;
+    double level = static_cast<double>(need) / total_speed;
+    while (true) {
+        Int room = 0;
+        double following = std::numeric_limits<double>::infinity();
+        for (Int r = 0; r < node_R_.size; r++) {
+            if (distance_[r] >= FAR) continue;
+            Int cap = cap_at(level, speed_R_[r]);
+            room += cap;
+            following = std::min(following, static_cast<double>(cap + 1) / speed_R_[r]);
+        }
+        if (room >= need) return level;
+        level = std::max(following, level * (1.0 + DBL_EPSILON));  // of many tokens the next level rounds to this one
+    }
+}
+
+double Solver::solve() {
+    double level = lowest_level();
+    set_caps(level);
     for (bool final = false;; final = true) {  // a second time from the cheapest assignment, once the caps are known
-        set_caps(level);
         assign_cheapest();
         bool raised = false;
         while (mark_excess()) {
             find_paths();
-            Int nearest = nearest_room();
+            Int nearest = FAR, need = 0;  // the nearest rank with room; the tokens of all that are reached
+            for (Int r = 0; r < node_R_.size; r++) {
+                if (load_[r] < cap_[r]) nearest = std::min(nearest, distance_[r]);
+                if (distance_[r] < FAR) need += load_[r];
+            }
             if (nearest < FAR) {
                 push(nearest);
-            } else {
-                level = cut_level();
-                set_caps(level);
-                raised = true;
+                continue;
             }
+            // The reached ranks are closed, none of their tokens has a holder elsewhere: they need more room.
+            level = raised_level(need);
+            set_caps(level);
+            raised = true;
         }
         if (final || !raised) return level;
     }
@@ -185,7 +221,7 @@ void Solver::set_caps(double level) {
 
 // Without regard to caps; whoever has few holders to choose from chooses first.
 void Solver::assign_cheapest() {
-    load_.copy_from(fixed_R_);
+    load_.copy_from(fixed_);
     for (Int k = 0; k < holders_.arcs(); k++) {
         tokens_[k] = have_[k];
         load_[holders_.rank_A[k]] += have_[k];
@@ -246,7 +282,7 @@ void Solver::find_paths() {
         for (Int j = 0; j < holders_.experts(); j++) {
             if (stale_[j] == 0) continue;
             stale_[j] = 0;
-            if (one_node_ ? relax_within_node(j) : relax_across_nodes(j)) changed = true;
+            if (relax(j)) changed = true;
         }
         if (!changed) return;
     }
@@ -261,33 +297,9 @@ inline void Solver::reach(Int arc, Int by, Int distance) {
     for (Int i = at_first_[r]; i < at_first_[r + 1]; i++) stale_[at_expert_[i]] = 1;
 }
 
-// Shorten the ways that lead through expert j, where all ranks are in one node; returns whether any got shorter.
-bool Solver::relax_within_node(Int j) {
-    Int first = holders_.start[j], last = holders_.start[j + 1];
-    Int nearest = FAR, by = NONE;
-    for (Int k = first; k < last; k++) {
-        Int d = distance_[holders_.rank_A[k]];
-        if (d >= FAR || tokens_[k] <= 0) continue;
-        if (tokens_[k] <= have_[k]) d++;
-        if (d < nearest) {
-            nearest = d;
-            by = k;
-        }
-    }
-    if (by == NONE) return false;
-    bool changed = false;
-    for (Int k = first; k < last; k++) {
-        Int d = tokens_[k] < have_[k] ? nearest - 1 : nearest;
-        if (d < distance_[holders_.rank_A[k]] && k != by) {
-            reach(k, by, d);
-            changed = true;
-        }
-    }
-    return changed;
-}
-
-// The same where a way may stay in a group or lead to another node's.
-bool Solver::relax_across_nodes(Int j) {
+// Shorten the ways that lead through expert j: they stay in a group or lead to another node's. Returns whether any got
+// shorter.
+bool Solver::relax(Int j) {
     Int first = holders_.start[j], last = holders_.start[j + 1];
     Int out_distance = FAR, out_arc = NONE;
     for (Int k = first; k < last; k++) {
@@ -325,25 +337,6 @@ bool Solver::relax_across_nodes(Int j) {
         }
     }
     return changed;
-}
-
-// The distance of the nearest rank with room, or FAR.
-Int Solver::nearest_room() const {
-    Int nearest = FAR;
-    for (Int r = 0; r < node_R_.size; r++) {
-        if (load_[r] < cap_[r]) nearest = std::min(nearest, distance_[r]);
-    }
-    return nearest;
-}
-
-// The reached ranks are closed, none of their tokens has a holder elsewhere: the T that gives them room.
-double Solver::cut_level() {
-    Int need = 0;
-    for (Int r = 0; r < node_R_.size; r++) {
-        chosen_[r] = distance_[r] < FAR ? 1 : 0;
-        if (chosen_[r] > 0) need += load_[r];
-    }
-    return raised_level(need, chosen_, speed_R_);
 }
 
 void Solver::push(Int nearest) {
@@ -404,30 +397,11 @@ void Solver::send_along(Int sink, Int tokens) {
 
 }  // namespace
 
-Exact solve_exact(ConstIntGrid load_RE, ConstInts total_E, ConstInts fixed_R, const Holders& holders, ConstInts node_R,
-                  ConstFloats speed_R, double at_least, Workspace& room) {
-    Exact exact{room.ints(holders.arcs()), room.ints(node_R.size), 0.0};
+Exact exact_split(const Problem& problem, const Holders& holders, Workspace& room) {
+    Exact exact{room.ints(holders.arcs()), room.ints(problem.ranks()), 0.0};
     Scope scope(room);
-    Solver solver(load_RE, total_E, fixed_R, holders, node_R, speed_R, room);
-    exact.bottleneck = solver.solve(at_least, exact.tokens_A, exact.load_R);
+    exact.bottleneck = Solver(problem, holders, exact, room).solve();
     return exact;
-}
-
-Exact exact_split(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R, const Holders& holders,
-                  Workspace& room) {
-    Ints total_E = room.ints(load_RE.columns), fixed_R = room.ints(load_RE.rows);
-    count_totals(load_RE, total_E);
-    fixed_R.fill(0);
-    for (Int e = 0; e < total_E.size; e++) fixed_R[home_E[e]] += total_E[e];
-    for (Int e : holders.expert_M) fixed_R[home_E[e]] -= total_E[e];
-    return solve_exact(load_RE, total_E, fixed_R, holders, node_R, speed_R, 0.0, room);
-}
-
-Exact level_out(const Problem& problem, const Holders& holders, Workspace& room) {
-    Ints fixed_R = room.ints(problem.ranks());
-    fixed_R.copy_from(problem.home_load);
-    for (Int e : holders.expert_M) fixed_R[problem.home_E[e]] -= problem.total_E[e];
-    return solve_exact(problem.load_RE, problem.total_E, fixed_R, holders, problem.node_R, problem.speed_R, 0.0, room);
 }
 
 }  // namespace prophet

@@ -1,12 +1,26 @@
-// Who holds what: arcs by expert and by rank.
+// Who holds what: as a table that is built and copied, and as lists that are read.
 //
 // Shape legend: R ranks, E experts, M experts held by more than one rank, A arcs (one per holder of those experts).
 #pragma once
 
-#include "views.h"
-#include "workspace.h"
+#include "problem.h"
 
 namespace prophet {
+
+// A placement under construction. Every home holds its expert.
+struct Placement {
+    Grid<bool> holds_ER;
+    Ints free_R;  // slots for further replicas
+    Int replicas = 0;
+
+    // One without replicas.
+    Placement(const Problem& problem, ConstInts limit_R, Workspace& room);
+
+    void copy_from(const Placement& other);
+    void add(Int expert, Int rank);
+    void remove(Int expert, Int rank);
+    bool takes(Int expert, Int rank) const { return free_R[rank] > 0 && !holds_ER[expert][rank]; }
+};
 
 // Experts with several holders, ascending, and their holders, ascending in every expert.
 struct Holders {
@@ -17,17 +31,9 @@ struct Holders {
     Int experts() const { return expert_M.size; }
     Int arcs() const { return rank_A.size; }
     Int replicas() const { return rank_A.size - expert_M.size; }
+    ConstInts of(Int j) const { return rank_A.part(start[j], start[j + 1] - start[j]); }
 };
 
 Holders index_holders(ConstBoolGrid holds_ER, Workspace& room);
-
-// The same from a list of replicas in any order.
-Holders index_replicas(ConstInts replica_expert, ConstInts replica_rank, ConstInts home_E, Workspace& room);
-
-// The experts of every rank: those of rank r are row[first[r]] .. row[first[r + 1] - 1]; `first` has R + 2 places.
-void list_by_rank(const Holders& holders, Int ranks, Ints first, Ints row);
-
-// Write the segments first[i] .. first[i + 1] - 1 to `order`, shortest first, lower index first among equals.
-void fewest_first(ConstInts first, Int segments, Ints order, Workspace& room);
 
 }  // namespace prophet

@@ -1,41 +1,22 @@
-#include "levelling.h"
-
+// What overloaded ranks hand over to others, in few and large pieces; and copies of hot experts against drift.
 #include <algorithm>
 #include <cmath>
+
+#include "plan.h"
 
 namespace prophet {
 
 constexpr Int TAKES_ALL = Int{1} << 62;  // above any number of tokens
 constexpr Int NEAR = Int{1} << 61;
 
-namespace {
-
-// A placement under construction: slots, and who holds what.
-struct Holding {
-    Ints free_R;
-    Grid<bool> holds_ER;
-
-    Holding(const Problem& problem, ConstInts limit_R, const Replicas& found, Workspace& room)
-        : free_R(room.ints(problem.ranks())),
-          holds_ER(room.array<bool>(problem.experts() * problem.ranks()).data, problem.experts(), problem.ranks()) {
-        free_R.copy_from(limit_R);
-        holds_ER.flat().fill(false);
-        for (Int e = 0; e < problem.experts(); e++) holds_ER[e][problem.home_E[e]] = true;
-        for (Int i = 0; i < found.used; i++) mark(found.expert[i], found.rank[i]);
-    }
-    void mark(Int e, Int r) const {
-        free_R[r]--;
-        holds_ER[e][r] = true;
-    }
-};
-
 // The rank to take `ask` tokens of `expert`: one that can take all of it (in the giver's node first, then with most
 // local tokens), or else the roomiest; -1: none.
-Int pick_taker(const Problem& problem, ConstInts space, Int ask, Int giver, Int expert, const Holding& holding) {
+static Int pick_taker(const Problem& problem, ConstInts space_R, Int ask, Int giver, Int expert,
+                      const Placement& found) {
     Int taker = -1, most = 0;
-    for (Int r = 0; r < space.size; r++) {
-        if (space[r] <= 0 || holding.free_R[r] <= 0 || holding.holds_ER[expert][r]) continue;
-        Int worth = space[r];
+    for (Int r = 0; r < space_R.size; r++) {
+        if (space_R[r] <= 0 || !found.takes(expert, r)) continue;
+        Int worth = space_R[r];
         if (worth >= ask) {
             worth = TAKES_ALL + problem.load_RE[r][expert];
             if (problem.node_R[r] == problem.node_R[giver]) worth += NEAR;
@@ -48,14 +29,10 @@ Int pick_taker(const Problem& problem, ConstInts space, Int ask, Int giver, Int 
     return taker;
 }
 
-}  // namespace
-
-void level_loads(const Problem& problem, ConstInts limit_R, Replicas& found, Workspace& room) {
+void level_loads(const Problem& problem, Placement& found, Workspace& room) {
     Scope scope(room);
     Int ranks = problem.ranks(), experts = problem.experts();
-    found.used = 0;
-    Holding holding(problem, limit_R, found, room);
-    Ints space = room.ints(ranks);  // tokens up to the level; negative above it
+    Ints space_R = room.ints(ranks);  // tokens up to the level; negative above it
     Ints left_E = room.ints(experts), first_R = room.ints(ranks), next_E = room.ints(experts);
     left_E.copy_from(problem.total_E);
     first_R.fill(-1);
@@ -65,58 +42,57 @@ void level_loads(const Problem& problem, ConstInts limit_R, Replicas& found, Wor
     }
     double load = 0.0, speed = 0.0;
     for (Int r = 0; r < ranks; r++) {
-        load += static_cast<double>(problem.home_load[r]);
+        load += static_cast<double>(problem.home_busy[PRODUCTS][r]);
         speed += problem.speed_R[r];
     }
     for (Int r = 0; r < ranks; r++) {
-        space[r] = static_cast<Int>(std::floor(load / speed * problem.speed_R[r] + 1e-6)) - problem.home_load[r];
+        space_R[r] =
+            static_cast<Int>(std::floor(load / speed * problem.speed_R[r] + 1e-6)) - problem.home_busy[PRODUCTS][r];
     }
-    while (found.used < found.most()) {
+    while (true) {
         Int giver = -1, heaviest = -1;
         for (Int r = 0; r < ranks; r++) {
-            if (space[r] < 0 && (giver < 0 || space[r] < space[giver])) giver = r;
+            if (space_R[r] < 0 && (giver < 0 || space_R[r] < space_R[giver])) giver = r;
         }
-        if (giver < 0) break;
+        if (giver < 0) return;
         for (Int e = first_R[giver]; e >= 0; e = next_E[e]) {
             if (left_E[e] > 0 && (heaviest < 0 || left_E[e] > left_E[heaviest])) heaviest = e;
         }
-        Int ask = heaviest < 0 ? 0 : std::min(-space[giver], left_E[heaviest]);
-        Int taker = heaviest < 0 ? -1 : pick_taker(problem, space, ask, giver, heaviest, holding);
+        Int ask = heaviest < 0 ? 0 : std::min(-space_R[giver], left_E[heaviest]);
+        Int taker = heaviest < 0 ? -1 : pick_taker(problem, space_R, ask, giver, heaviest, found);
         if (taker < 0) {
-            space[giver] = 0;  // no more can be done for it
+            space_R[giver] = 0;  // no more can be done for it
             continue;
         }
-        Int part = std::min(ask, space[taker]);
+        Int part = std::min(ask, space_R[taker]);
         left_E[heaviest] -= part;
-        space[giver] += part;
-        space[taker] -= part;
-        holding.mark(heaviest, taker);
-        found.append(heaviest, taker);
+        space_R[giver] += part;
+        space_R[taker] -= part;
+        found.add(heaviest, taker);
     }
 }
 
-void add_spares(const Problem& problem, ConstInts limit_R, Int per_rank, Replicas& found, Workspace& room) {
+void add_spares(const Problem& problem, Int per_rank, Placement& found, Workspace& room) {
     Scope scope(room);
     Int ranks = problem.ranks(), experts = problem.experts();
-    Holding holding(problem, limit_R, found, room);
     Floats share_E = room.floats(experts), load_R = room.floats(ranks);
     Ints copies_E = room.ints(experts);
     load_R.fill(0.0);
-    copies_E.fill(1);
-    for (Int i = 0; i < found.used; i++) copies_E[found.expert[i]]++;
-    for (Int e = 0; e < experts; e++) share_E[e] = static_cast<double>(problem.total_E[e] / copies_E[e]);
-    for (Int e = 0; e < experts; e++) load_R[problem.home_E[e]] += share_E[e];
-    for (Int i = 0; i < found.used; i++) load_R[found.rank[i]] += share_E[found.expert[i]];
-    for (Int n = std::min(per_rank * ranks, found.most() - found.used); n > 0; n--) {
+    copies_E.fill(0);
+    for (Int e = 0; e < experts; e++) {
+        for (bool held : found.holds_ER[e]) copies_E[e] += held;
+        share_E[e] = static_cast<double>(problem.total_E[e] / copies_E[e]);
+        for (Int r = 0; r < ranks; r++) load_R[r] += found.holds_ER[e][r] ? share_E[e] : 0.0;
+    }
+    for (Int n = per_rank * ranks; n > 0; n--) {
         Int e = 0;
         for (Int other = 1; other < experts; other++) {
             if (share_E[other] > share_E[e]) e = other;
         }
-        if (share_E[e] <= 0.0) break;
+        if (share_E[e] <= 0.0) return;
         Int target = -1;
         for (Int r = 0; r < ranks; r++) {
-            bool may = holding.free_R[r] > 0 && !holding.holds_ER[e][r];
-            if (may && (target < 0 || load_R[r] < load_R[target])) target = r;
+            if (found.takes(e, r) && (target < 0 || load_R[r] < load_R[target])) target = r;
         }
         share_E[e] *= static_cast<double>(copies_E[e]) / static_cast<double>(copies_E[e] + 1);
         copies_E[e]++;
@@ -125,14 +101,8 @@ void add_spares(const Problem& problem, ConstInts limit_R, Int per_rank, Replica
             continue;
         }
         load_R[target] += share_E[e];
-        holding.mark(e, target);
-        found.append(e, target);
+        found.add(e, target);
     }
-}
-
-Cost split_cost(const Problem& problem, const Replicas& replicas, double effort, bool quick, Workspace& room) {
-    Scope scope(room);
-    return best_split(problem, index_replicas(replicas, problem.home_E, room), effort, quick, room).cost;
 }
 
 }  // namespace prophet

@@ -1,47 +1,119 @@
 #include "plan.h"
 
-#include <algorithm>
-
-#include "levelling.h"
-
 namespace prophet {
 
 constexpr double FROM = 0.1;     // share of the step that the all-to-alls must have, else levelling is as good
 constexpr double JUMPED = 0.02;  // share by which a first plan beats what is in force where routing has jumped
 constexpr double UNEVEN = 0.03;  // share of the step that products must be above the even level for a look at it
-constexpr double STALE = 1.5, HASTE = 8.0;  // products this far above the even level: we try so many times as often
 
 // Assumed seconds of one slow core; they only fix how often there is a try. A call that tries nothing takes CALL_S.
 constexpr double TRY_S = 2e-5, TRY_PAIR_S = 2e-7, TRY_WORK_S = 3e-9, TRY_SPLIT_S = 2e-8;
 constexpr double FRESH_S = 1e-3;  // a first plan grows from none, too, where a try takes no longer
 constexpr double CALL_S = 2e-5, CALL_PAIR_S = 1e-8, BURST = 8.0;  // a first plan may try for so many mean calls
 
+constexpr Int CHOSEN = 64;   // experts that a try is about
+constexpr Int TARGETS = 64;  // ranks that may get a replica in a try
+constexpr Int SMOOTH = 2;    // q of the prices that growth goes by, doubled up to twice
+constexpr Int TAKEN = 3;     // replicas that a try takes away at most
+
 namespace {
 
-void write_holders(const Problem& problem, const Replicas& replicas, Grid<bool> holds_ER) {
-    holds_ER.flat().fill(false);
-    for (Int e = 0; e < problem.experts(); e++) holds_ER[e][problem.home_E[e]] = true;
-    for (Int i = 0; i < replicas.used; i++) holds_ER[replicas.expert[i]][replicas.rank[i]] = true;
-}
-
-// The replicas of the placement in force; none where they no longer fit the limits.
-void read_holders(const Problem& problem, ConstBoolGrid holds_ER, ConstInts limit_R, Replicas& replicas,
-                  Workspace& room) {
-    Scope scope(room);
-    Ints free_R = room.ints(problem.ranks());
-    free_R.copy_from(limit_R);
-    replicas.used = 0;
-    for (Int e = 0; e < problem.experts(); e++) {
+// Draws, the same on every machine; the upper bits are the better ones.
+class Draws {
+   public:
+    // Draws that differ where the counts do.
+    explicit Draws(const Problem& problem) {
+        for (Int tokens : problem.total_E) mix(tokens);
         for (Int r = 0; r < problem.ranks(); r++) {
-            if (!holds_ER[e][r] || problem.home_E[e] == r) continue;
-            if (free_R[r] <= 0 || replicas.used == replicas.most()) {
-                replicas.used = 0;
-                return;
-            }
-            free_R[r]--;
-            replicas.append(e, r);
+            for (Int k = OUT_NEAR; k < RESOURCES; k++) mix(problem.home_busy[k][r]);
         }
     }
+
+    Int seed() const { return seed_; }
+    void mix(Int number) { seed_ = following(seed_ ^ number); }
+    void advance() { seed_ = following(seed_); }
+    // One of `many`, after advancing.
+    Int one_of(Int many) {
+        advance();
+        return (seed_ >> 16) % many;
+    }
+    // Whether something happens that takes `cost` and may take `budget` in the mean.
+    bool affords(double cost, double budget) {
+        advance();
+        return static_cast<double>(seed_ >> 8) * cost < budget * static_cast<double>(1 << 23);
+    }
+
+   private:
+    static Int following(Int seed) {  // modulo 2^31; unsigned, since signed products must not overflow
+        return static_cast<Int>((static_cast<std::uint64_t>(seed) * 1103515245u + 12345u) & 0x7FFFFFFFu);
+    }
+    Int seed_ = 1;
+};
+
+// Takes up to three drawn replicas away.
+void take_some(Growth& growth, Draws& draws) {
+    const Int many = std::min(1 + (draws.seed() >> 20) % TAKEN, growth.replicas());
+    for (Int n = 0; n < many; n++) growth.remove(growth.flow.experts() + draws.one_of(growth.replicas()));
+}
+
+// Puts a drawn expert on the first rank with a free slot from a drawn one on.
+void add_one(Growth& growth, Int q, Draws draws) {
+    Int ranks = growth.flow.ranks(), d = draws.one_of(ranks), j = draws.one_of(growth.flow.experts());
+    for (Int n = 0; n < ranks && growth.free_R[d] <= 0; n++) d = (d + 1) % ranks;
+    bool routed = growth.flow.problem->total_E[growth.flow.chosen_J[j]] > 0;
+    if (growth.free_R[d] > 0 && routed && !growth.flow.has(j, d)) growth.add(j, d, q);
+}
+
+// The experts that a try is about: all, or of many those drawn, the heavier of two each time.
+Ints choose_experts(const Problem& problem, Draws& draws, Workspace& room) {
+    Int experts = problem.experts(), many = std::min(experts, CHOSEN);
+    Ints chosen_J = room.ints(many);
+    Span<bool> drawn = room.array<bool>(experts);
+    drawn.fill(many == experts);
+    for (Int n = 0; many < experts && n < many; n++) {
+        Int e = draws.one_of(experts), other = draws.one_of(experts);
+        if (drawn[e] || (!drawn[other] && problem.total_E[other] > problem.total_E[e])) e = other;
+        while (drawn[e]) e = (e + 1) % experts;
+        drawn[e] = true;
+    }
+    Int j = 0;
+    for (Int e = 0; e < experts; e++) {
+        if (drawn[e]) chosen_J[j++] = e;
+    }
+    return chosen_J;
+}
+
+// Changes this placement in one way where a step gets shorter by it: grows replicas from none (`fresh`), or takes up to
+// three away, puts one elsewhere and then lets grow what is worth it. Both placements are compared by the splits that
+// they would get, so that no try lengthens a step by the prediction. A step with replicas may take `most_s`.
+void try_once(const Problem& problem, Placement& placement, double most_s, double split_effort, bool fresh, Draws draws,
+              Workspace& room) {
+    Scope scope(room);
+    Ints chosen_J = choose_experts(problem, draws, room);
+    Growth growth(problem, placement, chosen_J, room);
+    if (problem.ranks() > TARGETS) {
+        growth.first_rank = draws.one_of(problem.ranks() - TARGETS + 1);
+        growth.last_rank = growth.first_rank + TARGETS;
+    }
+    draws.advance();
+    const Int q = SMOOTH << ((draws.seed() >> 16) % 3);
+    if (fresh) {
+        while (growth.replicas() > 0) growth.remove(growth.flow.arcs - 1);
+    } else {
+        growth.settle_all();
+        reprice(growth.flow, q);
+        take_some(growth, draws);
+        add_one(growth, q, draws);
+    }
+    growth.grow(q);
+    Placement changed(problem, placement.free_R, room);
+    changed.copy_from(placement);
+    growth.write(changed);
+    Span<bool> before = placement.holds_ER.flat();
+    if (std::equal(before.begin(), before.end(), changed.holds_ER.data)) return;
+    double kept_s = step_seconds(problem, placement.holds_ER, split_effort, false, room);
+    double now_s = step_seconds(problem, changed.holds_ER, split_effort, false, room);
+    if (now_s < kept_s && (changed.replicas == 0 || now_s <= most_s)) placement.copy_from(changed);
 }
 
 class Planning {
@@ -51,116 +123,79 @@ class Planning {
           limit_R_(limit_R),
           options_(options),
           room_(room),
-          base_(home_cost(problem)),
-          draws_(draws_of(problem)) {
-        Int ranks = problem.ranks(), tokens = 0;
-        double rate = 0.0, speed = 0.0;
-        for (Int r = 0; r < ranks; r++) {
-            slots_ += limit_R[r];
-            tokens += problem.home_load[r];
-            rate += 1.0 / problem.seconds_per_token_R[r];
-            speed += problem.speed_R[r];
-        }
-        slots_ = std::min(slots_, problem.experts() * ranks);
-        even_level_ = static_cast<double>(tokens) / speed;
-        even_s_ = FORWARD_AND_BACKWARD * static_cast<double>(tokens) / rate;
-        most_s_ = base_.total * (1.0 - options.gain_margin);
-        double pairs = static_cast<double>(problem.experts() * ranks);
-        growing_ = base_.a2a > FROM * base_.total;
-        double share =
-            static_cast<double>(std::min(problem.experts(), CHOSEN)) / static_cast<double>(problem.experts());
-        double work = static_cast<double>(slots_ * ranks * std::min(ranks, TARGETS));
+          base_(cost_of(make_flow(problem, {}, 0, room), problem.home_groups)),
+          draws_(problem),
+          most_s_(base_.total * (1.0 - options.gain_margin)),
+          budget_s_(std::max(options.effort * base_.total, options.least_s)),
+          growing_(base_.a2a > FROM * base_.total) {
+        Int ranks = problem.ranks(), experts = problem.experts(), slots = 0;
+        for (Int limit : limit_R) slots += limit;
+        double pairs = static_cast<double>(experts * ranks);
+        double share = static_cast<double>(std::min(experts, CHOSEN)) / static_cast<double>(experts);
+        double work = static_cast<double>(std::min(slots, experts * ranks) * ranks * std::min(ranks, TARGETS));
         try_s_ = TRY_S + share * (TRY_PAIR_S * pairs + TRY_WORK_S * work) + TRY_SPLIT_S * pairs;
-        budget_s_ = std::max(options.effort * base_.total, options.least_s);
         call_s_ = CALL_S + CALL_PAIR_S * pairs;
     }
 
-    Int slots() const { return slots_; }
-
-    // Goes on from these replicas, in place.
-    void run(Replicas& now, bool given) {
+    // What follows from `now`, in its place.
+    void run(Placement& now, bool given) {
         Cost cost = base_;
-        double level = 0.0;
-        if (now.used > 0) {
+        if (now.replicas > 0) {
             Scope scope(room_);
-            BestSplit split =
-                best_split(problem_, index_replicas(now, problem_.home_E, room_), options_.split_effort, true, room_);
-            cost = split.cost;
-            level = split.bottleneck;
+            cost = best_split(problem_, index_holders(now.holds_ER, room_), options_.split_effort, true, room_).cost;
         }
         // Levelling can gain no more than what products are above the even level.
         double margin = growing_ ? JUMPED : options_.keep_margin;
         bool keeps = given && cost.total <= most_s_;
-        if (keeps && cost.expert - even_s_ <= (growing_ ? UNEVEN : margin) * cost.total) return go_on(now, level);
-        Replicas first = make_replicas(slots_, room_);
-        level_loads(problem_, limit_R_, first, room_);
-        double first_s = first.used > 0 ? quick_s(first) : base_.total;
-        if (keeps && first_s >= cost.total * (1.0 - margin)) return go_on(now, level);
+        double above_s = cost.expert - even_products(problem_);
+        if (keeps && above_s <= (growing_ ? UNEVEN : margin) * cost.total) return go_on(now);
+        Placement first(problem_, limit_R_, room_);
+        level_loads(problem_, first, room_);
+        double first_s = quick_s(first);
+        if (keeps && first_s >= cost.total * (1.0 - margin)) return go_on(now);
         plan_anew(first, first_s);
-        if (now.used > 0) {
-            double now_s = full_s(now), new_s = first.used > 0 ? full_s(first) : base_.total;
-            if (now_s <= most_s_ && now_s <= new_s * (1.0 + options_.keep_margin)) return;
+        if (now.replicas > 0) {
+            double now_s = full_s(now);
+            if (now_s <= most_s_ && now_s <= full_s(first) * (1.0 + options_.keep_margin)) return;
         }
         now.copy_from(first);
     }
 
    private:
-    double quick_s(const Replicas& replicas) const {
-        return split_cost(problem_, replicas, options_.split_effort, true, room_).total;
+    double quick_s(const Placement& placement) const {
+        return step_seconds(problem_, placement.holds_ER, options_.split_effort, true, room_);
     }
-    double full_s(const Replicas& replicas) const {
-        return split_cost(problem_, replicas, options_.split_effort, options_.split_effort <= 0.0, room_).total;
+    double full_s(const Placement& placement) const {
+        return step_seconds(problem_, placement.holds_ER, options_.split_effort, options_.split_effort <= 0.0, room_);
     }
-
-    void attempt(Replicas& replicas, Change kind, ConstInts slots_R) {
-        try_once(problem_, slots_R, replicas, most_s_, options_.split_effort, kind, draws_, room_);
+    void attempt(Placement& placement, bool fresh) {
+        try_once(problem_, placement, most_s_, options_.split_effort, fresh, draws_, room_);
     }
-    Change drawn() {
+    void attempt(Placement& placement) {
         draws_.advance();
-        Int n = (draws_.seed() >> 16) % 8;
-        return n == 0 ? Change::FRESH : n == 1 ? Change::EVERYWHERE : n < 5 ? Change::FEWER : Change::OTHERS;
+        attempt(placement, (draws_.seed() >> 16) % 4 == 0);
     }
-    void go_on(Replicas& replicas, double level) {
-        double haste = level > STALE * even_level_ ? HASTE : 1.0;
-        if (growing_ && draws_.affords(try_s_, budget_s_ * haste)) attempt(replicas, drawn(), limit_R_);
+    void go_on(Placement& placement) {
+        if (growing_ && draws_.affords(try_s_, budget_s_)) attempt(placement);
     }
 
-    // Makes the best first plan of several, from one that levels loads into all slots.
-    void plan_anew(Replicas& first, double first_s) {
+    // Makes the best first plan of several, from one that levels loads.
+    void plan_anew(Placement& first, double first_s) {
         Scope scope(room_);
-        Replicas now = make_replicas(slots_, room_);
-        Ints slots_R = room_.ints(limit_R_.size);
-        const auto keep = [&](double margin) {
-            double now_s = quick_s(now);
-            bool better = now_s < first_s * (1.0 + margin);
-            if (better) {
-                first.copy_from(now);
-                first_s = now_s;
-            }
-            return better;
-        };
-        Int most = *std::max_element(limit_R_.begin(), limit_R_.end());
-        for (Int slots = 1; slots < most; slots *= 2) {
-            for (Int r = 0; r < slots_R.size; r++) slots_R[r] = std::min(limit_R_[r], slots);
-            level_loads(problem_, slots_R, now, room_);
-            keep(0.0);
+        Placement spared(problem_, limit_R_, room_);
+        for (Int copies = 1; copies <= static_cast<Int>(options_.spare); copies *= 2) {
+            spared.copy_from(first);
+            add_spares(problem_, copies, spared, room_);
+            double spared_s = quick_s(spared);
+            if (spared.replicas == first.replicas || spared_s >= first_s * (1.0 + options_.spare_margin)) break;
+            first.copy_from(spared);
+            first_s = spared_s;
         }
-        for (Int copies = 1; copies <= static_cast<Int>(options_.spare);
-             copies *= 2) {  // where they cost next to nothing
-            now.copy_from(first);
-            add_spares(problem_, limit_R_, copies, now, room_);
-            if (now.used == first.used || !keep(options_.spare_margin)) break;
-        }
-        if (first_s > most_s_) first.used = 0;
+        if (first_s > most_s_) first.copy_from(Placement(problem_, limit_R_, room_));
         if (!growing_) return;
-        if (try_s_ <= FRESH_S) attempt(first, Change::FRESH, limit_R_);
-        Int slots = most / 2;  // then growth into ever fewer slots, and other tries
+        if (try_s_ <= FRESH_S) attempt(first, true);
         double left_s = BURST * (call_s_ + std::min(try_s_, budget_s_)) - try_s_;
-        for (; left_s >= try_s_; left_s -= try_s_) {
-            for (Int r = 0; r < slots_R.size; r++) slots_R[r] = std::min(limit_R_[r], slots);
-            attempt(first, slots > 0 ? Change::FRESH : drawn(), slots > 0 ? ConstInts(slots_R) : limit_R_);
-            slots /= 2;
-        }
+        for (; left_s >= try_s_; left_s -= try_s_) attempt(first);
     }
 
     const Problem& problem_;
@@ -169,12 +204,9 @@ class Planning {
     Workspace& room_;
     Cost base_;  // without replicas
     Draws draws_;
-    Int slots_ = 0;
-    double even_level_ = 0.0;
-    double even_s_ = 0.0;  // level products alone
-    double most_s_ = 0.0;  // what a step with replicas may take
-    double try_s_ = 0.0, budget_s_ = 0.0, call_s_ = 0.0;
-    bool growing_ = false;
+    double most_s_;                                 // what a step with replicas may take
+    double budget_s_, try_s_ = 0.0, call_s_ = 0.0;  // a call's share for tries; a try; a call without
+    bool growing_;
 };
 
 }  // namespace
@@ -182,12 +214,18 @@ class Planning {
 void plan(const Problem& problem, ConstInts limit_R, ConstBoolGrid previous_ER, const Options& options,
           Grid<bool> holds_ER, Workspace& room) {
     Scope scope(room);
-    Planning planning(problem, limit_R, options, room);
-    Replicas replicas = make_replicas(planning.slots(), room);
-    bool given = previous_ER.rows > 0;
-    if (given) read_holders(problem, previous_ER, limit_R, replicas, room);
-    planning.run(replicas, given);
-    write_holders(problem, replicas, holds_ER);
+    Placement now(problem, limit_R, room);
+    bool fits = true;  // what is in force, into the limits
+    for (Int e = 0; e < previous_ER.rows; e++) {
+        for (Int r = 0; r < previous_ER.columns; r++) {
+            if (!previous_ER[e][r] || now.holds_ER[e][r]) continue;
+            fits = fits && now.free_R[r] > 0;
+            if (fits) now.add(e, r);
+        }
+    }
+    if (!fits) now.copy_from(Placement(problem, limit_R, room));
+    Planning(problem, limit_R, options, room).run(now, previous_ER.rows > 0);
+    holds_ER.flat().copy_from(now.holds_ER.flat());
 }
 
 }  // namespace prophet

@@ -28,11 +28,14 @@ struct Figures {
     double windows_have_experts;  // 1, or 0 where no experts compute in the windows
 
     static constexpr Int COUNT = 12;
-    static Figures from(ConstFloats array);
+    static Figures from(ConstFloats array) {
+        return {array[0],  {array[1], array[2]}, {array[3], array[4]}, array[5], array[6], array[7], array[8], array[9],
+                array[10], 1.0 - array[11]};
+    }
 };
 
-// Tokens that ranks send and receive when all go home: the rows of `Problem::home_moved`.
-enum Traffic : Int { SENT_NEAR, RECEIVED_NEAR, SENT_FAR, RECEIVED_FAR, TRAFFIC };
+// Resources of a rank: its products; what it sends and receives within its node; the same between nodes.
+enum Resource : Int { PRODUCTS, OUT_NEAR, IN_NEAR, OUT_FAR, IN_FAR, RESOURCES };
 
 struct Problem {
     ConstIntGrid load_RE;
@@ -42,22 +45,16 @@ struct Problem {
     ConstFloats speed_R;
     ConstFloats seconds_per_token_R;
     Figures figures;
-    ConstInts home_load;      // [R] tokens
-    ConstInts home_groups;    // [R] experts with tokens
-    ConstIntGrid home_moved;  // [TRAFFIC, R] tokens
+    ConstIntGrid home_busy;  // [RESOURCES, R] tokens
+    ConstInts home_groups;   // [R] experts with tokens
 
     Int ranks() const { return node_R.size; }
     Int experts() const { return home_E.size; }
     Int nodes() const { return node_R[node_R.size - 1] + 1; }
 };
 
-// The arguments that every entry takes; the figures that follow from them are taken from `room`.
+// The arguments that every entry takes; what follows from them is taken from `room`.
 Problem make_problem(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R,
                      ConstFloats seconds_per_token_R, ConstFloats figures, Workspace& room);
-
-// Tokens of every expert.
-void count_totals(ConstIntGrid load_RE, Ints total_E);
-
-bool any_negative(ConstIntGrid load_RE);
 
 }  // namespace prophet

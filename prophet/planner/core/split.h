@@ -1,30 +1,60 @@
 // The split that makes a step shortest, for given holders.
 //
-// First the exact split (`exact.h`). Where exchanges are a part of the step that matters, descent (`descent.h`) goes on
-// from there, because the busiest sender or receiver counts and not the sum, and because a slightly higher bottleneck
-// can be worth a shorter exchange. The better split is taken.
+// First the exact split (`exact.cpp`). Where exchanges are a part of the step that matters, descent (`descent.cpp`)
+// goes on from there, because the busiest sender or receiver counts and not the sum, and because a slightly higher
+// bottleneck can be worth a shorter exchange. The better split is taken.
 #pragma once
 
 #include "cost.h"
-#include "descent.h"
-#include "exact.h"
-#include "rows.h"
+#include "holders.h"
 
 namespace prophet {
 
-struct BestSplit {
-    Flow flow;  // what is busy; has the tokens where there are no rows
-    Cost cost;
-    double bottleneck;  // T
-    Span<Row> rows;     // the exact split's, where it is the best and not quick
+struct Exact {
+    Ints tokens_A;  // by arc
+    Ints load_R;
+    double bottleneck;  // the largest load_R / speed_R, roughly: the T of the caps
 };
 
-// For a `quick` split no descent is made, and neither rows nor tokens are written. Everything is taken from `room`.
+Exact exact_split(const Problem& problem, const Holders& holders, Workspace& room);
+
+// Let every rank move tokens of experts first .. last - 1, each from its dearest holder to its cheapest; returns the
+// number of moves.
+Int settle(Flow& flow, Int first, Int last, Int q);
+inline Int sweep(Flow& flow, Int q) { return settle(flow, 0, flow.experts(), q); }
+
+// Descend with growing q for at most `sweeps` sweeps; the best found stays in place. Fewer sweeps than levels are
+// spread over them: from the first level on where there is `far` to go, because low q moves most, else up to the last.
+void shorten(Flow& flow, Int sweeps, bool far, Workspace& room);
+
+// How many sweeps over `pairs` of a rank and an expert fit into so many seconds.
+Int affordable(double seconds, Int pairs);
+
+// Tokens that go from `source` to `rank`.
+struct Row {
+    Int source;
+    Int expert;
+    Int rank;
+    Int tokens;
+};
+
+struct BestSplit {
+    Flow flow;  // what is busy
+    Cost cost;
+    double bottleneck;  // T
+    Span<Row> rows;     // of the experts with several holders; none where quick
+};
+
+// For a `quick` split no descent is made, and no rows are written. Everything is taken from `room`.
 BestSplit best_split(const Problem& problem, const Holders& holders, double effort, bool quick, Workspace& room);
 
-// Its rows, the same for all ranks.
-Span<Row> rows_of(const BestSplit& split, const Holders& holders, Workspace& room);
-Span<Row> exact_rows_of(ConstInts tokens_A, ConstIntGrid load_RE, const Holders& holders, ConstInts node_R,
-                        Workspace& room);
+// Write a split out, [R * E, R] tokens.
+void write_tokens(const Problem& problem, const BestSplit& split, IntGrid tokens, Workspace& room);
+
+// The seconds of a step with these holders.
+double step_seconds(const Problem& problem, ConstBoolGrid holds_ER, double effort, bool quick, Workspace& room);
+
+// The exact split of the other experts in what is busy and in the copies moved, for a flow of those that `takes_part`.
+void place_others(Flow& flow, const Holders& holders, Span<bool> takes_part, Workspace& room);
 
 }  // namespace prophet

@@ -1,16 +1,26 @@
-// Views of arrays that somebody else owns: a pointer and its sizes. They are passed by value.
+// What the core counts with, and views of arrays that somebody else owns: a pointer and its sizes, passed by value.
 //
 // With PROPHET_CHECKED defined every index is checked; the tests with sanitizers build that way, since a sanitizer does
 // not see an array end within a workspace.
 #pragma once
 
-#include "arithmetic.h"
+#include <cfloat>
+#include <cstdint>
 
 #ifdef PROPHET_CHECKED
 #include <stdexcept>
 #endif
 
+#ifdef __FAST_MATH__
+#error "the planner's core must not be compiled with -ffast-math or -Ofast: ranks would plan differently"
+#endif
+#if defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD != 0
+#error "the planner's core needs a processor that rounds every double operation to a double (not x87)"
+#endif
+
 namespace prophet {
+
+using Int = std::int64_t;
 
 inline void check_index([[maybe_unused]] Int index, [[maybe_unused]] Int size) {
 #ifdef PROPHET_CHECKED

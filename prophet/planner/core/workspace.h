@@ -4,6 +4,7 @@
 // thread ends, so that a call allocates only where it needs more than any call before. Arrays come uninitialised.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -28,7 +29,11 @@ class Workspace {
     }
 
     // Bytes held, for the test that calls of one size allocate once.
-    std::size_t held_bytes() const;
+    std::size_t held_bytes() const {
+        std::size_t bytes = 0;
+        for (const Chunk& chunk : chunks_) bytes += chunk.bytes;
+        return bytes;
+    }
 
    private:
     friend class Scope;
@@ -51,7 +56,17 @@ class Workspace {
         used_ += bytes;
         return taken;
     }
-    void next_chunk(std::size_t bytes);
+    void next_chunk(std::size_t bytes) {
+        // The rest of this chunk, and later ones that are too small, serve smaller arrays another time.
+        std::size_t next = chunk_ < chunks_.size() ? chunk_ + 1 : chunk_;
+        while (next < chunks_.size() && chunks_[next].bytes < bytes) next++;
+        if (next == chunks_.size()) {
+            std::size_t size = std::max(bytes, chunks_.empty() ? FIRST_BYTES : 2 * chunks_.back().bytes);
+            chunks_.push_back({std::unique_ptr<std::byte[]>(new std::byte[size]), size});
+        }
+        chunk_ = next;
+        used_ = 0;
+    }
 
     std::vector<Chunk> chunks_;  // arrays stay where they are while it grows
     std::size_t chunk_ = 0;      // the one in use
@@ -76,6 +91,9 @@ class Scope {
 };
 
 // The calling thread's own: the split and the plan of one rank overlap, and many ranks may live in one process.
-Workspace& thread_workspace();
+inline Workspace& thread_workspace() {
+    thread_local Workspace room;
+    return room;
+}
 
 }  // namespace prophet

@@ -7,7 +7,7 @@ product of the experts (the backward takes twice the forward), one Trans and one
 one bandwidth and one throughput; `step_cost` knows the levels of the network, what each rank sends and
 receives, each rank's speed, and a fixed cost for every expert that a rank computes.
 
-This file is the definition; `core/cost.h` is the compiled twin that the search uses.
+This file is the definition; `core/cost.cpp` is the compiled twin, the only place of the core that counts seconds.
 """
 
 from __future__ import annotations

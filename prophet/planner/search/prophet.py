@@ -14,7 +14,7 @@ from prophet.errors import SpecError
 from prophet.planner import core
 from prophet.planner.base import EFFORT, Planner
 from prophet.planner.model.machine import Machine
-from prophet.planner.split.exact import Flows
+from prophet.planner.split.exact import NOT_DENSE, Flows
 from prophet.spec import BoolArray, FloatArray, IntArray, Placement, PlanContext, Split, check_load
 
 REMEMBERED = 4  # contexts
@@ -118,13 +118,13 @@ class ProphetPlanner(Planner):
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
         """Assign `load` [R, E] exactly, for the shortest step."""
         tokens = np.empty((context.ranks, context.experts, context.ranks), dtype=np.int64)
-        core.native.split_tokens(*self._to_split(load, placement, context), self.tuning.split_effort, tokens)
+        core.native.split(*self._to_split(load, placement, context), self.tuning.split_effort, tokens)
         return Split.trusted(tokens)
 
     def flows(self, load: IntArray, placement: Placement, context: PlanContext) -> Flows:
         """The same as `split` in sparse form, for large groups."""
         given = self._to_split(load, placement, context)
-        shared, rows, rank_load, level, _ = core.native.split_rows(*given, self.tuning.split_effort)
+        shared, rows, rank_load, level, _ = core.native.split(*given, self.tuning.split_effort, NOT_DENSE)
         return Flows(given[0], placement.home, shared, rows, rank_load, level)
 
     def _to_split(

@@ -17,6 +17,9 @@ from prophet.errors import SpecError
 from prophet.planner import core
 from prophet.spec import FloatArray, IntArray, Placement, Split, Topology, check_load
 
+NOT_DENSE = np.empty((0, 0, 0), dtype=np.int64)  # where the core writes no tokens
+_ANY_MACHINE = np.ones(12)  # as many as the core's `Figures`
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Flows:
@@ -69,7 +72,9 @@ def exact_flows(
     """
     if check:
         load = check_load(load)
-    shared, rows, rank_load, level = core.native.exact_rows(load, placement.holds, placement.home, node, speed)
+    # an effort of 0 asks nothing of the machine but its speeds
+    given = (load, placement.holds, placement.home, node, speed, 1.0 / speed, _ANY_MACHINE)
+    shared, rows, rank_load, level, _ = core.native.split(*given, 0.0, NOT_DENSE)
     return Flows(load, placement.home, shared, rows, rank_load, level)
 
 
