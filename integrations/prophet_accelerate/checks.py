@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 
 import prophet
+from prophet.engine.balanced_layer import BalancedLayer
+from prophet.layer.moe import moe_layers
 from prophet.ranks.process_group import processes
 
 _OTHERS = {
@@ -98,13 +100,18 @@ def _check_parallelism(accelerator: Any) -> None:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise ValueError for a model that another part has wrapped."""
+    """Raise ValueError for a model that another part has wrapped, or balances."""
     wrappers = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
     engine = any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__)
     if engine or any(isinstance(m, wrappers) for m in model.modules()):
         raise ValueError(
             f"the model is wrapped already, in {type(model).__name__}: accelerator.prepare() wraps it, so pass it as "
             f"it was built"
+        )
+    if any(isinstance(layer._port, BalancedLayer) for layer in moe_layers(model)):
+        raise ValueError(
+            "the model has an engine already, by prophet.attach or another integration, and accelerator.prepare() "
+            "attaches one: call its close() first, or leave it out"
         )
 
 

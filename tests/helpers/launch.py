@@ -238,18 +238,22 @@ def torchrun(program: Path, *arguments: str, ranks: int, timeout_s: float = 240.
     paths = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])
     environment = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
+    with subprocess.Popen(
         [*start, str(program), *arguments],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
         cwd=ROOT,
         env={**os.environ, **environment, **settings},
-        check=False,
-    )
-    if done.returncode:
-        raise AssertionError(done.stdout[-2000:] + done.stderr[-6000:])
-    return done.stdout
+    ) as agent:
+        try:
+            printed, errors = agent.communicate(timeout=timeout_s)
+        except BaseException:
+            agent.terminate()  # it ends its processes then; if it were killed they would go on
+            raise
+    if agent.returncode:
+        raise AssertionError(printed[-2000:] + errors[-6000:])
+    return printed
 
 
 def as_launched(

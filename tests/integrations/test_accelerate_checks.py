@@ -112,6 +112,21 @@ def test_a_model_that_cannot_be_balanced_is_refused(accelerator: Accelerator) ->
     assert balanced.report is None
 
 
+def test_a_model_with_an_engine_is_refused_until_that_is_closed(accelerator: Accelerator) -> None:
+    balanced = prophet_accelerate.balance(accelerator, config=STATIC)
+    model = hugging_face("mixtral")
+    prophet.convert(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = prophet.attach(model, optimizer, config=STATIC)
+    with pytest.raises(ValueError, match="the model has an engine already, by prophet"):
+        accelerator.prepare(model, optimizer)
+    assert accelerator._models == []
+    engine.close()
+    accelerator.prepare(model, optimizer)
+    assert balanced.engine is not None
+    accelerator.free_memory()
+
+
 def test_optimizers_that_fsdp2_cannot_have_are_refused(accelerator: Accelerator) -> None:
     with_fsdp(fsdp_version=2)(accelerator)
     balanced = prophet_accelerate.balance(accelerator, config=STATIC)

@@ -18,6 +18,7 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install 'moe-pro
 from prophet_transformers.callback import _check_settings
 from transformers import Trainer, TrainerCallback
 
+import prophet
 from prophet.errors import CheckpointError
 from tests.helpers.small_trainer import callback, key_warnings, logged, same_weights, small_trainer, trained
 
@@ -50,6 +51,15 @@ def test_a_second_framework_that_wraps_the_model(setting: str, text: str) -> Non
     trainer = SimpleNamespace(args=SimpleNamespace(), accelerator=SimpleNamespace(), model_init=None, **{setting: True})
     with pytest.raises(ValueError, match=text):
         _check_settings(trainer)
+
+
+def test_a_model_that_is_balanced_already(tmp_path: Path) -> None:
+    made = small_trainer(tmp_path, None)
+    prophet.convert(made.model)
+    engine = prophet.attach(made.model)
+    with pytest.raises(ValueError, match=r"has been converted already; prophet\.revert\(model\) first"):
+        Trainer(model=made.model, args=made.args, callbacks=[callback()])
+    engine.close()
 
 
 def test_a_callback_that_comes_too_late(tmp_path: Path) -> None:

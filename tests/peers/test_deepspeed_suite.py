@@ -1,13 +1,15 @@
 """DeepSpeed's own tests of its MoE layers, with balanced experts behind `deepspeed.initialize`.
 
 PEERS_DEEPSPEED names a checkout of DeepSpeed. Its tests run on a copy, unchanged but for what `INJECTED` adds to their
-common module: the import, a default section, and what lets 16-bit tests run on a CPU. `make test-peers` runs this.
+common module: the import, a default section, and what lets 16-bit tests run on a CPU. `make test-peers` runs this, and
+with `ARGS="-k 'TestMoE and 2-4'"` a part of it.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 2400  # for all of them
+LIMIT_S = 400  # for one of them
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2 * LIMIT_S + 60)]
 COPIES = "copies.txt"
 INJECTED = f"""
 import deepspeed.ops
@@ -45,28 +48,33 @@ prophet.Engine.finish_step = _counted
 GONE = "saved_model.sparse_tensor_module_names"
 
 MOE, TP, CHECKPOINT = "test_moe.py", "test_moe_tp.py", "test_moe_checkpoint.py"
-TRAINED = [
+WHOLE = [  # every rank holds all experts: there is nothing to copy
     *(f"{MOE}::TestSimpleMoE::test[{stage}]" for stage in (0, 1, 2)),
+    f"{MOE}::TestMoESingleton::test_all_to_all[single]",
+]
+ONE_STEP = [f"{MOE}::TestExpertWeightGradWithZero::test[{stage}]" for stage in (0, 1, 2)]  # no history to plan from
+BALANCED = [
     *(f"{MOE}::TestMoE::test[{r}-{z}-{ep}]" for r in (True, False) for z in (0, 1, 2) for ep in (2, 4)),
     *(f"{MOE}::TestPRMoE::test[2-{residual}]" for residual in (True, False)),
-    *(f"{MOE}::TestExpertWeightGradWithZero::test[{stage}]" for stage in (0, 1, 2)),
-    f"{MOE}::TestMoESingleton::test_all_to_all[single]",
     f"{CHECKPOINT}::TestMoECheckpoint::test_checkpoint_moe[4]",
     *(
         f"{CHECKPOINT}::TestMoECheckpoint::test_checkpoint_moe_and_zero[{case}]"
         for case in ("4-True", "4-False", "2-True", "2-False")
     ),
 ]
-COUNTS_CALLS = f"{MOE}::TestMoESingleton::test_all_to_all[multi]"  # of DeepSpeed's own all-to-all: there are none
-TENSOR_PARALLEL = f"{TP}::TestMOETensorParallel::test[True-1-True-2]"
+# It counts calls of a function inside DeepSpeed's own layer, two in a forward pass. A balanced layer makes none.
+COUNTS_CALLS = f"{MOE}::TestMoESingleton::test_all_to_all[multi]"
+TWO_CALLS, NO_CALLS = "[(1, 0), (2, 2)]", "[(1, 0), (2, 0)]"
+TENSOR_PARALLEL = [f"{TP}::TestMOETensorParallel::test[True-True-{sizes}]" for sizes in ("1-2", "1-4", "2-2")]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """passed, failed or skipped, and what was said."""
+    """passed, failure, error or skipped; what was said; replicas in force by step, of every group of experts."""
 
     kind: str
     text: str
+    copies: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -89,69 +97,86 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def outcomes(suite: Path) -> dict[str, Outcome]:
-    """What became of every test, by its name."""
-    files = {name: next((suite / "unit").rglob(name)).relative_to(suite) for name in (MOE, TP, CHECKPOINT)}
-    wanted = [*TRAINED, COUNTS_CALLS]
-    nodes = [f"{files[name]}::{rest}" for name, _, rest in (one.partition("::") for one in wanted)]
-    nodes += [f"{files[TP]}::TestMOETensorParallel"]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")])
+def path_of(suite: Path, file: str) -> Path:
+    """Releases have it in different folders."""
+    return next((suite / "unit").rglob(file))
+
+
+def outcome(suite: Path, name: str) -> Outcome:
+    """Run one test of DeepSpeed's in a process of its own."""
+    file, _, case = name.partition("::")
+    copies, report = suite / COPIES, suite / "found.xml"
+    for left in (copies, report):
+        left.unlink(missing_ok=True)
     environment = {
         **os.environ,
-        "PYTHONPATH": path,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]),
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": "4",  # without it the CPU counts as one device, and tests of several are skipped
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junitxml=found.xml", *nodes],
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            f"{path_of(suite, file)}::{case}",
+        ],
         cwd=suite,
         env=environment,
-        timeout=LIMIT_S,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=False,
-    )
-    report = suite / "found.xml"
-    assert report.exists(), done.stdout[-2000:] + done.stderr[-2000:]
-    found = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        *_, file, kind = case.attrib["classname"].split(".")
-        name = f"{file}.py::{kind}::{case.attrib['name']}"
-        bad = next((c for c in case if c.tag in ("failure", "error", "skipped")), None)
-        text = "" if bad is None else f"{bad.attrib.get('message', '')}\n{bad.text or ''}"
-        found[name] = Outcome("passed" if bad is None else bad.tag, text)
-        print(f"{found[name].kind:8} {name}")
-    return found
+        start_new_session=True,
+    ) as running:
+        try:
+            printed, _ = running.communicate(timeout=LIMIT_S)
+        except BaseException:
+            os.killpg(running.pid, signal.SIGKILL)  # the ranks, too
+            raise
+    assert report.exists(), printed[-4000:]
+    (ran,) = ElementTree.parse(report).iter("testcase")
+    bad = next((c for c in ran if c.tag in ("failure", "error", "skipped")), None)
+    text = "" if bad is None else f"{bad.attrib.get('message', '')}\n{bad.text or ''}"
+    steps = [int(line) for line in copies.read_text().split()] if copies.exists() else []
+    print(f"{name}: {sum(n > 0 for n in steps)} of {len(steps)} steps with replicas, {sum(steps)} in all")
+    return Outcome("passed" if bad is None else bad.tag, text, steps)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 60)
-@pytest.mark.parametrize("name", TRAINED)
-def test_deepspeeds_own_test_passes(name: str, outcomes: dict[str, Outcome]) -> None:
-    assert outcomes[name].kind == "passed", outcomes[name].text[-3000:]
+@pytest.mark.parametrize("name", WHOLE + ONE_STEP)
+def test_deepspeeds_own_test_passes(name: str, suite: Path) -> None:
+    found = outcome(suite, name)
+    assert found.kind == "passed", found.text[-3000:]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 60)
-def test_a_test_of_deepspeeds_own_all_to_all_finds_none(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes[COUNTS_CALLS]
-    assert outcome.kind == "failure"
-    assert "assert len(all_to_all_calls) == expected_calls" in outcome.text
+@pytest.mark.parametrize("name", BALANCED)
+def test_deepspeeds_own_test_passes_with_replicas(name: str, suite: Path) -> None:
+    found = outcome(suite, name)
+    assert found.kind == "passed", found.text[-3000:]
+    assert sum(n > 0 for n in found.copies) > len(found.copies) / 2
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 60)
-def test_tensor_parallelism_is_refused_by_name(outcomes: dict[str, Outcome]) -> None:
-    tried = [one for name, one in outcomes.items() if name.startswith(f"{TP}::") and one.kind != "skipped"]
-    assert tried
-    assert all("mpu" in one.text and "ConfigError" in one.text for one in tried)
+def test_the_test_that_counts_calls_passes_with_their_number_alone_changed(suite: Path) -> None:
+    found = outcome(suite, COUNTS_CALLS)
+    assert found.kind == "failure"
+    assert "assert len(all_to_all_calls) == expected_calls" in found.text
+    file = path_of(suite, MOE)
+    source = file.read_text()
+    assert source.count(TWO_CALLS) == 1
+    file.write_text(source.replace(TWO_CALLS, NO_CALLS))
+    try:
+        found = outcome(suite, COUNTS_CALLS)
+    finally:
+        file.write_text(source)
+    assert found.kind == "passed", found.text[-3000:]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 60)
-def test_replicas_were_in_force(outcomes: dict[str, Outcome], suite: Path) -> None:
-    steps = [int(line) for line in (suite / COPIES).read_text().split()]
-    print(f"{sum(n > 0 for n in steps)} of {len(steps)} steps with replicas, {sum(steps)} in all")
-    assert sum(n > 0 for n in steps) > len(steps) / 2
+@pytest.mark.parametrize("name", TENSOR_PARALLEL)
+def test_tensor_parallelism_is_refused_by_name(name: str, suite: Path) -> None:
+    found = outcome(suite, name)
+    assert found.kind == "failure"
+    assert "ConfigError" in found.text
+    assert "mpu" in found.text

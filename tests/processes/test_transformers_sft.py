@@ -131,6 +131,7 @@ def gap(a: list[float], b: list[float]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_variants(tmp_path: Path) -> None:
     """float32: 1e-6. bfloat16: `BF16_FACTOR` times what a plain run differs between one rank and two; both printed."""
     found = run_gloo(all_variants, 2, tmp_path, list(VARIANTS), timeout_s=450)[0]
