@@ -30,7 +30,7 @@ from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import gather_json
 from prophet.errors import SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
-from prophet.ranks.process_group import process_rank, processes
+from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.ranks.waiting import joined
 
 _WHOLE = "the job goes on in the layout that it has"
@@ -38,9 +38,10 @@ _WHOLE = "the job goes on in the layout that it has"
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """What was made ahead of a switch, or in words why it could not be."""
+    """What was made ahead of a switch, or in words why it could not be; `broken`: ranks have lost each other."""
 
     problem: str = ""
+    broken: bool = False
     target: Arrangement | None = None
     way: Way | None = None
 
@@ -83,15 +84,18 @@ class Job:
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
         self._groups = Groups(timeout_s)
-        self._everyone: tuple[Members, str] = (tuple(range(processes())), "state")
+        everyone = tuple(range(processes()))
+        self._state: tuple[Members, str] = (everyone, "state")  # carries it
+        self._words: tuple[Members, str] = (everyone, "words")  # of the thread that prepares
         self._nodes = nodes
         self._preparing: Future[_Prepared] | None = None
         device = device if device is not None else torch.device("cpu")
         model = _model(build(), loss_fn, counted, device)
         check(layout, len(model.units), processes())
-        problem = self._groups.make([*_wanted(layout), self._everyone])
-        if problem:
-            raise SpecError(f"{layout}: the process groups could not be made: {problem}")
+        problem = self._groups.make(self._wanted(layout))
+        failed = [f"rank {r}: {words}" for r, words in enumerate(meet(Operation("making groups"), problem)) if words]
+        if failed:
+            raise SpecError(f"{layout}: the process groups could not be made: {'; '.join(failed[:3])}")
         seats = self._seats(layout)
         stage_map = layout.stage_map(len(model.units))
         here = stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank()))
@@ -203,11 +207,12 @@ class Job:
         specs = described.specs if not isinstance(described, str) else []
 
         def made() -> _Prepared:
-            problem = self._groups.make([*_wanted(layout), self._everyone])
-            state = self._groups.get(*self._everyone)
-            every = gather_json(problem, state, pipe.config.device, Operation("making groups"))
+            problem = self._groups.make(self._wanted(layout))
+            words = self._groups.get(*self._words)
+            every = gather_json(problem, words, pipe.config.device, Operation("making groups"))
             failed = [f"rank {r}: {words}" for r, words in enumerate(every) if words]
             if failed:
+                self._groups.undo()
                 return _Prepared(problem=f"groups of {layout} could not be made ({'; '.join(failed[:3])})")
             seats = self._seats(layout)
             target = Arrangement(
@@ -216,7 +221,7 @@ class Job:
                 owners=Owners(pipe.owned, seats.grid, stage_map, layout.zero),
                 microbatches=microbatches_of(self.microbatches, layout.dp),
             )
-            return _Prepared(target=target, way=tied.way(specs, target, state))
+            return _Prepared(target=target, way=tied.way(specs, target, words))
 
         self._next = layout
         self._preparing = self._groups.beside(made)
@@ -232,7 +237,7 @@ class Job:
         try:
             return joined(preparing)
         except Exception as error:
-            return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0])
+            return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
 
     def switch(self, layout: Parallelism | None = None) -> Switched:
         """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
@@ -245,24 +250,28 @@ class Job:
         pipe, ready = self.pipeline, self._finish_preparing()
         with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
             op = Operation("meeting for a switch")
-            every = gather_json(ready.problem, pipe.collective, pipe.config.device, op)
-            failed = {words: r for r, words in reversed(list(enumerate(every))) if words}
+            said = [ready.problem, ready.broken]
+            every = gather_json(said, pipe.collective, pipe.config.device, op)
+            failed = {words: r for r, (words, _) in reversed(list(enumerate(every))) if words}
+            if any(broken for _, broken in every):
+                self._groups.drop([self._state, self._words])
             if failed:
-                self._renew()
                 raise TransitionError("; ".join(f"rank {r}: {words}" for words, r in failed.items()) + f"; {_WHOLE}")
         assert ready.target is not None
         words: Mapping[str, Any] = {"layout": str(self._next), "data position": self.data.position}
         try:
-            done = pipe.reseat(ready.target, self._groups.get(*self._everyone), words, ready.way)
+            done = pipe.reseat(ready.target, self._groups.get(*self._state), words, ready.way)
         except TransitionError:
-            self._renew()
+            self._groups.drop([self._state])  # it may be of no more use: another one is made the next time
             raise
         self.layout = self._next
         return done
 
-    def _renew(self) -> None:
-        """After a failure the state's communicator may be of no more use: make another one the next time."""
-        self._groups.drop([self._everyone])
+    def _wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
+        """The groups of a job in this layout, in the order in which all processes make them."""
+        rows = [(members, "stages") for members in layout.groups("pp")]
+        columns = [(members, "replicas") for members in layout.groups("dp")]
+        return [self._words, self._state, *rows, *columns]
 
     def _seats(self, layout: Parallelism) -> Seats:
         """The places of a layout whose groups were made."""
@@ -291,12 +300,6 @@ def check(layout: Parallelism, layers: int, world: int) -> None:
     if max(layout.rank_of_place) >= world:
         raise SpecError(f"{layout} needs rank {max(layout.rank_of_place)}, the world has {world} ranks")
     layout.stage_map(layers)
-
-
-def _wanted(layout: Parallelism) -> list[tuple[Members, str]]:
-    """The groups of a layout, in the order in which all processes make them."""
-    rows = [(members, "stages") for members in layout.groups("pp")]
-    return [*rows, *((members, "replicas") for members in layout.groups("dp"))]
 
 
 def _model(built: Any, loss_fn: LossFn | None, counted: CountLabels | None, device: torch.device) -> PipelineModel:

@@ -140,11 +140,14 @@ class Reseater:
         self.passes.drop_gradients()  # they were used
         config = replace(mover.builder.config, microbatches=target.microbatches)
         place = target.seats.grid.pipeline_rank_of(rank)
-        problem, links, done, moved = "", {}, None, None
+        problem, old_bytes = "", 0
+        links: dict[tuple[int, int], int] = {}
+        done: tuple[Stages, Change] | None = None
         try:
             held = self.describe()
             way, scalars = self._agreed_way(held, target, collective, way)
             assert isinstance(held, Held)
+            old_bytes = sum(t.numel() * t.element_size() for t in held.tensors.values())
             moved = transition(
                 way.route,
                 {piece: held.tensors[piece.name] for piece in way.route.before.pieces[rank]},
@@ -157,10 +160,9 @@ class Reseater:
             done = self._assembled(target, moved, scalars, place, config)
         except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError) as error:
             problem = f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        if not collective.decide(DECISION, ready=done is not None) or done is None or moved is None or way is None:
+        if not collective.decide(DECISION, ready=done is not None) or done is None:
             raise TransitionError(_ended(problem)) from None
         stages, change = done
-        old_bytes = sum(t.numel() * t.element_size() for t in held.tensors.values())
         change.make()
         mover.builder.config = config
         mover.groups.sit(target.seats)

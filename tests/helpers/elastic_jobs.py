@@ -59,9 +59,9 @@ def start(layout: str, **options: Any) -> Job:
     return Job(build, make_optimizer, Parallelism.parse(layout), **{**given, **options})
 
 
-def plain_losses(steps: int, microbatches: int = MICROBATCHES) -> list[float]:
-    """The same training in one process, without a job."""
-    model, data = build(), batches()
+def plain_losses(steps: int, microbatches: int = MICROBATCHES, *, training: bool = True) -> list[float]:
+    """The same training in one process, without a job; without `training`, dropout is off."""
+    model, data = build().train(training), batches()
     optimizer = make_optimizer(list(model.named_parameters()))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     losses = []
