@@ -1,4 +1,4 @@
-"""The command line: `prophet demo`, `plan`, `calibrate`, `simulate`, `watch` and `report`.
+"""The command line: `prophet demo`, `plan`, `calibrate`, `simulate`, `watch`, `report` and what others register.
 
 At its top this module imports the standard library only. If another distribution owns the name `prophet`, the command
 can then say so before any other import fails with a less helpful message.
@@ -94,6 +94,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (demo, plan, calibrate, simulate, watch, report):
         command.add(commands)
+    for entry in sorted(metadata.entry_points(group="prophet.commands"), key=lambda e: e.name):
+        entry.load()(commands)
     return parser
 
 

@@ -68,7 +68,8 @@ _MAY_IMPORT: dict[str, set[str]] = {
     | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
     "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
     "pipeline_balance.leave": _PIPELINE | {"prophet.files", "prophet.state", "pipeline_balance.pipeline"},
-    "pipeline_balance.elastic": _PIPELINE | {"prophet.spec", "prophet.state", "pipeline_balance.pipeline"},
+    "pipeline_balance.elastic": _PIPELINE
+    | {"prophet.spec", "prophet.state", "prophet.machine", "pipeline_balance.pipeline"},
     # its mixture of experts is made of the other half's layer
     "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
     "pipeline_balance": {"pipeline_balance.control"},
@@ -119,6 +120,9 @@ _PURE_MODULES = {
     "prophet.state.space",
     "prophet.state.layout",
     "prophet.state.route",
+    "prophet.state.table",
+    "prophet.state.atoms",
+    "prophet.state.sources",
     "pipeline_balance.elastic.parallelism",
     "prophet.scheduler.actions",
     "prophet.scheduler.schedules",

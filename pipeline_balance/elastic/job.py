@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from pipeline_balance.elastic.data import GlobalBatches, Stream, cuts, microbatches_of, rows_from, rows_of
 from pipeline_balance.elastic.groups import Groups, Members
+from pipeline_balance.elastic.layouts import ModelDescription, Parameter, layout_of
 from pipeline_balance.elastic.materialize import materialize
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.order import ordered
+from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import NO_ROWS
 from pipeline_balance.pipeline.model import CountLabels, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
+from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.reseat import Arrangement, Switched, Way
 from pipeline_balance.pipeline.scaler import PipelineScaler
@@ -59,7 +62,7 @@ class Job:
     there are more of them, as many as it does; the loss stays the mean over the batch. Random numbers are drawn by
     `seed`, layer and microbatch: a layout whose dp divides M draws the same as any other. `loss_fn` and `counted` are
     as `ModuleChain` takes them. `timeout_s` bounds every wait, `budget_bytes` the buffers of a switch. `nodes` [N] says
-    on which node a process runs.
+    on which node a process runs. An order of "fewest-bytes" is chosen at every switch from the layout in force.
 
     Raises `SpecError` for a layout that cannot be trained yet: tp, ep, slices, zero 2 and 3.
     """
@@ -80,7 +83,7 @@ class Job:
         budget_bytes: int = 64 << 20,
         nodes: Sequence[int] | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
         self._groups = Groups(timeout_s)
@@ -127,12 +130,6 @@ class Job:
     def steps(self) -> int:
         """Updates made so far."""
         return self.pipeline.progress.updates
-
-    def updates(self, name: str) -> bool:
-        """Whether this process updates the parameter and keeps the optimizer's state for it."""
-        groups = self.pipeline.groups
-        here = self.pipeline.owned.of(self.pipeline.layers)
-        return name in here and process_rank() in self.pipeline.owners.updaters(name, groups.rank)
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -202,6 +199,8 @@ class Job:
             differ = [r for r, (text, _) in enumerate(every) if text != every[0][0]]
             if differ:
                 raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0][0]})")
+        model, world = describe(pipe.owned), processes()
+        layout = ordered(model, layout_of(model, self.layout, ranks=world), layout, nodes=self._nodes)
         stage_map, tied = layout.stage_map(len(pipe.model.units)), pipe.reseater(self._nodes)
         described = tied.describe()
         specs = described.specs if not isinstance(described, str) else []
@@ -288,17 +287,31 @@ class Job:
         self._groups.close()
 
 
+def describe(owned: Ownership) -> ModelDescription:
+    """The model of a job as far as layouts go, with AdamW's state; buffers are left out."""
+    found = [
+        Parameter(
+            name=name,
+            shape=tuple(p.shape),
+            dtype=str(p.dtype).removeprefix("torch."),
+            layers=owned.units_of[name],
+            trained=p.requires_grad,
+        )
+        for name, p in owned.parameters.items()
+    ]
+    return ModelDescription(name="job", layers=len(owned.model.units), parameters=tuple(found))
+
+
 def check(layout: Parallelism, layers: int, world: int) -> None:
     """Raise `SpecError` unless a `Job` of `world` processes can train a model of `layers` in this layout."""
     wrong = [f"{name}{getattr(layout, name)}" for name in ("tp", "ep", "slices") if getattr(layout, name) > 1]
     if layout.zero > 1:
         wrong.append(f"zero{layout.zero}")
-    if isinstance(layout.order, str):
-        wrong.append(f"order {layout.order!r}")
     if wrong:
         raise SpecError(f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp with zero 0 or 1")
-    if max(layout.rank_of_place) >= world:
-        raise SpecError(f"{layout} needs rank {max(layout.rank_of_place)}, the world has {world} ranks")
+    last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
+    if last >= world:
+        raise SpecError(f"{layout} needs rank {last}, the world has {world} ranks")
     layout.stage_map(layers)
 
 

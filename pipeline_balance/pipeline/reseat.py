@@ -150,7 +150,7 @@ class Reseater:
             old_bytes = sum(t.numel() * t.element_size() for t in held.tensors.values())
             moved = transition(
                 way.route,
-                {piece: held.tensors[piece.name] for piece in way.route.before.pieces[rank]},
+                {piece: held.tensors[piece.name] for piece in way.route.before.on(rank)},
                 collective,
                 budget_bytes=mover.budget_bytes,
                 device=mover.device,

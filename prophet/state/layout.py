@@ -8,12 +8,15 @@ dimension and ranges of a flattened buffer; they combine by adding pieces.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
+import numpy as np
+
 from prophet.errors import LayoutError
 from prophet.state.space import Box, Space, TensorSpec, flat_boxes
+from prophet.state.table import IntArray, Table, table_from
 
 
 class Piece(NamedTuple):
@@ -26,32 +29,57 @@ class Piece(NamedTuple):
         return f"{self.name}{self.box}"
 
 
-@dataclass(frozen=True)
 class Layout:
-    """Pieces by rank, [P][...]. Valid when built: boxes lie within their tensor, those of a rank do not overlap."""
+    """Pieces by rank, [P][...]. Valid when built: boxes lie within their tensor, those of a rank do not overlap.
 
-    space: Space
-    pieces: tuple[tuple[Piece, ...], ...]
+    A layout of thousands of ranks is built from a `Table`; its pieces are made when they are asked for.
+    """
 
-    def __post_init__(self) -> None:
-        rows = tuple(tuple(Piece(*p) for p in row) for row in self.pieces)
+    def __init__(self, space: Space, pieces: Sequence[Sequence[tuple[str, Box]]]) -> None:
+        rows = tuple(tuple(Piece(*p) for p in row) for row in pieces)
         if not rows:
             raise LayoutError("a layout needs at least one rank")
-        object.__setattr__(self, "pieces", rows)
+        self.space = space
+        self.ranks = len(rows)
+        self.pieces = rows
         for rank, row in enumerate(rows):
             by_name: dict[str, list[Box]] = {}
             for piece in row:
-                if not self.space[piece.name].box.contains(piece.box):
-                    raise LayoutError(f"{piece} of rank {rank} lies outside {list(self.space[piece.name].shape)}")
+                if not space[piece.name].box.contains(piece.box):
+                    raise LayoutError(f"{piece} of rank {rank} lies outside {list(space[piece.name].shape)}")
                 by_name.setdefault(piece.name, []).append(piece.box)
             for name, boxes in by_name.items():
                 for a, b in combinations(boxes, 2):
                     if a.intersect(b) is not None:
                         raise LayoutError(f"rank {rank} holds {name}{a} and {name}{b}, which overlap")
 
-    @property
-    def ranks(self) -> int:
-        return len(self.pieces)
+    @classmethod
+    def of(cls, table: Table) -> Layout:
+        """The layout that a table holds. That no rank's boxes overlap is up to whoever made it."""
+        layout = cls.__new__(cls)
+        layout.space, layout.ranks = table.space, table.ranks
+        layout.__dict__["table"] = table
+        return layout
+
+    @cached_property
+    def table(self) -> Table:
+        """The layout as arrays."""
+        return table_from(self.space, self.pieces)
+
+    @cached_property
+    def pieces(self) -> tuple[tuple[Piece, ...], ...]:
+        """Pieces of every rank."""
+        return tuple(self.on(rank) for rank in range(self.ranks))
+
+    def on(self, rank: int) -> tuple[Piece, ...]:
+        """Pieces of one rank."""
+        if "pieces" in self.__dict__:
+            return self.pieces[rank]
+        table, names = self.table, self.space.tensors
+        return tuple(Piece(names[int(table.tensor[k])].name, table.box(int(k))) for k in table.on(rank))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Layout) and self.space == other.space and self.pieces == other.pieces
 
     def by_tensor(self) -> dict[str, list[tuple[int, Box]]]:
         """(rank, box) pairs of every tensor, by ascending rank."""
@@ -111,3 +139,14 @@ def flat_shard(tensors: Sequence[TensorSpec], parts: int, index: int) -> list[Pi
             pieces += [Piece(tensor.name, box) for box in flat_boxes(tensor.shape, first, last)]
         offset += tensor.elements
     return pieces
+
+
+def zero_owners(elements: Sequence[int] | IntArray, members: int) -> IntArray:
+    """Which of `members` ranks keeps the optimizer state of every parameter: runs of about equal size, in order.
+
+    The tensor that holds the middle element of its own range goes where that element falls, so twice as many members
+    split every run and leave half of it in place.
+    """
+    size = np.asarray(elements, dtype=np.int64)
+    middle = np.cumsum(size) - size / 2
+    return np.minimum((middle * members / max(int(size.sum()), 1)).astype(np.int64), members - 1)

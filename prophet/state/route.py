@@ -2,17 +2,25 @@
 
 Shape legend: P ranks. Rank i sends the union over j of held(i) with wanted(j) minus held(j), and every piece that j
 misses has one owner. (DynaTran's printed send set, what i holds and no longer wants, sends nothing when a copy is
-added.) So the bytes on the wire are the bytes that some rank misses, none twice.
+added.) So the bytes on the wire are the bytes that some rank misses, none twice. A route is arrays; transfers are
+values that are made for those who ask.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
 
 from prophet.errors import LayoutError, SpecError
-from prophet.state.layout import Layout, Piece, missing
+from prophet.state.atoms import Atoms, cut
+from prophet.state.layout import Layout, Piece
+from prophet.state.sources import Rows, choose, missing_rows
 from prophet.state.space import Box, Space
+from prophet.state.table import IntArray, box_of, positions_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +36,19 @@ class Transfer:
         return f"{self.name}{self.box} {self.source}->{self.destination}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
-    """All transfers from layout `before` to layout `after`, in an order that every rank derives alike."""
+    """All transfers from layout `before` to layout `after`, in an order that every rank derives alike.
+
+    rows: what ranks miss. source: who sends it, [rows]. nodes: the node of every rank, [P].
+    """
 
     before: Layout
     after: Layout
-    transfers: tuple[Transfer, ...]
+    nodes: IntArray
+    atoms: Atoms
+    rows: Rows
+    source: IntArray
 
     @property
     def space(self) -> Space:
@@ -51,31 +65,58 @@ class Route:
     @property
     def wire_bytes(self) -> int:
         """Bytes that cross between ranks."""
-        return sum(self.n_bytes(t) for t in self.transfers)
+        return int(self.rows.n_bytes.sum())
 
     def sent_bytes(self) -> tuple[int, ...]:
         """Bytes every rank sends, [P]."""
-        sent = [0] * self.ranks
-        for t in self.transfers:
-            sent[t.source] += self.n_bytes(t)
-        return tuple(sent)
+        return tuple(np.bincount(self.source, self.rows.n_bytes, self.ranks).astype(np.int64).tolist())
 
     def received_bytes(self) -> tuple[int, ...]:
         """Bytes every rank receives, [P]."""
-        received = [0] * self.ranks
-        for t in self.transfers:
-            received[t.destination] += self.n_bytes(t)
-        return tuple(received)
+        return tuple(np.bincount(self.rows.destination, self.rows.n_bytes, self.ranks).astype(np.int64).tolist())
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every transfer, by tensor, box and destination."""
+        return self._transfers(np.arange(len(self.rows)))
+
+    def sends(self, rank: int) -> tuple[Transfer, ...]:
+        """What `rank` sends, by tensor and box: each of its peers receives in this order."""
+        return self._transfers(np.flatnonzero(self.source == rank))
+
+    def receives(self, rank: int) -> tuple[Transfer, ...]:
+        """What `rank` receives, by tensor and box: each of its peers sends in this order."""
+        return self._transfers(np.flatnonzero(self.rows.destination == rank))
+
+    def _transfers(self, rows: IntArray) -> tuple[Transfer, ...]:
+        """These rows as transfers: by tensor, box, destination and source."""
+        many = (self.rows.last - self.rows.first)[rows]
+        tensor = self.atoms.members[positions_of(self.rows.first[rows], many)]
+        row = np.repeat(rows, many)
+        low, destination = self.rows.low[row], self.rows.destination[row]
+        order = np.lexsort([self.source[row], destination, *low.T[::-1], tensor])
+        return tuple(
+            Transfer(
+                self.space.tensors[t].name, box_of(self.space, t, self.rows.low[r], self.rows.high[r]), source, target
+            )
+            for t, r, source, target in zip(
+                tensor[order].tolist(),
+                row[order].tolist(),
+                self.source[row][order].tolist(),
+                destination[order].tolist(),
+                strict=True,
+            )
+        )
 
     def kept(self, rank: int) -> list[tuple[Piece, Piece, Box]]:
         """What `rank` copies within itself: (piece before, piece after, common box), where the pieces differ."""
-        mine = self.before.pieces[rank]
+        mine = self.before.on(rank)
         unchanged = set(mine)
         copies = []
         by_name: dict[str, list[Piece]] = {}
         for piece in mine:
             by_name.setdefault(piece.name, []).append(piece)
-        for wanted in self.after.pieces[rank]:
+        for wanted in self.after.on(rank):
             if wanted in unchanged:
                 continue
             for piece in by_name.get(wanted.name, ()):
@@ -84,13 +125,30 @@ class Route:
                     copies.append((piece, wanted, common))
         return copies
 
+    def digest(self) -> int:
+        """62 bits that differ where spaces, layouts or transfers do: ranks compare them before they move anything."""
+        found = hashlib.blake2b(repr(self.space.tensors).encode(), digest_size=8)
+        for table in (self.before.table, self.after.table):
+            for part in (table.tensor, table.low, table.high, table.start, table.holder):
+                found.update(np.ascontiguousarray(part).tobytes())
+        for part in (
+            self.rows.first,
+            self.rows.last,
+            self.rows.low,
+            self.rows.high,
+            self.rows.destination,
+            self.source,
+        ):
+            found.update(np.ascontiguousarray(part).tobytes())
+        return int.from_bytes(found.digest(), "little") >> 2
+
 
 def route(before: Layout, after: Layout, *, nodes: Sequence[int] | None = None) -> Route:
     """The transfers that turn `before` into `after`.
 
-    `nodes` [P] says which node a rank is on (default: all on one). A missing piece comes from the same node if it can,
-    then from the rank that has sent the least so far, then from the lowest rank. Raises `LayoutError` if a piece that
-    `after` wants lives nowhere.
+    `nodes` [P] says which node a rank is on (default: all on one). A missing piece comes from the same node if it can.
+    Of several ranks that could send it, it comes from those that have least to send, in parts where that helps. Raises
+    `LayoutError` if a piece that `after` wants lives nowhere.
     """
     if before.space != after.space or before.ranks != after.ranks:
         raise LayoutError(
@@ -98,28 +156,8 @@ def route(before: Layout, after: Layout, *, nodes: Sequence[int] | None = None) 
         )
     if nodes is not None and len(nodes) != before.ranks:
         raise SpecError(f"nodes needs one entry per rank ({before.ranks}), got {len(nodes)}")
-    node = list(nodes) if nodes is not None else [0] * before.ranks
-    held = before.by_tensor()
-    wanted = after.by_tensor()
-    sent = [0] * before.ranks
-    transfers: list[Transfer] = []
-    for tensor in before.space.tensors:
-        holders = held[tensor.name]
-        for destination in dict.fromkeys(rank for rank, _ in wanted[tensor.name]):
-            wants = [box for rank, box in wanted[tensor.name] if rank == destination]
-            has = [box for rank, box in holders if rank == destination]
-            left = missing(wants, has)
-            while left:
-                gap = left.pop()
-                offers = [
-                    (node[rank] != node[destination], sent[rank], rank, common)
-                    for rank, box in holders
-                    if (common := box.intersect(gap)) is not None
-                ]
-                if not offers:
-                    raise LayoutError(f"rank {destination} is to get {tensor.name}{gap}, which no rank holds")
-                _, _, source, common = min(offers)
-                transfers.append(Transfer(tensor.name, common, source, destination))
-                sent[source] += common.elements * tensor.item_bytes
-                left += gap.subtract(common)
-    return Route(before, after, tuple(transfers))
+    node = np.zeros(before.ranks, np.int64) if nodes is None else np.asarray(nodes, dtype=np.int64)
+    atoms = cut(before.table, after.table)
+    sizes = before.space.item_bytes
+    rows, source = choose(missing_rows(atoms, node, sizes), before.ranks, atoms.members, sizes)
+    return Route(before, after, node, atoms, rows, source)

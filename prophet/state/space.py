@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from prophet.errors import LayoutError
 
 StateKind = Literal["parameter", "gradient", "optimizer", "rng", "buffer", "index"]
@@ -182,6 +185,23 @@ class Space:
         if len(self._by_name) != len(self.tensors):
             twice = sorted(name for name, times in Counter(t.name for t in self.tensors).items() if times > 1)
             raise LayoutError(f"tensor names must differ; these appear twice: {twice[:8]}")
+
+    @cached_property
+    def number(self) -> dict[str, int]:
+        """Where every name stands in the order."""
+        return {t.name: k for k, t in enumerate(self.tensors)}
+
+    @cached_property
+    def shapes(self) -> npt.NDArray[np.int64]:
+        """Lengths of every tensor in every dimension, [tensors, D]; 1 behind the last one of a tensor."""
+        dims = max((len(t.shape) for t in self.tensors), default=0) or 1
+        rows = [(*t.shape, *(1,) * (dims - len(t.shape))) for t in self.tensors]
+        return np.array(rows, dtype=np.int64).reshape(-1, dims)
+
+    @cached_property
+    def item_bytes(self) -> npt.NDArray[np.int64]:
+        """Bytes of an element of every tensor, [tensors]."""
+        return np.array([t.item_bytes for t in self.tensors], dtype=np.int64)
 
     @cached_property
     def _by_name(self) -> dict[str, TensorSpec]:

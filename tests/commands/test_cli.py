@@ -288,7 +288,10 @@ def test_the_other_prophet_is_recognised() -> None:
 def test_the_version_names_the_other_prophet(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = [types.SimpleNamespace(metadata={"Name": name}) for name in ("moe-prophet", "Prophet")]
+    names = [
+        types.SimpleNamespace(metadata={"Name": name}, _normalized_name=name, entry_points=())
+        for name in ("moe-prophet", "Prophet")
+    ]
     monkeypatch.setattr("prophet.cli.metadata.distributions", lambda: names)
     with pytest.raises(SystemExit):
         main(["--version"])

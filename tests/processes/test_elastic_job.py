@@ -18,11 +18,15 @@ from pipeline_balance.pipeline.rebuild import Change
 from prophet.errors import SpecError, TransitionError
 from prophet.state import transition
 from tests.helpers.elastic_jobs import (
+    DIM,
     MICROBATCHES,
     ROWS,
+    VOCABULARY,
+    batches,
     build,
     check_held,
     dataset,
+    make_optimizer,
     plain_losses,
     same,
     start,
@@ -56,8 +60,9 @@ def _tour(rank: int, size: int, layouts: tuple[str, ...], every: int) -> list[fl
     return losses
 
 
-def test_a_job_that_switches_loses_nothing() -> None:
-    every = 2
+@pytest.mark.parametrize("every", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_job_that_switches_loses_nothing(every: int) -> None:
+    """Ten layouts, `every` steps in each; the losses are those of one process that knows of no layout."""
     results = run_gloo(_tour, 4, TOUR, every)
     expected = plain_losses(every * len(TOUR))
     for losses in results:
@@ -81,6 +86,13 @@ def _there_and_back(rank: int, size: int) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     assert job.data.position == position == 3 * ROWS
     assert {id(p): float(s["step"]) for p, s in job.optimizer.state.items()} == counters
+    given = sum(job.switch(Parallelism.parse("pp2,order3:1")).link_bytes.values())
+    job.switch(Parallelism.parse("pp2,dp2"))
+    job.switch(Parallelism.parse("dp1,order2"))
+    chosen = job.switch(Parallelism.parse("dp2,orderfewest-bytes"))
+    assert sorted(job.layout.rank_of_place) == [0, 2]
+    assert sum(chosen.link_bytes.values()) > 0 < given
+    assert set(chosen.link_bytes) == {(2, 0)}
     job.switch(Parallelism(dp=4))
     old = dict(fired)
     train(job, 1)
@@ -225,3 +237,67 @@ def test_a_failure_in_each_stage_leaves_the_old_state_and_goes_on() -> None:
             assert "whole" in words or "goes on" in words, (rank, place, words)
     assert all("broken in" in words for words in results[2])
     assert all("rank 2" in words or "ranks [2]" in words or "another rank" in words for words in results[0])
+
+
+def _on_meta(rank: int, size: int, layout: str) -> tuple[list[float], dict[str, Any]]:
+    def without_memory() -> nn.Sequential:
+        with torch.device("meta"):
+            made = nn.Sequential(nn.Embedding(VOCABULARY, DIM), nn.Linear(DIM, DIM), nn.Tanh())
+            made.append(nn.Linear(DIM, VOCABULARY, bias=False))
+        made[-1].weight = made[0].weight
+        return made.double()
+
+    options: dict[str, Any] = {"data": batches(), "loss_fn": nn.functional.cross_entropy, "microbatches": 4}
+    job = Job(without_memory, make_optimizer, Parallelism.parse(layout), **options)
+    held_here = sum(p.numel() for p in job.model.parameters() if not p.is_meta)
+    losses = train(job, 1)
+    job.switch(Parallelism.parse("pp2" if layout == "pp4" else "pp4"))
+    return [*losses, *train(job, 1)], {"held": held_here}
+
+
+def test_a_model_built_on_meta_draws_the_same_weights_in_every_layout() -> None:
+    one, four = run_gloo(_on_meta, 4, "dp1"), run_gloo(_on_meta, 4, "pp4")
+    assert one[0][0] == pytest.approx(four[3][0], abs=1e-9)
+    assert [said["held"] for _, said in one][1:] == [0, 0, 0]
+    assert [said["held"] for _, said in four] == [VOCABULARY * DIM, DIM * DIM + DIM, 0, VOCABULARY * DIM]
+
+
+def _scaled(rank: int, size: int) -> tuple[list[float], list[float]]:
+    """float32 with a scaler whose first scale overflows: every rank skips the same updates, before and after."""
+    job = start("pp2,dp2,zero1", microbatches=4)
+    job.model.float()
+    scaler = job.scaler(init_scale=2.0**126, growth_interval=3)
+    losses, scales = [], []
+    for text in ("pp2,dp2,zero1", "dp1", "dp4,zero1"):
+        job.switch(Parallelism.parse(text))
+        for _ in range(3):
+            losses.append(job.step(max_norm=0.5, scaler=scaler))
+            scales.append(scaler.get_scale())
+    return losses, scales
+
+
+def test_a_scaler_goes_through_switches() -> None:
+    results = run_gloo(_scaled, 4)
+    assert all(r == results[0] for r in results)
+    losses, scales = results[0]
+    assert scales[0] == 2.0**125  # skipped
+    assert losses[0] == pytest.approx(losses[1], rel=0.5)
+    assert len(set(scales)) > 1
+
+
+def _owned(rank: int, size: int) -> None:
+    found = []
+    for text in ("dp3", "dp3,zero1", "pp2,dp2", "pp2,dp2,zero1"):
+        job = start(text)
+        train(job, 3)
+        found.append(whole(job))
+        kept = sum(t.numel() for entries in job.optimizer.state.values() for t in entries.values())
+        everything = sum(t.numel() for name, t in found[-1].items() if "@" in name)
+        if text == "dp3,zero1":
+            assert kept < 0.6 * everything
+    assert same(found[0], found[1])
+    assert same(found[2], found[3])
+
+
+def test_an_update_by_owners_has_the_bits_of_one_by_all() -> None:
+    run_gloo(_owned, 4)

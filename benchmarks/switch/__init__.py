@@ -1,0 +1,1 @@
+"""How long does a change of the parallel layout take, and how long does planning it?"""

@@ -1,0 +1,156 @@
+"""The least time that any plan of a switch can take, from what must enter or leave each port.
+
+Shape legend: P ranks. A rank has four ports: in and out, within its node and out of it, each with a rate in bytes per
+second. The bounds know layouts and rates alone: no route, no schedule, no latency.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from prophet.errors import SpecError
+from prophet.spec import IntArray, Link
+from prophet.state.atoms import Atoms
+from prophet.state.table import distinct, positions, positions_of, starts
+
+MOST_VARIABLES = 60_000
+"""Of the linear program: about what HiGHS solves in a few seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Bytes per second and direction of a rank's ports: within its node, and out of it; seconds before each message."""
+
+    intra_bytes_per_s: float
+    inter_bytes_per_s: float
+    intra_latency_s: float = 0.0
+    inter_latency_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.intra_bytes_per_s > 0 and self.inter_bytes_per_s > 0):
+            raise SpecError(
+                f"rates must be positive, got {self.intra_bytes_per_s} and {self.inter_bytes_per_s} bytes/s"
+            )
+
+    @classmethod
+    def of(cls, intra: Link, inter: Link) -> Rates:
+        """The rates of a topology's two links."""
+        return cls(
+            intra_bytes_per_s=intra.bytes_per_s,
+            inter_bytes_per_s=inter.bytes_per_s,
+            intra_latency_s=intra.latency_s,
+            inter_latency_s=inter.latency_s,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Demand:
+    """Bytes by who holds and who misses them: group g is n_bytes[g] that all of a list of ranks hold.
+
+    takers: (group, rank) pairs, by ascending group; every rank misses the bytes of its group.
+    """
+
+    n_bytes: IntArray
+    holders_start: IntArray
+    holders: IntArray
+    group: IntArray
+    taker: IntArray
+    apart: bool
+
+
+def demand_of(atoms: Atoms, item_bytes: IntArray) -> Demand:
+    """The demand of a pair of layouts; groups that nobody misses are left out."""
+    held, wanted, n_bytes = atoms.demand(item_bytes)
+    start, values = atoms.lists.start, atoms.lists.values
+    width = int(values.max(initial=0)) + 1
+    there = np.repeat(np.arange(len(start) - 1), np.diff(start)) * width + values
+    many = (start[1:] - start[:-1])[wanted]
+    taker, group = values[positions(start, wanted)], np.repeat(np.arange(len(held)), many)
+    missing = ~np.isin(held[group] * width + taker, there)
+    taker, group = taker[missing], group[missing]
+    used = distinct(group)
+    number = np.zeros(len(held), np.int64)
+    number[used] = np.arange(len(used))
+    lengths = (start[1:] - start[:-1])[held[used]]
+    return Demand(
+        n_bytes[used], starts(lengths), values[positions(start, held[used])], number[group], taker, atoms.apart
+    )
+
+
+def least_s(demand: Demand, nodes: IntArray, rates: Rates) -> float:
+    """Seconds below which no plan gets, whoever forwards what.
+
+    What a rank misses must enter it. What no rank of a node holds must enter the node, once. What a rank, or a node,
+    holds alone must leave it once if others miss it.
+    """
+    ranks, n_bytes, group, taker = len(nodes), demand.n_bytes, demand.group, demand.taker
+    if not len(group):
+        return 0.0
+    ports = np.bincount(nodes)
+    of_rank = np.where(ports[nodes] > 1, rates.intra_bytes_per_s, 0.0) + rates.inter_bytes_per_s
+    of_node = np.maximum(ports, 1) * rates.inter_bytes_per_s
+    most = [float((np.bincount(taker, n_bytes[group], ranks) / of_rank).max())]
+    if not demand.apart:
+        return most[0]
+    first = demand.holders_start[:-1]
+    one = np.diff(demand.holders_start) == 1
+    leaves = np.bincount(demand.holders[first[one]], n_bytes[one], ranks)
+    most.append(float((leaves / of_rank).max()))
+    width = len(ports)
+    of_holder = np.repeat(np.arange(len(first)), np.diff(demand.holders_start))
+    has = distinct(of_holder * width + nodes[demand.holders])
+    wants = distinct(group * width + nodes[taker])
+    far = wants[~np.isin(wants, has)]
+    enters = np.bincount(far % width, n_bytes[far // width], width)
+    most.append(float((enters / of_node).max()))
+    home = nodes[demand.holders[first]]
+    alone = np.bincount(has // width, minlength=len(first)) == 1
+    leaving = distinct(far // width)
+    leaving = leaving[alone[leaving]]
+    most.append(float((np.bincount(home[leaving], n_bytes[leaving], width) / of_node).max()))
+    return max(most)
+
+
+def least_direct_s(demand: Demand, nodes: IntArray, rates: Rates) -> float | None:
+    """Seconds below which no plan without forwarding gets: a linear program over ports. None if it is too large.
+
+    Every holder may send any share of what a rank misses. The largest load of a port over its rate is minimised.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
+
+    ranks, rows = len(nodes), len(demand.group)
+    many = np.diff(demand.holders_start)[demand.group]
+    if not rows:
+        return 0.0
+    if int(many.sum()) > MOST_VARIABLES:
+        return None
+    row = np.repeat(np.arange(rows), many)
+    source = demand.holders[positions_of(demand.holders_start[demand.group], many)]
+    target = demand.taker[row]
+    far = (nodes[source] != nodes[target]).astype(np.int64)
+    rate = np.where(np.arange(4 * ranks) % 2, rates.inter_bytes_per_s, rates.intra_bytes_per_s)
+    port_out, port_in = 2 * source + far, 2 * ranks + 2 * target + far
+    needed = demand.n_bytes[demand.group].astype(np.float64)
+    scale = needed.max()
+    variables = len(row)
+    column = np.arange(variables)
+    loads = csr_array(
+        (
+            np.concatenate([np.ones(2 * variables), -rate / rate.max()]),
+            (
+                np.concatenate([port_out, port_in, np.arange(4 * ranks)]),
+                np.concatenate([column, column, np.full(4 * ranks, variables)]),
+            ),
+        ),
+        shape=(4 * ranks, variables + 1),
+    )
+    sums = csr_array((np.ones(variables), (row, column)), shape=(rows, variables + 1))
+    cost = np.zeros(variables + 1)
+    cost[-1] = 1.0
+    found = linprog(cost, A_ub=loads, b_ub=np.zeros(4 * ranks), A_eq=sums, b_eq=needed / scale, method="highs")
+    if found.status != 0:
+        raise SpecError(f"the linear program of a switch has no solution: {found.message}")
+    return float(found.x[-1] * scale / rate.max())

@@ -1,0 +1,207 @@
+"""Who sends what: every missing box gets a holder, nearest first, so that no rank sends much more than the others.
+
+Shape legend: M rows (a part of an atom that one rank misses), P ranks. A rank has two ports, one towards its node and
+one out of it. Of the ranks that could send a row, all are on the destination's node, or none is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from prophet.state.atoms import Atoms
+from prophet.state.table import IntArray, numbered, positions, positions_of, starts, volumes, within
+
+FloatArray = npt.NDArray[np.float64]
+
+PARTS = 8
+"""Into how many parts the busiest port's bytes are cut where several ranks could send them."""
+_ROUNDS = 24
+_SLACK = 1.01  # of the goal, that a port may have
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Missing boxes: row m is the box low[m]:high[m] of the class's members first[m] .. last[m] - 1.
+
+    Ranks that could send it are choices.values[lo[m]:hi[m]]; `pick` counts from lo. All but `values` are [M, ...].
+    """
+
+    klass: IntArray
+    first: IntArray
+    last: IntArray
+    low: IntArray
+    high: IntArray
+    destination: IntArray
+    lo: IntArray
+    hi: IntArray
+    outside: IntArray  # 1 where no rank of the destination's node holds it
+    n_bytes: IntArray
+    values: IntArray  # ranks, to which lo and hi point
+
+    def __len__(self) -> int:
+        return len(self.klass)
+
+    def taken(self, rows: IntArray) -> Rows:
+        """Some of the rows, in this order; one may come several times."""
+        names = ("klass", "first", "last", "low", "high", "destination", "lo", "hi", "outside", "n_bytes")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+
+def missing_rows(atoms: Atoms, nodes: IntArray, item_bytes: IntArray) -> Rows:
+    """A row for every rank that wants an atom and does not hold it."""
+    ranks, lists = len(nodes), atoms.lists
+    pair, first = numbered(atoms.holders, atoms.takers)
+    held, wanted = atoms.holders[first], atoms.takers[first]
+    # per pair of lists: the takers that are no holders
+    many = lists.start[wanted + 1] - lists.start[wanted]
+    taker = lists.values[positions(lists.start, wanted)]
+    of_pair = np.repeat(np.arange(len(first)), many)
+    number = np.repeat(np.arange(len(lists.start) - 1), np.diff(lists.start))
+    there = number * ranks + lists.values  # ascends
+    lacks = ~np.isin(held[of_pair] * ranks + taker, there)
+    of_pair, taker = of_pair[lacks], taker[lacks]
+    # holders of a list, those of one node side by side
+    order = np.lexsort([lists.values, nodes[lists.values], number])
+    values = lists.values[order]
+    width = int(nodes.max()) + 1
+    on_node = (number * width + nodes[lists.values])[order]
+    near = held[of_pair] * width + nodes[taker]
+    lo, hi = np.searchsorted(on_node, near, side="left"), np.searchsorted(on_node, near, side="right")
+    far = lo == hi
+    lo, hi = np.where(far, lists.start[held[of_pair]], lo), np.where(far, lists.start[held[of_pair] + 1], hi)
+    # every atom of the pair is missing at these takers
+    start = starts(np.bincount(of_pair, minlength=len(first)))
+    atom = np.repeat(np.arange(len(pair)), np.diff(start)[pair])
+    at = positions(start, pair)
+    klass = atoms.klass[atom]
+    one = atoms.class_bytes(item_bytes)[klass] if len(klass) else klass
+    return Rows(
+        klass=klass,
+        first=atoms.first[klass],
+        last=atoms.first[klass + 1],
+        low=atoms.low[atom],
+        high=atoms.high[atom],
+        destination=taker[at],
+        lo=lo[at],
+        hi=hi[at],
+        outside=far[at].astype(np.int64),
+        n_bytes=atoms.volume[atom] * one,
+        values=values,
+    )
+
+
+def choose(rows: Rows, ranks: int, members: IntArray, item_bytes: IntArray) -> tuple[Rows, IntArray]:
+    """The rows, some of them in parts, and the rank that sends each, [M]."""
+    if not len(rows):
+        return rows, np.zeros(0, np.int64)
+    goal = _goal(rows, ranks)
+    rows = _parted(rows, goal, members, item_bytes)
+    rows = rows.taken(np.lexsort([rows.destination, rows.hi, rows.lo]))
+    pick = _shared_out(rows)
+    many = rows.hi - rows.lo
+    port = rows.outside * ranks
+    goal = np.maximum(goal, np.bincount((port + rows.values[rows.lo])[many == 1], rows.n_bytes[many == 1], 2 * ranks))
+    for _ in range(_ROUNDS):
+        source = rows.values[rows.lo + pick]
+        load = np.bincount(port + source, rows.n_bytes, 2 * ranks).astype(np.float64)
+        moves = _relieved(rows, port + source, load, goal * _SLACK)
+        if not len(moves[0]):
+            break
+        pick[moves[0]] = moves[1]
+    return rows, rows.values[rows.lo + pick]
+
+
+def _goal(rows: Rows, ranks: int) -> FloatArray:
+    """Bytes that every port may send, [2 P]: what the busiest port of its kind must take in, or an even share."""
+    goal = np.zeros(2 * ranks)
+    for kind in (0, 1):
+        mine = rows.outside == kind
+        taken_in = np.bincount(rows.destination[mine], rows.n_bytes[mine], ranks)
+        goal[kind * ranks : (kind + 1) * ranks] = taken_in.max() if mine.any() else 0
+    return goal
+
+
+def _parted(rows: Rows, goal: FloatArray, members: IntArray, item_bytes: IntArray) -> Rows:
+    """Rows that several ranks could send, in parts that are small beside a port's bytes: by tensors, then by box."""
+    most = np.maximum(goal[rows.outside * (len(goal) // 2)] / PARTS, 1)
+    parts = np.minimum(rows.hi - rows.lo, np.ceil(rows.n_bytes / most).astype(np.int64))
+    longest = np.argmax(rows.high - rows.low, axis=1)
+    length = (rows.high - rows.low)[np.arange(len(rows)), longest]
+    tensors = rows.last - rows.first
+    parts = np.minimum(parts, np.where(tensors > 1, tensors, length))
+    if (parts <= 1).all():
+        return rows
+    cut = rows.taken(np.repeat(np.arange(len(rows)), parts))
+    k, n, by_tensor = within(parts), np.repeat(parts, parts), np.repeat(tensors > 1, parts)
+    first = np.where(by_tensor, cut.first + (cut.last - cut.first) * k // n, cut.first)
+    last = np.where(by_tensor, cut.first + (cut.last - cut.first) * (k + 1) // n, cut.last)
+    row, dim = np.arange(len(cut)), np.repeat(longest, parts)
+    low, high, size = cut.low.copy(), cut.high.copy(), np.repeat(length, parts)
+    by_box = np.flatnonzero(~by_tensor)
+    row, dim, size, k, n = row[by_box], dim[by_box], size[by_box], k[by_box], n[by_box]
+    low[row, dim] = cut.low[row, dim] + size * k // n
+    high[row, dim] = cut.low[row, dim] + size * (k + 1) // n
+    upto = starts(item_bytes[members])
+    n_bytes = volumes(low, high) * (upto[last] - upto[first])
+    return replace(cut, first=first, last=last, low=low, high=high, n_bytes=n_bytes)
+
+
+def _shared_out(rows: Rows) -> IntArray:
+    """First picks: rows of one choice of ranks go to them in turn, an equal share of the bytes each."""
+    new = np.ones(len(rows), dtype=bool)
+    new[1:] = (rows.lo[1:] != rows.lo[:-1]) | (rows.hi[1:] != rows.hi[:-1])
+    group = np.cumsum(new) - 1
+    upto = np.cumsum(rows.n_bytes)
+    before = upto - rows.n_bytes
+    offset = before[np.flatnonzero(new)][group]
+    total = np.maximum(np.bincount(group, rows.n_bytes)[group], 1)
+    middle = (before - offset + rows.n_bytes / 2) / total
+    many = rows.hi - rows.lo
+    found: IntArray = np.minimum((middle * many).astype(np.int64), many - 1)
+    return found
+
+
+def _relieved(rows: Rows, port: IntArray, load: FloatArray, goal: FloatArray) -> tuple[IntArray, IntArray]:
+    """Rows that leave ports above the goal, and their new picks: each the least loaded, as far as that has room."""
+    many = rows.hi - rows.lo
+    movable = np.flatnonzero((load > goal)[port] & (many > 1))
+    if not len(movable):
+        return movable, movable
+    # of every full port, the rows above its goal; what cannot move stands in front
+    order = movable[np.argsort(port[movable], kind="stable")]
+    fixed = load - np.bincount(port[order], rows.n_bytes[order], len(load))
+    reached = _running(port[order], rows.n_bytes[order]) + fixed[port[order]]
+    over = order[reached > goal[port[order]]]
+    if not len(over):
+        return over, over
+    ranks = len(load) // 2
+    choice = rows.values[positions_of(rows.lo[over], many[over])] + np.repeat(rows.outside[over] * ranks, many[over])
+    begin = starts(many[over])[:-1]
+    least = np.minimum.reduceat(load[choice], begin)
+    # of equally loaded ones, the first counted from the row's own place, so that rows do not all turn to one
+    shift = np.repeat(over % many[over], many[over])
+    place = (within(many[over]) - shift) % np.repeat(many[over], many[over])
+    place = np.where(load[choice] == np.repeat(least, many[over]), place, np.iinfo(np.int64).max)
+    pick = (np.minimum.reduceat(place, begin) + over % many[over]) % many[over]
+    target = rows.outside[over] * ranks + rows.values[rows.lo[over] + pick]
+    better = load[target] + rows.n_bytes[over] < load[port[over]]
+    over, pick, target = over[better], pick[better], target[better]
+    by_target = np.argsort(target, kind="stable")
+    room = _running(target[by_target], rows.n_bytes[over][by_target]) + load[target[by_target]]
+    first = np.ones(len(by_target), dtype=bool)
+    first[1:] = target[by_target][1:] != target[by_target][:-1]
+    fits = by_target[(room <= goal[target[by_target]]) | first]
+    return over[fits], pick[fits]
+
+
+def _running(key: IntArray, values: IntArray) -> IntArray:
+    """Sums of `values` up to and with each, within runs of equal `key`."""
+    upto = np.cumsum(values)
+    new = np.ones(len(key), dtype=bool)
+    new[1:] = key[1:] != key[:-1]
+    at = np.flatnonzero(new)
+    found: IntArray = upto - (upto - values)[at][np.cumsum(new) - 1]
+    return found

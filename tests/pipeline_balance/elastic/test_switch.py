@@ -1,0 +1,228 @@
+"""Order of ranks, bounds, simulated seconds, memory, and the command that shows them."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import tomllib
+from dataclasses import replace
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline_balance.elastic import order as ordering
+from pipeline_balance.elastic.bound import Rates, demand_of, least_direct_s, least_s
+from pipeline_balance.elastic.command import add
+from pipeline_balance.elastic.layouts import ModelDescription, layout_of
+from pipeline_balance.elastic.memory import in_place, memory_of
+from pipeline_balance.elastic.models import llama, model_named, parameters_only
+from pipeline_balance.elastic.order import ordered
+from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
+from pipeline_balance.elastic.simulate import simulate
+from pipeline_balance.elastic.switch import machine_rates, plan_switch, predict
+from prophet.errors import SpecError, UsageError
+from prophet.state.route import route
+from tests.helpers.pipeline_support import random_layout, random_space
+
+RATES = Rates(intra_bytes_per_s=8.0, inter_bytes_per_s=2.0)
+
+
+def tiny() -> ModelDescription:
+    return llama("tiny", layers=4, dim=8, hidden=12, heads=4, kv_heads=2, vocabulary=10, gated=True)
+
+
+def gigabytes(model: str, before: str, after: str) -> tuple[int, int]:
+    """What moves in the order as given, and in the chosen one; whole GB."""
+    a, b = Parallelism.parse(f"{before},zero1"), Parallelism.parse(f"{after},zero1")
+    fewest = replace(b, order=FEWEST_BYTES)
+    found = [plan_switch(model_named(model), a, x, ranks_per_node=8, flat=True).route.wire_bytes for x in (b, fewest)]
+    return round(found[0] / 1e9), round(found[1] / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after", "given_gb", "chosen_gb"),
+    [
+        ("llama2-70b", "tp4,pp4,dp4", "tp4,pp4,dp8", 1766, 966),
+        ("llama2-70b", "tp4,pp4,dp4", "tp4,pp4,dp2", 982, 414),
+        ("llama2-70b", "tp4,pp4,dp4", "tp4,pp8,dp4", 1282, 690),
+        ("llama2-70b", "tp4,pp4,dp4", "tp8,pp4,dp4", 1356, 896),
+        ("llama2-70b", "tp8,pp16", "tp4,pp8,dp2", 1094, 863),
+        ("qwen3-235b-a22b", "tp4,pp8,dp4,ep16", "tp8,pp16,ep8", 3085, 2480),
+    ],
+)
+def test_the_order_of_ranks_saves_what_another_program_found(
+    model: str, before: str, after: str, given_gb: int, chosen_gb: int
+) -> None:
+    assert gigabytes(model, before, after) == (given_gb, chosen_gb)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_no_other_order_moves_less(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = tiny()
+    texts = ["dp2,zero1", "pp2,dp2", "tp2,pp2,zero1", "tp2,dp2,zero3", "pp4", "dp4,zero1"]
+    before = Parallelism.parse(texts[int(rng.integers(len(texts)))])
+    before = replace(before, order=tuple(rng.permutation(4)[: before.ranks].tolist()))
+    after = Parallelism.parse(texts[int(rng.integers(len(texts)))])
+    nodes = [0, 0, 1, 1]
+    old = layout_of(model, before, ranks=4)
+
+    def moved(order: tuple[int, ...]) -> int:
+        return route(old, layout_of(model, replace(after, order=order), ranks=4)).wire_bytes
+
+    chosen = ordered(model, old, replace(after, order=FEWEST_BYTES), nodes=nodes)
+    groups = [sorted(g) for g in chosen.groups("tp")]
+    assert all(len({nodes[r] for r in g}) == 1 for g in groups), "a tp group stays on its node"
+    possible = [
+        o
+        for o in itertools.permutations(range(4), after.ranks)
+        if all(len({nodes[r] for r in g}) == 1 for g in replace(after, order=o).groups("tp"))
+    ]
+    assert moved(chosen.rank_of_place) == min(map(moved, possible))
+
+
+def test_ranks_that_leave_are_those_whose_state_is_elsewhere() -> None:
+    model = tiny()
+    before = layout_of(model, Parallelism(pp=2, order=(2, 0)), ranks=4)
+    chosen = ordered(model, before, Parallelism(pp=2, order=FEWEST_BYTES), nodes=[0, 1, 2, 3])
+    assert chosen.order == (2, 0)
+    assert ordered(model, before, Parallelism(pp=2)) == Parallelism(pp=2)
+    with pytest.raises(SpecError, match="needs 8 ranks, the world has 4"):
+        ordered(model, before, Parallelism(dp=8, order=FEWEST_BYTES))
+
+
+def test_very_many_blocks_are_matched_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = Parallelism.parse("tp4,pp4,dp4,zero1"), Parallelism.parse("tp4,pp8,dp4,zero1,orderfewest-bytes")
+    given_bytes = plan_switch(model_named("llama2-7b"), before, replace(after, order=None), ranks_per_node=8).route
+    best = plan_switch(model_named("llama2-7b"), before, after, ranks_per_node=8).route.wire_bytes
+    monkeypatch.setattr(ordering, "LARGEST_EXACT", 0)
+    quick = plan_switch(model_named("llama2-7b"), before, after, ranks_per_node=8)
+    assert sorted(quick.parallelism.rank_of_place) == list(range(128))
+    assert best <= quick.route.wire_bytes <= best + (given_bytes.wire_bytes - best) / 2
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_bounds_are_below_every_plan(seed: int, ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    space = random_space(rng)
+    before, after = (random_layout(rng, space, ranks, complete=True) for _ in range(2))
+    nodes = rng.integers(0, 3, size=ranks)
+    way = route(before, after, nodes=nodes.tolist())
+    demand = demand_of(way.atoms, space.item_bytes)
+    least, direct, taken = least_s(demand, nodes, RATES), least_direct_s(demand, nodes, RATES), simulate(way, RATES)
+    assert direct is not None
+    assert least <= direct * (1 + 1e-9)
+    assert direct <= taken.port_s * (1 + 1e-9) <= taken.seconds * (1 + 1e-9) + 1e-12
+    assert taken.intra_bytes + taken.inter_bytes == way.wire_bytes
+    # any other choice of holders is no faster than the linear program says
+    load = np.zeros((2, 2, ranks))
+    for t in way.transfers:
+        holders = [p for p in range(ranks) if any(x.name == t.name and x.box.contains(t.box) for x in before.pieces[p])]
+        source = holders[int(rng.integers(len(holders)))]
+        far = int(nodes[source] != nodes[t.destination])
+        load[0, far, source] += way.n_bytes(t)
+        load[1, far, t.destination] += way.n_bytes(t)
+    other = max(load[:, 0].max() / RATES.intra_bytes_per_s, load[:, 1].max() / RATES.inter_bytes_per_s)
+    assert direct <= other * (1 + 1e-9)
+
+
+def test_a_rank_that_holds_all_alone_must_send_it_once() -> None:
+    model = parameters_only(tiny())
+    old, new = (layout_of(model, Parallelism(dp=n), ranks=4) for n in (1, 4))
+    way = route(old, new, nodes=[0, 1, 2, 3])
+    size = int(old.table.rank_bytes()[0])
+    demand = demand_of(way.atoms, model.space.item_bytes)
+    assert least_s(demand, way.nodes, RATES) == pytest.approx(size / 2)
+    assert least_direct_s(demand, way.nodes, RATES) == pytest.approx(3 * size / 2)
+    assert simulate(way, RATES).seconds == pytest.approx(3 * size / 2)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp8,pp8,dp2", "tp8,pp4,dp4"), ("tp4,pp8,dp4", "tp8,pp8,dp2"), ("tp4,pp4,dp4", "tp8,pp4,dp4")],
+)
+def test_routes_are_near_the_bound_and_windows_near_the_ports(before: str, after: str) -> None:
+    model = model_named("llama2-70b")
+    a, b = (Parallelism.parse(f"{t},zero1") for t in (before, after))
+    found = predict(model, a, b, rates=machine_rates("a800")[0], ranks_per_node=8, flat=True)
+    assert found.least_direct_s is not None
+    assert found.simulated.port_s <= 1.15 * found.least_direct_s
+    assert found.simulated.seconds <= 1.05 * found.simulated.port_s
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_memory_is_counted_piece_by_piece(seed: int, ranks: int) -> None:
+    rng = np.random.default_rng(seed)
+    space = random_space(rng)
+    before, after = (random_layout(rng, space, ranks, complete=True) for _ in range(2))
+
+    def n_bytes(pieces: set) -> int:  # type: ignore[type-arg]
+        return sum(p.box.elements * space[p.name].item_bytes for p in pieces)
+
+    memory = memory_of(before, after)
+    old, new = ([set(row) for row in layout.pieces] for layout in (before, after))
+    assert memory.safe_peak.tolist() == [n_bytes(a | b) for a, b in zip(old, new, strict=True)]
+    order, peak = in_place(before, after)
+    assert sorted(order.tolist()) == list(range(len(space.tensors)))
+    for rank in range(ranks):
+        held, most = set(old[rank]), n_bytes(old[rank])
+        for tensor in order.tolist():
+            name = space.tensors[tensor].name
+            held |= {p for p in new[rank] if p.name == name}
+            most = max(most, n_bytes(held))
+            held = {p for p in held if p.name != name or p in new[rank]}
+        assert held == new[rank]
+        assert peak[rank] == most
+
+
+def test_the_order_of_tensors_decides_the_peak_in_place() -> None:
+    a, b = (Parallelism.parse(t) for t in ("tp4,pp4,dp4,zero1", "tp4,pp8,dp4,zero1"))
+    model = model_named("llama2-7b")
+    old, new = (layout_of(model, p, ranks=128, flat=True) for p in (a, b))
+    memory = memory_of(old, new)
+    assert memory.safe_peak.max() > 1.4 * memory.larger.max()
+    assert in_place(old, new)[1].max() <= 1.1 * memory.larger.max()
+
+
+def run(*arguments: str) -> None:
+    parser = argparse.ArgumentParser()
+    add(parser.add_subparsers())
+    found = parser.parse_args(["switch", *arguments])
+    assert found.run(found) == 0
+
+
+def test_the_command_is_registered_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    value = project["entry-points"]["prophet.commands"]["switch"]
+    assert EntryPoint("switch", value, "prophet.commands").load() is add
+    run("--model", "llama2-70b", "--from", "tp4,pp8,dp2", "--to", "tp8,pp16", "--machine", "a800")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "llama2-70b: tp4,pp8,dp2,zero1 -> tp8,pp16,zero1, 128 ranks on 16 nodes of a800." in text
+    assert "The order of ranks saves" in text
+    run("--model", "llama2-7b", "--from", "tp2,dp4", "--to", "dp8", "--zero", "0", "--keep-order", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["wire_bytes"] == found["given_bytes"] == found["intra_bytes"]
+    assert 0 < found["least_s"] <= found["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--from", "tp3x", "--to", "dp2"), "--from: .*'tp3x' is not understood"),
+        (("--from", "dp2", "--to", "pp3,ep2"), "--to: .*ep must divide"),
+        (("--from", "dp2", "--to", "pp99"), "99 chunks need at least as many layers"),
+        (("--from", "dp2", "--to", "dp1", "--machine", "a80"), "no machine 'a80'; did you mean 'a800'"),
+        (("--from", "dp2", "--to", "dp1", "--model", "llama2-70"), "no model 'llama2-70'; did you mean"),
+    ],
+)
+def test_the_command_says_what_it_expected(arguments: tuple[str, ...], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        run("--model", "llama2-7b", *arguments)
