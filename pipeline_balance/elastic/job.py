@@ -201,8 +201,8 @@ class Job:
                 raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0][0]})")
         model, world = describe(pipe.owned), processes()
         layout = ordered(model, layout_of(model, self.layout, ranks=world), layout, nodes=self._nodes)
-        stage_map, tied = layout.stage_map(len(pipe.model.units)), pipe.reseater(self._nodes)
-        described = tied.describe()
+        stage_map, reseater = layout.stage_map(len(pipe.model.units)), pipe.reseater()
+        described = reseater.describe()
         specs = described.specs if not isinstance(described, str) else []
 
         def made() -> _Prepared:
@@ -219,8 +219,9 @@ class Job:
                 stage_map=stage_map,
                 owners=Owners(pipe.owned, seats.grid, stage_map, layout.zero),
                 microbatches=microbatches_of(self.microbatches, layout.dp),
+                nodes=self._nodes,
             )
-            return _Prepared(target=target, way=tied.way(specs, target, words))
+            return _Prepared(target=target, way=reseater.way(specs, target, words))
 
         self._next = layout
         self._preparing = self._groups.beside(made)

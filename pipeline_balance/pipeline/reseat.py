@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
@@ -33,12 +35,16 @@ DECISION = Operation("deciding on a switch")
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """Who runs what: places of processes, the stage map, who updates which tensor, microbatches of a replica."""
+    """Who runs what: places of processes, the stage map, who updates which tensor, microbatches of a replica.
+
+    `nodes` [N] are the processes' nodes, as routes take them.
+    """
 
     seats: Seats
     stage_map: StageMap
     owners: Owners
     microbatches: int
+    nodes: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +74,12 @@ class Switched:
 class Reseater:
     """Takes a pipeline from one arrangement to another.
 
-    `mover` has its parts, `passes` what it has under way, `now` what is in force. `nodes` [N] are as routes take them.
+    `mover` has its parts, `passes` what it has under way, `now` what is in force.
     """
 
     mover: StateMover
     passes: Passes
     now: Stages
-    nodes: Sequence[int] | None = None
 
     def describe(self) -> Held | str:
         """This process's state without gradients, or in words why it cannot be moved."""
@@ -99,7 +104,7 @@ class Reseater:
         grid, owners = self.mover.groups.grid, self.passes.owners
         before = layout_over(space, grid.rows, self.now.stage_map, owners, tied, size, first=True)
         after = layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, size)
-        return Way(specs=tuple(specs), route=route(before, after, nodes=self.nodes))
+        return Way(specs=tuple(specs), route=route(before, after, nodes=target.nodes))
 
     def check(self, words: Mapping[str, Any], target: Arrangement) -> None:
         """Raise `SpecError` on all processes unless all are between updates and say the same `words`; collective.
@@ -241,11 +246,9 @@ def layout_over(
 
 def link_bytes(way: Route) -> dict[tuple[int, int], int]:
     """Bytes by sending and receiving process."""
-    found: dict[tuple[int, int], int] = {}
-    for t in way.transfers:
-        link = (t.source, t.destination)
-        found[link] = found.get(link, 0) + way.n_bytes(t)
-    return dict(sorted(found.items()))
+    found = np.zeros((way.ranks, way.ranks), dtype=np.int64)
+    np.add.at(found, (way.source, way.rows.destination), way.rows.n_bytes)
+    return {(int(s), int(d)): int(found[s, d]) for s, d in np.argwhere(found)}
 
 
 def _ended(problem: str) -> str:
