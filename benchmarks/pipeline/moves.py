@@ -114,17 +114,17 @@ def _move(rank: int, collective: Collective, name: str, layer_bytes: int, budget
         piece: torch.full(piece.box.shape, float(hash_of(piece.name)), dtype=torch.float32)
         for piece in way.before.pieces[rank]
     }
-    taken, sent, stages = [], 0, 0
+    taken, sent, messages = [], 0, 0
     for _ in range(REPETITIONS):
         _meet(collective)
         began = time.perf_counter()
         moved = transition(way, state, collective, budget_bytes=budget_bytes)
         taken.append(time.perf_counter() - began)
-        sent, stages = moved.sent_bytes, moved.stages
+        sent, messages = moved.sent_bytes, moved.messages
         wrong = [p.name for p, t in moved.state.items() if not bool((t == float(hash_of(p.name))).all())]
         if wrong:
             raise RuntimeError(f"{name}: {wrong[:4]} did not arrive as they were sent")
-    return {"sent_bytes": sent, "stages": stages, "seconds": taken}
+    return {"sent_bytes": sent, "messages": messages, "seconds": taken}
 
 
 def hash_of(name: str) -> int:
@@ -151,7 +151,7 @@ def compare(
                 # a move is over when its slowest rank is
                 seconds = statistics.median(max(at) for at in zip(*(p["seconds"] for p in parts), strict=True))
                 rows.append(row_of(name, size, budget, sum(p["sent_bytes"] for p in parts), seconds, bandwidth))
-                rows[-1]["stages"] = parts[0]["stages"]
+                rows[-1]["messages"] = sum(p["messages"] for p in parts)
                 print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in rows[-1].items()))
     return {"bytes_per_s": bandwidth, "moves": rows}
 

@@ -38,6 +38,7 @@ class Groups:
     def __init__(self, timeout_s: float, backend: str | None = None) -> None:
         self.timeout_s, self.backend = timeout_s, backend
         self._made: dict[tuple[Members, str], Collective | None] = {}
+        self._new: list[tuple[Members, str]] = []
         self._thread = Waiter("makes groups")
 
     def beside(self, call: Callable[[], T]) -> Future[T]:
@@ -60,6 +61,10 @@ class Groups:
             raise KeyError(f"this process is not one of {list(members)}")
         return found
 
+    def undo(self) -> None:
+        """Forget what the last `make` has made: one of the processes could not. On all processes alike."""
+        self.drop(self._new)
+
     def drop(self, wanted: Sequence[tuple[Members, str]]) -> None:
         """Make these anew the next time; on all processes alike."""
         for key in wanted:
@@ -73,9 +78,8 @@ class Groups:
 
     def _make(self, wanted: list[tuple[Members, str]]) -> str:
         problem = ""
-        for members, purpose in wanted:
-            if (members, purpose) in self._made:
-                continue
+        self._new = [key for key in dict.fromkeys(wanted) if key not in self._made]
+        for members, purpose in self._new:
             try:
                 self._made[members, purpose] = self._one(members)
             except (RuntimeError, ValueError, SpecError) as error:  # the others are tried: all must count alike

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,16 @@ from torch import Tensor, nn
 
 from pipeline_balance.elastic.data import GlobalBatches, Stream, cuts, microbatches_of, rows_from, rows_of
 from pipeline_balance.elastic.groups import Groups, Members
+from pipeline_balance.elastic.layouts import ModelDescription, Parameter, layout_of
 from pipeline_balance.elastic.materialize import materialize
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.order import ordered
+from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import NO_ROWS
 from pipeline_balance.pipeline.model import CountLabels, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
+from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.reseat import Arrangement, Switched, Way
 from pipeline_balance.pipeline.scaler import PipelineScaler
@@ -30,7 +33,7 @@ from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import gather_json
 from prophet.errors import SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
-from prophet.ranks.process_group import process_rank, processes
+from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.ranks.waiting import joined
 
 _WHOLE = "the job goes on in the layout that it has"
@@ -38,9 +41,10 @@ _WHOLE = "the job goes on in the layout that it has"
 
 @dataclass(frozen=True, kw_only=True)
 class _Prepared:
-    """What was made ahead of a switch, or in words why it could not be."""
+    """What was made ahead of a switch, or in words why it could not be; `broken`: ranks have lost each other."""
 
     problem: str = ""
+    broken: bool = False
     target: Arrangement | None = None
     way: Way | None = None
 
@@ -58,7 +62,7 @@ class Job:
     there are more of them, as many as it does; the loss stays the mean over the batch. Random numbers are drawn by
     `seed`, layer and microbatch: a layout whose dp divides M draws the same as any other. `loss_fn` and `counted` are
     as `ModuleChain` takes them. `timeout_s` bounds every wait, `budget_bytes` the buffers of a switch. `nodes` [N] says
-    on which node a process runs.
+    on which node a process runs. An order of "fewest-bytes" is chosen at every switch from the layout in force.
 
     Raises `SpecError` for a layout that cannot be trained yet: tp, ep, slices, zero 2 and 3.
     """
@@ -79,19 +83,22 @@ class Job:
         budget_bytes: int = 64 << 20,
         nodes: Sequence[int] | None = None,
     ) -> None:
-        self.layout = layout
+        self.layout = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
         self._groups = Groups(timeout_s)
-        self._everyone: tuple[Members, str] = (tuple(range(processes())), "state")
+        everyone = tuple(range(processes()))
+        self._state: tuple[Members, str] = (everyone, "state")  # carries it
+        self._words: tuple[Members, str] = (everyone, "words")  # of the thread that prepares
         self._nodes = nodes
         self._preparing: Future[_Prepared] | None = None
         device = device if device is not None else torch.device("cpu")
         model = _model(build(), loss_fn, counted, device)
         check(layout, len(model.units), processes())
-        problem = self._groups.make([*_wanted(layout), self._everyone])
-        if problem:
-            raise SpecError(f"{layout}: the process groups could not be made: {problem}")
+        problem = self._groups.make(self._wanted(layout))
+        failed = [f"rank {r}: {words}" for r, words in enumerate(meet(Operation("making groups"), problem)) if words]
+        if failed:
+            raise SpecError(f"{layout}: the process groups could not be made: {'; '.join(failed[:3])}")
         seats = self._seats(layout)
         stage_map = layout.stage_map(len(model.units))
         here = stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank()))
@@ -123,12 +130,6 @@ class Job:
     def steps(self) -> int:
         """Updates made so far."""
         return self.pipeline.progress.updates
-
-    def updates(self, name: str) -> bool:
-        """Whether this process updates the parameter and keeps the optimizer's state for it."""
-        groups = self.pipeline.groups
-        here = self.pipeline.owned.of(self.pipeline.layers)
-        return name in here and process_rank() in self.pipeline.owners.updaters(name, groups.rank)
 
     # --- training ---------------------------------------------------------------------------------------------
 
@@ -198,16 +199,19 @@ class Job:
             differ = [r for r, (text, _) in enumerate(every) if text != every[0][0]]
             if differ:
                 raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0][0]})")
-        stage_map, tied = layout.stage_map(len(pipe.model.units)), pipe.reseater(self._nodes)
-        described = tied.describe()
+        model, world = describe(pipe.owned), processes()
+        layout = ordered(model, layout_of(model, self.layout, ranks=world), layout, nodes=self._nodes)
+        stage_map, reseater = layout.stage_map(len(pipe.model.units)), pipe.reseater()
+        described = reseater.describe()
         specs = described.specs if not isinstance(described, str) else []
 
         def made() -> _Prepared:
-            problem = self._groups.make([*_wanted(layout), self._everyone])
-            state = self._groups.get(*self._everyone)
-            every = gather_json(problem, state, pipe.config.device, Operation("making groups"))
+            problem = self._groups.make(self._wanted(layout))
+            words = self._groups.get(*self._words)
+            every = gather_json(problem, words, pipe.config.device, Operation("making groups"))
             failed = [f"rank {r}: {words}" for r, words in enumerate(every) if words]
             if failed:
+                self._groups.undo()
                 return _Prepared(problem=f"groups of {layout} could not be made ({'; '.join(failed[:3])})")
             seats = self._seats(layout)
             target = Arrangement(
@@ -215,8 +219,9 @@ class Job:
                 stage_map=stage_map,
                 owners=Owners(pipe.owned, seats.grid, stage_map, layout.zero),
                 microbatches=microbatches_of(self.microbatches, layout.dp),
+                nodes=self._nodes,
             )
-            return _Prepared(target=target, way=tied.way(specs, target, state))
+            return _Prepared(target=target, way=reseater.way(specs, target, words))
 
         self._next = layout
         self._preparing = self._groups.beside(made)
@@ -232,7 +237,7 @@ class Job:
         try:
             return joined(preparing)
         except Exception as error:
-            return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0])
+            return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
 
     def switch(self, layout: Parallelism | None = None) -> Switched:
         """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
@@ -245,24 +250,28 @@ class Job:
         pipe, ready = self.pipeline, self._finish_preparing()
         with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
             op = Operation("meeting for a switch")
-            every = gather_json(ready.problem, pipe.collective, pipe.config.device, op)
-            failed = {words: r for r, words in reversed(list(enumerate(every))) if words}
+            said = [ready.problem, ready.broken]
+            every = gather_json(said, pipe.collective, pipe.config.device, op)
+            failed = {words: r for r, (words, _) in reversed(list(enumerate(every))) if words}
+            if any(broken for _, broken in every):
+                self._groups.drop([self._state, self._words])
             if failed:
-                self._renew()
                 raise TransitionError("; ".join(f"rank {r}: {words}" for words, r in failed.items()) + f"; {_WHOLE}")
         assert ready.target is not None
         words: Mapping[str, Any] = {"layout": str(self._next), "data position": self.data.position}
         try:
-            done = pipe.reseat(ready.target, self._groups.get(*self._everyone), words, ready.way)
+            done = pipe.reseat(ready.target, self._groups.get(*self._state), words, ready.way)
         except TransitionError:
-            self._renew()
+            self._groups.drop([self._state])  # it may be of no more use: another one is made the next time
             raise
         self.layout = self._next
         return done
 
-    def _renew(self) -> None:
-        """After a failure the state's communicator may be of no more use: make another one the next time."""
-        self._groups.drop([self._everyone])
+    def _wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
+        """The groups of a job in this layout, in the order in which all processes make them."""
+        rows = [(members, "stages") for members in layout.groups("pp")]
+        columns = [(members, "replicas") for members in layout.groups("dp")]
+        return [self._words, self._state, *rows, *columns]
 
     def _seats(self, layout: Parallelism) -> Seats:
         """The places of a layout whose groups were made."""
@@ -279,24 +288,32 @@ class Job:
         self._groups.close()
 
 
+def describe(owned: Ownership) -> ModelDescription:
+    """The model of a job as far as layouts go, with AdamW's state; buffers are left out."""
+    found = [
+        Parameter(
+            name=name,
+            shape=tuple(p.shape),
+            dtype=str(p.dtype).removeprefix("torch."),
+            layers=owned.units_of[name],
+            trained=p.requires_grad,
+        )
+        for name, p in owned.parameters.items()
+    ]
+    return ModelDescription(name="job", layers=len(owned.model.units), parameters=tuple(found))
+
+
 def check(layout: Parallelism, layers: int, world: int) -> None:
     """Raise `SpecError` unless a `Job` of `world` processes can train a model of `layers` in this layout."""
     wrong = [f"{name}{getattr(layout, name)}" for name in ("tp", "ep", "slices") if getattr(layout, name) > 1]
     if layout.zero > 1:
         wrong.append(f"zero{layout.zero}")
-    if isinstance(layout.order, str):
-        wrong.append(f"order {layout.order!r}")
     if wrong:
         raise SpecError(f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp with zero 0 or 1")
-    if max(layout.rank_of_place) >= world:
-        raise SpecError(f"{layout} needs rank {max(layout.rank_of_place)}, the world has {world} ranks")
+    last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
+    if last >= world:
+        raise SpecError(f"{layout} needs rank {last}, the world has {world} ranks")
     layout.stage_map(layers)
-
-
-def _wanted(layout: Parallelism) -> list[tuple[Members, str]]:
-    """The groups of a layout, in the order in which all processes make them."""
-    rows = [(members, "stages") for members in layout.groups("pp")]
-    return [*rows, *((members, "replicas") for members in layout.groups("dp"))]
 
 
 def _model(built: Any, loss_fn: LossFn | None, counted: CountLabels | None, device: torch.device) -> PipelineModel:

@@ -7,7 +7,6 @@ ceil(n / parts), the last ones shorter or empty.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +15,7 @@ import numpy as np
 from pipeline_balance.elastic.parallelism import Parallelism
 from prophet.errors import LayoutError
 from prophet.spec import IntArray
-from prophet.state.layout import Layout
+from prophet.state.layout import Layout, zero_owners
 from prophet.state.space import Space, StateKind, TensorSpec
 from prophet.state.table import Table, flat_ranges, positions_of, starts, table_of, volumes, within
 
@@ -192,17 +191,6 @@ def layout_of(
             table.add(part, column)
     table.add_everywhere(parallelism.ranks)
     return Layout.of(table.build(world, order))
-
-
-def zero_owners(elements: Sequence[int] | IntArray, members: int) -> IntArray:
-    """Which of `members` ranks keeps the optimizer state of every parameter: runs of about equal size, in order.
-
-    The tensor that holds the middle element of its own range goes where that element falls, so twice as many members
-    split every run and leave half of it in place.
-    """
-    size = np.asarray(elements, dtype=np.int64)
-    middle = np.cumsum(size) - size / 2
-    return np.minimum((middle * members / max(int(size.sum()), 1)).astype(np.int64), members - 1)
 
 
 def _local_shards(model: ModelDescription, parallelism: Parallelism) -> _Shards:

@@ -34,11 +34,12 @@ def materialize(model: PipelineModel, units: Collection[int], seed: int, device:
                 f"{name or 'the model'} is on meta and cannot set its values (it needs reset_parameters, and buffers "
                 f"with memory): build it on a device"
             )
-        needed -= set(first)
+        drawn = set(first)
+        needed -= drawn
         for parameter in first:
             memory = torch.empty_like(parameter, device=device)
             put(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
-        others = [p for p in module._parameters.values() if p is not None and p not in first and not p.is_meta]
+        others = [p for p in module._parameters.values() if p is not None and p not in drawn and not p.is_meta]
         kept = [p.clone() for p in others]
         digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
         with seeded(int.from_bytes(digest, "little") >> 1, device):

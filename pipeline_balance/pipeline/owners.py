@@ -10,7 +10,7 @@ Shape legend: R replicas, P pipeline ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +20,13 @@ from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.stages import PipelineGroups
 from pipeline_balance.spec import StageMap
 from prophet.ranks.collective import Operation
-
-
-def owners_of(elements: Mapping[str, int], replicas: int) -> dict[str, int]:
-    """The replica that owns each tensor: large ones first, each to the replica with the fewest elements so far."""
-    load = [0] * replicas
-    found: dict[str, int] = {}
-    for name in sorted(elements, key=lambda n: -elements[n]):
-        owner = load.index(min(load))
-        load[owner] += elements[name]
-        found[name] = owner
-    return {name: found[name] for name in elements}
+from prophet.state.layout import zero_owners
 
 
 class Owners:
     """Who updates what under a stage map and a grid, `zero` 0 (every holder) or 1 (one owner per column).
 
-    A parameter that is added later is owned by replica 0.
+    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later.
     """
 
     def __init__(self, owned: Ownership, grid: Grid, stage_map: StageMap | None, zero: int) -> None:
@@ -44,10 +34,10 @@ class Owners:
         self.zero = zero if grid.replicas > 1 else 0
         self._owner: list[dict[str, int]] = []
         if self.zero and stage_map is not None:
-            sizes = {n: math.prod(p.shape) for n, p in owned.parameters.items()}
-            for p in range(grid.pipeline_ranks):
-                mine = {n: sizes[n] for n in owned.of(stage_map.layers_on(p))}
-                self._owner.append(owners_of(mine, grid.replicas))
+            for rank in range(grid.pipeline_ranks):
+                names = [n for n in owned.of(stage_map.layers_on(rank)) if owned.parameters[n].requires_grad]
+                found = zero_owners([math.prod(owned.parameters[n].shape) for n in names], grid.replicas)
+                self._owner.append(dict(zip(names, found.tolist(), strict=True)))
 
     def updaters(self, name: str, pipeline_rank: int) -> tuple[int, ...]:
         """The processes of a column that update a parameter of its stages and keep the optimizer's state for it."""

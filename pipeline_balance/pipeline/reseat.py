@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
@@ -33,12 +35,16 @@ DECISION = Operation("deciding on a switch")
 
 @dataclass(frozen=True, kw_only=True)
 class Arrangement:
-    """Who runs what: places of processes, the stage map, who updates which tensor, microbatches of a replica."""
+    """Who runs what: places of processes, the stage map, who updates which tensor, microbatches of a replica.
+
+    `nodes` [N] are the processes' nodes, as routes take them.
+    """
 
     seats: Seats
     stage_map: StageMap
     owners: Owners
     microbatches: int
+    nodes: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +74,12 @@ class Switched:
 class Reseater:
     """Takes a pipeline from one arrangement to another.
 
-    `mover` has its parts, `passes` what it has under way, `now` what is in force. `nodes` [N] are as routes take them.
+    `mover` has its parts, `passes` what it has under way, `now` what is in force.
     """
 
     mover: StateMover
     passes: Passes
     now: Stages
-    nodes: Sequence[int] | None = None
 
     def describe(self) -> Held | str:
         """This process's state without gradients, or in words why it cannot be moved."""
@@ -99,7 +104,7 @@ class Reseater:
         grid, owners = self.mover.groups.grid, self.passes.owners
         before = layout_over(space, grid.rows, self.now.stage_map, owners, tied, size, first=True)
         after = layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, size)
-        return Way(specs=tuple(specs), route=route(before, after, nodes=self.nodes))
+        return Way(specs=tuple(specs), route=route(before, after, nodes=target.nodes))
 
     def check(self, words: Mapping[str, Any], target: Arrangement) -> None:
         """Raise `SpecError` on all processes unless all are between updates and say the same `words`; collective.
@@ -140,14 +145,17 @@ class Reseater:
         self.passes.drop_gradients()  # they were used
         config = replace(mover.builder.config, microbatches=target.microbatches)
         place = target.seats.grid.pipeline_rank_of(rank)
-        problem, links, done, moved = "", {}, None, None
+        problem, old_bytes = "", 0
+        links: dict[tuple[int, int], int] = {}
+        done: tuple[Stages, Change] | None = None
         try:
             held = self.describe()
             way, scalars = self._agreed_way(held, target, collective, way)
             assert isinstance(held, Held)
+            old_bytes = sum(t.numel() * t.element_size() for t in held.tensors.values())
             moved = transition(
                 way.route,
-                {piece: held.tensors[piece.name] for piece in way.route.before.pieces[rank]},
+                {piece: held.tensors[piece.name] for piece in way.route.before.on(rank)},
                 collective,
                 budget_bytes=mover.budget_bytes,
                 device=mover.device,
@@ -157,10 +165,9 @@ class Reseater:
             done = self._assembled(target, moved, scalars, place, config)
         except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError) as error:
             problem = f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        if not collective.decide(DECISION, ready=done is not None) or done is None or moved is None or way is None:
+        if not collective.decide(DECISION, ready=done is not None) or done is None:
             raise TransitionError(_ended(problem)) from None
         stages, change = done
-        old_bytes = sum(t.numel() * t.element_size() for t in held.tensors.values())
         change.make()
         mover.builder.config = config
         mover.groups.sit(target.seats)
@@ -239,11 +246,9 @@ def layout_over(
 
 def link_bytes(way: Route) -> dict[tuple[int, int], int]:
     """Bytes by sending and receiving process."""
-    found: dict[tuple[int, int], int] = {}
-    for t in way.transfers:
-        link = (t.source, t.destination)
-        found[link] = found.get(link, 0) + way.n_bytes(t)
-    return dict(sorted(found.items()))
+    found = np.zeros((way.ranks, way.ranks), dtype=np.int64)
+    np.add.at(found, (way.source, way.rows.destination), way.rows.n_bytes)
+    return {(int(s), int(d)): int(found[s, d]) for s, d in np.argwhere(found)}
 
 
 def _ended(problem: str) -> str:

@@ -86,7 +86,8 @@ class PipelineGroups:
         self._included = [own]
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
-        row, column = self.world, alone()
+        row: Collective = self.world
+        column = alone()
         if replicas > 1:
             columns = [grid.column(p) for p in range(grid.pipeline_ranks)]
             row, column = (self._part(parts) for parts in (list(grid.rows), columns))

@@ -363,9 +363,9 @@ class ElasticPipeline:
         self.meter.reset()
         return done
 
-    def reseater(self, nodes: Sequence[int] | None = None) -> Reseater:
-        """What takes this pipeline to other processes, which are on these `nodes`; see `pipeline_balance.elastic`."""
-        return Reseater(self.mover, self._passes, self._stages, nodes)
+    def reseater(self) -> Reseater:
+        """What takes this pipeline to other processes; see `pipeline_balance.elastic`."""
+        return Reseater(self.mover, self._passes, self._stages)
 
     @together("switch before step")
     def reseat(

@@ -12,9 +12,11 @@ from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
+import numpy as np
+
 from prophet.errors import LayoutError
 from prophet.state.space import Box, Space, TensorSpec, flat_boxes
-from prophet.state.table import Table, table_from
+from prophet.state.table import IntArray, Table, table_from
 
 
 class Piece(NamedTuple):
@@ -137,3 +139,14 @@ def flat_shard(tensors: Sequence[TensorSpec], parts: int, index: int) -> list[Pi
             pieces += [Piece(tensor.name, box) for box in flat_boxes(tensor.shape, first, last)]
         offset += tensor.elements
     return pieces
+
+
+def zero_owners(elements: Sequence[int] | IntArray, members: int) -> IntArray:
+    """Which of `members` ranks keeps the optimizer state of every parameter: runs of about equal size, in order.
+
+    The tensor that holds the middle element of its own range goes where that element falls, so twice as many members
+    split every run and leave half of it in place.
+    """
+    size = np.asarray(elements, dtype=np.int64)
+    middle = np.cumsum(size) - size / 2
+    return np.minimum((middle * members / max(int(size.sum()), 1)).astype(np.int64), members - 1)

@@ -15,7 +15,6 @@ Shape legend: P ranks.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -145,11 +144,10 @@ class _Streams:
     def of(cls, route: Route, rank: int) -> _Streams:
         sends: dict[int, list[Transfer]] = {}
         receives: dict[int, list[Transfer]] = {}
-        for t in route.transfers:
-            if t.source == rank:
-                sends.setdefault(t.destination, []).append(t)
-            elif t.destination == rank:
-                receives.setdefault(t.source, []).append(t)
+        for t in route.sends(rank):
+            sends.setdefault(t.destination, []).append(t)
+        for t in route.receives(rank):
+            receives.setdefault(t.source, []).append(t)
         for stream in (*sends.values(), *receives.values()):
             stream.sort(key=lambda t: -route.space[t.name].item_bytes)
         sizes = {peer: sum(route.n_bytes(t) for t in stream) for peer, stream in sends.items()}
@@ -307,14 +305,6 @@ def _words(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _digest(route: Route) -> int:
-    lines = [repr(t) for t in route.space.tensors]
-    for layout in (route.before, route.after):
-        lines += [f"{rank} {p}" for rank, row in enumerate(layout.pieces) for p in row]
-    text = "\n".join([*lines, *map(str, route.transfers)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
-
-
 def _agree(
     route: Route,
     streams: _Streams,
@@ -327,7 +317,7 @@ def _agree(
     used = [route.space[t.name] for rows in (streams.sends, streams.receives) for row in rows.values() for t in row]
     widest = max((spec.item_bytes for spec in used), default=1)
     longest = max((sum(route.n_bytes(t) for t in s) for s in streams.sends.values()), default=0)
-    said = [_digest(route), *wishes, streams.number, widest, longest]
+    said = [route.digest(), *wishes, streams.number, widest, longest]
     mine = torch.tensor(said, dtype=torch.int64, device=device)
     gathered = collective.all_gather(mine, op=Operation("agreeing on a transition")).cpu()
     digests = gathered[:, 0].tolist()
@@ -366,7 +356,7 @@ def _aligned(size: int) -> int:
 
 
 def _check_state(before: Layout, state: State, rank: int, device: torch.device) -> str:
-    pieces = before.pieces[rank]
+    pieces = before.on(rank)
     if set(pieces) != set(state):
         differ = sorted(str(p) for p in set(pieces) ^ set(state))
         return f"the state and the layout differ in {', '.join(differ[:4])}"
@@ -386,7 +376,7 @@ def _destination(
 ) -> tuple[dict[Piece, Tensor], int]:
     new_state: dict[Piece, Tensor] = {}
     new_bytes = 0
-    for piece in route.after.pieces[rank]:
+    for piece in route.after.on(rank):
         if piece in state:
             new_state[piece] = state[piece]
             continue

@@ -11,7 +11,8 @@ from torch.utils.data import TensorDataset
 
 from pipeline_balance import elastic
 from pipeline_balance.elastic.held import held
-from pipeline_balance.elastic.job import Job
+from pipeline_balance.elastic.job import Job, describe
+from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.parallelism import Parallelism
 from tests.helpers.pipeline_model import plain_step
 
@@ -59,9 +60,9 @@ def start(layout: str, **options: Any) -> Job:
     return Job(build, make_optimizer, Parallelism.parse(layout), **{**given, **options})
 
 
-def plain_losses(steps: int, microbatches: int = MICROBATCHES) -> list[float]:
-    """The same training in one process, without a job."""
-    model, data = build(), batches()
+def plain_losses(steps: int, microbatches: int = MICROBATCHES, *, training: bool = True) -> list[float]:
+    """The same training in one process, without a job; without `training`, dropout is off."""
+    model, data = build().train(training), batches()
     optimizer = make_optimizer(list(model.named_parameters()))
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
     losses = []
@@ -104,19 +105,8 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def expected_pieces(job: Job, entries: tuple[str, ...] = ("exp_avg", "exp_avg_sq", "step")) -> set[str]:
-    """Names of what this process should hold, by the layout alone."""
-    layout, rank = job.layout, dist.get_rank()
-    place = layout.place(rank)
-    if place is None:
-        return set()
-    stage_map = layout.stage_map(UNITS)
-    units = stage_map.layers_on(place.pp)
-    names = [n for n, _ in build().named_parameters() if int(n.split(".")[0]) in units]
-    names += ["0.weight"] if UNITS - 1 in units and 0 not in units else []
-    buffers = [f"{i}.scale" for i in units if 0 < i < UNITS - 1]
-    return {*names, *buffers, *(f"{n}@{e}" for n in names if job.updates(n) for e in entries)}
-
-
 def check_held(job: Job) -> None:
-    assert {p.name for p in held(job.model, job.optimizer)} == expected_pieces(job)
+    """What this process has memory for is what the layout gives it, found from the layout and the model alone."""
+    layout = layout_of(describe(job.pipeline.owned), job.layout, ranks=dist.get_world_size())
+    found = {piece for piece in held(job.model, job.optimizer) if not piece.name.endswith(".scale")}
+    assert found == set(layout.on(dist.get_rank()))

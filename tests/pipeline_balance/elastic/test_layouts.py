@@ -16,12 +16,11 @@ from pipeline_balance.elastic.layouts import (
     ModelDescription,
     Parameter,
     layout_of,
-    zero_owners,
 )
 from pipeline_balance.elastic.models import NAMES, model_named
 from pipeline_balance.elastic.parallelism import Parallelism
 from prophet.errors import LayoutError
-from prophet.state.layout import flat_shard
+from prophet.state.layout import flat_shard, zero_owners
 from prophet.state.route import route
 from prophet.state.space import TensorSpec
 
