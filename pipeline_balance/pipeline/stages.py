@@ -48,40 +48,48 @@ class PipelineConfig:
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        if self.microbatches < 1:
-            raise SpecError(f"microbatches must be at least 1, got {self.microbatches}")
+        for name in ("microbatches", "budget_bytes", "timeout_s", "replicas"):
+            if not getattr(self, name) > 0:
+                raise SpecError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 class PipelineGroups:
-    """The communicators of one pipeline of `replicas` copies.
+    """The communicators of one pipeline, and of its replicas once they are arranged and divided.
 
     `world` is over all ranks, `collective` over those of this rank's replica, `column` over the ranks that run the same
     layers in all replicas. Process r of the group is rank r mod P of replica r // P.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, replicas: int = 1) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._limit = timedelta(seconds=timeout_s)
-        self.replicas = replicas
         self.enter(group)
 
     def enter(self, group: dist.ProcessGroup | None) -> None:
-        """Use `group` (None: all processes) from now on."""
+        """Use `group` (None: all processes) from now on, for one replica."""
         self.group = group
         self.world: Collective = (own := ProcessGroupCollective(group, timeout_s=self.timeout_s))
-        self.grid = grid = Grid.of(self.world.size, self.replicas)
-        self.failures = Failures(own, self.abort, grid)
+        self.failures = Failures(own, self.abort)
         self._included = [own]
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
         self.collective: Collective = self.world
         self.column: Collective = ThreadWorld(1).collective(0)
-        self.replica = grid.replica_of(self.world.rank)
-        if self.replicas > 1:
-            rows = [grid.replica(r) for r in range(self.replicas)]
+        self.arrange(1)
+
+    def arrange(self, replicas: int) -> None:
+        """Number the ranks for `replicas`; local. Raises `SpecError` unless they divide into as many."""
+        self.grid = self.failures.grid = Grid.of(self.world.size, replicas)
+        self.replica = self.grid.replica_of(self.world.rank)
+        self.rank = self.grid.pipeline_rank_of(self.world.rank)
+
+    def divide(self) -> None:
+        """Make the communicators of replicas and columns; collective, with the same grid on all ranks."""
+        grid = self.grid
+        if grid.replicas > 1:
+            rows = [grid.replica(r) for r in range(grid.replicas)]
             columns = [grid.column(p) for p in range(grid.pipeline_ranks)]
             self.collective, self.column = (self._part(parts) for parts in (rows, columns))
-        self.rank = self.collective.rank
 
     def _part(self, parts: list[tuple[int, ...]]) -> Collective:
         """Among groups that all ranks make in the same order, the one of this rank."""
@@ -144,19 +152,21 @@ class StageBuilder:
 
     def first_map(self) -> StageMap:
         """Layers spread evenly over the ranks."""
-        ranks, layers = self.groups.collective.size, len(self.model.units)
+        ranks, layers = self.groups.grid.pipeline_ranks, len(self.model.units)
         each = self.model.slicing.stages_per_rank if self.model.slicing is not None else 1
         even = StageMap.even(layers, ranks * each)
         return StageMap(even.boundaries, tuple(s % ranks for s in range(even.stages)))
 
     def check_map(self, stage_map: StageMap) -> None:
         """Raise `SpecError` unless the map is of this model's layers and this group's ranks."""
-        layers, ranks = len(self.model.units), self.groups.collective.size
+        layers, ranks = len(self.model.units), self.groups.grid.pipeline_ranks
         if stage_map.layers != layers:
             raise SpecError(f"the stage map is of {stage_map.layers} layers, the model has {layers}")
         if max(stage_map.ranks) >= ranks:
             raise SpecError(f"the stage map names rank {max(stage_map.ranks)} of {ranks}")
         if self.model.slicing is not None:
+            if self.config.split_backward:
+                raise SpecError("slices need split_backward=False: their backward frees keys and values at once")
             self.model.slicing.check(dense_ranks(stage_map).ranks)
 
     def build(self, stage_map: StageMap, durations: Durations | None = None) -> Stages:
