@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
+from pipeline_balance.pipeline.agreement import from_all, refuse_where, write_alone
 from pipeline_balance.pipeline.optimizers import meant, said
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import MAX_DESCRIPTION_BYTES, base_name, by_layer, share
+from pipeline_balance.pipeline.training_state import MAX_DESCRIPTION_BYTES, Held, base_name, by_layer, share
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.files import read_json, shown
@@ -71,38 +72,59 @@ def save_checkpoint(
 
     Names are the unsplit model's. `stage_map` is for the run that reads it, on any number of ranks (None: the one in
     force). `also` holds schedulers and the like, equal on all ranks, by a name of yours. The description is written
-    last: a folder without it holds no checkpoint.
+    last: a folder without it holds no checkpoint. Raises `SpecError` on all ranks where it cannot be written.
     """
     folder = Path(folder)
-    after = stage_map if stage_map is not None else pipeline.stage_map
-    after.check_layers(pipeline.stage_map.layers)
-    if pipeline.progress.parts:
-        raise SpecError("an update is under way and its gradients would be lost: save after a step with update=True")
-    held = pipeline.held()
-    space, scalars = share(held, pipeline.collective, pipeline.config.device, "nothing was saved")
-    description = {
-        "step": step,
-        "boundaries": list(after.boundaries),
-        "ranks": list(after.ranks),
-        "tensors": [[t.name, list(t.shape), t.dtype, t.kind, t.layer] for t in space.tensors],
-        "scalars": scalars,
-        "frozen": sorted(n for n, p in pipeline.owned.parameters.items() if not p.requires_grad),
-        "options": pipeline.optimizers.options(pipeline.owned.parameters),
-        "progress": pipeline.progress.to_json(),
-        "also": {name: said(it.state_dict(), name) for name, it in (also or {}).items()},
-    }
-    writer = pipeline.collective.rank == 0
-    with at_work(f"writing {folder}"):
-        if writer:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / DESCRIPTION).unlink(missing_ok=True)
-        pipeline.collective.meet(Operation("starting a checkpoint"))
-        save_tensors(dict(held.tensors), checkpoint_id=folder, process_group=pipeline.groups.group)
-        if writer:
-            part = folder / f"{DESCRIPTION}.part"
-            part.write_text(json.dumps(description), encoding="utf-8")
-            part.replace(folder / DESCRIPTION)
-        pipeline.collective.meet(Operation("finishing a checkpoint"))
+    world, device = pipeline.collective, pipeline.config.device
+    held, parts = Held(), dict[str, Any]()
+
+    def collect() -> list[Any]:
+        nonlocal held
+        after = stage_map if stage_map is not None else pipeline.stage_map
+        after.check_layers(pipeline.stage_map.layers)
+        if pipeline.progress.parts:
+            raise SpecError(
+                "an update is under way and its gradients would be lost: save after a step with update=True"
+            )
+        held = pipeline.held()
+        parts.update(
+            step=step,
+            boundaries=list(after.boundaries),
+            ranks=list(after.ranks),
+            frozen=sorted(n for n, p in pipeline.owned.parameters.items() if not p.requires_grad),
+            options=pipeline.optimizers.options(pipeline.owned.parameters),
+            progress=pipeline.progress.to_json(),
+            also={name: said(it.state_dict(), name) for name, it in (also or {}).items()},
+        )
+        return [str(folder), step, parts["boundaries"], parts["ranks"], sorted(parts["also"])]
+
+    op = Operation("collecting a checkpoint")
+    refuse_where(from_all(collect, world, device, op), "save to another folder, or another step, map or `also`,")
+    space, scalars = share(held, world, device, "nothing was saved")
+    tensors = [[t.name, list(t.shape), t.dtype, t.kind, t.layer] for t in space.tensors]
+
+    def begin() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / DESCRIPTION).unlink(missing_ok=True)
+
+    def finish() -> None:
+        part = folder / f"{DESCRIPTION}.part"
+        part.write_text(json.dumps({**parts, "tensors": tensors, "scalars": scalars}), encoding="utf-8")
+        part.replace(folder / DESCRIPTION)
+
+    write_alone(begin, f"making {folder}", world, device)
+    try:
+        with at_work(f"writing {folder}"):
+            save_tensors(dict(held.tensors), checkpoint_id=folder, process_group=pipeline.groups.group)
+    except CheckpointException as error:  # of any rank; all ranks get it
+        raise SpecError(f"{folder}: {_first_failure(error)} cannot write its tensors") from error
+    write_alone(finish, f"finishing {folder}", world, device)
+
+
+def _first_failure(error: CheckpointException) -> str:
+    """The first rank that has failed, and why."""
+    rank, (why, _) = next(iter(error.failures.items()))
+    return f"rank {rank} ({type(why).__name__}: {why})"
 
 
 def read_checkpoint(folder: str | Path) -> Checkpoint:
@@ -184,9 +206,44 @@ def load_checkpoint(
     optimizer groups, with the pipeline as it was.
     """
     folder = Path(folder)
+    world, device = pipeline.collective, pipeline.config.device
+    found: list[tuple[Checkpoint, dict[Any, Tensor]]] = []
+
+    def check() -> int:
+        saved = _fitting(pipeline, folder, also or {})
+        layout = by_layer(saved.space, pipeline.stage_map, pipeline.ranks, pipeline.owned.tied())
+        state = {
+            piece: torch.empty(piece.box.shape, dtype=torch_dtype(saved.space[piece.name]), device=device)
+            for piece in layout.pieces[pipeline.rank]
+        }
+        found.append((saved, state))
+        return saved.step
+
+    refuse_where(from_all(check, world, device, Operation("reading a checkpoint")), "read a checkpoint of another step")
+    saved, state = found[0]
+    try:
+        load_tensors(
+            {piece.name: tensor for piece, tensor in state.items()},
+            storage_reader=TensorReader(folder),
+            process_group=pipeline.groups.group,
+        )
+    except CheckpointException as error:  # of any rank; all ranks get it
+        raise SpecError(f"{folder}: {_first_failure(error)} cannot read its tensors") from error
+    pipeline.adopt(state, saved.scalars, saved.frozen, saved.options, saved.progress)
+
+    def restore() -> None:
+        for name, it in (also or {}).items():
+            it.load_state_dict(meant(saved.also[name]))
+
+    from_all(restore, world, device, Operation("loading what was saved beside a model"))
+    return saved
+
+
+def _fitting(pipeline: ElasticPipeline, folder: Path, also: Mapping[str, Stateful]) -> Checkpoint:
+    """The checkpoint's description; raises `SpecError` unless it is of this model, these optimizers and `also`."""
     saved = read_checkpoint(folder)
     saved.stage_map.check_layers(pipeline.stage_map.layers)
-    missing = sorted(set(also or {}) - set(saved.also))
+    missing = sorted(set(also) - set(saved.also))
     if missing:
         raise SpecError(f"{folder}: holds no state of {missing}, only of {sorted(saved.also)}")
     owned = pipeline.owned
@@ -201,21 +258,4 @@ def load_checkpoint(
     if strange:
         raise SpecError(f"{folder}: holds {strange[0]}, which the model does not have")
     pipeline.optimizers.check(saved.options, owned.parameters)
-    pieces = by_layer(saved.space, pipeline.stage_map, pipeline.ranks, owned.tied()).pieces[pipeline.rank]
-    state: dict[Any, Tensor] = {
-        piece: torch.empty(piece.box.shape, dtype=torch_dtype(saved.space[piece.name]), device=pipeline.config.device)
-        for piece in pieces
-    }
-    try:
-        load_tensors(
-            {piece.name: tensor for piece, tensor in state.items()},
-            storage_reader=TensorReader(folder),
-            process_group=pipeline.groups.group,
-        )
-    except CheckpointException as error:  # of any rank; all ranks get it
-        rank, (why, _) = next(iter(error.failures.items()))
-        raise SpecError(f"{folder}: rank {rank} cannot read its tensors: {why}") from error
-    pipeline.adopt(state, saved.scalars, saved.frozen, saved.options, saved.progress)
-    for name, it in (also or {}).items():
-        it.load_state_dict(meant(saved.also[name]))
     return saved

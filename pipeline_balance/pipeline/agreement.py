@@ -17,17 +17,19 @@ from pipeline_balance.pipeline.executor import Executor
 from pipeline_balance.pipeline.model import Batch, Boundary, Inputs, Labels, Microbatch, PipelineModel
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, number_of
-from pipeline_balance.pipeline.progress import Progress
-from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups
+from pipeline_balance.pipeline.stages import PipelineGroups
 from pipeline_balance.pipeline.training_state import gather_json
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.process_group import at_work
 
 NO_ROWS: Any = "no rows"
 """What a replica is given that has no part of a batch to evaluate."""
 
-_SAMPLE_BYTES = 1 << 16
+_WHOLE_BYTES = 1 << 24  # of a tensor that are compared: some milliseconds
+_RUN = 256  # elements that are taken together of a larger one
+_WORDS = 2000  # characters of an error that travel
 # what is compared, and among whom
 _COMPARED = (
     ("hold a model with other names, shapes or types", "all"),
@@ -74,19 +76,19 @@ def batch_of(
     A sequence of inputs, with one of labels, is microbatches already; `rows_each` allows any number of them.
     """
     whole: list[Microbatch] = []
-    samples: list[str] = []
+    checksums: list[str] = []
     for one, its, count in _given(inputs, labels, microbatches, rows_each):
         here = one.to(device) if isinstance(one, Tensor) else {n: t.to(device) for n, t in one.items()}
         whole += model.cut(here, its.to(device) if its is not None else None, count, first + len(whole))
         tensors = [one] if isinstance(one, Tensor) else list(one.values())
-        samples += [_sample(t) for t in (*tensors, *([its] if its is not None else []))]
+        checksums += [_checksum(t) for t in (*tensors, *([its] if its is not None else []))]
     parts = [part for one in whole for part in model.sliced(one)]
     return Passing(
         microbatches=len(whole),
         parts=parts,
         shapes=[model.boundaries(part) for part in parts],
         counted=sum(model.counted(part) for part in parts),
-        data=number_of(" ".join(samples)),
+        data=number_of(" ".join(checksums)),
     )
 
 
@@ -115,10 +117,13 @@ def _given(
     return [(inputs, labels, max(-(-rows // rows_each), 1) if rows_each else min(microbatches, max(rows, 1)))]
 
 
-def _sample(tensor: Tensor) -> str:
-    """A checksum of a tensor's first bytes."""
-    flat = tensor.detach().reshape(-1)[: _SAMPLE_BYTES // tensor.element_size()].cpu().contiguous()
-    return str(zlib.crc32(flat.view(torch.uint8).numpy().tobytes()))
+def _checksum(tensor: Tensor) -> str:
+    """A checksum of a tensor: of all of it up to `_WHOLE_BYTES`, of as many in even distances where it has more."""
+    flat = tensor.detach().reshape(-1)
+    every = -(-flat.numel() * flat.element_size() // _WHOLE_BYTES)
+    if every > 1:
+        flat = flat[: flat.numel() // _RUN * _RUN].view(-1, _RUN)[::every]
+    return str(zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()))
 
 
 def actions_of(executor: Executor | None, *, trains: bool) -> Callable[[Passing], str]:
@@ -133,6 +138,60 @@ def actions_of(executor: Executor | None, *, trains: bool) -> Callable[[Passing]
     return actions
 
 
+def from_all(attempt: Callable[[], Any], collective: Collective, device: torch.device, op: Operation) -> list[Any]:
+    """What `attempt` returns on every rank, by rank, as JSON says it; collective.
+
+    Where it fails on a rank, all ranks raise `SpecError` with that rank and its reason.
+    """
+    found, failed = None, None
+    try:
+        found = attempt()
+    except Exception as error:
+        failed = error
+    every = gather_json([_words(failed), found], collective, device, op)
+    _refuse(failed, [words for words, _ in every])
+    return [value for _, value in every]
+
+
+def write_alone(write: Callable[[], None], what: str, collective: Collective, device: torch.device) -> None:
+    """Rank 0 calls `write`, and all ranks return once it has, however long that takes; collective.
+
+    Where it fails, all ranks raise `SpecError` with the reason.
+    """
+    failed: Exception | None = None
+    if collective.rank == 0:
+        try:
+            with at_work(what):
+                write()
+        except Exception as error:
+            failed = error
+    collective.meet(Operation(what))
+    _refuse(failed, gather_json(_words(failed), collective, device, Operation(what)))
+
+
+def _words(failed: Exception | None) -> str:
+    if failed is None:
+        return ""
+    kind = "" if isinstance(failed, SpecError) else f"{type(failed).__name__}: "
+    return f"{kind}{failed}"[:_WORDS]
+
+
+def _refuse(failed: Exception | None, words: Sequence[str]) -> None:
+    """Raise what ranks say is wrong, the same on all of them; nothing where none says anything."""
+    first = {said: r for r, said in reversed(list(enumerate(words))) if said}
+    if not first:
+        return
+    text = "; ".join(f"rank {r}: {said}" for said, r in sorted(first.items(), key=lambda item: item[1]))
+    raise SpecError(text if len(first) > 1 or not all(words) else words[0]) from failed
+
+
+def refuse_where(every: Sequence[Any], what: str) -> None:
+    """Raise `SpecError` on all ranks unless all have said the same."""
+    differ = [r for r, said in enumerate(every) if said != every[0]]
+    if differ:
+        raise SpecError(f"ranks {differ} {what} than rank 0")
+
+
 def agree_on_batch(
     prepare: Callable[[], Passing],
     owned: Ownership,
@@ -145,7 +204,7 @@ def agree_on_batch(
     """What `prepare` makes of the batch, once all ranks mean the same; collective, one small all-gather.
 
     `actions` says what this rank would run, which must be the same on the ranks with these stages in all replicas.
-    Where it fails on a rank, all ranks raise `SpecError`: that one with its reason, the others with its rank too.
+    Where it fails on a rank, all ranks raise `SpecError` with that rank and its reason.
     """
     failed: Exception | None = None
     passing = Passing.nothing()
@@ -167,13 +226,8 @@ def agree_on_batch(
     row = torch.tensor([int(failed is not None), *mine, count], dtype=torch.int64, device=device)
     every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
     if every[:, 0].any():
-        text = f"{type(failed).__name__}: {failed}" if failed is not None else ""
-        words = gather_json(text[:2000], groups.world, device, Operation("telling what is wrong with a batch"))
-        if isinstance(failed, SpecError):
-            raise failed
-        if failed is not None:
-            raise SpecError(text) from failed
-        raise SpecError("; ".join(f"rank {r}: {said}" for r, said in enumerate(words) if said))
+        op = Operation("telling what is wrong with a batch")
+        _refuse(failed, gather_json(_words(failed), groups.world, device, op))
     grid = groups.grid
     ranks = range(groups.world.size)
     first_of = {
@@ -191,44 +245,48 @@ def agree_on_batch(
 
 
 def agree_on_model(
-    known: StageMap | None,
-    owned: Ownership,
-    optimizers: Optimizers,
-    progress: Progress,
-    collective: Collective,
-    config: PipelineConfig,
-) -> StageMap:
-    """The stage map of the ranks that know it, compared among them; collective.
+    describe: Callable[[], Mapping[str, Any]], collective: Collective, device: torch.device
+) -> tuple[StageMap, dict[str, Any]]:
+    """The stage map of the ranks that know it, and how far they are, from what all ranks `describe`; collective.
 
-    A rank that does not know it takes over the counters and the optimizers' options of one that does. Raises
-    `SpecError` on all ranks where models, optimizers' groups, settings or maps differ.
+    A description has the "model", the "settings", the "map" (None where it is not known) and the "progress". Raises
+    `SpecError` on all ranks where one cannot be made, or models, settings or maps differ.
     """
-    mine = {
-        "model": owned.structure(),
-        "settings": [config.microbatches, config.seed, config.split_backward, str(owned.model.slicing)],
-        "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
-        "progress": progress.to_json(),
-        "options": optimizers.options(owned.parameters),
-    }
-    every = gather_json(mine, collective, config.device, Operation("comparing the ranks' models"))
-    for what, field in (
-        ("hold another model", "model"),
-        ("have other settings (microbatches, seed, slices)", "settings"),
-    ):
-        differ = [r for r, said in enumerate(every) if said[field] != every[0][field]]
-        if differ:
-            raise SpecError(f"ranks {differ} {what} than rank 0")
-    groups = [[[g["parameters"] for g in o] for o in said["options"]] for said in every]
-    differ = [r for r, found in enumerate(groups) if found != groups[0]]
+    every = from_all(describe, collective, device, Operation("comparing the ranks' models"))
+    slices = [said["settings"]["slices"] for said in every]
+    differ = [r for r, cut in enumerate(slices) if cut != slices[0]]
     if differ:
-        raise SpecError(f"ranks {differ} have other optimizer groups than rank 0: make them alike on every rank")
+        raise SpecError(f"ranks {differ} cut microbatches by {slices[differ[0]]}, rank 0 by {slices[0]}")
+    for name in every[0]["settings"]:
+        refuse_where([said["settings"][name] for said in every], f"have another setting of {name}")
+    refuse_where([said["model"] for said in every], "hold another model")
     knowing = [said for said in every if said["map"] is not None]
     if not knowing:
         raise SpecError("no rank of the group knows the stage map")
     differ = [r for r, said in enumerate(every) if said["map"] is not None and said["map"] != knowing[0]["map"]]
     if differ:
         raise SpecError(f"ranks {differ} were given another stage map than the first")
-    if known is None:
-        progress.take(knowing[0]["progress"])
-        optimizers.set_options(knowing[0]["options"])
-    return StageMap(tuple(knowing[0]["map"][0]), tuple(knowing[0]["map"][1]))
+    return StageMap(tuple(knowing[0]["map"][0]), tuple(knowing[0]["map"][1])), knowing[0]["progress"]
+
+
+def agree_on_optimizers(
+    make: Callable[[], Optimizers], owned: Ownership, collective: Collective, device: torch.device, *, joins: bool
+) -> Optimizers:
+    """The optimizers that `make` returns, compared among all ranks; collective.
+
+    A rank that `joins` takes over the options of one that does not. Raises `SpecError` on all ranks where they cannot
+    be made on one, or their groups differ.
+    """
+    made: list[Optimizers] = []
+
+    def describe() -> list[Any]:
+        made.append(make())
+        return [joins, made[0].options(owned.parameters)]
+
+    every = from_all(describe, collective, device, Operation("comparing the ranks' optimizers"))
+    groups = [[[g["parameters"] for g in o] for o in options] for _, options in every]
+    refuse_where(groups, "have other optimizer groups")
+    knowing = [options for joining, options in every if not joining]
+    if joins and knowing:
+        made[0].set_options(knowing[0])
+    return made[0]

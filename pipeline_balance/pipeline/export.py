@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.agreement import write_alone
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.stages import PipelineConfig
-from pipeline_balance.pipeline.training_state import Held, by_layer, gather_json, share
+from pipeline_balance.pipeline.training_state import Held, by_layer, share
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
-from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.collective import Collective
 from prophet.state.layout import layout_from
 from prophet.state.route import route
 from prophet.state.transition import transition
 
 
-def whole_state(
-    owned: Ownership, stage_map: StageMap, collective: Collective, config: PipelineConfig, rank: int
-) -> dict[str, Tensor]:
-    """Every entry of the root's `state_dict`, in the host's memory of `rank`; empty on the others. Collective."""
-    units = stage_map.layers_on(collective.rank)
+def held_by_root(owned: Ownership, units: Collection[int]) -> Held:
+    """What of the root's `state_dict` belongs to `units`, which run here."""
     held = Held()
     wanted = owned.model.root.state_dict(keep_vars=True)
-    by_id = {id(t): name for name, t in wanted.items()}
     for name in owned.of(units):
         held.add(name, owned.parameters[name], "parameter", owned.units_of[name][0])
     for name, buffer in owned.buffers.items():
         if name in wanted and not set(buffer.units).isdisjoint(units):
             held.add(name, buffer.tensor, "buffer", buffer.units[0])
+    return held
+
+
+def whole_state(
+    held: Held, owned: Ownership, stage_map: StageMap, collective: Collective, config: PipelineConfig, rank: int
+) -> dict[str, Tensor]:
+    """Every entry of the root's `state_dict`, in the host's memory of `rank`; empty on the others. Collective.
+
+    `held` is what `held_by_root` found on this rank.
+    """
+    wanted = owned.model.root.state_dict(keep_vars=True)
+    by_id = {id(t): name for name, t in wanted.items()}
     space, _ = share(held, collective, config.device, "nothing was gathered")
     before = by_layer(space, stage_map, collective.size, owned.tied())
     after = layout_from(space, collective.size, {rank: [(t.name, t.box) for t in space.tensors]})
@@ -57,20 +67,13 @@ def write_pretrained(
 ) -> None:
     """`model.save_pretrained(folder)` with `state` in place of the model's own, on rank 0; collective.
 
-    Returns when everything is written. Where that fails, the error is raised on rank 0 and told on all others.
+    Returns when everything is written. Raises `SpecError` on all ranks where that fails.
     """
-    failed: Exception | None = None
     write: Any = getattr(model, "save_pretrained", None)
-    if collective.rank == 0:
-        try:
-            if write is None:
-                raise SpecError(f"a {type(model).__name__} has no save_pretrained: torch.save its state_dict() instead")
-            write(folder, state_dict=state, **options)
-        except Exception as error:
-            failed = error
-    text = f"{type(failed).__name__}: {failed}" if failed is not None else ""
-    said = gather_json(text[:2000], collective, config.device, Operation("saving the model"))
-    if failed is not None:
-        raise failed
-    if said[0]:
-        raise SpecError(f"rank 0 could not save the model: {said[0]}")
+
+    def save() -> None:
+        if write is None:
+            raise SpecError(f"a {type(model).__name__} has no save_pretrained: torch.save its state_dict() instead")
+        write(folder, state_dict=state, **options)
+
+    write_alone(save, f"writing {folder}", collective, config.device)

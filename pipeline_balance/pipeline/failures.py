@@ -24,6 +24,7 @@ from prophet.errors import (
     TransitionError,
 )
 from prophet.ranks.process_group import ProcessGroupCollective
+from prophet.ranks.waiting import uninterrupted
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,12 +38,12 @@ _WORDS = 2000  # characters of a cause that travel
 class Failures:
     """Makes one rank's failure that of all ranks; one per group. give_up: lets all waits for other ranks fail.
 
-    collective: over all ranks of the `grid`, by whose numbers they are named.
+    collective: over all ranks, by whose numbers they are named. `grid` says which replica each is in.
     """
 
-    def __init__(self, collective: ProcessGroupCollective, give_up: Callable[[], None], grid: Grid) -> None:
+    def __init__(self, collective: ProcessGroupCollective, give_up: Callable[[], None]) -> None:
         self.rank = collective.rank
-        self.grid = grid
+        self.grid = Grid.of(collective.size, 1)
         self.give_up = give_up
         self.watch = collective.watched(self._stages_of)
         self.error: StageFailed | None = None
@@ -71,8 +72,9 @@ class Failures:
         except BaseException as error:
             if self.error is not None or (isinstance(error, AGREED) and _lost(error) is None):
                 raise
-            self.error = self._told(error)
-            self.give_up()
+            with uninterrupted():
+                self.error = self._told(error)
+                self.give_up()
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             raise self.error from (error.__cause__ if isinstance(error, StageFailed) else error)

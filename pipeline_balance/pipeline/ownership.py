@@ -7,8 +7,10 @@ is on `meta`: shape and type without memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+import zlib
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -162,6 +164,23 @@ class Ownership:
 def number_of(text: str) -> int:
     """62 bits of a digest, for comparing over ranks."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+
+
+def digest_of(entries: Iterable[tuple[str, Any]]) -> int:
+    """A number for named values; equal for the same bits."""
+    found = 0
+    for name, value in sorted(entries, key=lambda entry: str(entry[0])):
+        for part in _bytes_of(value):
+            found = zlib.crc32(part, zlib.crc32(str(name).encode(), found))
+    return found
+
+
+def _bytes_of(value: Any) -> Iterator[bytes]:
+    if isinstance(value, Tensor):
+        yield str((value.dtype, tuple(value.shape))).encode()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    else:
+        yield repr(value).encode()
 
 
 def like_meta(tensor: Tensor) -> nn.Parameter:

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, like_meta, put, try_put
+from pipeline_balance.pipeline.replicas import check_alike
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder, Stages
 from pipeline_balance.pipeline.ties import Tie, check_ties, ties_of
 from pipeline_balance.pipeline.training_state import Held, agree, by_layer, collect, gather_json, share, state_entries
@@ -120,25 +122,31 @@ class StateMover:
         Raises `TransitionError` where tied parameters have come apart.
         """
 
-        def ties() -> tuple[Tie, ...]:
+        found: tuple[Tie, ...] = ()
+
+        def check() -> list[Any]:
+            nonlocal found
             self.owned.read()
             self.builder.check_map(after)
             found = ties_of(self.owned)
             if midway and any(len(tie.holders(m)) > 1 for tie in found for m in (before, after)):
                 raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
-            return found
+            self.check_replicas(before)
+            return [list(after.boundaries), list(after.ranks)]
 
-        groups, found = self.groups, self.attempt(ties)
-        problem = found if isinstance(found, str) else ""
-        given = [problem, list(after.boundaries), list(after.ranks)]
-        every = gather_json(given, groups.world, self.device, Operation("agreeing on a stage map"))
-        if any(said[0] for said in every):
-            words = {said[0]: r for r, said in reversed(list(enumerate(every))) if said[0]}
-            raise SpecError("; ".join(f"rank {r}: {said}" for said, r in words.items()))
-        differ = [r for r, said in enumerate(every) if said != every[0]]
-        if differ:
-            raise SpecError(f"ranks {differ} were given another stage map than rank 0")
+        groups = self.groups
+        refuse_where(
+            from_all(check, groups.world, self.device, Operation("agreeing on a stage map")),
+            "were given another stage map",
+        )
         check_ties(found, before, groups.world, groups.grid, self.optimizers.state(), device=self.device)
+
+    def check_replicas(self, stage_map: StageMap) -> None:
+        """Raise `SpecError` on a column whose replicas have other parameters; collective over each column."""
+        groups = self.groups
+        names = self.owned.of(stage_map.layers_on(groups.rank))
+        named = [(name, self.owned.parameters[name]) for name in names]
+        check_alike(named, groups.column, groups.grid.column(groups.rank))
 
     def rebuild(
         self,
@@ -171,7 +179,7 @@ class StateMover:
             )
             found = self.attempt(lambda: self.assemble(stage_map, arrived.state, scalars, durations))
         except (TransitionError, BudgetError) as error:
-            if self.groups.replicas == 1:
+            if self.groups.grid.replicas == 1:
                 raise  # on all ranks
             found = str(error)
         stages, change = self._agreed(found)

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.ownership import digest_of
 from prophet.errors import OutOfStep, SpecError
 from prophet.ranks.collective import Collective, Operation
+from prophet.ranks.messages import tell
 from prophet.ranks.waiting import Waiter
 
 _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
@@ -169,3 +171,22 @@ def start_alike(tensors: Sequence[Tensor], column: Collective) -> None:
     with torch.no_grad():
         for t in tensors:
             t.copy_(column.all_gather(t.detach(), op=Operation("weights of the first replica"), channel="weights")[0])
+
+
+def check_alike(named: Sequence[tuple[str, Tensor]], column: Collective, processes: Sequence[int]) -> None:
+    """Raise `SpecError` on a column where its replicas' parameters are not the same, bit for bit; collective over it.
+
+    named: this rank's parameters, in the same order on all ranks of the column, which are these `processes`. They are
+    equal at the start, and so are their gradients and updates: what differs was changed by hand on some replicas.
+    """
+    if column.size == 1:
+        return
+    mine = [digest_of([(name, parameter)]) for name, parameter in named]
+    table = tell(column, mine, op=Operation("comparing replicas"), device=torch.device("cpu"))  # [R, parameters]
+    for i, (name, _) in enumerate(named):
+        differ = [processes[r] for r in range(column.size) if table[r, i] != table[0, i]]
+        if differ:
+            raise SpecError(
+                f"replicas have come apart: {name!r} differs on rank(s) {differ} from rank {processes[0]}; "
+                f"change weights on all replicas alike"
+            )

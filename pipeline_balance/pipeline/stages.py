@@ -47,8 +47,9 @@ class PipelineConfig:
     timeout_s: float = DEFAULT_TIMEOUT_S
 
     def __post_init__(self) -> None:
-        if self.microbatches < 1:
-            raise SpecError(f"microbatches must be at least 1, got {self.microbatches}")
+        for name in ("microbatches", "budget_bytes", "timeout_s"):
+            if not getattr(self, name) > 0:
+                raise SpecError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,32 +67,38 @@ def alone(rank: int = 0) -> Collective:
 
 
 class PipelineGroups:
-    """The communicators of one pipeline of `replicas` copies.
+    """The communicators of one pipeline, and of its replicas once they are arranged and divided.
 
     `world` is over all ranks, `collective` over those of this rank's replica, `column` over the ranks that run the same
     layers in all replicas. Process r of the group is rank r mod P of replica r // P, until others take their `seats`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float, replicas: int = 1) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._limit = timedelta(seconds=timeout_s)
-        self.enter(group, replicas)
+        self.enter(group)
 
-    def enter(self, group: dist.ProcessGroup | None, replicas: int = 1) -> None:
-        """Use `group` (None: all processes) from now on."""
+    def enter(self, group: dist.ProcessGroup | None) -> None:
+        """Use `group` (None: all processes) from now on, for one replica."""
         self.group = group
         self.world: Collective = (own := ProcessGroupCollective(group, timeout_s=self.timeout_s))
-        grid = Grid.of(self.world.size, replicas)
-        self.failures = Failures(own, self.abort, grid)
+        self.failures = Failures(own, self.abort)
         self._included = [own]
         self._world = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._side: Collective | None = None
-        row: Collective = self.world
-        column = alone()
-        if replicas > 1:
+        self.arrange(1)
+
+    def arrange(self, replicas: int) -> None:
+        """Number the ranks for `replicas`; local. Raises `SpecError` unless they divide into as many."""
+        self.sit(Seats(grid=Grid.of(self.world.size, replicas), collective=self.world, column=alone()))
+
+    def divide(self) -> None:
+        """Make the communicators of replicas and columns; collective, with the same grid on all ranks."""
+        grid = self.grid
+        if grid.replicas > 1:
             columns = [grid.column(p) for p in range(grid.pipeline_ranks)]
             row, column = (self._part(parts) for parts in (list(grid.rows), columns))
-        self.sit(Seats(grid=grid, collective=row, column=column))
+            self.sit(Seats(grid=grid, collective=row, column=column))
 
     def sit(self, seats: Seats) -> None:
         """Have this process run what its place in `seats` does from now on. Cannot fail."""
@@ -179,6 +186,8 @@ class StageBuilder:
         if max(stage_map.ranks) >= ranks:
             raise SpecError(f"the stage map names rank {max(stage_map.ranks)} of {ranks}")
         if self.model.slicing is not None:
+            if self.config.split_backward:
+                raise SpecError("slices need split_backward=False: their backward frees keys and values at once")
             self.model.slicing.check(dense_ranks(stage_map).ranks)
 
     def build(

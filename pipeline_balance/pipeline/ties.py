@@ -10,15 +10,14 @@ Shape legend: L units, R ranks, T ties.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.ownership import Ownership, digest_of
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.spec import StageMap
 from prophet.errors import TransitionError
@@ -130,8 +129,8 @@ def check_ties(
     digests: list[int] = []
     for tie in ties:
         here = grid.pipeline_rank_of(world.rank) in tie.holders(stage_map)
-        digests.append(_digest([("weights", tie.parameter)]) if here else 0)
-        digests.append(_digest(state.get(id(tie.parameter), {}).items()) if here else 0)
+        digests.append(digest_of([("weights", tie.parameter)]) if here else 0)
+        digests.append(digest_of(state.get(id(tie.parameter), {}).items()) if here else 0)
     table = tell(world, digests, op=Operation("comparing tied parameters"), device=device)  # [R, 2 T]
     for i, tie in enumerate(ties):
         holders = [r for r in range(world.size) if grid.pipeline_rank_of(r) in tie.holders(stage_map)]
@@ -143,20 +142,3 @@ def check_ties(
                     f"the tied parameter {tie.name!r} has other {what} on rank(s) {differ} than on rank {holders[0]}: "
                     f"change it on all ranks that hold it, or through the optimizer; nothing has moved"
                 )
-
-
-def _digest(entries: Any) -> int:
-    """A number for named values; equal for the same bits."""
-    found = 0
-    for name, value in sorted(entries, key=lambda entry: str(entry[0])):
-        for part in _bytes_of(value):
-            found = zlib.crc32(part, zlib.crc32(str(name).encode(), found))
-    return found
-
-
-def _bytes_of(value: Any) -> Iterator[bytes]:
-    if isinstance(value, Tensor):
-        yield str((value.dtype, tuple(value.shape))).encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    else:
-        yield repr(value).encode()

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from pipeline_balance.control.measure import Meter, RankTimes, gather_costs, local_costs
 from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.agreement import agree_on_model
+from pipeline_balance.pipeline.agreement import agree_on_model, agree_on_optimizers, from_all, refuse_where
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
-from pipeline_balance.pipeline.export import whole_state, write_pretrained
+from pipeline_balance.pipeline.export import held_by_root, whole_state, write_pretrained
 from pipeline_balance.pipeline.failures import Failures, together
 from pipeline_balance.pipeline.model import (
     Batch,
@@ -37,13 +37,12 @@ from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
 from pipeline_balance.pipeline.replicas import check_units
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
 from pipeline_balance.pipeline.scaler import PipelineScaler
-from pipeline_balance.pipeline.slicing import agree_on_slicing
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder
 from pipeline_balance.pipeline.training_state import Held, collect
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.state.transition import State
 
 if TYPE_CHECKING:
@@ -53,13 +52,16 @@ if TYPE_CHECKING:
 class ElasticPipeline:
     """A model of L layers in a row, trained over the ranks of `group`, with stages that may change between updates.
 
-    Every rank is given the whole `model` and keeps all its modules and parameters for the whole run; what lives
-    elsewhere is on `meta`. With `replicas` R the ranks are R pipelines with one stage map, each with a part of the
-    batch. `make_optimizer(named_parameters)` is called once, with all of them, and returns one optimizer of torch or
-    several. `stage_map` None spreads the layers evenly. `microbatches` is how many parts a batch is cut into. Layers
-    draw random numbers by `seed`, wherever they run. `split_backward` computes weight gradients apart from input
-    gradients where that fills a wait. `budget_bytes` bounds the buffers of a move on a rank, `timeout_s` every wait for
-    another rank. `meter` takes the place of one with the wall clock.
+    Every rank is given the whole `model`, or a function that makes it, and keeps all its modules and parameters for the
+    whole run; what lives elsewhere is on `meta`. With `replicas` R the ranks are R pipelines with one stage map, each
+    with a part of the batch. `make_optimizer(named_parameters)` is called once, with all of them, and returns one
+    optimizer of torch or several. `stage_map` None spreads the layers evenly. `microbatches` is how many parts a batch
+    is cut into. Layers draw random numbers by `seed`, wherever they run. `split_backward` computes weight gradients
+    apart from input gradients where that fills a wait. `budget_bytes` bounds the buffers of a move on a rank,
+    `timeout_s` every wait for another rank. `meter` takes the place of one with the wall clock.
+
+    Collective. Raises `SpecError` on all ranks where an argument is wrong on one of them, or ranks differ; the model is
+    as it was then, unless it was `make_optimizer` that failed.
 
     `joins` says that this process enters a group whose others call `change_group`: it has no layers at first and takes
     map, rates and counters from them. `seats` has other processes run the stages than the first ones in a row, and
@@ -68,7 +70,7 @@ class ElasticPipeline:
 
     def __init__(
         self,
-        model: PipelineModel,
+        model: PipelineModel | Callable[[], PipelineModel],
         stage_map: StageMap | None = None,
         *,
         make_optimizer: MakeOptimizer,
@@ -85,41 +87,53 @@ class ElasticPipeline:
         seats: Seats | None = None,
         zero: int = 0,
     ) -> None:
-        config = PipelineConfig(
-            microbatches=microbatches,
-            seed=seed,
-            device=device if device is not None else torch.device("cpu"),
-            split_backward=split_backward,
-            budget_bytes=budget_bytes,
-            timeout_s=timeout_s,
-        )
-        check_units(model.units, model.root)
-        self.model = model
+        self.groups = PipelineGroups(group, timeout_s)
         self.meter = meter if meter is not None else Meter()
-        self.groups = PipelineGroups(group, timeout_s, replicas)
-        if seats is not None:
-            self.groups.sit(seats)
-        column = self.groups.grid.column(self.rank)
-        self.experts = StageExperts(model.units, self.groups.world.rank, column, self.meter)
+        at = device if device is not None else torch.device("cpu")
+
+        def check() -> dict[str, Any]:
+            config = PipelineConfig(
+                microbatches=microbatches,
+                seed=seed,
+                device=at,
+                split_backward=split_backward,
+                budget_bytes=budget_bytes,
+                timeout_s=timeout_s,
+            )
+            if seats is None:
+                self.groups.arrange(replicas)
+            else:
+                self.groups.sit(seats)
+            self.model = model if isinstance(model, PipelineModel) else model()
+            check_units(self.model.units, self.model.root)
+            self.owned = Ownership(self.model)
+            self.builder = StageBuilder(
+                model=self.model, config=config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
+            )
+            first = stage_map if stage_map is not None or joins else self.builder.first_map()
+            if first is not None:
+                self.builder.check_map(first)
+            return self._description(None if joins else first, Progress(first_ranks=self.ranks))
+
+        agreed, progress = agree_on_model(check, self.groups.world, at)
+        if seats is None:
+            self.groups.divide()
+
+        def make() -> Optimizers:
+            column = self.groups.grid.column(self.rank)
+            self.experts = StageExperts(self.model.units, self.groups.world.rank, column, self.meter)
+            self.owned.keep_only(() if joins else agreed.layers_on(self.rank))
+            self.owned.to_device(at)
+            return Optimizers(make_optimizer, self.owned.parameters)
+
+        self.optimizers = agree_on_optimizers(make, self.owned, self.groups.world, at, joins=joins)
         for collective in self.experts.collectives:
             self.groups.include(collective)
-        self.owned = Ownership(model)
-        self.builder = StageBuilder(
-            model=model, config=config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
-        )
-        if not joins:
-            agree_on_slicing(model.slicing, config, self.groups.world)
-            stage_map = stage_map if stage_map is not None else self.builder.first_map()
-        if stage_map is not None:
-            self.builder.check_map(stage_map)
-        mine = stage_map.layers_on(self.rank) if stage_map is not None else ()
-        self.owned.keep_only(mine)
-        self.owned.to_device(config.device)
-        self.optimizers = Optimizers(make_optimizer, self.owned.parameters)
         self.mover = StateMover(self.builder, self.owned, self.optimizers, budget_bytes)
-        owners = Owners(self.owned, self.groups.grid, stage_map, zero)
+        owners = Owners(self.owned, self.groups.grid, agreed, zero)
         self._passes = Passes(self.builder, self.owned, self.optimizers, self.experts, lambda: self._stages, owners)
-        self._stages = self.builder.build(self._meet(None if joins else stage_map))
+        self._stages = self.builder.build(agreed)
+        self.progress.take(progress)
         fresh = self.owned.fresh()
         if not joins:
             self._passes.start_alike(fresh)
@@ -140,7 +154,8 @@ class ElasticPipeline:
         `loss_fn(output, labels)` is a mean over `counted(labels)` labels. `options` are the constructor's.
         """
         make = ModuleChain if slices is None else slices.chain
-        return cls(make(layers, loss_fn, counted=counted, device=options.get("device")), stage_map, **options)
+        device = options.get("device")
+        return cls(lambda: make(layers, loss_fn, counted=counted, device=device), stage_map, **options)
 
     @classmethod
     def from_transformers(
@@ -160,7 +175,8 @@ class ElasticPipeline:
         `pipeline_balance.slices.SliceOptions`. `options` are the constructor's.
         """
         make = TransformersModel if slices is None else slices.transformers
-        return cls(make(model, layers=layers, example=example, device=options.get("device")), stage_map, **options)
+        device = options.get("device")
+        return cls(lambda: make(model, layers=layers, example=example, device=device), stage_map, **options)
 
     # --- what is in force -------------------------------------------------------------------------------------
 
@@ -291,16 +307,26 @@ class ElasticPipeline:
         `rank` counts all processes: the first replica's come first. `save_pretrained` writes it for transformers.
         """
         self.experts.check_static("gather or save a model")
-        self._passes.read_model()
+        held = Held()
+
+        def collect() -> int:
+            if not 0 <= rank < self.collective.size:
+                raise SpecError(f"the model is to be collected on rank {rank} of {self.collective.size}")
+            if self.groups.grid.replica_of(rank) == self.groups.replicas:
+                raise SpecError(f"the model is to be collected on rank {rank}, which has no stage")
+            self._passes.read_model()
+            self.mover.check_replicas(self.stage_map)
+            nonlocal held
+            held = held_by_root(self.owned, self.stage_map.layers_on(self.rank))
+            return rank
+
+        op = Operation("collecting the model")
+        refuse_where(from_all(collect, self.collective, self.config.device, op), "collect the model on another rank")
         grid = self.groups.grid
-        if not 0 <= rank < self.collective.size:
-            raise SpecError(f"the model is to be collected on rank {rank} of {self.collective.size}")
-        if grid.replica_of(rank) == grid.replicas:
-            raise SpecError(f"the model is to be collected on rank {rank}, which has no stage")
         if grid.replica_of(rank) != self.groups.replica:
             return {}
         at = grid.pipeline_rank_of(rank)
-        return whole_state(self.owned, self.stage_map, self.groups.collective, self.config, at)
+        return whole_state(held, self.owned, self.stage_map, self.groups.collective, self.config, at)
 
     def save_pretrained(self, folder: str | Path, **options: Any) -> None:
         """Write the whole model to `folder` by its own `save_pretrained`, for transformers to load. Collective.
@@ -385,10 +411,11 @@ class ElasticPipeline:
         return done
 
     def held(self) -> Held:
-        """This rank's state without gradients, as it is saved."""
+        """This rank's state without gradients, as it is saved. Raises `SpecError` where replicas have come apart."""
         self.experts.check_static("gather or save a model")
         self._check_unsharded("save or load a checkpoint")
         self._passes.read_model()
+        self.mover.check_replicas(self.stage_map)
         return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
 
     def _check_unsharded(self, what: str) -> None:
@@ -445,4 +472,25 @@ class ElasticPipeline:
 
     def _meet(self, known: StageMap | None) -> StageMap:
         """The group's stage map; a rank that knows none takes over how far the others are. Collective."""
-        return agree_on_model(known, self.owned, self.optimizers, self.progress, self.collective, self.config)
+        world, device, joins = self.groups.world, self.config.device, known is None
+        agreed, progress = agree_on_model(lambda: self._description(known, self.progress), world, device)
+        agree_on_optimizers(lambda: self.optimizers, self.owned, world, device, joins=joins)
+        if joins:
+            self.progress.take(progress)
+        return agreed
+
+    def _description(self, known: StageMap | None, progress: Progress) -> dict[str, Any]:
+        """What ranks compare when they meet."""
+        config = self.config
+        return {
+            "model": self.owned.structure(),
+            "settings": {
+                "microbatches": config.microbatches,
+                "seed": config.seed,
+                "split_backward": config.split_backward,
+                "replicas": self.groups.replicas,
+                "slices": str(self.model.slicing),
+            },
+            "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
+            "progress": progress.to_json(),
+        }

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,6 +35,7 @@ from prophet.layer.counts import UNKNOWN, compare_placements
 from prophet.layer.moe import MoE
 from prophet.planner.base import Planner
 from prophet.ranks.collective import Collective
+from prophet.ranks.waiting import Waiter
 from prophet.scheduler.actions import Window
 from prophet.scheduler.budget import within_budget
 from prophet.scheduler.recording import ObservedCollective, Recording
@@ -84,7 +84,7 @@ class Engine:
             refetch=config.refetch,
             stopwatch=self.stopwatch,
         )
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prophet-plan")
+        self.thread = Waiter("plans placements")
         self.balanced = [BalancedLayer(self, i, *both) for i, both in enumerate(zip(layers, contexts, strict=True))]
         early = {a.block for a in self.schedule if a.kind == "TRANS" and a.window == Window("START")}
         self._can_confirm = len(layers) > 1 and early <= {0}
@@ -377,7 +377,9 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        self.thread.shutdown(wait=True, cancel_futures=True)
+        for balanced in self.balanced:
+            balanced.plans.cancel()
+        self.thread.close(self.collective.timeout_s)
         self.runtime.end(wait=False)
         for hook in self._hooks:
             hook.remove()

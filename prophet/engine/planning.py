@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 
 from prophet.engine.replan import KeptPlan
 from prophet.layer.counts import UNKNOWN
+from prophet.ranks.waiting import Waiter
 from prophet.spec import Placement
 
 
@@ -18,15 +19,14 @@ class PlanAhead:
     timeout_s: how long a step waits for its plan. who: rank and layer, for messages.
     """
 
-    def __init__(self, thread: Executor, check: Callable[[Placement], None], timeout_s: float, who: str) -> None:
+    def __init__(self, thread: Waiter, check: Callable[[Placement], None], timeout_s: float, who: str) -> None:
         self.kept: KeptPlan | None = None
         self._thread, self._check, self._timeout_s, self._who = thread, check, timeout_s, who
         self._coming: Future[tuple[KeptPlan, float]] | None = None
 
     def start(self, plan: Callable[[], KeptPlan]) -> None:
         """Plan for the next step, instead of what is being planned for it."""
-        if self._coming is not None:
-            self._coming.cancel()
+        self.cancel()
 
         def timed() -> tuple[KeptPlan, float]:
             before = time.perf_counter()
@@ -53,6 +53,11 @@ class PlanAhead:
         if not self._coming.done() or self._coming.cancelled() or self._coming.exception() is not None:
             return UNKNOWN
         return self._coming.result()[0].placement.digest()
+
+    def cancel(self) -> None:
+        """Give up the plan that is coming, unless it is under way."""
+        if self._coming is not None:
+            self._coming.cancel()
 
     def drop(self) -> None:
         """Throw away the plan that is under way."""

@@ -26,6 +26,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from prophet.ranks.waiting import uninterrupted
+
 PULSE_S = 1.0
 LEFT = "at the end of its program"
 LEFT_AFTER = f"{LEFT} after "  # an error that the program has not caught
@@ -109,8 +111,8 @@ class Presence:
         self.beat()
         self._thread = threading.Thread(target=_renew, args=(weakref.ref(self), self._stop), daemon=True)
         self._thread.name = f"pulse of rank {rank}"
-        self._thread.start()
         _all.add(self)
+        self._thread.start()
 
     @property
     def store(self) -> Store:
@@ -133,7 +135,7 @@ class Presence:
     def close(self) -> None:
         """Fall silent."""
         self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
+        if self._thread is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2 * PULSE_S)
 
     # --- work that others wait for ---
@@ -413,6 +415,7 @@ _all: weakref.WeakSet[Any] = weakref.WeakSet()
 def _leave() -> None:
     """A thread that comes back from a library while the interpreter goes down aborts the process."""
     error = getattr(sys, "last_value", None)
-    for presence in list(_all):
-        presence.where = LEFT if error is None else f"{LEFT_AFTER}{type(error).__name__}: {error}"[:500]
-        presence.close()
+    with uninterrupted():
+        for presence in list(_all):
+            presence.where = LEFT if error is None else f"{LEFT_AFTER}{type(error).__name__}: {error}"[:500]
+            presence.close()

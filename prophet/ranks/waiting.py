@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import atexit
 import queue
+import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -20,10 +22,11 @@ _Items = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 def _serve(items: _Items) -> None:
     while (item := items.get()) is not None:
         future, call = item
-        try:
-            future.set_result(call())
-        except Exception as error:
-            future.set_exception(error)
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
         del item, future, call  # what was called is not kept until the next one comes
 
 
@@ -38,21 +41,24 @@ class Waiter:
         self._items: _Items = queue.SimpleQueue()
         # daemon: what a lost peer still owes must not keep the program from ending
         self.thread = threading.Thread(target=_serve, args=(self._items,), name=name, daemon=True)
-        self.thread.start()
+        # before the start: Ctrl-C in the middle of it must not leave a thread that nobody ends
         self._end = weakref.finalize(self, self._items.put, None)
         _waiters.add(self)
+        self.thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """What becomes of `call`; RuntimeError after `close`."""
+        """What becomes of `call`, which can be cancelled until its turn comes; RuntimeError after `close`."""
         if not self._end.alive:
             raise RuntimeError(f"{self.thread.name}: the thread was ended")
         future: Future[T] = Future()
         self._items.put((future, call))
         return future
 
-    def close(self) -> None:
-        """End the thread once it has called what it was given so far."""
+    def close(self, wait_s: float = 0.0) -> None:
+        """End the thread once it has called what it was given so far; waits for that, at most `wait_s`."""
         self._end()
+        if wait_s and self.thread.ident is not None:
+            self.thread.join(wait_s)
 
 
 def joined(done: Future[T], turn: Callable[[], None] = lambda: None) -> T:
@@ -80,12 +86,30 @@ def stay() -> None:
         raise RuntimeError("the program ends")
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Inside, the main thread does not hear Ctrl-C: for what must be done to its end, and has a time limit.
+
+    Launchers send it again to processes that are ending already.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if before is not None:  # None: not set from Python, so it cannot be put back
+            signal.signal(signal.SIGINT, before)
+
+
 @atexit.register
 def _leave() -> None:
-    _leaving.set()
-    waiters = list(_waiters)
-    for waiter in waiters:
-        waiter.close()
-    deadline = time.monotonic() + LEAVE_S
-    for waiter in waiters:
-        waiter.thread.join(max(0.0, deadline - time.monotonic()))
+    with uninterrupted():
+        _leaving.set()
+        waiters = list(_waiters)
+        for waiter in waiters:
+            waiter.close()
+        deadline = time.monotonic() + LEAVE_S
+        for waiter in waiters:
+            waiter.close(max(1e-3, deadline - time.monotonic()))

@@ -15,8 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from prophet.errors import LayoutError
+from prophet.spec import IntArray
 from prophet.state.space import Box, Space, TensorSpec, flat_boxes
-from prophet.state.table import IntArray, Table, table_from
+from prophet.state.table import Table, table_from
 
 
 class Piece(NamedTuple):

@@ -275,7 +275,7 @@ def test_mistakes_are_named_on_all_ranks() -> None:
         ("ranks [1] have inputs of other shapes than rank 0",) * 2,
         ("a batch of 3 rows cannot be cut into 4 microbatches",) * 2,
         ("ranks [1] call with other arguments than rank 0",) * 2,
-        ("rank 1: SpecError: every rank needs the batch", "every rank needs the batch"),
+        ("rank 1: every rank needs the batch",) * 2,
         ("does not take a plain torch.amp",) * 2,
         ("ranks [1] train (requires_grad) other parameters than rank 0",) * 2,
         ("LBFGS mixes all layers in one step",) * 2,

@@ -125,13 +125,13 @@ def _mistakes(rank: int, size: int) -> list[str]:
         pipe.mover.allocate = _no_memory
     refused(TransitionError, lambda: pipe.rebuild(maps(2, 2)))
     pipe.mover.allocate = empty
-    if rank == 3:
+    for error, changed in ((SpecError, (3,)), (TransitionError, (1, 3))):
         with torch.no_grad():
-            pipe.module[-1].weight[0, 0] += 1.0
-    refused(TransitionError, lambda: pipe.rebuild(maps(2, 2)))
-    if rank == 3:
+            kept = pipe.module[-1].weight.clone()
+            pipe.module[-1].weight += float(rank in changed)
+        refused(error, lambda: pipe.rebuild(maps(2, 2)))
         with torch.no_grad():
-            pipe.module[-1].weight[0, 0] -= 1.0
+            pipe.module[-1].weight.copy_(kept)
     told.append(f"{before} {pipe.step(x, y)}")
     return told
 
@@ -142,17 +142,18 @@ def _no_memory(*_: object) -> torch.Tensor:
 
 def test_mistakes_are_named_on_all_ranks_before_anything_changes() -> None:
     results = run_gloo(_mistakes, 4)
-    for rank, (ddp, fsdp, grid, scaler, batch_, memory, tie, losses) in enumerate(results):
+    for ddp, fsdp, grid, scaler, batch_, memory, apart, tie, losses in results:
         assert "layer 2 is wrapped in DistributedDataParallel" in ddp
         assert "replicas=R" in ddp
         assert "layer 3 (up) is wrapped in FSDPModule" in fsdp
         assert "4 processes cannot be divided into 3 replicas" in grid
         assert "write scaler = pipe.scaler(...)" in scaler
-        assert scaler.startswith("rank 1: ") == (rank != 1)
+        assert scaler.startswith("rank 1: ")
         assert "ranks [3] have inputs of other shapes than rank 2" in batch_
         assert "rank 2" in memory
         assert "none left" in memory or "could not prepare" in memory
-        assert "tied parameter '0.weight' has other weights on rank(s) [3] than on rank 0" in tie
+        assert "replicas have come apart: '0.weight' differs on rank(s) [3] from rank 1" in apart
+        assert "tied parameter '0.weight' has other weights on rank(s) [1, 3] than on rank 0" in tie
         assert losses == results[0][-1]
 
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+
+import pytest
+
+from prophet.ranks.waiting import Waiter, uninterrupted
 
 PROGRAM = """
 from concurrent.futures import Future
@@ -20,3 +28,41 @@ print(waiter.thread.is_alive(), type(done.exception()).__name__)
 def test_a_wait_in_a_thread_ends_with_the_program() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout.split() == ["False", "RuntimeError"]
+
+
+def test_what_has_not_begun_can_be_cancelled() -> None:
+    waiter, go = Waiter("one after the other"), threading.Event()
+    first, second, third = waiter.submit(go.wait), waiter.submit(lambda: 2), waiter.submit(lambda: 3)
+    assert second.cancel()
+    go.set()
+    assert third.result(timeout=10) == 3
+    assert first.result()
+    assert not first.cancel()
+    waiter.close(10)
+    assert not waiter.thread.is_alive()
+
+
+def test_ctrl_c_while_a_thread_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    began: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        began.append(self)
+        start(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        Waiter("is struck at its start")
+    caught.value.__traceback__ = None  # has the object
+    del caught
+    began[0].join(10)
+    assert not began[0].is_alive()
+
+
+def test_a_second_ctrl_c_is_not_heard() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+    assert signal.getsignal(signal.SIGINT) is before
