@@ -217,7 +217,9 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def contender(name: str, work: Work, ranks: int) -> Contender:
-    """The schedule of this name: a name of torch's, `own-1f1b`, or `ORDER-nN`, with `-vV` for several stages per rank.
+    """The schedule of this name: a name of torch's, `own-1f1b`, or `ORDER-nN`.
+
+    `-vV` after it means several stages per rank, `-uneven` slices of equal cost.
 
     Raises ValueError, or what torch raises, where it cannot run this work.
     """
@@ -225,6 +227,7 @@ def contender(name: str, work: Work, ranks: int) -> Contender:
         return Torchs(name, work, ranks)
     if name == "own-1f1b":
         return Ours(name, work, SliceOptions(1), ranks)
-    order, slices, *stages = name.split("-")
-    options = SliceOptions(int(slices[1:]), int(stages[0][1:]) if stages else 1, order)  # type: ignore[arg-type]
-    return Ours(name, work, options, ranks)
+    order, slices, *more = name.split("-")
+    stages = next((int(said[1:]) for said in more if said[0] == "v"), 1)
+    balance = "uneven" if "uneven" in more else "none"
+    return Ours(name, work, SliceOptions(int(slices[1:]), stages, order, balance=balance), ranks)  # type: ignore[arg-type]

@@ -53,21 +53,27 @@ def measure(
         one.busy_s()
         running.append(one)
     taken: dict[str, list[float]] = {one.name: [] for one in running}
+    worked = dict.fromkeys(taken, 0.0)
     for turn in range(repeats):
         for i in range(len(running)):
             one = running[(turn + i) % len(running)]
-            taken[one.name].append(_timed(one))
+            step_s, cpu_s = _timed(one)
+            taken[one.name].append(step_s)
+            worked[one.name] += cpu_s / repeats
     for one in running:
+        rows[one.name]["cpu_s"] = _all(worked[one.name])
         rows[one.name] |= _times(taken[one.name], _all(one.busy_s()), ranks)
         rows[one.name] |= _bytes(job, ranks, one)
     return list(rows.values())
 
 
-def _timed(one: Contender) -> float:
+def _timed(one: Contender) -> tuple[float, float]:
+    """Seconds of the slowest rank, and of this rank's processor."""
     dist.barrier()
-    began = time.perf_counter()
+    began, worked = time.perf_counter(), time.process_time()
     one.step()
-    return _most(time.perf_counter() - began)
+    cpu_s = time.process_time() - worked
+    return _most(time.perf_counter() - began), cpu_s
 
 
 def _times(step_s: list[float], busy: list[float], ranks: int) -> Row:

@@ -60,7 +60,7 @@ class SlicedTransformers(Sliced, Recomputing):
     def look(self) -> None:
         self._configs = configs_of(self.root)
         check_limits([self.root])
-        with attending(self._configs):
+        with attending(self._configs), seeing():
             super().look()
         if self.router_loss is not None and not isinstance(self._coefficient(), int | float):
             raise SpecError(f"{type(self._owner).__name__} has a router loss without a router_aux_loss_coef")

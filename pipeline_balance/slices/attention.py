@@ -165,11 +165,12 @@ def _merged(query: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
         if out is None or lse is None:
             out, lse = part.to(part_lse.dtype), part_lse
             continue
-        both = torch.logaddexp(lse, part_lse)
-        # a row that has seen nothing so far stays so: both are minus infinity
-        base = both.masked_fill(both == float("-inf"), 0.0)
-        out = out * (lse - base).exp().unsqueeze(-1) + part * (part_lse - base).exp().unsqueeze(-1)
-        lse = both
+        # the share of this chunk, exp(part_lse) / (exp(lse) + exp(part_lse)), and 0 where neither has seen anything
+        share = torch.sigmoid(part_lse - lse)
+        if mask is not None:
+            share.nan_to_num_(0.0)
+        lse = torch.logaddexp(lse, part_lse)
+        out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
     assert out is not None, "a slice sees itself"
     assert lse is not None, "a slice sees itself"
     return out.to(query.dtype), lse

@@ -106,10 +106,13 @@ def mask(
     device: Any = "cpu",
     **others: Any,
 ) -> None:
-    """What transformers' models call for a mask: notes the documents, makes none.
+    """What transformers' models call for a mask: notes the documents for `seeing`, makes none.
 
-    Raises `SpecError` where tokens see others than those before them in their document, or padding on the left.
+    Outside of it nothing is read: what slices see is a part of what their whole sequences saw. Raises `SpecError` where
+    tokens see others than those before them in their document, or padding on the left.
     """
+    if not _seeing:
+        return
     given = others["q_length"] if "q_length" in others else others["cache_position"].shape[0]
     tokens = int(given)
     if attention_mask is not None:
@@ -135,7 +138,7 @@ def mask(
     across = sees(at_T, (first - 1).clamp(min=0)) & (first > 0)
     if across.any():
         raise SpecError("the model lets tokens see a part of other documents: slices cannot")
-    if _seeing and new.any():
+    if new.any():
         _seeing[-1].documents = new.long().cumsum(dim=1)
 
 
