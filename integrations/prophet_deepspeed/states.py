@@ -21,7 +21,7 @@ class States:
     """The optimizer states of a DeepSpeed engine `ds`."""
 
     def __init__(self, ds: Any) -> None:
-        self._optimizer, self._base = ds.optimizer, ds.basic_optimizer
+        self._optimizer, self._base, self._fp16 = ds.optimizer, ds.basic_optimizer, bool(ds.fp16_enabled())
         # this process's part of every group's 32-bit values, where they are dealt out: by ZeRO, or with bf16 and
         # gradients added up in fp32
         parts = _first_of(ds.optimizer, "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
@@ -114,13 +114,13 @@ class States:
     # --- the loss scale ---
 
     def scaler(self) -> dict[str, Any]:
-        """What the loss scaling remembers, by the name of the object's attribute."""
-        return {k: v for k, v in vars(self._scaler()).items() if k in _SCALE and _plain(v)}
+        """What the loss scaling remembers, by the name of the object's attribute, and whether it is that of fp16."""
+        return {k: v for k, v in vars(self._scaler()).items() if k in _SCALE and _plain(v)} | {"fp16": self._fp16}
 
     def set_scaler(self, values: Mapping[str, Any]) -> None:
-        """The inverse."""
+        """The inverse; fp16 keeps its own scale where another type saved, and another type where fp16 did."""
         for k, v in values.items():
-            if k in _SCALE:
+            if k in _SCALE and values.get("fp16") == self._fp16:
                 setattr(self._scaler(), k, v)
 
     def _scaler(self) -> Any:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
@@ -101,6 +102,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"losses": losses, "copies": copies})
     (options.out / f"{os.environ['RANK']}.json").write_text(text)
+    # Tutel's DDP scripts may abort as the interpreter ends, without this library too: end before that
+    if dist.is_initialized():
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

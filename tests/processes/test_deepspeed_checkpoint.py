@@ -188,6 +188,29 @@ def refused(folder: Path, out: Path) -> dict[str, Any]:
     return found
 
 
+CHANGED: dict[str, tuple[str, Case]] = {  # the run that saved, and one of another configuration
+    "optimizer.type": ("ZeRO-1", replace(OTHER["ZeRO-1"], optimizer="SGD")),
+    "scheduler.type": ("ZeRO-1", replace(OTHER["ZeRO-1"], scheduler=False)),
+    "fp32 to fp16": ("ZeRO-1", replace(OTHER["ZeRO-1"], dtype="fp16", config=FP16)),
+    "fp16 to fp32": ("fp16, ZeRO-2", replace(SAME["fp16, ZeRO-2"], dtype="fp32", config={})),
+}
+
+
+def changed(folder: Path) -> dict[str, tuple[str, bool, float]]:
+    """What is said where the configuration has changed, whether anything else has, and the loss scale afterwards."""
+    found = {}
+    for name, (saved, case) in CHANGED.items():
+        engine = start(case)
+        before, said = raw_state(engine), ""
+        try:
+            engine.load_checkpoint(folder / saved)
+        except CheckpointError as error:
+            said = str(error)
+        found[name] = (said, unequal(before, raw_state(engine)) == [], float(engine.optimizer.loss_scale))
+        assert np.isfinite(train(engine, 2)).all()
+    return found
+
+
 def alone(model: Path) -> float:
     """The loss of one process with the model that was written."""
     return dense(OTHER["ZeRO-1"], 1, 1, state=torch.load(model, weights_only=True))[0][0]
@@ -207,3 +230,16 @@ def test_what_is_not_loaded_is_said_on_every_rank(saved: list[Any], folder: Path
         assert found["microbatches"] == (0, 3)
     one = on_processes(1, alone, folder / "out" / "model" / "pytorch_model.bin", timeout_s=60)[0]
     assert np.isfinite(one)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_a_changed_configuration_is_named_or_has_its_own_loss_scale(saved: list[Any], folder: Path) -> None:
+    for found in on_processes(2, changed, folder / "four", timeout_s=200):
+        for key in ("optimizer.type", "scheduler.type"):
+            said, unchanged, _ = found[key]
+            assert said.startswith(f"{key}: ")
+            assert unchanged
+        for name, scale in (("fp32 to fp16", 16.0), ("fp16 to fp32", 1.0)):
+            said, unchanged, found_scale = found[name]
+            assert (said, unchanged, found_scale) == ("", False, scale)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import prophet_deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,6 +87,25 @@ def resumed_without(case: Case, folder: Path) -> str:
     return ""
 
 
+def by_default(case: Case) -> dict[str, Any]:
+    """`install` gives models with experts a section where the configuration has none; the latest call counts."""
+    deepspeed, found = prepare(), {"function": prepare().initialize.__module__}
+    plain = replace(case, plain=True)
+    try:
+        prophet_deepspeed.install(section={"planner": "top2"})
+        engine = start(plain)
+        dense, *_ = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 2})
+        found |= {"experts": engine.prophet.planner.name, "dense": hasattr(dense, "prophet")}
+        found |= {"losses": train(engine, 3), "copies": moved(engine)}
+        with pytest.raises(ValueError) as error:
+            prophet_deepspeed.install(section={"planers": "top2"})
+        found["wrong"] = str(error.value)
+    finally:
+        prophet_deepspeed.install()
+    engine = start(plain)
+    return found | {"without": hasattr(engine, "prophet"), "plain losses": train(engine, 3)}
+
+
 def adafactor(groups: Any) -> torch.optim.Optimizer:
     """It sums squares of gradients over the rows of a tensor."""
     return torch.optim.Adafactor(groups)
@@ -122,6 +142,7 @@ def refusals() -> dict[str, str]:
 
 def body(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"refused": refusals(), "without": resumed_without(BASE, folder)}
+    found["by default"] = by_default(BASE)
     for stage in (0, 2):
         found["twice", stage] = twice(replace(BASE, stage=stage))
     for kind in (False, True):
@@ -185,3 +206,15 @@ def test_a_second_engine_goes_on_once_the_first_is_closed(stage: int, runs: dict
 def test_a_configuration_that_has_lost_the_section_does_not_resume(runs: dict[Any, Any]) -> None:
     assert runs["without"].startswith("prophet: ")
     assert "was written with this section, and the configuration has none" in runs["without"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_default_section_serves_scripts_without_one(runs: dict[Any, Any]) -> None:
+    found = runs["by default"]
+    assert found["function"] == "deepspeed"  # a script may have imported it before
+    assert found["experts"] == "top2"
+    assert found["losses"] == pytest.approx(found["plain losses"], abs=1e-6)
+    assert found["copies"] > 0
+    assert (found["dense"], found["without"]) == (False, False)
+    assert "prophet.planers: unknown key; did you mean 'planner'" in found["wrong"]
