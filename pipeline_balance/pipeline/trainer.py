@@ -153,9 +153,12 @@ class ElasticPipeline:
 
         `loss_fn(output, labels)` is a mean over `counted(labels)` labels. `options` are the constructor's.
         """
-        make = ModuleChain if slices is None else slices.chain
-        device = options.get("device")
-        return cls(lambda: make(layers, loss_fn, counted=counted, device=device), stage_map, **options)
+
+        def make() -> PipelineModel:
+            kind = ModuleChain if slices is None else slices.chain
+            return kind(layers, loss_fn, counted=counted, device=options.get("device"))
+
+        return cls(make, stage_map, **options)
 
     @classmethod
     def from_transformers(
@@ -174,9 +177,12 @@ class ElasticPipeline:
         the model's forward takes, and the labels; the loss is the model's own. `slices` are
         `pipeline_balance.slices.SliceOptions`. `options` are the constructor's.
         """
-        make = TransformersModel if slices is None else slices.transformers
-        device = options.get("device")
-        return cls(lambda: make(model, layers=layers, example=example, device=device), stage_map, **options)
+
+        def make() -> PipelineModel:
+            kind = TransformersModel if slices is None else slices.transformers
+            return kind(model, layers=layers, example=example, device=options.get("device"))
+
+        return cls(make, stage_map, **options)
 
     # --- what is in force -------------------------------------------------------------------------------------
 
@@ -481,16 +487,11 @@ class ElasticPipeline:
 
     def _description(self, known: StageMap | None, progress: Progress) -> dict[str, Any]:
         """What ranks compare when they meet."""
-        config = self.config
+        names = ("microbatches", "seed", "split_backward")
+        settings = {name: getattr(self.config, name) for name in names}
         return {
             "model": self.owned.structure(),
-            "settings": {
-                "microbatches": config.microbatches,
-                "seed": config.seed,
-                "split_backward": config.split_backward,
-                "replicas": self.groups.replicas,
-                "slices": str(self.model.slicing),
-            },
+            "settings": {**settings, "replicas": self.groups.replicas, "slices": str(self.model.slicing)},
             "map": [list(known.boundaries), list(known.ranks)] if known is not None else None,
             "progress": progress.to_json(),
         }

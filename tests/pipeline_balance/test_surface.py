@@ -31,5 +31,5 @@ def test_the_reference_has_what_the_package_offers() -> None:
 
 
 def test_a_pipeline_needs_microbatches() -> None:
-    with pytest.raises(SpecError, match="microbatches must be at least 1, got 0"):
+    with pytest.raises(SpecError, match="microbatches must be positive, got 0"):
         PipelineConfig(microbatches=0)

@@ -116,11 +116,11 @@ def _saves(rank: int, size: int, folder: str) -> dict[str, str]:
         "folder": _refused(lambda: pipe.save_pretrained(path / "missing")),
     }
     late = pipe.module[3]  # type: ignore[index]
+    kept = late.weight
     if bad:
         late.weight = nn.Parameter(torch.empty(DIM, DIM, dtype=torch.float64, device="meta"))
     said["no memory"] = _refused(pipe.state_dict)
-    if bad:
-        late.weight = nn.Parameter(torch.zeros(DIM, DIM, dtype=torch.float64))
+    late.weight = kept
     before = pipe.evaluate(x, x)
     pipe.save_pretrained(path)
     save_checkpoint(pipe, path / "good", step=0, also=well)
