@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from prophet.engine.checkpoint import some
 from prophet.errors import CheckpointError, ConversionError, PartialStateError
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import at_work, collective_for, meet, process_rank, processes, roll_call
+
+# transformers replaces functions while it loads, and puts back what it found: two threads at once would leave models
+# untied for good
+_LOADING = threading.Lock()
 
 
 def save_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
@@ -60,7 +65,8 @@ def load_pretrained(model: Any, folder: str | Path, **options: Any) -> None:
     """
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     dtype = functools.reduce(torch.promote_types, dtypes)  # no parameter is rounded on its way
-    whole, said = type(model).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
+    with _LOADING:
+        whole, said = type(model).from_pretrained(folder, dtype=dtype, output_loading_info=True, **options)
     missing = some(said["missing_keys"])
     if missing:
         raise CheckpointError(f"{folder} lacks {missing}: expected all parameters of {type(model).__name__}")

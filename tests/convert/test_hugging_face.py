@@ -144,6 +144,8 @@ def test_what_was_trained_is_saved_and_loaded_exactly(family: str, ranks: int, t
         same_state(again, saved)
 
     on_threads(ranks, back)
+    transformers = pytest.importorskip("transformers")
+    assert transformers.PreTrainedModel.tie_weights.__name__ == "tie_weights", "loading has left a replacement behind"
 
 
 def _saving() -> None:
