@@ -192,7 +192,7 @@ class ModuleChain(PipelineModel):
         self.root = layers if isinstance(layers, nn.Module) else nn.ModuleList(listed)
         self.units = tuple(listed)
         self.loss_fn = loss_fn
-        self._counted = counted if counted is not None else _labels_of(loss_fn)
+        self._counted = counted if counted is not None else labels_of(loss_fn)
         self.device = device if device is not None else torch.device("cpu")
         self._structures: tuple[TreeSpec, ...] = ()
         self._known: dict[Any, tuple[list[Boundary], tuple[TreeSpec, ...]]] = {}
@@ -285,8 +285,11 @@ def zero_of(boundary: Boundary) -> Tensor:
     return torch.stack([t.flatten()[:0].sum(dtype=torch.float32) for t in boundary if t.is_floating_point()]).sum()
 
 
-def _labels_of(loss_fn: LossFn) -> CountLabels:
-    """What a mean is taken over: cross entropy leaves labels out, other losses are taken to count rows."""
+def labels_of(loss_fn: LossFn, *, tokens: bool = False) -> CountLabels:
+    """What a mean is taken over: cross entropy leaves labels out, other losses are taken to count rows.
+
+    With `tokens` other losses count all elements of the labels: parts of a sequence may differ in length.
+    """
     function, options = loss_fn, {}
     if isinstance(loss_fn, functools.partial):
         function, options = loss_fn.func, loss_fn.keywords
@@ -304,7 +307,7 @@ def _labels_of(loss_fn: LossFn) -> CountLabels:
         if not entropy and not labels.is_floating_point() and bool((labels == -100).any()):
             raise SpecError("labels of -100 do not count in most losses: pass counted=, from labels to their number")
         if not entropy or labels.is_floating_point():
-            return int(labels.shape[0])
+            return labels.numel() if tokens else int(labels.shape[0])
         counts = labels != ignored
         if weight is None:
             return int(counts.sum())

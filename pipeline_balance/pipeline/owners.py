@@ -40,9 +40,9 @@ class Owners:
                 self._owner.append(dict(zip(names, found.tolist(), strict=True)))
 
     def updaters(self, name: str, pipeline_rank: int) -> tuple[int, ...]:
-        """The processes of a column that update a parameter of its stages and keep the optimizer's state for it."""
+        """The processes of a column that update a parameter of its stages and keep the optimizer's state; none of P."""
         column = self.grid.column(pipeline_rank)
-        return (column[self._owner[pipeline_rank].get(name, 0)],) if self.zero else column
+        return (column[self._owner[pipeline_rank].get(name, 0)],) if self.zero and column else column
 
     def drop_others(self, groups: PipelineGroups) -> None:
         """Before the optimizers' step: forget gradients of parameters that other replicas own."""

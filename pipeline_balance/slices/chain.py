@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from pipeline_balance.pipeline.model import LossFn, Microbatch, ModuleChain
+from pipeline_balance.pipeline.model import LossFn, Microbatch, ModuleChain, labels_of
 from pipeline_balance.slices.alone import Trial, check_limits
 from pipeline_balance.slices.parts import Sliced, SlicePart
 from pipeline_balance.slices.store import Unit
@@ -21,7 +21,8 @@ class SlicedChain(Sliced, ModuleChain):
     """A `ModuleChain` whose layers get one slice of every sequence at a time and call `attend` for what came before.
 
     Inputs are [B, T, ...] and labels [B, T], already shifted where they need to be: `loss_fn` is a mean over labels of
-    any part of the sequences. A layer that looks at positions is given them as an input. One slice is the microbatch.
+    any part of the sequences. Without `counted`, all losses but cross entropy count every token. A layer that looks at
+    positions is given them as an input. One slice is the microbatch.
     """
 
     def __init__(
@@ -29,6 +30,8 @@ class SlicedChain(Sliced, ModuleChain):
     ) -> None:
         Sliced.__init__(self, slicing)
         self.slicing = slicing
+        if slicing.slices > 1 and options.get("counted") is None:
+            options["counted"] = labels_of(loss_fn, tokens=True)
         ModuleChain.__init__(self, layers, loss_fn, **options)
         self._trial = Trial(self)
         self.look()

@@ -7,9 +7,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
+from pipeline_balance.pipeline.model import Microbatch
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.chain import SlicedChain
 from pipeline_balance.slices.options import SliceOptions
@@ -68,3 +71,9 @@ def test_layers_of_ones_own_say_where_attention_costs_as_much() -> None:
     assert parts(10**6) == [4, 4, 4]
     with pytest.raises(SpecError, match="needs crossover_tokens for layers of one's own"):
         parts(None)
+
+
+def test_a_loss_of_ones_own_weighs_slices_by_their_tokens() -> None:
+    chain = SlicedChain([nn.Linear(2, 1)], nn.functional.mse_loss, SliceOptions(4))
+    counts = [chain.counted(Microbatch(0, {}, torch.zeros(2, tokens))) for tokens in (5, 3)]
+    assert counts == [10, 6]
