@@ -20,7 +20,7 @@ from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.agreement import NO_ROWS
+from pipeline_balance.pipeline.agreement import NO_ROWS, from_all
 from pipeline_balance.pipeline.model import CountLabels, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
@@ -83,7 +83,6 @@ class Job:
         budget_bytes: int = 64 << 20,
         nodes: Sequence[int] | None = None,
     ) -> None:
-        self.layout = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
         self._groups = Groups(timeout_s)
@@ -92,24 +91,33 @@ class Job:
         self._words: tuple[Members, str] = (everyone, "words")  # of the thread that prepares
         self._nodes = nodes
         self._preparing: Future[_Prepared] | None = None
-        device = device if device is not None else torch.device("cpu")
-        model = _model(build(), loss_fn, counted, device)
-        check(layout, len(model.units), processes())
-        problem = self._groups.make(self._wanted(layout))
-        failed = [f"rank {r}: {words}" for r, words in enumerate(meet(Operation("making groups"), problem)) if words]
-        if failed:
-            raise SpecError(f"{layout}: the process groups could not be made: {'; '.join(failed[:3])}")
+        at = device if device is not None else torch.device("cpu")
+        built: list[PipelineModel] = []
+
+        def begin() -> str:
+            built.append(_model(build(), loss_fn, counted, at))
+            check(layout, len(built[0].units), processes())
+            return ""
+
+        _met("beginning a job", begin)
+        if len(set(texts := meet(Operation("comparing layouts"), str(layout)))) > 1:
+            raise SpecError(f"ranks begin with different layouts: {texts}")
+        self.layout = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
+        _met("making process groups", lambda: self._groups.make(self._wanted(layout)))
         seats = self._seats(layout)
-        stage_map = layout.stage_map(len(model.units))
-        here = stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank()))
-        materialize(model, here, seed, device)
+        stage_map = layout.stage_map(len(built[0].units))
+
+        def filled() -> PipelineModel:
+            materialize(built[0], stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank())), seed, at)
+            return built[0]
+
         self.pipeline = ElasticPipeline(
-            model,
+            filled,
             stage_map,
             make_optimizer=make_optimizer,
             microbatches=microbatches_of(microbatches, layout.dp),
             seed=seed,
-            device=device,
+            device=at,
             timeout_s=timeout_s,
             budget_bytes=budget_bytes,
             seats=seats,
@@ -147,11 +155,12 @@ class Job:
     def _microbatches(self) -> tuple[Any, Any]:
         """This replica's part of the next batch, in microbatches; a failure is in their place, and told to all."""
         groups, each = self.pipeline.groups, self.pipeline.config.microbatches
-        if groups.spare:
-            return None, None
         try:
+            rows = self.data.rows()
+            if groups.spare:
+                return None, None
             first = groups.replica * each
-            mine = cuts(self.data.rows(), each * groups.replicas)[first : first + each]
+            mine = cuts(rows, each * groups.replicas)[first : first + each]
             parts = [self.data.read(a, b) for a, b in mine]
         except Exception as error:
             return error, None
@@ -189,16 +198,16 @@ class Job:
         """
         pipe = self.pipeline
         self._finish_preparing()
+
+        def said() -> str:
+            check(layout, len(pipe.model.units), processes())
+            return str(layout)
+
         with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
-            problem = pipe.mover.attempt(lambda: self._refuse(layout)) or ""
-            said = [str(layout), problem]
-            every = gather_json(said, pipe.collective, pipe.config.device, Operation("comparing layouts"))
-            refused = [f"rank {r}: {words}" for r, (_, words) in enumerate(every) if words]
-            if refused:
-                raise SpecError(problem or "; ".join(refused[:3]))
-            differ = [r for r, (text, _) in enumerate(every) if text != every[0][0]]
+            every = from_all(said, pipe.collective, pipe.config.device, Operation("comparing layouts"))
+            differ = [r for r, text in enumerate(every) if text != every[0]]
             if differ:
-                raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0][0]})")
+                raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0]})")
         model, world = describe(pipe.owned), processes()
         layout = ordered(model, layout_of(model, self.layout, ranks=world), layout, nodes=self._nodes)
         stage_map, reseater = layout.stage_map(len(pipe.model.units)), pipe.reseater()
@@ -206,13 +215,13 @@ class Job:
         specs = described.specs if not isinstance(described, str) else []
 
         def made() -> _Prepared:
-            problem = self._groups.make(self._wanted(layout))
+            problem = self._groups.make(self._wanted(layout)) or (described if isinstance(described, str) else "")
             words = self._groups.get(*self._words)
-            every = gather_json(problem, words, pipe.config.device, Operation("making groups"))
+            every = gather_json(problem, words, pipe.config.device, Operation("preparing a layout"))
             failed = [f"rank {r}: {words}" for r, words in enumerate(every) if words]
             if failed:
                 self._groups.undo()
-                return _Prepared(problem=f"groups of {layout} could not be made ({'; '.join(failed[:3])})")
+                return _Prepared(problem=f"{layout} could not be prepared ({'; '.join(failed[:3])})")
             seats = self._seats(layout)
             target = Arrangement(
                 seats=seats,
@@ -225,9 +234,6 @@ class Job:
 
         self._next = layout
         self._preparing = self._groups.beside(made)
-
-    def _refuse(self, layout: Parallelism) -> None:
-        check(layout, len(self.pipeline.model.units), processes())
 
     def _finish_preparing(self) -> _Prepared:
         """What was made in the background, waited for."""
@@ -305,6 +311,8 @@ def describe(owned: Ownership) -> ModelDescription:
 
 def check(layout: Parallelism, layers: int, world: int) -> None:
     """Raise `SpecError` unless a `Job` of `world` processes can train a model of `layers` in this layout."""
+    if not isinstance(layout, Parallelism):
+        raise SpecError(f"expected a layout, such as elastic.Parallelism(pp=2), got {layout!r:.100}")
     wrong = [f"{name}{getattr(layout, name)}" for name in ("tp", "ep", "slices") if getattr(layout, name) > 1]
     if layout.zero > 1:
         wrong.append(f"zero{layout.zero}")
@@ -314,6 +322,18 @@ def check(layout: Parallelism, layers: int, world: int) -> None:
     if last >= world:
         raise SpecError(f"{layout} needs rank {last}, the world has {world} ranks")
     layout.stage_map(layers)
+
+
+def _met(what: str, attempt: Callable[[], str]) -> None:
+    """Raise `SpecError` on all processes, with rank and reason, where `attempt` fails or returns a problem on one."""
+    failed: Exception | None = None
+    try:
+        problem = attempt()
+    except Exception as error:
+        failed, problem = error, f"{type(error).__name__}: {error}"
+    every = [f"rank {r}: {words}" for r, words in enumerate(meet(Operation(what), problem)) if words]
+    if every:
+        raise SpecError(f"{what}: {'; '.join(every[:3])}") from failed
 
 
 def _model(built: Any, loss_fn: LossFn | None, counted: CountLabels | None, device: torch.device) -> PipelineModel:

@@ -23,16 +23,17 @@ def materialize(model: PipelineModel, units: Collection[int], seed: int, device:
     """
     mine = {m for unit in units for m in model.units[unit].modules()}
     needed = {p for m in mine for p in m._parameters.values() if p is not None and p.is_meta}
-    stuck = {n for m in mine for n, b in m._buffers.items() if b is not None and b.is_meta}
     for name, module in model.root.named_modules():
+        if module in mine and any(b is not None and b.is_meta for b in module._buffers.values()):
+            raise SpecError(f"{name or 'the model'} has buffers on meta, which no layout fills: build it on a device")
         first = [p for p in module._parameters.values() if p is not None and p in needed]
         if not first:
             continue
         reset = getattr(module, "reset_parameters", None)
-        if reset is None or stuck & module._buffers.keys():
+        if reset is None:
             raise SpecError(
-                f"{name or 'the model'} is on meta and cannot set its values (it needs reset_parameters, and buffers "
-                f"with memory): build it on a device"
+                f"{name or 'the model'} is on meta and cannot set its values (it needs reset_parameters): build it "
+                "on a device"
             )
         drawn = set(first)
         needed -= drawn

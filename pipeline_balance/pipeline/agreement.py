@@ -46,7 +46,8 @@ _COMPARED = (
 class Passing:
     """A batch on its way: its `parts`, their boundaries without memory, and how many labels count.
 
-    Parts are microbatches [M], or their slices [M N]. Once agreed on, `counted` is of all replicas.
+    Parts are microbatches [M], or their slices [M N]. `rows` is the largest microbatch's size. Once agreed on,
+    `counted` and `rows` are of all replicas.
     """
 
     microbatches: int
@@ -54,11 +55,12 @@ class Passing:
     shapes: list[list[Boundary]]
     counted: float
     data: int
+    rows: int
 
     @classmethod
     def nothing(cls) -> Passing:
         """What a process passes that has no stages."""
-        return cls(microbatches=0, parts=[], shapes=[], counted=0, data=0)
+        return cls(microbatches=0, parts=[], shapes=[], counted=0, data=0, rows=0)
 
 
 def batch_of(
@@ -89,6 +91,7 @@ def batch_of(
         shapes=[model.boundaries(part) for part in parts],
         counted=sum(model.counted(part) for part in parts),
         data=number_of(" ".join(checksums)),
+        rows=max((next(iter(part.inputs.values())).shape[0] for part in parts), default=0),
     )
 
 
@@ -223,7 +226,7 @@ def agree_on_batch(
         number_of(actions(passing)),
     ]
     count = int(torch.tensor(passing.counted, dtype=torch.float64).view(torch.int64))  # its bits
-    row = torch.tensor([int(failed is not None), *mine, count], dtype=torch.int64, device=device)
+    row = torch.tensor([int(failed is not None), *mine, passing.rows, count], dtype=torch.int64, device=device)
     every = groups.world.all_gather(row, op=Operation("agreeing on a batch")).cpu()
     if every[:, 0].any():
         op = Operation("telling what is wrong with a batch")
@@ -241,7 +244,8 @@ def agree_on_batch(
         differ = [r for r, x in enumerate(said) if x != said[first[r]]]
         if differ:
             raise SpecError(f"ranks {differ} {what} than rank {first[differ[0]]}")
-    return replace(passing, counted=float(every[[row[0] for row in grid.rows], -1].view(torch.float64).sum()))
+    counted = float(every[[row[0] for row in grid.rows], -1].view(torch.float64).sum())
+    return replace(passing, counted=counted, rows=int(every[:, -2].amax()))
 
 
 def agree_on_model(

@@ -89,6 +89,8 @@ class Passes:
             self.read_model()
             if self.progress.parts:
                 self.gradients.check_kept(scaler is self._scaler, self.owned.trainable() == self._trainable)
+            if isinstance(inputs, Exception):
+                raise inputs
             if self.groups.spare:
                 return Passing.nothing()
             first = self.progress.parts + self.groups.replica * self.config.microbatches
@@ -105,8 +107,7 @@ class Passes:
             self.meter.reset()
         if not self.progress.parts:
             self.progress.divisor = passing.counted or 1
-        rows = [next(iter(part.inputs.values())).shape[0] for part in passing.parts]
-        self.progress.rows = max(rows, default=self.progress.rows)
+        self.progress.rows = passing.rows
         return passing
 
     def _agree(

@@ -103,6 +103,12 @@ class Reseater:
         size, tied = collective.size, self.mover.owned.tied()
         grid, owners = self.mover.groups.grid, self.passes.owners
         before = layout_over(space, grid.rows, self.now.stage_map, owners, tied, size, first=True)
+        for rank, described in enumerate(every):
+            lacks = {piece.name for piece in before.on(rank)} - {row[0] for row in described}
+            if lacks:
+                raise TransitionError(
+                    f"rank {rank} does not keep {min(lacks)}, which others do: keep it on every replica"
+                )
         after = layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, size)
         return Way(specs=tuple(specs), route=route(before, after, nodes=target.nodes))
 
@@ -194,23 +200,25 @@ class Reseater:
     def _agreed_way(
         self, held: Held | str, target: Arrangement, collective: Collective, way: Way | None
     ) -> tuple[Way, dict[str, Any]]:
-        """The route, and the plain numbers that travel in words: of the lowest process that has them."""
+        """The route, and the plain numbers that travel in words: of the lowest process that updates their parameter."""
         specs = held.specs if isinstance(held, Held) else []
+        groups, owners = self.mover.groups, self.passes.owners
+        scalars = held.scalars.items() if isinstance(held, Held) else ()
         said = {
             "problem": held if isinstance(held, str) else "",
-            "scalars": held.scalars if isinstance(held, Held) else {},
+            "scalars": {n: v for n, v in scalars if groups.world.rank in owners.updaters(base_name(n), groups.rank)},
             "ready": way is not None and way.specs == tuple(specs),
         }
         every = gather_json(said, collective, self.mover.device, Operation("beginning a switch"))
         problems = [f"rank {r}: {row['problem']}" for r, row in enumerate(every) if row["problem"]]
         if problems:
             raise TransitionError("; ".join(problems[:3]))
-        scalars: dict[str, Any] = {}
+        taken: dict[str, Any] = {}
         for row in reversed(every):
-            scalars.update(row["scalars"])
+            taken.update(row["scalars"])
         if way is None or not all(row["ready"] for row in every):
             way = self.way(specs, target, collective)
-        return way, scalars
+        return way, taken
 
 
 def layout_over(

@@ -129,3 +129,15 @@ def one_process(
         optimizer.step()
         losses.append(total)
     return losses, {n: p.detach() for n, p in model.state_dict().items()}
+
+
+class Recurrent(nn.Module):
+    """A state goes from token to token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(DIM, DIM, batch_first=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.cell(x)[0]
+        return found

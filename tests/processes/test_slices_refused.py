@@ -26,18 +26,6 @@ from tests.helpers import sliced_layers as own
 from tests.helpers.launch import process_outcomes, run_gloo
 
 
-class Recurrent(nn.Module):
-    """A state goes from token to token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRU(own.DIM, own.DIM, batch_first=True).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.cell(x)[0]
-        return found
-
-
 def pipe_of(
     options: SliceOptions, *more: nn.Module, stage_map: StageMap | None = None, **others: Any
 ) -> ElasticPipeline:
@@ -62,7 +50,7 @@ def _refused(rank: int, size: int) -> list[str]:
     ).double()
     inputs, labels = own.batch(0, 0)
     short = {n: t[:, :3] for n, t in inputs.items()}
-    recurrent = pipe_of(SliceOptions(4), Recurrent())  # the last stage's
+    recurrent = pipe_of(SliceOptions(4), own.Recurrent())  # the last stage's
     uneven = SliceOptions(4, balance="uneven", crossover_tokens=5)
     pipe = pipe_of(uneven, stage_map=StageMap((0, 2, 4), (0, 1)))
     twice = pipe_of(SliceOptions(3, 2), nn.Identity(), stage_map=StageMap((0, 2, 5), (0, 0)))  # p = 1

@@ -26,18 +26,6 @@ class Counting(nn.Module):
         return x + torch.arange(x.shape[1])[:, None]
 
 
-class Recurrent(nn.Module):
-    """A state goes from token to token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRU(own.DIM, own.DIM, batch_first=True).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = x + self.cell(x)[0]
-        return found
-
-
 class Leaving(nn.Module):
     """A block from which tokens leave early, with attention of its own."""
 
@@ -56,7 +44,7 @@ def chain(*between: nn.Module) -> SlicedChain:
     return SlicedChain([*layers[:2], *between, *layers[2:]], own.loss_fn, SliceOptions(3), counted=own.counted)
 
 
-@pytest.mark.parametrize("make", [Counting, Recurrent, Leaving, lambda: Block(own.DIM, own.HEADS).double()])
+@pytest.mark.parametrize("make", [Counting, own.Recurrent, Leaving, lambda: Block(own.DIM, own.HEADS).double()])
 def test_a_layer_that_mixes_tokens_in_another_way_is_named(make: Callable[[], nn.Module]) -> None:
     layer = make()
     run = chain(layer)

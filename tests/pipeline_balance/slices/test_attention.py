@@ -240,3 +240,10 @@ def test_bad_shapes_are_named(change: object, error: str) -> None:
     with active(store, Unit(0, 0, 3)), pytest.raises(SpecError, match=error):
         attend(*change(*tensors()), layer=0)  # type: ignore[operator]
     assert len(store) == 0
+
+
+def test_two_attentions_of_one_pass_need_layers_of_their_own() -> None:
+    store = ChunkStore()
+    in_slices(store, tensors(), starts=(0, 12))
+    with pytest.raises(SpecError, match="two attentions of one pass call themselves layer 3"):
+        in_slices(store, tensors(), starts=(0, 12))
