@@ -5,7 +5,7 @@ namespace prophet {
 Given Given::checked(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R,
                      const FloatArray& speed_R, const FloatArray& seconds_per_token_R, const FloatArray& figures) {
     Given given{view(load_RE), view(home_E), view(node_R), view(speed_R), view(seconds_per_token_R), view(figures)};
-    Int ranks = given.load_RE.rows, signs = 0;
+    Int ranks = given.load_RE.rows;
     require(given.node_R.size == ranks, "node_R must be [R], with load_RE [R, E]");
     require(given.home_E.size == given.load_RE.columns, "home_E must be [E], with load_RE [R, E]");
     require(given.speed_R.size == ranks, "speed_R must be [R], with load_RE [R, E]");
@@ -18,8 +18,6 @@ Given Given::checked(const IntArray2D& load_RE, const IntArray& home_E, const In
     }
     for (Int home : given.home_E) require(home >= 0 && home < ranks, "home_E must name ranks of 0 .. R - 1");
     for (double speed : given.speed_R) require(speed > 0.0, "speed_R must be positive");
-    for (Int n : given.load_RE.flat()) signs |= n;
-    require(signs >= 0, "load must not be negative");
     return given;
 }
 

@@ -89,9 +89,9 @@ class Solver {
     bool one_node_;
 
     Ints tokens_, load_;  // the answer, by arc and by rank
+    Ints have_;           // tokens of every arc's own rank
     Ints fixed_;          // by rank: tokens of experts with one holder
     Ints cap_;            // by rank
-    Ints have_;           // tokens of every arc's own rank
     Ints group_, group_first_, supply_, held_;
     Ints group_order_, expert_order_;
     Int groups_ = 0;
@@ -111,15 +111,14 @@ Solver::Solver(const Problem& problem, const Holders& holders, const Exact& into
       holders_(holders),
       one_node_(problem.nodes() == 1),
       tokens_(into.tokens_A),
-      load_(into.load_R) {
+      load_(into.load_R),
+      have_(into.have_A) {
     Int arcs = holders.arcs(), ranks = problem.ranks(), many = holders.experts();
     for (Ints* by_arc :
-         {&have_, &group_, &group_first_, &supply_, &held_, &group_order_, &at_expert_, &nearest_arc_, &nearest_}) {
+         {&group_, &group_first_, &supply_, &held_, &group_order_, &at_expert_, &nearest_arc_, &nearest_}) {
         *by_arc = room.ints(arcs + 1);
     }
-    for (Ints* by_rank : {&cap_, &fixed_, &distance_, &came_from_, &came_by_}) {
-        *by_rank = room.ints(ranks);
-    }
+    for (Ints* by_rank : {&cap_, &fixed_, &distance_, &came_from_, &came_by_}) *by_rank = room.ints(ranks);
     at_first_ = room.ints(ranks + 2);
     expert_order_ = room.ints(many);
     stale_ = room.ints(many);
@@ -398,7 +397,7 @@ void Solver::send_along(Int sink, Int tokens) {
 }  // namespace
 
 Exact exact_split(const Problem& problem, const Holders& holders, Workspace& room) {
-    Exact exact{room.ints(holders.arcs()), room.ints(problem.ranks()), 0.0};
+    Exact exact{room.ints(holders.arcs()), room.ints(holders.arcs()), room.ints(problem.ranks()), 0.0};
     Scope scope(room);
     exact.bottleneck = Solver(problem, holders, exact, room).solve();
     return exact;

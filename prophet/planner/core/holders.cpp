@@ -33,12 +33,10 @@ Holders index_holders(ConstBoolGrid holds_ER, Workspace& room) {
     Ints count_E = room.ints(holds_ER.rows);
     for (Int e = 0; e < holds_ER.rows; e++) {
         Int n = 0;
-        for (bool held : holds_ER[e]) n += held;
+        each_holder(holds_ER[e], [&](Int) { n++; });
         count_E[e] = n;
-        if (n > 1) {
-            many++;
-            arcs += n;
-        }
+        many += n > 1;
+        arcs += n > 1 ? n : 0;
     }
     Holders holders{room.ints(many), room.ints(many + 1), room.ints(arcs)};
     Int j = 0, a = 0;
@@ -46,10 +44,7 @@ Holders index_holders(ConstBoolGrid holds_ER, Workspace& room) {
         if (count_E[e] < 2) continue;
         holders.expert_M[j] = e;
         holders.start[j++] = a;
-        Span<const bool> held = holds_ER[e];
-        for (Int r = 0; r < held.size; r++) {
-            if (held[r]) holders.rank_A[a++] = r;
-        }
+        each_holder(holds_ER[e], [&](Int r) { holders.rank_A[a++] = r; });
     }
     holders.start[many] = a;
     return holders;

@@ -37,22 +37,27 @@ nb::tuple split_entry(const IntArray2D& load_RE, const BoolArray2D& holds_ER, co
             "out_tokens_RED must be [R, E, R], with load_RE [R, E], or have no rows");
     Workspace& room = thread_workspace();
     Scope scope(room);
-    const Problem problem = given.problem(room);
     Holders holders;
     BestSplit split;
     Ints load_R = room.ints(ranks);
+    static_assert(sizeof(Row) == 4 * sizeof(Int));
+    std::unique_ptr<Row[]> rows;
+    Int many = 0;
     {
         nb::gil_scoped_release unlocked;
+        const Problem problem = given.problem(room);
         holders = index_holders(view(holds_ER), room);
         split = best_split(problem, holders, effort, false, room);
         for (Int r = 0; r < ranks; r++) load_R[r] = static_cast<Int>(split.flow.busy[PRODUCTS][r]);
-        if (!is(0, 0)) write_tokens(problem, split, {out_tokens_RED.data(), ranks * experts, ranks}, room);
+        Int most = most_rows(split);
+        rows.reset(new Row[static_cast<std::size_t>(most)]);
+        many = write_rows(problem, holders, split, {rows.get(), most}, room);
+        Span<Row> written{rows.get(), many};
+        if (!is(0, 0)) write_tokens(problem, holders.expert_M, written, {out_tokens_RED.data(), ranks * experts, ranks}, room);
     }
-    static_assert(sizeof(Row) == 4 * sizeof(Int));
-    const Int* rows = reinterpret_cast<const Int*>(split.rows.data);
-    const std::size_t many = static_cast<std::size_t>(split.rows.size);
     const Cost& cost = split.cost;
-    return nb::make_tuple(new_array(holders.expert_M), new_array(rows, {many, 4}), new_array(load_R), split.bottleneck,
+    return nb::make_tuple(new_array(holders.expert_M), new_array(std::move(rows), {static_cast<std::size_t>(many), 4}), new_array(load_R),
+                          split.bottleneck,
                           nb::make_tuple(cost.total, cost.a2a, cost.expert, cost.exposed_trans, cost.exposed_agg));
 }
 

@@ -47,13 +47,17 @@ struct Problem {
     Figures figures;
     ConstIntGrid home_busy;  // [RESOURCES, R] tokens
     ConstInts home_groups;   // [R] experts with tokens
+    ConstInts node_first;    // [nodes + 1] the first rank of every node
 
     Int ranks() const { return node_R.size; }
     Int experts() const { return home_E.size; }
-    Int nodes() const { return node_R[node_R.size - 1] + 1; }
+    Int nodes() const { return node_first.size - 1; }
 };
 
-// The arguments that every entry takes; what follows from them is taken from `room`.
+// Columns of a load: into[i][r] = load_RE[r][experts[i]].
+void gather_columns(ConstIntGrid load_RE, ConstInts experts, IntGrid into);
+
+// The arguments that every entry takes; what follows from them is taken from `room`. Refuses a negative load.
 Problem make_problem(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R,
                      ConstFloats seconds_per_token_R, ConstFloats figures, Workspace& room);
 
