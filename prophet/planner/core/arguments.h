@@ -58,24 +58,10 @@ inline nb::object new_array(Ints values) {
 
 inline auto Arg(const char* name) { return nb::arg(name).noconvert(); }
 
-// A load and the machine that computes it. `checked` raises SpecError in Python where sizes contradict one another or
-// an index points outside.
-struct Given {
-    ConstIntGrid load_RE;
-    ConstInts home_E;
-    ConstInts node_R;
-    ConstFloats speed_R;
-    ConstFloats seconds_per_token_R;
-    ConstFloats figures;
-
-    static Given checked(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R,
-                         const FloatArray& speed_R, const FloatArray& seconds_per_token_R, const FloatArray& figures);
-    // `holds_ER` has to be for these experts and ranks, and every home has to hold its expert.
-    void check_holders(const BoolArray2D& holds_ER) const;
-
-    Problem problem(Workspace& room) const {
-        return make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures, room);
-    }
-};
+// Raises SpecError in Python where sizes contradict one another or an index points outside.
+Given checked(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R, const FloatArray& speed_R,
+              const FloatArray& seconds_per_token_R, const FloatArray& figures);
+// `holds_ER` has to be for these experts and ranks, and every home has to hold its expert.
+void check_holders(const BoolArray2D& holds_ER, const Given& given);
 
 }  // namespace prophet

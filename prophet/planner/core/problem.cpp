@@ -1,6 +1,7 @@
 #include "problem.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace prophet {
 
@@ -15,48 +16,55 @@ void gather_columns(ConstIntGrid load_RE, ConstInts experts, IntGrid into) {
     }
 }
 
-Problem make_problem(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R,
-                     ConstFloats seconds_per_token_R, ConstFloats figures, Workspace& room) {
-    Int ranks = load_RE.rows, experts = load_RE.columns, nodes = node_R[ranks - 1] + 1, signs = 0;
-    Ints total_E = room.ints(experts), home_groups = room.ints(ranks), node_first = room.ints(nodes + 1);
-    IntGrid busy = room.ints(RESOURCES, ranks);
-    total_E.fill(0);
+Problem::Problem(const Given& given, Workspace& room)
+    : Given(given),
+      total_E(room.ints(experts())),
+      home_busy(room.ints(RESOURCES, ranks())),
+      home_groups(room.ints(ranks())),
+      node_first(room.ints(nodes() + 1)) {
+    const bool one_node = nodes() == 1;
+    const IntGrid busy = home_busy;
+    const Ints total = total_E;
+    Int signs = 0;
+    total.fill(0);
     busy.flat().fill(0);
     home_groups.fill(0);
-    for (Int r = 0; r < ranks; r++) {
-        ConstInts load_E = load_RE[r];
-        Int every = 0, near = 0;
-        for (Int e = 0; e < experts; e++) {
-            total_E[e] += load_E[e];
+    for (Int r = 0; r < ranks(); r++) {
+        const ConstInts load_E = load_RE[r];
+        Int every = 0;
+        for (Int e = 0; e < load_E.size; e++) {
+            total[e] += load_E[e];
             every += load_E[e];
             signs |= load_E[e];
         }
-        for (Int e = 0; e < experts && nodes > 1; e++) {
+        for (Int e = 0; e < load_E.size && !one_node; e++) {
             Int home = home_E[e];
             if (node_R[home] != node_R[r] || home == r) continue;
-            near += load_E[e];
+            busy[OUT_NEAR][r] += load_E[e];
             busy[IN_NEAR][home] += load_E[e];
         }
-        busy[OUT_NEAR][r] = near;
-        busy[OUT_FAR][r] = every - near;  // with the local ones, until those are counted
+        busy[OUT_FAR][r] = every;
     }
     require(signs >= 0, "load must not be negative");
-    for (Int e = 0; e < experts; e++) {
+    for (Int e = 0; e < experts(); e++) {
         Int home = home_E[e], local = load_RE[home][e];
-        busy[PRODUCTS][home] += total_E[e];
+        busy[PRODUCTS][home] += total[e];
         busy[OUT_FAR][home] -= local;
-        busy[IN_FAR][home] += total_E[e] - local;
-        home_groups[home] += total_E[e] > 0;
+        busy[IN_FAR][home] += total[e] - local;
+        home_groups[home] += total[e] > 0;
     }
-    for (Int r = 0; r < ranks; r++) {
-        busy[IN_FAR][r] -= busy[IN_NEAR][r];
-        if (nodes == 1) std::swap(busy[OUT_NEAR][r], busy[OUT_FAR][r]);
-        if (nodes == 1) std::swap(busy[IN_NEAR][r], busy[IN_FAR][r]);
+    part_levels(busy, one_node);
+    for (Int r = ranks() - 1; r >= 0; r--) node_first[node_R[r]] = r;
+    node_first[nodes()] = ranks();
+}
+
+void part_levels(IntGrid busy, bool one_node) {
+    for (auto [near, far] : {std::pair{OUT_NEAR, OUT_FAR}, std::pair{IN_NEAR, IN_FAR}}) {
+        for (Int r = 0; r < busy.columns; r++) {
+            if (one_node) busy[near][r] = busy[far][r];
+            busy[far][r] -= busy[near][r];
+        }
     }
-    for (Int r = ranks - 1; r >= 0; r--) node_first[node_R[r]] = r;
-    node_first[nodes] = ranks;
-    return {load_RE,     total_E, home_E,      node_R, speed_R, seconds_per_token_R, Figures::from(figures), busy,
-            home_groups, node_first};
 }
 
 }  // namespace prophet

@@ -33,15 +33,15 @@ class Matching {
     template <typename Sink>
     void run(Int j, bool far, Sink sink) {
         ConstInts rank_K = holders_.of(j), node_first = problem_.node_first;
-        Int begin = holders_.start[j], rest = 0;
+        Int begin = holders_.start[j];
         Ints left = routed(j);
         for (Int k = 0; k < rank_K.size; k++) {
             Int local = exact_.local(begin + k);
             left[rank_K[k]] -= local;
             want_[k] = exact_.tokens_A[begin + k] - local;
-            rest += want_[k];
             sink(begin + k, rank_K[k], local);
         }
+        // The ranks r .. last_r - 1 fill the holders k .. last_k - 1, one after the other.
         const auto meet = [&](Int r, Int last_r, Int k, Int last_k) {
             for (; k < last_k; k++) {
                 Int want = want_[k];
@@ -52,25 +52,22 @@ class Matching {
                     want -= part;
                     sink(begin + k, r, part);
                 }
-                if (want > 0 && r < last_r) {
-                    left[r] -= want;
-                    sink(begin + k, r, want);
-                    want = 0;
-                }
-                rest -= want_[k] - want;
-                want_[k] = want;
+                want_[k] = r < last_r ? 0 : want;
+                if (want == 0 || r == last_r) continue;
+                left[r] -= want;
+                sink(begin + k, r, want);
             }
         };
-        for (Int k = 0, next = 0; k < rank_K.size && rest > 0; k = next) {
+        for (Int k = 0, next = 0; k < rank_K.size; k = next) {
             Int node = problem_.node_R[rank_K[k]];
             while (next < rank_K.size && problem_.node_R[rank_K[next]] == node) next++;
             meet(node_first[node], node_first[node + 1], k, next);
         }
-        if (far && rest > 0) meet(0, problem_.ranks(), 0, rank_K.size);
+        if (far) meet(0, problem_.ranks(), 0, rank_K.size);
     }
 
    private:
-    static constexpr Int TOGETHER = 64;  // columns that are gathered at once: one by itself reads a cache line per token
+    static constexpr Int TOGETHER = 64;  // columns gathered at once: one alone reads a cache line for every token
     const Problem& problem_;
     const Holders& holders_;
     const Exact& exact_;
@@ -84,39 +81,34 @@ template <typename Counts>
 void count_exact(const Problem& problem, const Holders& holders, const Exact& exact, FloatGrid busy, Workspace& room,
                  Counts counts) {
     Scope scope(room);
+    const bool one_node = problem.nodes() == 1;
     IntGrid more = room.ints(RESOURCES, problem.ranks());
-    Ints products = more[PRODUCTS], out_near = more[OUT_NEAR], in_near = more[IN_NEAR], local = room.ints(more.columns);
     Matching matching(problem, holders, exact, room);
     more.flat().fill(0);
-    local.fill(0);
     for (Int j = 0; j < holders.experts(); j++) {
         if (!counts(j)) continue;
         Int home = problem.home_E[holders.expert_M[j]], node = problem.node_R[home];
-        products[home] -= problem.total_E[holders.expert_M[j]];
+        more[PRODUCTS][home] -= problem.total_E[holders.expert_M[j]];
         for (Int k = holders.start[j]; k < holders.start[j + 1]; k++) {
             Int d = holders.rank_A[k];
-            products[d] += exact.tokens_A[k];
-            local[d] += exact.local(k) - (d == home ? exact.have_A[k] : 0);
+            more[PRODUCTS][d] += exact.tokens_A[k];
+            more[OUT_FAR][d] -= exact.local(k) - (d == home ? exact.have_A[k] : 0);
         }
-        if (problem.nodes() == 1) continue;
+        if (one_node) continue;
         Ints routed = matching.routed(j);
         for (Int r = problem.node_first[node]; r < problem.node_first[node + 1]; r++) {
             if (r == home) continue;
-            out_near[r] -= routed[r];
-            in_near[home] -= routed[r];
+            more[OUT_NEAR][r] -= routed[r];
+            more[IN_NEAR][home] -= routed[r];
         }
         matching.run(j, false, [&](Int k, Int source, Int n) {
             if (source == holders.rank_A[k]) return;
-            out_near[source] += n;
-            in_near[holders.rank_A[k]] += n;
+            more[OUT_NEAR][source] += n;
+            more[IN_NEAR][holders.rank_A[k]] += n;
         });
     }
-    for (Int r = 0; r < problem.ranks(); r++) {
-        more[OUT_FAR][r] = -local[r] - out_near[r];
-        more[IN_FAR][r] = products[r] - local[r] - in_near[r];
-        if (problem.nodes() == 1) std::swap(more[OUT_NEAR][r], more[OUT_FAR][r]);
-        if (problem.nodes() == 1) std::swap(more[IN_NEAR][r], more[IN_FAR][r]);
-    }
+    for (Int r = 0; r < problem.ranks(); r++) more[IN_FAR][r] = more[PRODUCTS][r] + more[OUT_FAR][r];
+    part_levels(more, one_node);
     for (Int i = 0; i < more.flat().size; i++) busy.data[i] += static_cast<double>(more.data[i]);
 }
 
@@ -148,7 +140,7 @@ void descend(const Problem& problem, const Holders& holders, BestSplit& split, d
     if (found.total < cost.total) {
         split.cost = found;
         split.bottleneck = bottleneck_of(flow);
-        split.kind = BestSplit::BY_ARCS;
+        split.by_arcs = true;
     } else {
         flow.busy.flat().copy_from(busy);
     }
@@ -162,7 +154,7 @@ BestSplit best_split(const Problem& problem, const Holders& holders, double effo
                     room.ints(holders.arcs()),
                     {},
                     0.0,
-                    BestSplit::EXACT};
+                    false};
     Flow& flow = split.flow;
     const Exact& exact = split.exact;
     Ints groups_R = room.ints(problem.ranks());  // experts with tokens
@@ -187,14 +179,15 @@ BestSplit best_split(const Problem& problem, const Holders& holders, double effo
         split.cost = at_home;
         split.flow = make_flow(problem, holders.expert_M, 0, room);
         split.bottleneck = bottleneck_of(split.flow);
-        split.kind = BestSplit::AT_HOME;
+        split.by_arcs = true;
+        if (!quick) fill_homes(split.flow);
     }
     return split;
 }
 
 Int most_rows(const BestSplit& split) {
     const Flow& flow = split.flow;
-    if (split.kind != BestSplit::BY_ARCS) {  // every row uses up a source or a holder, but for the local ones
+    if (!split.by_arcs) {  // every row uses up a source or a holder, but for the local ones
         return flow.experts() * flow.ranks() + 2 * split.arc_A.size + 1;
     }
     Int used = 1;
@@ -212,16 +205,11 @@ Int write_rows(const Problem& problem, const Holders& holders, const BestSplit& 
         used += tokens > 0;
     };
     Matching matching(problem, holders, split.exact, room);
-    for (Int j = 0; j < holders.experts() && split.kind != BestSplit::BY_ARCS; j++) {
+    for (Int j = 0; j < holders.experts() && !split.by_arcs; j++) {
         Int expert = holders.expert_M[j];
-        if (split.kind == BestSplit::EXACT) {
-            matching.run(j, true, [&](Int k, Int r, Int n) { write(r, expert, holders.rank_A[k], n); });
-        } else {
-            Ints routed = matching.routed(j);
-            for (Int r = 0; r < routed.size; r++) write(r, expert, flow.rank_A[j], routed[r]);
-        }
+        matching.run(j, true, [&](Int k, Int r, Int n) { write(r, expert, holders.rank_A[k], n); });
     }
-    for (Int a = 0; a < flow.arcs && split.kind == BestSplit::BY_ARCS; a++) {
+    for (Int a = 0; a < flow.arcs && split.by_arcs; a++) {
         Ints tokens_R = flow.tokens_AR[a];
         Int expert = flow.chosen_J[flow.expert_A[a]];
         for (Int r = 0; r < tokens_R.size; r++) write(r, expert, flow.rank_A[a], tokens_R[r]);

@@ -13,8 +13,7 @@ namespace prophet {
 struct Exact {
     Ints tokens_A;  // by arc
     Ints have_A;    // tokens that every arc's own rank routes
-    Ints load_R;
-    double bottleneck;  // the largest load_R / speed_R, roughly: the T of the caps
+    double bottleneck;  // the largest load of a rank over its speed, roughly: the T of the caps
 
     Int local(Int arc) const { return std::min(tokens_A[arc], have_A[arc]); }
 };
@@ -42,14 +41,12 @@ struct Row {
 };
 
 struct BestSplit {
-    enum Kind { EXACT, AT_HOME, BY_ARCS };  // where the tokens stand: by arcs, in `flow`
-
     Flow flow;  // what is busy
     Exact exact;
     Ints arc_A;  // the arc of `flow` for every one of the holders'
     Cost cost;
     double bottleneck;  // T
-    Kind kind;
+    bool by_arcs;  // whether the tokens of `flow` are the split; else it is the exact one
 };
 
 // No descent is made for a `quick` split. Everything is taken from `room`.
