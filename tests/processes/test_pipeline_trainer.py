@@ -133,6 +133,27 @@ def test_a_move_takes_three_agreements(size: int) -> None:
     assert run_gloo(_count, size) == [[expected, expected]] * size
 
 
+def _stale(rank: int, size: int) -> list[float]:
+    """One rank keeps more beside its parameters than when the move was prepared."""
+    run = pipeline(StageMap.contiguous((0, 3, LAYERS)))
+    losses = [run.step(*batch(0))]
+    run.drop_gradients()
+    to = StageMap.contiguous((0, 5, LAYERS))
+    prepared = run.prepare(to, run.collective)
+    state = run.optimizer.state
+    for p in run.layers[3].parameters() if rank == 1 else ():
+        state[p]["beside"] = torch.full_like(p, 7.0)
+    run.rebuild(to, prepared=prepared)
+    if rank == 0:
+        assert all(bool((state[p]["beside"] == 7.0).all()) for p in run.layers[3].parameters())
+    return losses + [run.step(*batch(step)) for step in range(1, 4)]
+
+
+def test_a_prepared_move_notices_that_one_rank_has_changed() -> None:
+    for losses in run_gloo(_stale, 2):
+        assert losses == pytest.approx(plain_losses(4)[0], rel=TOLERANCE)
+
+
 def _refuse(rank: int, size: int) -> str:
     run = pipeline(StageMap.contiguous((0, LAYERS)))
     for wrong, text in (
