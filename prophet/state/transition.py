@@ -30,7 +30,7 @@ from prophet.state.layout import Layout, Piece
 from prophet.state.route import Route, Transfer
 from prophet.state.space import Box, Space, TensorSpec, flat_boxes
 
-CHUNK_BYTES = 2 << 20  # on one machine, a message costs as much as some hundred kilobytes do
+CHUNK_BYTES = 2 << 20  # a message takes its time whatever it carries, where links are fast more than the bytes do
 SMALL_CHUNK_BYTES = 128 << 10  # above this, memory is better spent on rounds than on their size
 DEPTH = 4  # rounds under way
 _WHOLE = "the state from before the move is whole"
