@@ -126,7 +126,7 @@ def _checksum(tensor: Tensor) -> str:
     every = -(-flat.numel() * flat.element_size() // _WHOLE_BYTES)
     if every > 1:
         flat = flat[: flat.numel() // _RUN * _RUN].view(-1, _RUN)[::every]
-    return str(zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()))
+    return str(zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().data))
 
 
 def actions_of(executor: Executor | None, *, trains: bool) -> Callable[[Passing], str]:

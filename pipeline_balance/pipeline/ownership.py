@@ -175,10 +175,10 @@ def digest_of(entries: Iterable[tuple[str, Any]]) -> int:
     return found
 
 
-def _bytes_of(value: Any) -> Iterator[bytes]:
+def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
     if isinstance(value, Tensor):
         yield str((value.dtype, tuple(value.shape))).encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     else:
         yield repr(value).encode()
 

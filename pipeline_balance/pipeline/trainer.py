@@ -384,14 +384,12 @@ class ElasticPipeline:
         `durations` of the new stages, equal on all ranks, let the schedule order what is ready by when it will be.
         `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
         Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved, and
-        `SpecError` if ranks are given different maps.
+        `SpecError` if ranks are given different maps, or replicas have come apart.
         """
         self.experts.check_static("move layers")
         self._check_unsharded("move layers by rebuild")
-        self.mover.check(self.stage_map, stage_map, midway=self.progress.parts > 0)
-        self._stages, done = self.mover.rebuild(
-            self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._passes.used
-        )
+        state = {"gradients": not self._passes.used, "midway": self.progress.parts > 0}
+        self._stages, done = self.mover.rebuild(self._stages, stage_map, durations, prepared, **state)
         self.meter.reset()
         return done
 
