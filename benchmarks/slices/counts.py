@@ -139,11 +139,11 @@ def _units_of(run: SlicedTransformers, ids: torch.Tensor, layers: int) -> list[i
     count, kept, found = LiveBytes(run), [], []
     (whole,) = run.cut(ids, ids, 1)
     for part in run.sliced(whole):
-        before, boundary = count.now(), ()
+        before, activations = count.now(), ()
         with run.working(part):
             for unit in range(layers + 1):
-                boundary = run.run(unit, boundary, part)
-        kept.append(boundary)
+                activations = run.run(unit, activations, part)
+        kept.append(activations)
         found.append(count.now() - before)
     return found
 

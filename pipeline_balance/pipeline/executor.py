@@ -20,7 +20,7 @@ from pipeline_balance.pipeline.added_loss import added_losses
 from pipeline_balance.pipeline.buffers import BufferPool
 from pipeline_balance.pipeline.failures import Failures
 from pipeline_balance.pipeline.generators import seeded, unit_seed
-from pipeline_balance.pipeline.model import Boundary, Microbatch, PipelineModel
+from pipeline_balance.pipeline.model import Activations, Microbatch, PipelineModel
 from pipeline_balance.pipeline.wide_sums import WideSums
 from pipeline_balance.schedules.actions import Action
 from pipeline_balance.schedules.transfers import Message, Step
@@ -32,13 +32,12 @@ from prophet.ranks.collective import Collective, Operation, Pending
 class Run:
     """One pass of a batch through the stages.
 
-    `shapes` [M] are every microbatch's boundaries without memory. The gradient is that of the sum of losses times
-    `scale`. `losses` collects this rank's sums: the model's on the last
-    stage's, and what layers add.
+    `shapes` [M] are every microbatch's activations without memory. The gradient is that of the sum of losses times
+    `scale`. `losses` collects this rank's sums: the model's on the last stage's rank, and what layers add.
     """
 
     microbatches: Sequence[Microbatch]
-    shapes: Sequence[Sequence[Boundary]]
+    shapes: Sequence[Sequence[Activations]]
     update: int
     scale: float = 1.0
     trains: bool = True
@@ -49,8 +48,8 @@ class Run:
 class _Kept:
     """What a forward leaves for its backward: the stage's inputs, and what it differentiates."""
 
-    inputs: Boundary
-    outputs: Boundary
+    inputs: Activations
+    outputs: Activations
     groups: Any = None
 
 
@@ -89,8 +88,8 @@ class Executor:
 
     def _begin(self) -> None:
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._arrived: dict[tuple[bool, int, int], Boundary] = {}
-        self._coming: dict[tuple[bool, int, int], tuple[Pending, Boundary]] = {}
+        self._arrived: dict[tuple[bool, int, int], Activations] = {}
+        self._coming: dict[tuple[bool, int, int], tuple[Pending, Activations]] = {}
         self._outgoing: list[Pending] = []
         self._lent: dict[tuple[bool, int, int], list[Tensor]] = {}  # receive buffers in use
         self._sums: WideSums | None = None
@@ -148,7 +147,7 @@ class Executor:
 
     # --- forward ----------------------------------------------------------------------------------------------
 
-    def _forward(self, s: int, m: int, given: Boundary, run: Run) -> None:
+    def _forward(self, s: int, m: int, given: Activations, run: Run) -> None:
         units, part = self.stages[s], run.microbatches[m]
         out = given
         with added_losses(self._weight_of(m, run)) as added:
@@ -171,18 +170,18 @@ class Executor:
         if run.trains:
             self._kept[s, m] = _Kept(given, out)
 
-    def _unit(self, unit: int, given: Boundary, part: Microbatch) -> Boundary:
+    def _unit(self, unit: int, given: Activations, part: Microbatch) -> Activations:
         return self.meter.run_unit(unit, self.model.units[unit], lambda: self.model.run(unit, given, part), given)
 
     def _weight_of(self, m: int, run: Run) -> float:
         """What a mean over a microbatch counts."""
         return self.model.counted(run.microbatches[m]) * run.scale
 
-    def _check(self, s: int, out: Boundary, agreed: Boundary, part: Microbatch) -> None:
+    def _check(self, s: int, out: Activations, agreed: Activations, part: Microbatch) -> None:
         """What a stage hands on must be what the next one expects."""
 
-        def said(boundary: Boundary) -> list[str]:
-            return [f"{list(t.shape)} of {t.dtype}" for t in boundary]
+        def said(tensors: Activations) -> list[str]:
+            return [f"{list(t.shape)} of {t.dtype}" for t in tensors]
 
         if said(out) != said(agreed):
             raise SpecError(
@@ -192,7 +191,7 @@ class Executor:
 
     # --- backward ---------------------------------------------------------------------------------------------
 
-    def _backward(self, s: int, m: int, grads: Boundary, run: Run, *, split: bool) -> None:
+    def _backward(self, s: int, m: int, grads: Activations, run: Run, *, split: bool) -> None:
         kept = self._kept[s, m] if split else self._kept.pop((s, m))
         if s == self.total - 1:
             wanted = [(t, torch.ones_like(t)) for t in kept.outputs]
@@ -216,7 +215,9 @@ class Executor:
             for t in inputs:
                 t.grad = None
 
-    def _input_gradients(self, s: int, kept: _Kept, outputs: Boundary, grads: Boundary, inputs: Boundary) -> None:
+    def _input_gradients(
+        self, s: int, kept: _Kept, outputs: Activations, grads: Activations, inputs: Activations
+    ) -> None:
         _, kept.groups = stage_backward_input(list(outputs), list(grads), list(inputs), iter(self._weights(s)))
 
     def _weight(self, s: int, m: int) -> None:
@@ -231,7 +232,7 @@ class Executor:
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def _take(self, forward: bool, boundary: int, m: int, run: Run) -> Boundary:
+    def _take(self, forward: bool, boundary: int, m: int, run: Run) -> Activations:
         """What has come over `boundary`: activations for the stage above it, gradients for the one below."""
         key = (forward, boundary, m)
         if key in self._coming:

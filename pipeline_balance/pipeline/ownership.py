@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.model import PipelineModel
 from prophet.errors import SpecError
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
 
 @dataclass(frozen=True, slots=True)
 class HeldBuffer:
@@ -172,6 +174,18 @@ def digest_of(entries: Iterable[tuple[str, Any]]) -> int:
     for name, value in sorted(entries, key=lambda entry: str(entry[0])):
         for part in _bytes_of(value):
             found = zlib.crc32(part, zlib.crc32(str(name).encode(), found))
+    return found
+
+
+def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor | None:
+    """A number for tensors without a copy of them, equal for the same bits: their elements as integers, summed; int64.
+
+    On their device; None without tensors.
+    """
+    found: Tensor | None = None
+    for tensor in tensors:
+        whole = tensor.detach().contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+        found = whole if found is None else found * 31 + whole
     return found
 
 

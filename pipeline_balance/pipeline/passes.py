@@ -16,7 +16,7 @@ from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.model import Batch, Labels, evaluating
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.owners import Owners
-from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.ownership import Ownership, sum_of_bits
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.replicas import start_alike
 from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
@@ -51,6 +51,7 @@ class Passes:
         self.grad_norm: float | None = None
         self._trainable = owned.trainable()
         self._scaler: PipelineScaler | None = None
+        self._weights: torch.Tensor | None = None  # digest of one layer's after the last update
 
     @property
     def config(self) -> PipelineConfig:
@@ -113,7 +114,20 @@ class Passes:
     def _agree(
         self, prepare: Callable[[], Passing], given: tuple[Any, ...], actions: Callable[[Passing], str]
     ) -> Passing:
-        return agree_on_batch(prepare, self.owned, self.optimizers, given, self.groups, self.config.device, actions)
+        def weights() -> int:
+            return int(self._weights) if self._weights is not None else 0
+
+        owned, groups, device = self.owned, self.groups, self.config.device
+        return agree_on_batch(prepare, owned, self.optimizers, given, groups, device, actions, weights)
+
+    def _weights_of_next_layer(self) -> torch.Tensor | None:
+        """A digest for the next agreement: replicas that came apart are found once it is that layer's turn."""
+        mine = self._mine()
+        if self.groups.replicas == 1 or not mine:
+            return None
+        names = self.owned.of([mine[self.progress.updates % len(mine)]])
+        parameters = [self.owned.parameters[n] for n in names]
+        return sum_of_bits(p for p in parameters if p not in self.experts.parameters)
 
     def read_model(self) -> None:
         """Take in what was added to the model since the last step; what belongs elsewhere goes to `meta`."""
@@ -165,6 +179,7 @@ class Passes:
         self.experts.finish()
         torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
         progress.updated()
+        self._weights = self._weights_of_next_layer()
         self.used = True
 
     def evaluate(self, inputs: Batch, labels: Labels) -> float:
@@ -196,8 +211,8 @@ class Passes:
         """Other processes have the stages now: go on with their communicators and owners."""
         self.gradients.close()
         self.gradients = Gradients(self.owned, self.groups, self.experts)
-        self.owners = owners
+        self.owners, self._weights = owners, None
 
     def resume(self, progress: Progress) -> None:
         """Go on from a run that was as far as `progress`."""
-        self.progress, self.used = progress, False
+        self.progress, self.used, self._weights = progress, False, None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.experts import expert_layers
-from pipeline_balance.pipeline.model import Boundary, Microbatch, PipelineModel, evaluating
+from pipeline_balance.pipeline.model import Activations, Microbatch, PipelineModel, evaluating
 from pipeline_balance.slices.parts import SlicePart, part_of
 from pipeline_balance.slices.store import ChunkStore, active
 from prophet.errors import SpecError
@@ -66,12 +66,12 @@ class Trial:
 
     def _try(self, unit: int, both: SlicePart, parts: tuple[SlicePart, SlicePart]) -> None:
         model = self.model
-        given = tuple(_made_up(t) for t in model.boundaries(both)[unit])
+        given = tuple(_made_up(t) for t in model.activations(both)[unit])
         at_once = self._run(unit, given, both, ChunkStore())
         store, at = ChunkStore(), 0
         for part in parts:
             length = part.stop - part.start
-            like = model.boundaries(part)[unit]
+            like = model.activations(part)[unit]
             own = tuple(_cut(t, to, at, length) for t, to in zip(given, like, strict=True))
             for whole, mine in zip(at_once, self._run(unit, own, part, store), strict=True):
                 if not _alike(_cut(whole, mine, at, length), mine):
@@ -84,9 +84,9 @@ class Trial:
                     )
             at += length
 
-    def _run(self, unit: int, given: Boundary, part: SlicePart, store: ChunkStore) -> Boundary:
+    def _run(self, unit: int, given: Activations, part: SlicePart, store: ChunkStore) -> Activations:
         model = self.model
-        model.boundaries(part)
+        model.activations(part)
         assert part.unit is not None
         with model.working(part), active(store, part.unit):
             return model.run(unit, given, part)

@@ -63,7 +63,7 @@ def test_layers_that_may_be_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> N
     forward = own.Block.forward
     monkeypatch.setattr(own.Block, "forward", lambda block, x: calls.append(block.layer) or forward(block, x))
     (whole,) = run.cut(*own.batch(0, 0), 1)
-    run.boundaries(run.sliced(whole)[0])
+    run.activations(run.sliced(whole)[0])
     known = len(calls)
     assert len(run.sliced(whole)) == 3
     assert len(calls) == known
