@@ -11,6 +11,7 @@ from pipeline_balance.schedules.closed_forms import sliced_peak_units
 from pipeline_balance.schedules.sliced import sliced
 from pipeline_balance.schedules.transfers import received_ahead, with_messages
 from pipeline_balance.slices.options import SliceOptions
+from pipeline_balance.slices.parts import Sliced
 from tests.helpers import sliced_layers as own
 from tests.helpers.launch import run_gloo
 from tests.helpers.received import most_received
@@ -36,8 +37,18 @@ def _buffers(rank: int, size: int, slices: int, order: Any, stages: int = 1) -> 
         shorter = own.TOKENS if update < 2 else own.TOKENS // 2
         pipe.step({n: t[:, :shorter] for n, t in inputs.items()}, labels[:, :shorter])
         found.append((executor.received.allocated, pipe.meter.boundary_bytes))
+        if not update:
+            _check_chunks(pipe, sliced_peak_units(rank, size, 1, own.PARTS, slices, order), slices, stages)
         pipe.evaluate(inputs, labels)
     return found
+
+
+def _check_chunks(pipe: ElasticPipeline, peak: int, slices: int, stages: int) -> None:
+    """Two buffers for each slice that a layer holds, and two for the gradients of all but one slice."""
+    assert isinstance(pipe.model, Sliced)
+    layers = sum(isinstance(layer, own.Block) for layer in pipe.layers.values())
+    if stages == 1:
+        assert 0 < pipe.model.store.pool.allocated <= layers * 2 * (peak + slices - 1) or not layers
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,15 @@ def test_receives_begin_early_and_need_one_buffer_more_than_a_rank_holds(stages_
             assert together <= units + (2 if stages_per_rank == 1 else 5)
 
 
+def test_messages_of_one_rank_are_not_overtaken() -> None:
+    first, second = Action(0, "F", 0), Action(2, "F", 1)
+    for peer in (1, 3):
+        later = Message("receive", 2, True, 2, 1)
+        needed = Message("receive", 2, True, 1, peer)
+        rest: list[Step] = [first, later] if peer == 3 else [first, later, needed]
+        assert received_ahead([first, later, needed, second]) == [*([needed] if peer == 3 else []), *rest, second]
+
+
 def _receive(step: Step) -> bool:
     return isinstance(step, Message) and step.what == "receive"
 
