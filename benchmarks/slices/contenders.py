@@ -32,13 +32,15 @@ TORCHS |= {"torch-zbv": (ScheduleZBVZeroBubble, 2)}
 class Counted:
     """Most bytes of one rank at any moment: all that layers keep, and of that chunks and their gradients.
 
-    `boundaries` are apart from those: receive buffers, and what is on its way to others. None where nobody counts them.
+    `boundaries`, received and not used up, are apart from those, and so is what is `sent` and may be on its way still.
+    None where nobody counts them.
     """
 
     activations: int
     chunks: int = 0
     chunk_gradients: int = 0
     boundaries: int | None = None
+    sent: int | None = None
     loss: float = 0.0  # of that step, on ranks that know it
 
 
@@ -112,8 +114,8 @@ class Ours:
         with meter.paused():
             loss = self.step()
         count.end()
-        between = meter.boundary_bytes + meter.sent_bytes
-        return Counted(count.peak, count.peak_chunks, count.peak_gradients, between, loss)
+        between = meter.boundary_bytes, meter.sent_bytes
+        return Counted(count.peak, count.peak_chunks, count.peak_gradients, *between, loss)
 
 
 class _Part(nn.Module):

@@ -106,6 +106,7 @@ def held(work: Work, ranks: int, one: Contender) -> Row:
         "chunk_bytes": [int(n) for n in _all(found.chunks)],
         "chunk_gradient_bytes": [int(n) for n in _all(found.chunk_gradients)],
         "boundary_bytes": None if found.boundaries is None else [int(n) for n in _all(found.boundaries)],
+        "sent_bytes": None if found.sent is None else [int(n) for n in _all(found.sent)],
         "rss_bytes": [int(n) for n in _all(_most_rss())],
     }
     if one.slices > 1 and one.stages_per_rank == 1 and one.balance == "none":

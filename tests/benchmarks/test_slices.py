@@ -74,9 +74,11 @@ def test_two_real_ranks_in_turn() -> None:
     assert by_name["aligned-n4-uneven"]["balance"] == "uneven"
     assert "over_form" not in by_name["aligned-n4-uneven"]  # the form is of equal slices
     whole = TINY["tokens"] * TINY["hidden"] * 4
-    assert by_name["own-1f1b"]["boundary_bytes"][0] > whole
-    # what the last rank holds of a microbatch, two more, and what it sends
-    assert all(0 < n <= (4 + 2 + SENDS) * whole // 4 for n in by_name["minimal-n4"]["boundary_bytes"])
+    # one gradient, and on the last rank the microbatch that comes while it has another
+    assert by_name["own-1f1b"]["boundary_bytes"] == [whole, 2 * whole]
+    # what the last rank holds of a microbatch, and two more
+    assert all(0 < n <= (4 + 2) * whole // 4 for n in by_name["minimal-n4"]["boundary_bytes"])
+    assert all(0 < n <= SENDS * whole // 4 for n in by_name["minimal-n4"]["sent_bytes"])
     assert by_name["torch-1f1b"]["boundary_bytes"] is None
     # one process's activations of both microbatches, whichever schedule holds them
     assert by_name["own-1f1b"]["activation_bytes"][0] == by_name["torch-1f1b"]["activation_bytes"][0]
