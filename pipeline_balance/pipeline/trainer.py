@@ -291,7 +291,8 @@ class ElasticPipeline:
         >>> config = prophet.EngineConfig(accumulation_steps=microbatches)  # doctest: +SKIP
         >>> pipe.balance_experts(lambda layers: prophet.attach(layers, config=config))  # doctest: +SKIP
         """
-        return self.experts.balance(attach, self.stage_map.layers_on(self.rank))
+        passes = self.config.microbatches * (self.model.slicing.slices if self.model.slicing is not None else 1)
+        return self.experts.balance(attach, self.stage_map.layers_on(self.rank), passes, self.collective)
 
     @together("evaluation before step")
     def evaluate(self, inputs: Batch, labels: Labels) -> float:

@@ -71,6 +71,29 @@ def with_messages(rows: Sequence[Sequence[Action]], stage_ranks: Sequence[int]) 
     return out
 
 
+def received_ahead(steps: Sequence[Step]) -> list[Step]:
+    """A rank's steps, where a receive begins an action before the one that needs it: it comes while the rank computes.
+
+    For transports whose receives bind nothing before the message is there. Messages from one rank keep their order.
+    """
+    found: list[Step] = []
+    for at, step in enumerate(steps):
+        place = len(found)
+        if isinstance(step, Message) and step.what == "receive" and _needed_by(step, steps[at:]):
+            last = max((i for i, before in enumerate(found) if isinstance(before, Action)), default=place)
+            between = [m for m in found[last:] if isinstance(m, Message) and m.what == "receive"]
+            place = last if all(m.peer != step.peer for m in between) else place
+        found.insert(place, step)
+    return found
+
+
+def _needed_by(message: Message, steps: Sequence[Step]) -> bool:
+    """Whether the first action of `steps` reads what `message` brings."""
+    first = next((s for s in steps if isinstance(s, Action)), None)
+    stage, kinds = (message.boundary, "F") if message.forward else (message.boundary - 1, "BI")
+    return first is not None and (first.stage, first.microbatch) == (stage, message.microbatch) and first.kind in kinds
+
+
 def _may_run(action: Action, stages: int, ready: set[tuple[str, int, int]]) -> bool:
     s, m = action.stage, action.microbatch
     if action.kind == "F":
