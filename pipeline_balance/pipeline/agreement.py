@@ -204,13 +204,13 @@ def agree_on_batch(
     groups: PipelineGroups,
     device: torch.device,
     actions: Callable[[Passing], str],
-    weights: Callable[[], int],
+    weights: int,
 ) -> Passing:
     """What `prepare` makes of the batch, once all ranks mean the same; collective, one small all-gather.
 
     `actions` says what this rank would run, and `weights` is a digest of weights; both must be the same on the ranks
-    with these stages in all replicas.
-    Where it fails on a rank, all ranks raise `SpecError` with that rank and its reason.
+    with these stages in all replicas. Where it fails on a rank, all ranks raise `SpecError` with that rank and its
+    reason.
     """
     failed: Exception | None = None
     passing = Passing.nothing()
@@ -226,7 +226,7 @@ def agree_on_batch(
         optimizers.digest(),
         number_of(repr((passing.counted, shapes))),
         passing.data,
-        weights(),
+        weights,
         number_of(actions(passing)),
     ]
     count = int(torch.tensor(passing.counted, dtype=torch.float64).view(torch.int64))  # its bits

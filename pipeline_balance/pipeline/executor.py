@@ -35,9 +35,8 @@ SENDS = 4  # messages that a rank has under way at most; it waits for the oldest
 class Run:
     """One pass of a batch through the stages.
 
-    `shapes` [M] are every microbatch's boundaries without memory. The gradient is that of the sum of losses times
-    `scale`. `losses` collects this rank's sums: the model's on the last
-    stage's, and what layers add.
+    `shapes` [M] are every microbatch's activations without memory. The gradient is that of the sum of losses times
+    `scale`. `losses` collects this rank's sums: the model's on the last stage's rank, and what layers add.
     """
 
     microbatches: Sequence[Microbatch]
@@ -186,8 +185,8 @@ class Executor:
     def _check(self, s: int, out: Activations, agreed: Activations, part: Microbatch) -> None:
         """What a stage hands on must be what the next one expects."""
 
-        def said(boundary: Activations) -> list[str]:
-            return [f"{list(t.shape)} of {t.dtype}" for t in boundary]
+        def said(tensors: Activations) -> list[str]:
+            return [f"{list(t.shape)} of {t.dtype}" for t in tensors]
 
         if said(out) != said(agreed):
             raise SpecError(

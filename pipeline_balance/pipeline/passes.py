@@ -23,6 +23,7 @@ from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
 from pipeline_balance.pipeline.stages import PipelineConfig, StageBuilder, Stages
 from pipeline_balance.pipeline.ties import share_tied_weights, ties_of
 from pipeline_balance.pipeline.update import Gradients
+from prophet.errors import SpecError
 from prophet.ranks.collective import Operation
 
 
@@ -86,6 +87,8 @@ class Passes:
         """The batch in microbatches with their shapes, once all ranks agree on it."""
 
         def prepare() -> Passing:
+            if not torch.is_grad_enabled():
+                raise SpecError("step trains, and gradients are off here (no_grad or inference_mode): call evaluate")
             check_scaler(scaler)
             self.read_model()
             if self.progress.parts:
@@ -114,10 +117,8 @@ class Passes:
     def _agree(
         self, prepare: Callable[[], Passing], given: tuple[Any, ...], actions: Callable[[Passing], str]
     ) -> Passing:
-        def weights() -> int:
-            return int(self._weights) if self._weights is not None else 0
-
         owned, groups, device = self.owned, self.groups, self.config.device
+        weights = int(self._weights) if self._weights is not None else 0
         return agree_on_batch(prepare, owned, self.optimizers, given, groups, device, actions, weights)
 
     def _weights_of_next_layer(self) -> torch.Tensor | None:

@@ -389,8 +389,10 @@ class ElasticPipeline:
         """
         self.experts.check_static("move layers")
         self._check_unsharded("move layers by rebuild")
-        state = {"gradients": not self._passes.used, "midway": self.progress.parts > 0}
-        self._stages, done = self.mover.rebuild(self._stages, stage_map, durations, prepared, **state)
+        used, midway = self._passes.used, self.progress.parts > 0
+        self._stages, done = self.mover.rebuild(
+            self._stages, stage_map, durations, prepared, gradients=not used, midway=midway
+        )
         self.meter.reset()
         return done
 

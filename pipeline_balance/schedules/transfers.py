@@ -76,22 +76,30 @@ def received_ahead(steps: Sequence[Step]) -> list[Step]:
 
     For transports whose receives bind nothing before the message is there. Messages from one rank keep their order.
     """
-    found: list[Step] = []
-    for at, step in enumerate(steps):
-        place = len(found)
-        if isinstance(step, Message) and step.what == "receive" and _needed_by(step, steps[at:]):
-            last = max((i for i, before in enumerate(found) if isinstance(before, Action)), default=place)
-            between = [m for m in found[last:] if isinstance(m, Message) and m.what == "receive"]
-            place = last if all(m.peer != step.peer for m in between) else place
-        found.insert(place, step)
+    at = [i for i, step in enumerate(steps) if isinstance(step, Action)]
+    found = list(steps[: at[0]]) if at else list(steps)
+    for here, following in zip(at, [*at[1:], len(steps)], strict=True):
+        early: list[Step] = []
+        stay: list[Step] = []
+        held_up: set[int] = set()  # peers with an earlier message that stays
+        for step in steps[here + 1 : following]:
+            if not isinstance(step, Message) or step.what != "receive":
+                stay.append(step)
+            elif following < len(steps) and step.peer not in held_up and _brings_for(step, steps[following]):
+                early.append(step)
+            else:
+                stay.append(step)
+                held_up.add(step.peer)
+        found += [*early, steps[here], *stay]
     return found
 
 
-def _needed_by(message: Message, steps: Sequence[Step]) -> bool:
-    """Whether the first action of `steps` reads what `message` brings."""
-    first = next((s for s in steps if isinstance(s, Action)), None)
+def _brings_for(message: Message, step: Step) -> bool:
+    """Whether `step` reads what the message brings."""
     stage, kinds = (message.boundary, "F") if message.forward else (message.boundary - 1, "BI")
-    return first is not None and (first.stage, first.microbatch) == (stage, message.microbatch) and first.kind in kinds
+    return (
+        isinstance(step, Action) and (step.stage, step.microbatch) == (stage, message.microbatch) and step.kind in kinds
+    )
 
 
 def _may_run(action: Action, stages: int, ready: set[tuple[str, int, int]]) -> bool:

@@ -7,6 +7,7 @@ its input only: up projection and SwiGLU are computed again, and no norm keeps a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -55,6 +56,7 @@ class Recomputing(TransformersModel):
         with _changing_inputs() as changing:
             found = super()._output_of(layer, leaves, structure)
         if changing:
+            self._outputs.clear()  # another attempt is refused, too
             raise SpecError(
                 f"layer {layer} ({type(self.layers[layer]).__name__}) has a part that changes its input in place, "
                 f'{changing[0]}: it cannot be computed again alone, take recompute="full"'
@@ -83,18 +85,28 @@ def recomputed_parts(layer: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def _changing_inputs() -> Iterator[list[str]]:
-    """Within, the kinds of parts that are recomputed alone and change a tensor that they are given are noted."""
+    """Within, the kinds of parts that are recomputed alone and change a tensor that they are given are noted.
+
+    Torch calls these hooks in all threads, and other threads may run other models.
+    """
+    here = threading.get_ident()
     parts: set[int] = set()
     before: dict[int, list[tuple[Tensor, int]]] = {}
     found: list[str] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if threading.get_ident() != here:
+            return
         if not before:  # the layer itself
             parts.update(map(id, recomputed_parts(module)))
         before[id(module)] = [(t, t._version) for t in args if isinstance(t, Tensor)]
 
     def leave(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        if id(module) in parts and any(t._version != version for t, version in before.pop(id(module), ())):
+        if (
+            threading.get_ident() == here
+            and id(module) in parts
+            and any(t._version != version for t, version in before.pop(id(module), ()))
+        ):
             found.append(type(module).__name__)
 
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]

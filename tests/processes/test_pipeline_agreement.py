@@ -223,6 +223,8 @@ def _steps(rank: int, size: int) -> dict[str, str]:
     said["model"] = _refused(lambda: pipe.step(x, x))
     if bad:
         del first.added
+    with torch.set_grad_enabled(not bad):
+        said["gradients"] = _refused(lambda: pipe.step(x, x))
     pipe.step(x, x)
     return said
 
@@ -233,6 +235,7 @@ def test_ranks_that_differ_in_a_step_are_named() -> None:
     assert first["groups"] == "ranks [1] have other optimizer groups than rank 0"
     assert first["labels"] == "rank 1: labels must be a tensor or None, got a int"
     assert first["model"] == "ranks [1] hold a model with other names, shapes or types than rank 0"
+    assert first["gradients"].startswith("rank 1: step trains, and gradients are off here")
 
 
 def _batches(rank: int, size: int) -> str:

@@ -56,8 +56,7 @@ class Solver {
           tokens_(into.tokens_A),
           have_(into.have_A) {
         Int arcs = holders.arcs(), ranks = problem.ranks(), many = holders.experts();
-        for (Ints* by_arc :
-             {&group_, &group_first_, &supply_, &held_, &at_expert_, &nearest_arc_, &nearest_}) {
+        for (Ints* by_arc : {&group_, &group_first_, &supply_, &held_, &at_expert_, &nearest_arc_, &nearest_}) {
             *by_arc = room.ints(arcs + 1);
         }
         for (Ints* by_rank : {&load_, &cap_, &fixed_, &distance_, &came_from_, &came_by_}) *by_rank = room.ints(ranks);
@@ -125,7 +124,7 @@ class Solver {
         group_first_[groups_] = holders_.arcs();
     }
 
-    // Tokens that the node of `rank` routes to `expert`.
+    // Tokens that a node routes to an expert.
     Int supply_of(Int expert, Int node) const {
         if (problem_.nodes() == 1) return problem_.total_E[expert];
         Int supply = 0;

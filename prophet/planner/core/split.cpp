@@ -76,7 +76,7 @@ class Matching {
     Int first_ = -TOGETHER;
 };
 
-// Changes what is busy from all tokens at home to the exact split, for the experts that `counts(j)`.
+// Changes what is busy from all tokens at home to the exact split, for every expert j that `counts(j)` names.
 template <typename Counts>
 void count_exact(const Problem& problem, const Holders& holders, const Exact& exact, FloatGrid busy, Workspace& room,
                  Counts counts) {
@@ -204,15 +204,18 @@ Int write_rows(const Problem& problem, const Holders& holders, const BestSplit& 
         rows[used] = {source, expert, rank, tokens};
         used += tokens > 0;
     };
+    if (split.by_arcs) {
+        for (Int a = 0; a < flow.arcs; a++) {
+            Ints tokens_R = flow.tokens_AR[a];
+            Int expert = flow.chosen_J[flow.expert_A[a]];
+            for (Int r = 0; r < tokens_R.size; r++) write(r, expert, flow.rank_A[a], tokens_R[r]);
+        }
+        return used;
+    }
     Matching matching(problem, holders, split.exact, room);
-    for (Int j = 0; j < holders.experts() && !split.by_arcs; j++) {
+    for (Int j = 0; j < holders.experts(); j++) {
         Int expert = holders.expert_M[j];
         matching.run(j, true, [&](Int k, Int r, Int n) { write(r, expert, holders.rank_A[k], n); });
-    }
-    for (Int a = 0; a < flow.arcs && split.by_arcs; a++) {
-        Ints tokens_R = flow.tokens_AR[a];
-        Int expert = flow.chosen_J[flow.expert_A[a]];
-        for (Int r = 0; r < tokens_R.size; r++) write(r, expert, flow.rank_A[a], tokens_R[r]);
     }
     return used;
 }
