@@ -26,10 +26,14 @@ from prophet.state.layout import zero_owners
 class Owners:
     """Who updates what under a stage map and a grid, `zero` 0 (every holder) or 1 (one owner per column).
 
-    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later.
+    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later. `sharded` says that
+    parameters are shards of tensors (`DTensor`), which every holder updates.
     """
 
-    def __init__(self, owned: Ownership, grid: Grid, stage_map: StageMap | None, zero: int) -> None:
+    def __init__(
+        self, owned: Ownership, grid: Grid, stage_map: StageMap | None, zero: int, *, sharded: bool = False
+    ) -> None:
+        self.sharded = sharded
         self.owned, self.grid, self.stage_map = owned, grid, stage_map
         self.zero = zero if grid.replicas > 1 else 0
         self._owner: list[dict[str, int]] = []

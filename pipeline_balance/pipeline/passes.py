@@ -146,7 +146,8 @@ class Passes:
 
     def _shared_sum(self, run: Run) -> float:
         """The sum of a pass's losses on every rank."""
-        mine = torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=torch.float64)
+        tells = run.losses and self.owned.model.leads
+        mine = torch.stack(run.losses).sum() if tells else torch.zeros((), dtype=torch.float64)
         every = self.groups.world.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
         return float(every.sum())
 

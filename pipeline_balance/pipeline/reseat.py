@@ -100,17 +100,23 @@ class Reseater:
                 for n, shape, d, k, u in sorted(tensors.values(), key=lambda row: (row[4], row[0]))
             )
         )
-        size, tied = collective.size, self.mover.owned.tied()
-        grid, owners = self.mover.groups.grid, self.passes.owners
-        before = layout_over(space, grid.rows, self.now.stage_map, owners, tied, size, first=True)
+        before = self.layout(space, None, collective.size)
         for rank, described in enumerate(every):
             lacks = {piece.name for piece in before.on(rank)} - {row[0] for row in described}
             if lacks:
                 raise TransitionError(
                     f"rank {rank} does not keep {min(lacks)}, which others do: keep it on every replica"
                 )
-        after = layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, size)
+        after = self.layout(space, target, collective.size)
         return Way(specs=tuple(specs), route=route(before, after, nodes=target.nodes))
+
+    def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
+        """Who holds what in `target`; with None, what is in force."""
+        tied = self.mover.owned.tied()
+        if target is not None:
+            return layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, processes)
+        grid = self.mover.groups.grid
+        return layout_over(space, grid.rows, self.now.stage_map, self.passes.owners, tied, processes, first=True)
 
     def check(self, words: Mapping[str, Any], target: Arrangement) -> None:
         """Raise `SpecError` on all processes unless all are between updates and say the same `words`; collective.
@@ -138,7 +144,8 @@ class Reseater:
                 raise SpecError(f"ranks {differ} have another {what} than rank 0 ({value}); {WHOLE}")
         # moments of one owner are compared with nobody's
         state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
-        check_ties(ties_of(owned), self.now.stage_map, groups.world, groups.grid, state, device=self.mover.device)
+        ties = () if self.passes.owners.sharded else ties_of(owned)
+        check_ties(ties, self.now.stage_map, groups.world, groups.grid, state, device=self.mover.device)
 
     def move(self, target: Arrangement, collective: Collective, way: Way | None) -> tuple[Stages, Switched]:
         """Go to `target`; `collective` over all processes carries the state, and nothing else uses it meanwhile.
@@ -174,7 +181,7 @@ class Reseater:
         if not collective.decide(DECISION, ready=done is not None) or done is None:
             raise TransitionError(_ended(problem)) from None
         stages, change = done
-        change.make()
+        change.make()  # also the modules, where they are other ones
         mover.builder.config = config
         mover.groups.sit(target.seats)
         self.passes.reseat(target.owners)

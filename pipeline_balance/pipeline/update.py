@@ -76,8 +76,8 @@ class Gradients:
         """Scale them so that the model's norm is at most `max_norm`; the norm before, the same on all ranks."""
         owned, home, rank = self.owned, stage_map.assignment(), self.groups.rank
         mine = [n for n in owned.of(stage_map.layers_on(rank)) if home[owned.units_of[n][0]] == rank]
-        if self.groups.replica:  # its other gradients are copies of the first replica's
-            mine = [n for n in mine if owned.parameters[n] in self.experts.parameters]
+        replica, shared = self.groups.replica, self.experts.parameters  # other gradients are copies of replica 0's
+        mine = [n for n in mine if owned.model.measures(p := owned.parameters[n], replica) or p in shared]
         norm = gradient_norm(owned.parameters, set(mine), self.groups.world, device=device)
         clip_gradients_(owned.parameters, max_norm, norm)
         return float(norm)
