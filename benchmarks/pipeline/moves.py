@@ -27,7 +27,7 @@ from prophet.state.space import Space, TensorSpec
 from prophet.state.transition import transition
 
 LAYERS, RANKS, ENTRIES = 8, 4, ("parameter", "exp_avg", "exp_avg_sq")
-LAYER_BYTES = (1 << 20, 4 << 20, 12 << 20)
+LAYER_BYTES = (256 << 10, 1 << 20, 4 << 20, 12 << 20)
 BUDGETS = (4 << 20, 64 << 20)
 REPETITIONS = 3
 

@@ -1,7 +1,8 @@
 """How good, and how fast, is a first plan: a run's first call, and the first after another layer's routing came?
 
 A first plan is compared with a search that goes on from it on the same counts, until many tries in a row have failed.
-The search is the planner's own, with a try in every call, another draw for each, and on all machines.
+The search is the planner's own, with a try in every call, another draw for each, and on all machines. First plans are
+made with bursts of several lengths: how many mean calls their tries may take.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner.cores import Edit, build, edited, in_place, load
-from benchmarks.planner.walks import alike, calls_of, contexts, walk
+from benchmarks.planner.walks import Walked, alike, calls_of, contexts, walk
 from prophet.planner.model.cost import step_cost
 from prophet.planner.search.prophet import ProphetPlanner
 from prophet.spec import FloatArray, IntArray, Placement, PlanContext
@@ -28,6 +29,11 @@ SEARCHES = (  # what makes of every call one try more
     ),
     Edit("plan.cpp", "> FROM * base_.total", ">= 0.0 * FROM"),
 )
+TODAY = "8"
+BURSTS: dict[str, tuple[Edit, ...]] = {  # by mean calls
+    "no tries": (Edit("plan.cpp", "if (!growing_) return;", "return;"),),
+    **{str(n): (Edit("plan.cpp", "BURST = 8.0;", f"BURST = {n}.0;"),) for n in (0, 4, 8, 16, 32, 128, 512)},
+}
 ALWAYS = 1e12  # effort that affords a try in every call
 FAILED = 1000  # tries in a row that bring nothing
 MOST_CALLS = 100 * FAILED
@@ -60,55 +66,57 @@ def first_rows(
     iterations: int,
     failed: int = FAILED,
 ) -> Iterator[dict[str, Any]]:
-    """One row per trace, kind of call and preset: time over the mean call's, predicted step over the searched one's."""
+    """One row per trace, preset, length of the burst and kind of call: time over the mean other call's, predicted step
+    over that of the search that goes on from today's plan.
+    """
     search = load(build(edited(SEARCHES), folder))
+    cores = {burst: load(build(edited(edits), folder)) for burst, edits in BURSTS.items()}
     for path in paths:
         trace = read_trace(path)
         chosen = np.unique(np.linspace(0, trace.layers - 1, layers).astype(int)).tolist()
         calls = calls_of(trace, chosen, iterations)
         firsts = [i for i, call in enumerate(calls) if call.jumped]
         for names, context in alike(contexts(trace, presets, slots)):
-            planner = ProphetPlanner()
-            walked, placements = walk(planner, context, calls)
+            walks = {}
+            for burst, core in cores.items():
+                with in_place(core):
+                    walks[burst] = walk(ProphetPlanner(), context, calls)
             with in_place(search):
-                searches = [searched(calls[i].planned, placements[i], context, failed) for i in firsts]
-            step = np.array(
-                [
-                    predicted_s(calls[i].planned, placements[i], context) / predicted_s(calls[i].planned, best, context)
-                    for i, best in zip(firsts, searches, strict=True)
-                ]
-            )
-            for kind, own in (("first", slice(0, 1)), ("after layers are swapped", slice(1, None))):
-                for name in names:
-                    yield _row(path.name, name, kind, walked.plan_us, np.array(firsts)[own], step[own])
+                searches = [searched(calls[i].planned, walks[TODAY][1][i], context, failed) for i in firsts]
+            least = [predicted_s(calls[i].planned, best, context) for i, best in zip(firsts, searches, strict=True)]
+            for burst, (walked, placements) in walks.items():
+                own = [predicted_s(calls[i].planned, placements[i], context) for i in firsts]
+                step = np.array(own) / np.array(least)
+                for kind, part in (("first", slice(0, 1)), ("after layers are swapped", slice(1, None))):
+                    for name in names:
+                        about = {"trace": path.name, "preset": name, "burst": burst, "call": kind}
+                        yield about | _figures(walked, np.array(firsts)[part], step[part])
 
 
-def _row(trace: str, preset: str, kind: str, plan_us: FloatArray, firsts: IntArray, step: FloatArray) -> dict[str, Any]:
+def _figures(walked: Walked, firsts: IntArray, step: FloatArray) -> dict[str, Any]:
+    others_us = walked.plan_us[~walked.jumped]
     return {
-        "trace": trace,
-        "preset": preset,
-        "call": kind,
         "cases": len(firsts),
         "step_median": float(np.median(step)),
         "step_worst": float(step.max()),
         "steps": step.tolist(),
-        "plan_us": float(np.mean(plan_us[firsts])),
-        "plan_us_mean_call": float(plan_us.mean()),
-        "time": float(np.mean(plan_us[firsts]) / plan_us.mean()),
+        "plan_us": float(np.mean(walked.plan_us[firsts])),
+        "plan_us_mean_other": float(others_us.mean()),
+        "time": float(np.mean(walked.plan_us[firsts]) / others_us.mean()),
     }
 
 
 def first_summary(table: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By trace and kind of call, over all presets: the median of steps, how many are far off, the times."""
+    """By trace, kind of call and burst, over all presets: the median of steps, how many are far off, the times."""
     lines = []
-    for trace, kind in dict.fromkeys((r["trace"], r["call"]) for r in table):
-        own = [r for r in table if (r["trace"], r["call"]) == (trace, kind)]
+    keys = ("trace", "call", "burst")
+    for key in dict.fromkeys(tuple(r[k] for k in keys) for r in sorted(table, key=lambda r: (r["trace"], r["call"]))):
+        own = [r for r in table if tuple(r[k] for k in keys) == key]
         steps = np.concatenate([r["steps"] for r in own])
         worst = max(own, key=lambda r: float(r["time"]))
         lines.append(
             {
-                "trace": trace,
-                "call": kind,
+                **dict(zip(keys, key, strict=True)),
                 "cases": len(steps),
                 "step_median": float(np.median(steps)),
                 "step_p90": float(np.percentile(steps, 90)),

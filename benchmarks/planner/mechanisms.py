@@ -98,7 +98,8 @@ MECHANISMS = (
     Mechanism(
         "split: nodes first",
         (
-            Edit("exact.cpp", "one_node_(problem.nodes() == 1)", "one_node_(true)"),
+            Edit("exact.cpp", "if (problem_.nodes() == 1) return", "if (problem_.nodes() > 0) return"),
+            Edit("exact.cpp", "&& problem_.nodes() > 1;", "&& problem_.nodes() < 0;"),
             Edit("exact.cpp", "if (node_R_[r] != before)", "if (before == NONE)"),
         ),
     ),

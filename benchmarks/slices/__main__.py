@@ -57,7 +57,8 @@ def _timed(case: str, args: argparse.Namespace) -> list[Row]:
     ranks, target = 1, {"minimal-n8": WITHIN}
     if case != "one-process":
         n, least = (16, 1.6) if microbatches == 1 else (8, 1.3)
-        ranks, target = 2, {f"{order}-n{n}": least for order in ("minimal", "aligned")}
+        both = [f"{order}-n{n}" for order in ("minimal", "aligned")]
+        ranks, target = 2, dict.fromkeys([*both, *(f"{name}-uneven" for name in both)], least)
         names = ("own-1f1b", *target, f"minimal-n{n}-v2", *TORCHS)
     options = {"case": case, "work": work, "names": names, "repeats": args.repeats}
     return against_baseline(_on_ranks(case, measure, options, ranks, args.limit_s), target=target)

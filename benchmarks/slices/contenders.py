@@ -30,11 +30,18 @@ TORCHS |= {"torch-zbv": (ScheduleZBVZeroBubble, 2)}
 
 @dataclass
 class Counted:
-    """Most bytes of one rank at any moment: all that layers keep, and of that chunks and their gradients."""
+    """Most bytes of one rank at any moment: all that layers keep, and of that chunks and their gradients.
+
+    `boundaries`, received and not used up, are apart from those, and so is what is `sent` and may be on its way still.
+    None where nobody counts them.
+    """
 
     activations: int
     chunks: int = 0
     chunk_gradients: int = 0
+    boundaries: int | None = None
+    sent: int | None = None
+    loss: float = 0.0  # of that step, on ranks that know it
 
 
 class Contender(Protocol):
@@ -44,6 +51,7 @@ class Contender(Protocol):
     stages_per_rank: int
     slices: int
     order: str | None
+    balance: str
 
     def step(self) -> float:
         """Train once; the loss, on ranks that know it, else 0."""
@@ -78,6 +86,7 @@ class Ours:
         self.name, self.work = name, work
         self.stages_per_rank, self.slices = options.stages_per_rank, options.slices
         self.order = options.order if options.slices > 1 else None
+        self.balance = options.balance
         self.model, self.batch = work.model(), work.batch()
         self.pipe = ElasticPipeline.from_transformers(
             self.model,
@@ -101,10 +110,12 @@ class Ours:
 
     def counted(self) -> Counted:
         count = LiveBytes(self.pipe.model)  # type: ignore[arg-type]
-        with self.pipe.meter.paused():
-            self.step()
+        meter = self.pipe.meter
+        with meter.paused():
+            loss = self.step()
         count.end()
-        return Counted(count.peak, count.peak_chunks, count.peak_gradients)
+        between = meter.boundary_bytes, meter.sent_bytes
+        return Counted(count.peak, count.peak_chunks, count.peak_gradients, *between, loss)
 
 
 class _Part(nn.Module):
@@ -157,7 +168,7 @@ class _Timed:
 class Torchs:
     """A schedule of `torch.distributed.pipelining`."""
 
-    slices, order = 1, None
+    slices, order, balance = 1, None, "none"
 
     def __init__(self, name: str, work: Work, ranks: int) -> None:
         kind, self.stages_per_rank = TORCHS[name]
@@ -206,10 +217,10 @@ class Torchs:
     def counted(self) -> Counted:
         for part in self.parts:
             part.counting = True
-        self.step()
+        loss = self.step()
         for part in self.parts:
             part.counting = False
-        return Counted(self.count.peak)
+        return Counted(self.count.peak, loss=loss)
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

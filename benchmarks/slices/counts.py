@@ -15,8 +15,8 @@ from benchmarks.common import Row
 from benchmarks.slices.by_hand import Dims, chunk_gradient_bytes, kept_per_token, unit_bytes
 from benchmarks.slices.contenders import Ours
 from benchmarks.slices.live_bytes import LiveBytes
-from benchmarks.slices.steps import _all, form_bytes
-from benchmarks.slices.workload import Work
+from benchmarks.slices.steps import _all, crossing, held
+from benchmarks.slices.workload import Work, apart, oracle
 from pipeline_balance.schedules.classic import one_f_one_b
 from pipeline_balance.schedules.simulate import peak_activation_bytes
 from pipeline_balance.schedules.sliced import Order, sliced
@@ -33,13 +33,9 @@ def ranks_beside_form(collective: Collective, *, device: str, work: dict[str, in
     """A row per order: bytes that each rank's layers really hold at most, over form 4 with the count by hand."""
     job, ranks, rows = Work(**work), collective.size, []
     for order in ORDERS:
-        counted = Ours(order, job, SliceOptions(slices, order=order), ranks).counted()
-        peaks, form = [int(n) for n in _all(counted.activations)], form_bytes(job, ranks, slices, order)
-        worst = max(a / f for a, f in zip(peaks, form, strict=True))
-        row = {**_named("bytes", job, ranks, slices, order), "activation_bytes": peaks, "form_bytes": form}
-        row |= {"chunk_bytes": [int(n) for n in _all(counted.chunks)]}
-        row |= {"chunk_gradient_bytes": [int(n) for n in _all(counted.chunk_gradients)]}
-        rows.append({**row, "over_form": worst, "target": f"<= {OVER_FORM}", "met": worst <= OVER_FORM})
+        found = _ran(Ours(order, job, SliceOptions(slices, order=order), ranks), job, ranks)
+        row = {**_named("bytes", job, ranks, slices, order), **found}
+        rows.append({**row, "target": f"<= {OVER_FORM}", "met": row["over_form"] <= OVER_FORM})
     return rows
 
 
@@ -59,22 +55,34 @@ def longest_simulated(work: dict[str, int], *, ranks: int, slices: int) -> list[
 def longest_real(collective: Collective, *, device: str, work: dict[str, int], slices: int) -> list[Row]:
     """The same from counted runs: 1F1B at T, then each order at the longest T that its bytes at T promise.
 
-    Activations are proportional to T. `activation_bytes` at the longer T are counted too, and must not be more than
-    1F1B's.
+    Activations are proportional to T, and boundaries, which count here too. Those at the longer T are counted as well,
+    and together must not be more than 1F1B's.
     """
     job, ranks = Work(**work), collective.size
-    limit = max(_all(Ours("own-1f1b", job, SliceOptions(1), ranks).counted().activations))
-    rows: list[Row] = [{**_named("longest-real", job, ranks, 1, None), "activation_bytes": int(limit)}]
+    whole = _ran(Ours("own-1f1b", job, SliceOptions(1), ranks), job, ranks)
+    limit, rows = _most(whole), [{**_named("longest-real", job, ranks, 1, None), **whole}]
     for order in ORDERS:
         options = SliceOptions(slices, order=order)
-        held = max(_all(Ours(order, job, options, ranks).counted().activations))
+        at_first = _most(_ran(Ours(order, job, options, ranks), job, ranks))
         each = slices  # T is a multiple of the slices
-        longer = replace(job, tokens=int(job.tokens * limit / held) // each * each)
-        really = max(_all(Ours(order, longer, options, ranks).counted().activations))
+        longer = replace(job, tokens=job.tokens * limit // at_first // each * each)
+        found = _ran(Ours(order, longer, options, ranks), longer, ranks)
         row = {**_named("longest-real", longer, ranks, slices, order), **_against(longer.tokens / job.tokens, order)}
-        row |= {"activation_bytes": int(really), "limit_bytes": int(limit)}
-        rows.append({**row, "met": row["met"] and really <= limit})
+        row |= {**found, "limit_bytes": limit}
+        rows.append({**row, "met": row["met"] and _most(found) <= limit})
     return rows
+
+
+def _ran(one: Ours, job: Work, ranks: int) -> Row:
+    """What a step holds and sends, and its loss and gradients beside one process's."""
+    alone, want = oracle(job)
+    row = held(job, ranks, one) | crossing(job, ranks, one) | {"loss_alone": alone}
+    return row | {"worst_gradient_error": max(_all(apart(one.gradients(), want)))}
+
+
+def _most(row: Row) -> int:
+    """Bytes of layers and of boundaries on the rank that holds most."""
+    return max(a + b for a, b in zip(row["activation_bytes"], row["boundary_bytes"], strict=True))
 
 
 def _against(ratio: float, order: Order) -> Row:
@@ -85,6 +93,7 @@ def _named(case: str, work: Work, ranks: int, slices: int, order: str | None) ->
     schedule = f"{order}-n{slices}" if order else "own-1f1b"
     row: Row = {"case": case, "schedule": schedule, "order": order, "balance": "none", "p": ranks, "v": 1}
     row |= {"m": work.microbatches, "n": slices, "T": work.tokens, "dims": work.dims(), "dtype": "float32"}
+    row["threads"] = torch.get_num_threads()
     return row
 
 
@@ -111,10 +120,16 @@ def recomputed() -> list[Row]:
         run = SlicedTransformers(model, SliceOptions(slices, recompute=how))
         dims = Dims.of(model.config)
         by_hand = unit_bytes(dims, 1, tokens // slices, layers, how)
-        counted = _units_of(run, torch.arange(tokens)[None] % 48, layers)
+        counted, loss = _units_of(run, torch.arange(tokens)[None] % 48, layers)
         row: Row = {"case": "recompute", "layer": "experts" if experts else "dense", "recompute": how, "n": slices}
         row |= {"T": tokens, "dims": {**_said(dims), "layers": layers}, "dtype": "float32"}
-        row |= {"unit_bytes": counted, "by_hand_bytes": by_hand, "by_hand_per_token": kept_per_token(dims, how)}
+        row |= {"p": 1, "v": 1, "m": 1, "threads": torch.get_num_threads(), "loss": loss}
+        row |= {
+            "messages": {"activations": 0, "gradients": 0},
+            "unit_bytes": counted,
+            "by_hand_bytes": by_hand,
+            "by_hand_per_token": kept_per_token(dims, how),
+        }
         rows.append({**row, "target": "equal", "met": counted == [by_hand] * slices})
     return rows
 
@@ -134,18 +149,19 @@ def _small(experts: int, kv_heads: int, layers: int) -> Any:
     return model
 
 
-def _units_of(run: SlicedTransformers, ids: torch.Tensor, layers: int) -> list[int]:
-    """What each slice adds to the bytes that all layers hold."""
-    count, kept, found = LiveBytes(run), [], []
+def _units_of(run: SlicedTransformers, ids: torch.Tensor, layers: int) -> tuple[list[int], float]:
+    """What each slice adds to the bytes that all layers hold, and the loss."""
+    count, kept, found, total = LiveBytes(run), [], [], 0.0
     (whole,) = run.cut(ids, ids, 1)
     for part in run.sliced(whole):
         before, boundary = count.now(), ()
         with run.working(part):
             for unit in range(layers + 1):
                 boundary = run.run(unit, boundary, part)
+            found.append(count.now() - before)
+            total += float(run.loss(run.run(layers + 1, boundary, part), part).detach())
         kept.append(boundary)
-        found.append(count.now() - before)
-    return found
+    return found, total / run.counted(whole)
 
 
 def _said(dims: Dims) -> dict[str, int]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.model import Boundary, Microbatch
+from pipeline_balance.pipeline.model import Activations, Microbatch
 from pipeline_balance.slices.parts import Sliced
 from pipeline_balance.slices.store import Chunk, ChunkStore
 
@@ -80,12 +80,12 @@ class LiveBytes(SavedBytes):
         model.run = self.run  # type: ignore[method-assign]
         self.store.gradients = self.of_chunk  # type: ignore[method-assign]
 
-    def run(self, unit: int, boundary: Boundary, microbatch: Microbatch) -> Boundary:
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
         if not torch.is_grad_enabled() or not 0 < unit <= len(self.model.layers):
-            return self._run(unit, boundary, microbatch)
+            return self._run(unit, activations, microbatch)
         arguments = self.model.recorded(microbatch).calls[unit - 1].leaves
         with self.keeping([*self._parameters, *arguments]):
-            out = self._run(unit, boundary, microbatch)
+            out = self._run(unit, activations, microbatch)
         self.look()
         self._first = self._first and not microbatch.slice
         if self._first:

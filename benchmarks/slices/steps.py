@@ -40,16 +40,17 @@ def measure(
     rows: dict[str, Row] = {}
     for name in names:
         rows[name] = {"case": case, "schedule": name, "p": ranks, "m": job.microbatches, "T": job.tokens}
-        rows[name] |= {"balance": "none", "dims": job.dims(), "dtype": "float32", "threads": torch.get_num_threads()}
+        rows[name] |= {"dims": job.dims(), "dtype": "float32", "threads": torch.get_num_threads()}
         try:
             one = contender(name, job, ranks)
             got = _sum(one.step() if one.name.startswith("torch") else one.step() / ranks)
         except Exception as error:
             rows[name]["reason"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             continue
-        rows[name] |= {"v": one.stages_per_rank, "n": one.slices, "order": one.order, "loss": got, "loss_alone": loss}
+        rows[name] |= {"v": one.stages_per_rank, "n": one.slices, "order": one.order, "balance": one.balance}
+        rows[name] |= {"loss": got, "loss_alone": loss}
         rows[name]["worst_gradient_error"] = _most(apart(one.gradients(), want))
-        rows[name] |= _messages(job, ranks, one)
+        rows[name] |= crossing(job, ranks, one)
         one.busy_s()
         running.append(one)
     taken: dict[str, list[float]] = {one.name: [] for one in running}
@@ -63,7 +64,7 @@ def measure(
     for one in running:
         rows[one.name]["cpu_s"] = _all(worked[one.name])
         rows[one.name] |= _times(taken[one.name], _all(one.busy_s()), ranks)
-        rows[one.name] |= _bytes(job, ranks, one)
+        rows[one.name] |= held(job, ranks, one)
     return list(rows.values())
 
 
@@ -94,18 +95,21 @@ def _times(step_s: list[float], busy: list[float], ranks: int) -> Row:
     }
 
 
-def _bytes(work: Work, ranks: int, one: Contender) -> Row:
-    """Counted bytes of one more step by rank, and the closed form where there is one."""
+def held(work: Work, ranks: int, one: Contender) -> Row:
+    """Loss and counted bytes of one more step by rank, and the closed form where there is one."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the most memory counts from here on
     found: Counted = one.counted()
     row: Row = {
+        "loss": _sum(found.loss if one.name.startswith("torch") else found.loss / ranks),
         "activation_bytes": [int(n) for n in _all(found.activations)],
         "chunk_bytes": [int(n) for n in _all(found.chunks)],
         "chunk_gradient_bytes": [int(n) for n in _all(found.chunk_gradients)],
+        "boundary_bytes": None if found.boundaries is None else [int(n) for n in _all(found.boundaries)],
+        "sent_bytes": None if found.sent is None else [int(n) for n in _all(found.sent)],
         "rss_bytes": [int(n) for n in _all(_most_rss())],
     }
-    if one.slices > 1 and one.stages_per_rank == 1:
+    if one.slices > 1 and one.stages_per_rank == 1 and one.balance == "none":
         form = form_bytes(work, ranks, one.slices, one.order)
         row |= {"form_bytes": form, "over_form": max(a / f for a, f in zip(row["activation_bytes"], form, strict=True))}
     return row
@@ -134,7 +138,7 @@ def form_bytes(work: Work, ranks: int, slices: int, order: Any) -> list[int]:
     return [sliced_peak_bytes(n, slices, a, g) for n in units]
 
 
-def _messages(work: Work, ranks: int, one: Contender) -> Row:
+def crossing(work: Work, ranks: int, one: Contender) -> Row:
     """What crosses from rank to rank in a step: hidden states of every unit one way, their gradients the other."""
     crossings = ranks * one.stages_per_rank - 1
     if one.name == "torch-zbv":

@@ -60,7 +60,8 @@ class Meter:
     `clock` tells waits and steps. `work_clock`, where there is one, times the layers' own work: processor time of the
     thread suits ranks that share cores or run under a quota, where the wall clock counts pauses as work. Of every kind
     the last `max_samples` are kept. `on_backward` is called once, before the next backward action. `boundary_bytes` is
-    what this rank's receive buffers take where slices use them again; it is no part of any layer's activations.
+    what this rank has received of other ranks and not used up, at most at a moment of the last step; slices keep as
+    much in buffers. `sent_bytes` is the most that was on its way to others. No layer's activations have them.
     `working_on` says which slice of how many runs, and the share of the microbatch's tokens that it has.
     """
 
@@ -78,6 +79,7 @@ class Meter:
     between: list[float] = field(default_factory=list)
     counted: set[int] = field(default_factory=set)
     boundary_bytes: int = 0
+    sent_bytes: int = 0
     working_on: tuple[int, int, float] | None = None
     _waited_s: float = 0.0
     _arrived: list[tuple[int, float]] = field(default_factory=list)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline_balance.pipeline import shapes
-from pipeline_balance.pipeline.model import Boundary, Inputs, Microbatch, PipelineModel, zero_of
+from pipeline_balance.pipeline.model import Activations, Inputs, Microbatch, PipelineModel, zero_of
 from pipeline_balance.pipeline.router_losses import RouterLoss, find_router_loss
 from pipeline_balance.pipeline.skeleton import Readable, Skeleton, StandIn, Stop
 from prophet.errors import SpecError
@@ -34,16 +34,16 @@ _DEFAULT_EXAMPLE = torch.tensor([[7, 6, 0, 0, 1], [1, 2, 3, 0, 0]])
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One layer's arguments in one microbatch: leaves in the order of `structure`, and where the boundary goes in."""
+    """One layer's arguments in one microbatch: leaves in the order of `structure`, and where the activations go in."""
 
     leaves: list[Any]
     structure: TreeSpec
     takes: tuple[int, ...]
-    """[tensors of the boundary before the layer] its leaf."""
+    """[tensors that the layer before hands over] the leaf that each becomes."""
 
-    def with_boundary(self, boundary: Boundary) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_activations(self, activations: Activations) -> tuple[tuple[Any, ...], dict[str, Any]]:
         leaves = list(self.leaves)
-        for place, tensor in zip(self.takes, boundary, strict=True):
+        for place, tensor in zip(self.takes, activations, strict=True):
             leaves[place] = tensor
         found: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(leaves, self.structure)
         return found
@@ -84,7 +84,7 @@ class TransformersModel(PipelineModel):
         self.skeleton = Skeleton(model, self.layers, self.device)
         self._example = example
         self._accepts = inspect.signature(type(model).forward).parameters
-        self._known: dict[Any, list[Boundary]] = {}
+        self._known: dict[Any, list[Activations]] = {}
         self._outputs: dict[Any, tuple[list[Any], TreeSpec]] = {}
         self._latest: tuple[Microbatch, Any, Recorded] | None = None
         self._as_known: tuple[Any, ...] = ()
@@ -136,22 +136,22 @@ class TransformersModel(PipelineModel):
 
     # --- running units -----------------------------------------------------------------------------------------
 
-    def run(self, unit: int, boundary: Boundary, microbatch: Microbatch) -> Boundary:
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
         if unit == 0:
             found = self._run_front(microbatch)
         elif unit == len(self.units) - 1:
-            found = self._run_behind(boundary, microbatch)
+            found = self._run_behind(activations, microbatch)
         else:
-            found = self._run_layer(unit - 1, boundary, microbatch)
-        if torch.is_grad_enabled() and (_trains(self.units[unit]) or any(t.requires_grad for t in boundary)):
-            # as `boundaries` says, even where no gradient will come of it
+            found = self._run_layer(unit - 1, activations, microbatch)
+        if torch.is_grad_enabled() and (_trains(self.units[unit]) or any(t.requires_grad for t in activations)):
+            # as `activations` says, even where no gradient will come of it
             return tuple(_requiring_grad(t) for t in found)
         return found
 
-    def loss(self, boundary: Boundary, microbatch: Microbatch) -> Tensor:
-        return boundary[0] * self.counted(microbatch)
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        return activations[0] * self.counted(microbatch)
 
-    def _run_front(self, microbatch: Microbatch) -> Boundary:
+    def _run_front(self, microbatch: Microbatch) -> Activations:
         takes = self.recorded(microbatch).calls[0].takes
         found: list[Tensor] = []
 
@@ -165,10 +165,10 @@ class TransformersModel(PipelineModel):
         )
         return tuple(found)
 
-    def _run_layer(self, layer: int, boundary: Boundary, microbatch: Microbatch) -> Boundary:
+    def _run_layer(self, layer: int, activations: Activations, microbatch: Microbatch) -> Activations:
         recorded = self.recorded(microbatch)
-        sums, flowing = self._without_sums(layer, boundary)
-        args, kwargs = recorded.calls[layer].with_boundary(flowing)
+        sums, flowing = self._without_sums(layer, activations)
+        args, kwargs = recorded.calls[layer].with_activations(flowing)
         logits: list[Tensor] = []
         with ExitStack() as stack:
             if self.router_loss is not None:
@@ -185,9 +185,9 @@ class TransformersModel(PipelineModel):
     def _call_layer(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.layers[layer](*args, **kwargs)
 
-    def _run_behind(self, boundary: Boundary, microbatch: Microbatch) -> Boundary:
+    def _run_behind(self, activations: Activations, microbatch: Microbatch) -> Activations:
         recorded, last = self.recorded(microbatch), len(self.layers) - 1
-        sums, flowing = self._without_sums(last + 1, boundary)
+        sums, flowing = self._without_sums(last + 1, activations)
         readable = Readable(allowed=True)
         random = _Random(self.device)
 
@@ -214,7 +214,7 @@ class TransformersModel(PipelineModel):
         if counts:
             # sums over labels and microbatches need more than the bits of a half precision
             return (loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss,)
-        return (zero_of((loss, *boundary)),)  # no label counts: nothing to learn
+        return (zero_of((loss, *activations)),)  # no label counts: nothing to learn
 
     def _asked(self, microbatch: Microbatch, labels: Tensor | None = None) -> dict[str, Any]:
         """The arguments of the model's own forward."""
@@ -225,11 +225,11 @@ class TransformersModel(PipelineModel):
             asked["use_cache"] = False
         return asked
 
-    def _without_sums(self, layer: int, boundary: Boundary) -> tuple[Tensor | None, Boundary]:
-        """The routers' sums that come with a boundary in front of `layer`, and what is the layer's own."""
+    def _without_sums(self, layer: int, activations: Activations) -> tuple[Tensor | None, Activations]:
+        """The routers' sums that come with the activations in front of `layer`, and what is the layer's own."""
         if self.router_loss is None or layer <= self.router_loss.first():
-            return None, boundary
-        return boundary[-1], boundary[:-1]
+            return None, activations
+        return activations[-1], activations[:-1]
 
     # --- what layers are called with ---------------------------------------------------------------------------
 
@@ -311,17 +311,17 @@ class TransformersModel(PipelineModel):
         name = f"the output of layer {layer}"
         return [StandIn.like(t, self.device, name, never) if isinstance(t, Tensor) else t for t in leaves]
 
-    # --- boundaries --------------------------------------------------------------------------------------------
+    # --- activations -------------------------------------------------------------------------------------------
 
-    def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
+    def activations(self, microbatch: Microbatch) -> list[Activations]:
         trains = tuple(_trains(unit) for unit in self.units)
         key = (microbatch.shapes(), trains, self._mode(), torch.is_grad_enabled())
         if key not in self._known:
-            self._known[key] = self._boundaries(self.recorded(microbatch), trains)
+            self._known[key] = self._activations(self.recorded(microbatch), trains)
         return self._known[key]
 
-    def _boundaries(self, recorded: Recorded, trains: tuple[bool, ...]) -> list[Boundary]:
-        said: list[Boundary] = [(), recorded.enters]
+    def _activations(self, recorded: Recorded, trains: tuple[bool, ...]) -> list[Activations]:
+        said: list[Activations] = [(), recorded.enters]
         for layer, ((leaves, _), gives) in enumerate(zip(recorded.outputs, recorded.gives, strict=True)):
             carried = tuple(leaves[place] for place in gives)
             if self.router_loss is not None and layer >= self.router_loss.first():
@@ -330,8 +330,8 @@ class TransformersModel(PipelineModel):
         said.append((torch.empty((), device="meta"),))
         below = [False, *(torch.is_grad_enabled() and any(trains[: unit + 1]) for unit in range(len(self.units)))]
         return [
-            tuple(t.detach().requires_grad_(grad and t.is_floating_point()) for t in boundary)
-            for grad, boundary in zip(below, said, strict=True)
+            tuple(t.detach().requires_grad_(grad and t.is_floating_point()) for t in activations)
+            for grad, activations in zip(below, said, strict=True)
         ]
 
     # --- construction ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.pipeline.executor import Executor
-from pipeline_balance.pipeline.model import Batch, Boundary, Inputs, Labels, Microbatch, PipelineModel
+from pipeline_balance.pipeline.model import Activations, Batch, Inputs, Labels, Microbatch, PipelineModel
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, number_of
 from pipeline_balance.pipeline.stages import PipelineGroups
@@ -38,13 +38,14 @@ _COMPARED = (
     ("have other options (such as the learning rate) in their optimizers' groups", "all"),
     ("have inputs of other shapes", "replica"),
     ("were given other inputs or labels", "replica"),
+    ("hold other weights of the same stages", "column"),
     ("would run the stages that share experts in another order, or on other microbatches,", "column"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """A batch on its way: its `parts`, their boundaries without memory, and how many labels count.
+    """A batch on its way: its `parts`, their activations without memory, and how many labels count.
 
     Parts are microbatches [M], or their slices [M N]. `rows` is the largest microbatch's size. Once agreed on,
     `counted` and `rows` are of all replicas.
@@ -52,7 +53,7 @@ class Passing:
 
     microbatches: int
     parts: list[Microbatch]
-    shapes: list[list[Boundary]]
+    shapes: list[list[Activations]]
     counted: float
     data: int
     rows: int
@@ -88,7 +89,7 @@ def batch_of(
     return Passing(
         microbatches=len(whole),
         parts=parts,
-        shapes=[model.boundaries(part) for part in parts],
+        shapes=[model.activations(part) for part in parts],
         counted=sum(model.counted(part) for part in parts),
         data=number_of(" ".join(checksums)),
         rows=max((next(iter(part.inputs.values())).shape[0] for part in parts), default=0),
@@ -126,7 +127,7 @@ def _checksum(tensor: Tensor) -> str:
     every = -(-flat.numel() * flat.element_size() // _WHOLE_BYTES)
     if every > 1:
         flat = flat[: flat.numel() // _RUN * _RUN].view(-1, _RUN)[::every]
-    return str(zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().tobytes()))
+    return str(zlib.crc32(flat.cpu().contiguous().view(torch.uint8).numpy().data))
 
 
 def actions_of(executor: Executor | None, *, trains: bool) -> Callable[[Passing], str]:
@@ -203,11 +204,13 @@ def agree_on_batch(
     groups: PipelineGroups,
     device: torch.device,
     actions: Callable[[Passing], str],
+    weights: int,
 ) -> Passing:
     """What `prepare` makes of the batch, once all ranks mean the same; collective, one small all-gather.
 
-    `actions` says what this rank would run, which must be the same on the ranks with these stages in all replicas.
-    Where it fails on a rank, all ranks raise `SpecError` with that rank and its reason.
+    `actions` says what this rank would run, and `weights` is a digest of weights; both must be the same on the ranks
+    with these stages in all replicas. Where it fails on a rank, all ranks raise `SpecError` with that rank and its
+    reason.
     """
     failed: Exception | None = None
     passing = Passing.nothing()
@@ -223,6 +226,7 @@ def agree_on_batch(
         optimizers.digest(),
         number_of(repr((passing.counted, shapes))),
         passing.data,
+        weights,
         number_of(actions(passing)),
     ]
     count = int(torch.tensor(passing.counted, dtype=torch.float64).view(torch.int64))  # its bits

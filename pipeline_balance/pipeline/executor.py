@@ -7,6 +7,7 @@ its microbatch; what a stage sends is checked against them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,25 +21,26 @@ from pipeline_balance.pipeline.added_loss import added_losses
 from pipeline_balance.pipeline.buffers import BufferPool
 from pipeline_balance.pipeline.failures import Failures
 from pipeline_balance.pipeline.generators import seeded, unit_seed
-from pipeline_balance.pipeline.model import Boundary, Microbatch, PipelineModel
+from pipeline_balance.pipeline.model import Activations, Microbatch, PipelineModel
 from pipeline_balance.pipeline.wide_sums import WideSums
 from pipeline_balance.schedules.actions import Action
-from pipeline_balance.schedules.transfers import Message, Step
+from pipeline_balance.schedules.transfers import Message, Step, received_ahead
 from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation, Pending
+
+SENDS = 4  # messages that a rank has under way at most; it waits for the oldest before it sends another
 
 
 @dataclass
 class Run:
     """One pass of a batch through the stages.
 
-    `shapes` [M] are every microbatch's boundaries without memory. The gradient is that of the sum of losses times
-    `scale`. `losses` collects this rank's sums: the model's on the last
-    stage's, and what layers add.
+    `shapes` [M] are every microbatch's activations without memory. The gradient is that of the sum of losses times
+    `scale`. `losses` collects this rank's sums: the model's on the last stage's rank, and what layers add.
     """
 
     microbatches: Sequence[Microbatch]
-    shapes: Sequence[Sequence[Boundary]]
+    shapes: Sequence[Sequence[Activations]]
     update: int
     scale: float = 1.0
     trains: bool = True
@@ -49,8 +51,8 @@ class Run:
 class _Kept:
     """What a forward leaves for its backward: the stage's inputs, and what it differentiates."""
 
-    inputs: Boundary
-    outputs: Boundary
+    inputs: Activations
+    outputs: Activations
     groups: Any = None
 
 
@@ -79,7 +81,7 @@ class Executor:
         reuse: bool = False,
     ) -> None:
         self.model, self.stages, self.total = model, stages, total_stages
-        self.training, self.evaluation = training, evaluation
+        self.training, self.evaluation = received_ahead(training) if reuse else training, evaluation
         self.collective, self.failures, self.seed, self.device = collective, failures, config_seed, device
         self.meter, self.on_stage_done = meter, on_stage_done
         self.reuse, self.received = reuse, BufferPool()
@@ -89,15 +91,17 @@ class Executor:
 
     def _begin(self) -> None:
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._arrived: dict[tuple[bool, int, int], Boundary] = {}
-        self._coming: dict[tuple[bool, int, int], tuple[Pending, Boundary]] = {}
-        self._outgoing: list[Pending] = []
+        self._arrived: dict[tuple[bool, int, int], Activations] = {}
+        self._coming: dict[tuple[bool, int, int], tuple[Pending, Activations]] = {}
+        self._outgoing: deque[tuple[Pending, int]] = deque()  # with their bytes
         self._lent: dict[tuple[bool, int, int], list[Tensor]] = {}  # receive buffers in use
+        self._received: dict[tuple[bool, int, int], int] = {}  # bytes that came, until they have been read
         self._sums: WideSums | None = None
         self._left = dict(self._actions)
 
     def run(self, run: Run) -> None:
         """All steps of the schedule; returns when everything sent has left."""
+        self.meter.sent_bytes = self.meter.boundary_bytes = 0
         if self.reuse and run.trains:
             self._sums = WideSums(p for s in self.stages for p in self._weights(s))
         try:
@@ -107,8 +111,8 @@ class Executor:
                 else:
                     with self.failures().action(step):
                         self.run_action(step, run)
-            for pending in self._outgoing:
-                pending.wait()
+            while self._outgoing:
+                self._sent()
         finally:
             if self.reuse and run.trains:
                 # after an error messages may still come into buffers
@@ -148,7 +152,7 @@ class Executor:
 
     # --- forward ----------------------------------------------------------------------------------------------
 
-    def _forward(self, s: int, m: int, given: Boundary, run: Run) -> None:
+    def _forward(self, s: int, m: int, given: Activations, run: Run) -> None:
         units, part = self.stages[s], run.microbatches[m]
         out = given
         with added_losses(self._weight_of(m, run)) as added:
@@ -171,20 +175,24 @@ class Executor:
         if run.trains:
             self._kept[s, m] = _Kept(given, out)
 
+<<<<<<< HEAD
     def _unit(self, unit: int, given: Boundary, part: Microbatch) -> Boundary:
         if not self.model.metered:
             return self.model.run(unit, given, part)
+=======
+    def _unit(self, unit: int, given: Activations, part: Microbatch) -> Activations:
+>>>>>>> main
         return self.meter.run_unit(unit, self.model.units[unit], lambda: self.model.run(unit, given, part), given)
 
     def _weight_of(self, m: int, run: Run) -> float:
         """What a mean over a microbatch counts."""
         return self.model.counted(run.microbatches[m]) * run.scale
 
-    def _check(self, s: int, out: Boundary, agreed: Boundary, part: Microbatch) -> None:
+    def _check(self, s: int, out: Activations, agreed: Activations, part: Microbatch) -> None:
         """What a stage hands on must be what the next one expects."""
 
-        def said(boundary: Boundary) -> list[str]:
-            return [f"{list(t.shape)} of {t.dtype}" for t in boundary]
+        def said(tensors: Activations) -> list[str]:
+            return [f"{list(t.shape)} of {t.dtype}" for t in tensors]
 
         if said(out) != said(agreed):
             raise SpecError(
@@ -194,7 +202,7 @@ class Executor:
 
     # --- backward ---------------------------------------------------------------------------------------------
 
-    def _backward(self, s: int, m: int, grads: Boundary, run: Run, *, split: bool) -> None:
+    def _backward(self, s: int, m: int, grads: Activations, run: Run, *, split: bool) -> None:
         kept = self._kept[s, m] if split else self._kept.pop((s, m))
         if s == self.total - 1:
             wanted = [(t, torch.ones_like(t)) for t in kept.outputs]
@@ -218,7 +226,9 @@ class Executor:
             for t in inputs:
                 t.grad = None
 
-    def _input_gradients(self, s: int, kept: _Kept, outputs: Boundary, grads: Boundary, inputs: Boundary) -> None:
+    def _input_gradients(
+        self, s: int, kept: _Kept, outputs: Activations, grads: Activations, inputs: Activations
+    ) -> None:
         _, kept.groups = stage_backward_input(list(outputs), list(grads), list(inputs), iter(self._weights(s)))
 
     def _weight(self, s: int, m: int) -> None:
@@ -233,7 +243,7 @@ class Executor:
 
     # --- messages ---------------------------------------------------------------------------------------------
 
-    def _take(self, forward: bool, boundary: int, m: int, run: Run) -> Boundary:
+    def _take(self, forward: bool, boundary: int, m: int, run: Run) -> Activations:
         """What has come over `boundary`: activations for the stage above it, gradients for the one below."""
         key = (forward, boundary, m)
         if key in self._coming:
@@ -253,8 +263,11 @@ class Executor:
         if message.what == "send":
             tensors = [t.detach().contiguous() for t in self._arrived.pop(key, ())]
             if tensors:
-                sends = [(message.peer, t) for t in tensors]
-                self._outgoing.append(self.collective().exchange(sends, [], op=op))
+                if len(self._outgoing) == SENDS:
+                    self._sent()
+                pending = self.collective().exchange([(message.peer, t) for t in tensors], [], op=op)
+                self._outgoing.append((pending, sum(t.numel() * t.element_size() for t in tensors)))
+                self.meter.sent_bytes = max(self.meter.sent_bytes, sum(n for _, n in self._outgoing))
             return
         agreed = run.shapes[message.microbatch][self._unit_below(message)]
         wanted = [t for t in agreed if message.forward or t.requires_grad]
@@ -264,13 +277,25 @@ class Executor:
             made = [t.detach() for t in self._lent[key]]
         else:
             made = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in wanted]
+        self._received[key] = sum(t.numel() * t.element_size() for t in made)
+        self.meter.boundary_bytes = max(self.meter.boundary_bytes, sum(self._received.values()))
         if made:
             pending = self.collective().exchange([], [(message.peer, t) for t in made], op=op)
             self._coming[key] = (pending, tuple(made))
 
+    def _sent(self) -> None:
+        """Wait until the oldest message has arrived, and let go of it.
+
+        Its receive was begun in an earlier turn of the schedule on paper than anything that comes now, so no ranks can
+        wait for each other in a circle.
+        """
+        self._outgoing[0][0].wait()
+        self._outgoing.popleft()
+
     def _give_back(self, *keys: tuple[bool, int, int]) -> None:
         """What was received for these has been read for the last time."""
         for key in keys:
+            self._received.pop(key, None)
             for buffer in self._lent.pop(key, ()):
                 self.received.give(buffer)
 

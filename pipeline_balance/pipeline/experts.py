@@ -100,11 +100,28 @@ class StageExperts:
                 f"a pipeline cannot {what} while the replicas of layers {list(self.units)} share their experts"
             )
 
-    def balance(self, attach: Callable[[nn.Module], Balancer], mine: Sequence[int]) -> Balancer | None:
-        """Have `attach` balance the layers of the units that run here (`mine`); None where they share no experts."""
+    def balance(
+        self, attach: Callable[[nn.Module], Balancer], mine: Sequence[int], passes: int, world: Collective
+    ) -> Balancer | None:
+        """Have `attach` balance the layers of the units that run here (`mine`); None where they share no experts.
+
+        Raises `SpecError` on all ranks of `world` where a balancer counts on another number of backward `passes` per
+        step: gradients would come home at the wrong moment. One that takes every pass for the last is right, too.
+        """
         shared = [unit for unit in mine if unit in self.units]
         if shared:
             self._balancer = attach(nn.ModuleList(self._units[unit] for unit in shared))
+        if self.any:
+            said = getattr(getattr(self._balancer, "config", None), "accumulation_steps", 1)
+            op = Operation("comparing accumulation_steps")
+            every = tell(world, [said], op=op, device=torch.device("cpu"))[:, 0].tolist()
+            wrong = [rank for rank, steps in enumerate(every) if steps not in (1, passes)]
+            if wrong:
+                self._balancer = None
+                raise SpecError(
+                    f"ranks {wrong} balance experts with accumulation_steps={every[wrong[0]]}: a step of this pipeline "
+                    f"has {passes} backward passes, its microbatches times their slices; give that number, or leave 1"
+                )
         return self._balancer
 
     # --- around a step ----------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Random numbers that do not depend on where a unit runs: its generator is seeded anew for every microbatch.
 
-The key is (seed, unit, update, microbatch), the microbatch counted over replicas and accumulated calls, and the slice
-of the microbatch if it is cut. So nothing
-travels with a layer, and one process with the same keys draws the same numbers.
+The key is (seed, unit, update, microbatch), with the slice where the microbatch is cut. Microbatches are counted over
+replicas and accumulated calls. So nothing travels with a layer, and one process with the same keys draws the same
+numbers.
 """
 
 from __future__ import annotations

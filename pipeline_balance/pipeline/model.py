@@ -20,7 +20,7 @@ from pipeline_balance.pipeline.shapes import output_of
 from pipeline_balance.schedules.actions import Schedule
 from prophet.errors import SpecError
 
-Boundary = tuple[Tensor, ...]
+Activations = tuple[Tensor, ...]
 """What one unit hands to the next; its floating-point tensors may carry gradients."""
 
 Inputs = Tensor | Mapping[str, Tensor]
@@ -49,7 +49,7 @@ class Microbatch:
     share: float = 1.0
 
     def shapes(self) -> tuple[Any, ...]:
-        """What the boundaries' shapes depend on, as a key: names, shapes and types of the inputs and the labels."""
+        """What the activations' shapes depend on, as a key: names, shapes and types of the inputs and the labels."""
         given = {**self.inputs, "labels": self.labels}
         return tuple((n, None if t is None else (tuple(t.shape), t.dtype)) for n, t in sorted(given.items()))
 
@@ -123,11 +123,11 @@ class PipelineModel(ABC):
         """A pass of a batch has ended or failed: let go of what it has left behind."""
 
     @abstractmethod
-    def run(self, unit: int, boundary: Boundary, microbatch: Microbatch) -> Boundary:
-        """Forward of one unit. Unit 0 gets an empty boundary; the loss is computed from the last unit's."""
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
+        """Forward of one unit. Unit 0 gets none; the loss is computed from the last unit's."""
 
     @abstractmethod
-    def loss(self, boundary: Boundary, microbatch: Microbatch) -> Tensor:
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
         """The sum of the losses of the labels that count, a scalar with its graph."""
 
     @abstractmethod
@@ -135,8 +135,8 @@ class PipelineModel(ABC):
         """How many labels count in this microbatch, or their weight; known on every rank without running anything."""
 
     @abstractmethod
-    def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
-        """L + 1 boundaries without memory: before unit 0 (empty), then after every unit.
+    def activations(self, microbatch: Microbatch) -> list[Activations]:
+        """What will flow, without memory [L + 1]: before unit 0 (nothing), then after every unit.
 
         Shapes and types are those of the data that will flow. A tensor requires grad where a gradient may come back.
         """
@@ -203,22 +203,22 @@ class ModuleChain(PipelineModel):
         self._counted = counted if counted is not None else labels_of(loss_fn)
         self.device = device if device is not None else torch.device("cpu")
         self._structures: tuple[TreeSpec, ...] = ()
-        self._known: dict[Any, tuple[list[Boundary], tuple[TreeSpec, ...]]] = {}
+        self._known: dict[Any, tuple[list[Activations], tuple[TreeSpec, ...]]] = {}
 
     def cut(self, inputs: Inputs, labels: Tensor | None, microbatches: int, first: int = 0) -> list[Microbatch]:
         named = {"input": inputs} if isinstance(inputs, Tensor) else dict(inputs)
         return split_rows(named, labels, microbatches, first)
 
-    def run(self, unit: int, boundary: Boundary, microbatch: Microbatch) -> Boundary:
-        args, kwargs = self._arguments(unit, boundary, microbatch)
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
+        args, kwargs = self._arguments(unit, activations, microbatch)
         return tuple(tree_flatten(self.units[unit](*args, **kwargs))[0])
 
     def _arguments(
-        self, unit: int, boundary: Boundary, microbatch: Microbatch
+        self, unit: int, activations: Activations, microbatch: Microbatch
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a unit is called with."""
         if unit:
-            given = tree_unflatten(list(boundary), self._structures[unit - 1])
+            given = tree_unflatten(list(activations), self._structures[unit - 1])
         else:
             given = dict(microbatch.inputs)
             given = given["input"] if set(given) == {"input"} else given
@@ -226,14 +226,14 @@ class ModuleChain(PipelineModel):
             return (), dict(given)
         return tuple(given) if isinstance(given, tuple | list) else (given,), {}
 
-    def loss(self, boundary: Boundary, microbatch: Microbatch) -> Tensor:
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
         count = self.counted(microbatch)
         if not count:
-            return zero_of(boundary)
-        loss = self.loss_fn(tree_unflatten(list(boundary), self._structures[-1]), microbatch.labels)
+            return zero_of(activations)
+        loss = self.loss_fn(tree_unflatten(list(activations), self._structures[-1]), microbatch.labels)
         if loss.numel() != 1:
             raise SpecError(f"the loss must be a mean, one number, got a tensor of shape {list(loss.shape)}")
-        if any(t.requires_grad for t in boundary) and not loss.requires_grad:
+        if any(t.requires_grad for t in activations) and not loss.requires_grad:
             raise SpecError("the loss has no gradient: loss_fn must compute it from the output, without detaching")
         return loss.reshape(()) * count
 
@@ -249,7 +249,7 @@ class ModuleChain(PipelineModel):
             raise SpecError(f"the model has {len(now)} layers now, the pipeline has {len(self.units)}")
         self.units = now
 
-    def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
+    def activations(self, microbatch: Microbatch) -> list[Activations]:
         key = (microbatch.shapes(), self._mode())
         if key not in self._known:
             self._known[key] = self._trace(microbatch)
@@ -257,16 +257,16 @@ class ModuleChain(PipelineModel):
         return found
 
     def _mode(self) -> tuple[Any, ...]:
-        """What the boundaries depend on beside the inputs: which modules there are, who trains, in which precision."""
+        """What the activations depend on beside the inputs: which modules there are, who trains, in which precision."""
         parts = tuple(id(part) for module in self.units for part in module.modules())
         trains = tuple((m.training, any(p.requires_grad for p in m.parameters())) for m in self.units)
         kind = self.device.type
         cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return parts, trains, cast, torch.is_grad_enabled()
 
-    def _trace(self, microbatch: Microbatch) -> tuple[list[Boundary], tuple[TreeSpec, ...]]:
+    def _trace(self, microbatch: Microbatch) -> tuple[list[Activations], tuple[TreeSpec, ...]]:
         """All units' outputs without data, and how they are nested; a unit's gradient may pass if one below trains."""
-        found: list[Boundary] = [()]
+        found: list[Activations] = [()]
         grad = False
         structures: list[TreeSpec] = []
         for unit, module in enumerate(self.units):
@@ -288,9 +288,9 @@ class ModuleChain(PipelineModel):
         return found, tuple(structures)
 
 
-def zero_of(boundary: Boundary) -> Tensor:
+def zero_of(activations: Activations) -> Tensor:
     """Zero, and a gradient of zero for all that comes in, whatever stands there: infinities times 0 are not 0."""
-    return torch.stack([t.flatten()[:0].sum(dtype=torch.float32) for t in boundary if t.is_floating_point()]).sum()
+    return torch.stack([t.flatten()[:0].sum(dtype=torch.float32) for t in activations if t.is_floating_point()]).sum()
 
 
 def labels_of(loss_fn: LossFn, *, tokens: bool = False) -> CountLabels:

@@ -16,13 +16,14 @@ from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.model import Batch, Labels, evaluating
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.owners import Owners
-from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.ownership import Ownership, sum_of_bits
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.replicas import start_alike
 from pipeline_balance.pipeline.scaler import PipelineScaler, check_scaler
 from pipeline_balance.pipeline.stages import PipelineConfig, StageBuilder, Stages
 from pipeline_balance.pipeline.ties import share_tied_weights, ties_of
 from pipeline_balance.pipeline.update import Gradients
+from prophet.errors import SpecError
 from prophet.ranks.collective import Operation
 
 
@@ -51,6 +52,7 @@ class Passes:
         self.grad_norm: float | None = None
         self._trainable = owned.trainable()
         self._scaler: PipelineScaler | None = None
+        self._weights: torch.Tensor | None = None  # digest of one layer's after the last update
 
     @property
     def config(self) -> PipelineConfig:
@@ -85,6 +87,8 @@ class Passes:
         """The batch in microbatches with their shapes, once all ranks agree on it."""
 
         def prepare() -> Passing:
+            if not torch.is_grad_enabled():
+                raise SpecError("step trains, and gradients are off here (no_grad or inference_mode): call evaluate")
             check_scaler(scaler)
             self.read_model()
             if self.progress.parts:
@@ -113,7 +117,18 @@ class Passes:
     def _agree(
         self, prepare: Callable[[], Passing], given: tuple[Any, ...], actions: Callable[[Passing], str]
     ) -> Passing:
-        return agree_on_batch(prepare, self.owned, self.optimizers, given, self.groups, self.config.device, actions)
+        owned, groups, device = self.owned, self.groups, self.config.device
+        weights = int(self._weights) if self._weights is not None else 0
+        return agree_on_batch(prepare, owned, self.optimizers, given, groups, device, actions, weights)
+
+    def _weights_of_next_layer(self) -> torch.Tensor | None:
+        """A digest for the next agreement: replicas that came apart are found once it is that layer's turn."""
+        mine = self._mine()
+        if self.groups.replicas == 1 or not mine:
+            return None
+        names = self.owned.of([mine[self.progress.updates % len(mine)]])
+        parameters = [self.owned.parameters[n] for n in names]
+        return sum_of_bits(p for p in parameters if p not in self.experts.parameters)
 
     def read_model(self) -> None:
         """Take in what was added to the model since the last step; what belongs elsewhere goes to `meta`."""
@@ -166,6 +181,7 @@ class Passes:
         self.experts.finish()
         torch.clear_autocast_cache()  # inside one long autocast, weights would stay as they were before this update
         progress.updated()
+        self._weights = self._weights_of_next_layer()
         self.used = True
 
     def evaluate(self, inputs: Batch, labels: Labels) -> float:
@@ -197,8 +213,8 @@ class Passes:
         """Other processes have the stages now: go on with their communicators and owners."""
         self.gradients.close()
         self.gradients = Gradients(self.owned, self.groups, self.experts)
-        self.owners = owners
+        self.owners, self._weights = owners, None
 
     def resume(self, progress: Progress) -> None:
         """Go on from a run that was as far as `progress`."""
-        self.progress, self.used = progress, False
+        self.progress, self.used, self._weights = progress, False, None

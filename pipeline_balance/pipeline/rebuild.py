@@ -17,11 +17,20 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.optimizers import Optimizers
-from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, like_meta, put, try_put
-from pipeline_balance.pipeline.replicas import check_alike
+from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, digest_of, like_meta, put, try_put
+from pipeline_balance.pipeline.replicas import check_alike, refuse_apart
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder, Stages
-from pipeline_balance.pipeline.ties import Tie, check_ties, ties_of
-from pipeline_balance.pipeline.training_state import Held, agree, by_layer, collect, gather_json, share, state_entries
+from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
+from pipeline_balance.pipeline.training_state import (
+    Held,
+    agree,
+    by_layer,
+    collect,
+    described,
+    share,
+    state_entries,
+    union,
+)
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
@@ -29,7 +38,7 @@ from prophet.ranks.collective import Collective, Operation
 from prophet.state.layout import Piece
 from prophet.state.route import Route, route
 from prophet.state.space import Space, TensorSpec
-from prophet.state.transition import Allocate, Moved, State, empty, transition
+from prophet.state.transition import Allocate, State, empty, transition
 
 WHOLE = "the state from before the move is whole"
 
@@ -51,6 +60,10 @@ class Prepared:
     stage_map: StageMap
     specs: tuple[TensorSpec, ...]
     route: Route
+
+    def fits(self, stage_map: StageMap, held: Held | str) -> bool:
+        """Whether it is for this map, and this rank's state still has that shape."""
+        return self.stage_map == stage_map and isinstance(held, Held) and self.specs == tuple(held.specs)
 
 
 @dataclass
@@ -116,31 +129,6 @@ class StateMover:
         specs = tuple(held.specs) if isinstance(held, Held) else ()
         return Prepared(stage_map=stage_map, specs=specs, route=way)
 
-    def check(self, before: StageMap, after: StageMap, *, midway: bool) -> None:
-        """Raise `SpecError` on all ranks unless all may go from map to map, `midway` in an update; collective.
-
-        Raises `TransitionError` where tied parameters have come apart.
-        """
-
-        found: tuple[Tie, ...] = ()
-
-        def check() -> list[Any]:
-            nonlocal found
-            self.owned.read()
-            self.builder.check_map(after)
-            found = ties_of(self.owned)
-            if midway and any(len(tie.holders(m)) > 1 for tie in found for m in (before, after)):
-                raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
-            self.check_replicas(before)
-            return [list(after.boundaries), list(after.ranks)]
-
-        groups = self.groups
-        refuse_where(
-            from_all(check, groups.world, self.device, Operation("agreeing on a stage map")),
-            "were given another stage map",
-        )
-        check_ties(found, before, groups.world, groups.grid, self.optimizers.state(), device=self.device)
-
     def check_replicas(self, stage_map: StageMap) -> None:
         """Raise `SpecError` on a column whose replicas have other parameters; collective over each column."""
         groups = self.groups
@@ -152,38 +140,44 @@ class StateMover:
         self,
         now: Stages,
         stage_map: StageMap,
-        *,
         durations: Durations | None = None,
         prepared: Prepared | None = None,
+        *,
         gradients: bool = True,
+        midway: bool = False,
     ) -> tuple[Stages, Rebuilt]:
         """The stages of `stage_map` with the state of `now`, and what that took; collective.
 
-        Without `gradients`, those are dropped once all else has moved: they have been used. Raises `TransitionError` on
-        every rank, with everything as it was, if the state cannot be moved.
+        Without `gradients`, those are dropped once all else has moved: they have been used. `midway` says whether an
+        update is under way. Raises `SpecError` on all ranks unless all may go from map to map, or where replicas have
+        come apart. Raises `TransitionError` on all ranks where ties have come apart or the state cannot be moved. After
+        either, everything is as it was.
         """
         began = time.perf_counter()
-        held = self._collect(now, gradients=gradients)
-        way, scalars = self._way(now, stage_map, held, prepared)
-        assert isinstance(held, Held)
-        moved: Moved | None = None
-        found: tuple[Stages, Change] | str
+        held, way, scalars = self._facts(now, stage_map, prepared, gradients=gradients, midway=midway)
+        found: tuple[Stages, Change] | str | None = None
+
+        def conclude(state: State, problem: str) -> None:
+            nonlocal found
+            found = problem or self.attempt(lambda: self.assemble(stage_map, state, scalars, durations))
+            self._agree(found)
+
         try:
-            moved = arrived = transition(
+            moved = transition(
                 way,
-                {piece: self._piece(held, piece) for piece in way.before.pieces[self.groups.rank]},
+                {piece: self._piece(held, piece) for piece in way.before.on(self.groups.rank)},
                 self.groups.collective,
                 budget_bytes=self.budget_bytes,
                 device=self.device,
                 allocate=self.allocate,
+                conclude=conclude,
             )
-            found = self.attempt(lambda: self.assemble(stage_map, arrived.state, scalars, durations))
         except (TransitionError, BudgetError) as error:
-            if self.groups.grid.replicas == 1:
-                raise  # on all ranks
-            found = str(error)
-        stages, change = self._agreed(found)
-        assert moved is not None
+            if found is None and self.groups.grid.replicas > 1:
+                self._agree(str(error))  # other replicas may be ready
+            raise
+        assert isinstance(found, tuple)
+        stages, change = found
         change.make()
         return stages, Rebuilt(
             sent_bytes=moved.sent_bytes,
@@ -191,6 +185,49 @@ class StateMover:
             buffer_bytes=moved.buffer_bytes,
             seconds=time.perf_counter() - began,
         )
+
+    def _facts(
+        self, now: Stages, stage_map: StageMap, prepared: Prepared | None, *, gradients: bool, midway: bool
+    ) -> tuple[Held, Route, dict[str, Any]]:
+        """What this rank holds, the route, and the plain numbers of the optimizers, which travel in words; collective.
+
+        All that ranks compare before a move goes in one message: see `rebuild` for what is refused.
+        """
+        groups, before = self.groups, now.stage_map
+        ties: tuple[Tie, ...] = ()
+        held: Held | str = ""
+
+        def say() -> dict[str, Any]:
+            nonlocal ties, held
+            self.owned.read()
+            self.builder.check_map(stage_map)
+            ties = ties_of(self.owned)
+            if midway and any(len(tie.holders(m)) > 1 for tie in ties for m in (before, stage_map)):
+                raise SpecError("tied parameters have parts of a gradient on several ranks: move after update=True")
+            held = self._collect(now, gradients=gradients)
+            ready = prepared is not None and prepared.fits(stage_map, held)
+            said = {"map": [stage_map.boundaries, stage_map.ranks], "ready": ready}
+            said["state"] = described(held, tensors=not ready)
+            if isinstance(held, Held):
+                names = self.owned.of(before.layers_on(groups.rank)) if groups.grid.replicas > 1 else []
+                weights = {name: digest_of([(name, self.owned.parameters[name])]) for name in names}
+                said["weights"] = weights
+                said["ties"] = tie_digests(ties, before, groups.rank, self.optimizers.state(), weights)
+            return said
+
+        every = from_all(say, groups.world, self.device, Operation("agreeing on a move"))
+        refuse_where([said["map"] for said in every], "were given another stage map")
+        space, scalars = union([said["state"] for said in every], WHOLE)
+        assert isinstance(held, Held)
+        for rank in range(groups.grid.pipeline_ranks):
+            refuse_apart({process: every[process]["weights"] for process in groups.grid.column(rank)})
+        refuse_untied(ties, before, groups.grid, [said["ties"] for said in every])
+        ready = [said["ready"] for said in every]
+        if prepared is not None and all(ready):
+            return held, prepared.route, scalars
+        if any(ready):  # on another rank something has changed since
+            space, scalars = share(held, groups.world, self.device, WHOLE)
+        return held, self._route(space, before, stage_map), scalars
 
     def adopt(
         self, stage_map: StageMap, state: State, scalars: Mapping[str, Any], before: Callable[[], None] | None = None
@@ -205,7 +242,10 @@ class StateMover:
                 before()
             return self.assemble(stage_map, state, scalars, None)
 
-        stages, change = self._agreed(self.attempt(assemble))
+        found: tuple[Stages, Change] | str = self.attempt(assemble)
+        self._agree(found)
+        assert isinstance(found, tuple)
+        stages, change = found
         change.make()
         return stages
 
@@ -216,16 +256,14 @@ class StateMover:
         except (RuntimeError, MemoryError, SpecError, LayoutError, KeyError, TypeError, ValueError) as error:
             return f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
 
-    def _agreed(self, found: tuple[Stages, Change] | str) -> tuple[Stages, Change]:
-        """What was assembled, once all ranks have; the last thing that can fail."""
+    def _agree(self, found: tuple[Stages, Change] | str) -> None:
+        """Raise `TransitionError` on all ranks unless all have assembled theirs; the last thing that can fail."""
         problem = f"the new stages could not be built ({found})" if isinstance(found, str) else ""
-        op = Operation("agreeing on a move")
+        op = Operation("concluding a move")
         try:
             agree(problem, self.groups.world, self.device, op, WHOLE)
         except CollectiveError as error:
             raise TransitionError(f"{error}; {WHOLE}") from error
-        assert not isinstance(found, str)
-        return found
 
     def _piece(self, held: Held, piece: Piece) -> Tensor:
         """What this rank has of a piece; of a gradient that only other replicas have so far, zeros."""
@@ -279,22 +317,6 @@ class StateMover:
                 change.buffers.append((buffer, buffer.tensor.to("meta")))
         change.check()
         return stages, change
-
-    def _way(
-        self, now: Stages, stage_map: StageMap, held: Held | str, prepared: Prepared | None
-    ) -> tuple[Route, dict[str, Any]]:
-        """The route, and the plain numbers of the optimizers, which travel in words."""
-        if prepared is not None and prepared.stage_map == stage_map and isinstance(held, Held):
-            mine: dict[str, Any] = {"ready": prepared.specs == tuple(held.specs), "scalars": held.scalars}
-        else:
-            mine = {"ready": False, "scalars": {}}
-        if prepared is not None:
-            op = Operation("completing a prepared move")
-            every = gather_json(mine, self.groups.world, self.device, op)
-            if all(said["ready"] for said in every):
-                return prepared.route, {name: value for said in every for name, value in said["scalars"].items()}
-        space, scalars = share(held, self.groups.world, self.device, WHOLE)
-        return self._route(space, now.stage_map, stage_map), scalars
 
     def _route(self, space: Space, before: StageMap, after: StageMap) -> Route:
         ranks, tied = self.groups.grid.pipeline_ranks, self.owned.tied()

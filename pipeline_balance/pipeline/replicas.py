@@ -13,7 +13,7 @@ Shape legend: R replicas, P pipeline ranks, N elements of a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -188,17 +188,27 @@ def start_alike(tensors: Sequence[Tensor], column: Collective) -> None:
 def check_alike(named: Sequence[tuple[str, Tensor]], column: Collective, processes: Sequence[int]) -> None:
     """Raise `SpecError` on a column where its replicas' parameters are not the same, bit for bit; collective over it.
 
-    named: this rank's parameters, in the same order on all ranks of the column, which are these `processes`. They are
-    equal at the start, and so are their gradients and updates: what differs was changed by hand on some replicas.
+    named: this rank's parameters, in the same order on all ranks of the column, which are these `processes`.
     """
     if column.size == 1:
         return
     mine = [digest_of([(name, parameter)]) for name, parameter in named]
     table = tell(column, mine, op=Operation("comparing replicas"), device=torch.device("cpu"))  # [R, parameters]
-    for i, (name, _) in enumerate(named):
-        differ = [processes[r] for r in range(column.size) if table[r, i] != table[0, i]]
+    said = [dict(zip((name for name, _ in named), row.tolist(), strict=True)) for row in table]
+    refuse_apart(dict(zip(processes, said, strict=True)))
+
+
+def refuse_apart(column: Mapping[int, Mapping[str, int]]) -> None:
+    """Raise `SpecError` where the processes of a column have other digests of a parameter than its first.
+
+    column: digests by process and name. Parameters are equal at the start, and so are their gradients and updates: what
+    differs was changed by hand on some replicas.
+    """
+    first = next(iter(column))
+    for name, digest in column[first].items():
+        differ = [process for process, said in column.items() if said.get(name) != digest]
         if differ:
             raise SpecError(
-                f"replicas have come apart: {name!r} differs on rank(s) {differ} from rank {processes[0]}; "
+                f"replicas have come apart: {name!r} differs on rank(s) {differ} from rank {first}; "
                 f"change weights on all replicas alike"
             )

@@ -20,14 +20,14 @@ from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
 from pipeline_balance.pipeline.stages import Seats, Stages
-from pipeline_balance.pipeline.ties import check_ties, ties_of
+from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
 from pipeline_balance.pipeline.training_state import Held, base_name, collect, gather_json
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, LayoutError, SpecError, TransitionError
 from prophet.ranks.collective import Collective, Operation
-from prophet.state.layout import Layout, layout_from
+from prophet.state.layout import Layout, whole_tensors
 from prophet.state.route import Route, route
-from prophet.state.space import Box, Space, TensorSpec
+from prophet.state.space import Space, TensorSpec
 from prophet.state.transition import Moved, transition
 
 DECISION = Operation("deciding on a switch")
@@ -123,29 +123,30 @@ class Reseater:
 
         Raises `TransitionError` where tied parameters have come apart.
         """
-        groups, owned = self.mover.groups, self.mover.owned
+        groups, now = self.mover.groups, self.now.stage_map
+        ties: tuple[Tie, ...] = ()
 
-        def read() -> str:
+        def read() -> dict[str, tuple[int, int]]:
+            nonlocal ties
             self.passes.read_model()
             self.mover.builder.check_map(target.stage_map, target.seats.grid)
             if self.passes.progress.parts:
                 raise SpecError("an update is under way: switch after step(update=True)")
-            return ""
+            ties = () if self.passes.owners.sharded else ties_of(self.mover.owned)
+            # moments of one owner are compared with nobody's
+            state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
+            return tie_digests(ties, now, groups.rank, state)
 
-        problem = self.mover.attempt(read)
         op = Operation("agreeing on a switch")
-        every = gather_json([problem, dict(words)], groups.world, self.mover.device, op)
-        refused = [f"rank {r}: {said[0]}" for r, said in enumerate(every) if said[0]]
+        every = gather_json([self.mover.attempt(read), dict(words)], groups.world, self.mover.device, op)
+        refused = [f"rank {r}: {said[0]}" for r, said in enumerate(every) if isinstance(said[0], str)]
         if refused:
             raise SpecError("; ".join(refused[:3]) + f"; {WHOLE}")
         for what, value in every[0][1].items():
             differ = [r for r, said in enumerate(every) if said[1][what] != value]
             if differ:
                 raise SpecError(f"ranks {differ} have another {what} than rank 0 ({value}); {WHOLE}")
-        # moments of one owner are compared with nobody's
-        state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
-        ties = () if self.passes.owners.sharded else ties_of(owned)
-        check_ties(ties, self.now.stage_map, groups.world, groups.grid, state, device=self.mover.device)
+        refuse_untied(ties, now, groups.grid, [digests for digests, _ in every])
 
     def move(self, target: Arrangement, collective: Collective, way: Way | None) -> tuple[Stages, Switched]:
         """Go to `target`; `collective` over all processes carries the state, and nothing else uses it meanwhile.
@@ -244,19 +245,19 @@ def layout_over(
     since replicas may differ in them.
     """
     home = stage_map.assignment()
-    found: dict[int, list[tuple[str, Box]]] = {}
+    holders: list[list[int]] = []
     for tensor in space.tensors:
         name = base_name(tensor.name)
         assert tensor.layer is not None
+        holders.append([])
         for p in sorted({home[unit] for unit in tied.get(name, (tensor.layer,))}):
             column = tuple(row[p] for row in rows)
             if tensor.kind == "optimizer":
                 column = owners.updaters(name, p)
             elif tensor.kind == "buffer" and first:
                 column = column[:1]
-            for process in column:
-                found.setdefault(process, []).append((tensor.name, tensor.box))
-    return layout_from(space, processes, found)
+            holders[-1] += column
+    return whole_tensors(space, processes, holders)
 
 
 def link_bytes(way: Route) -> dict[tuple[int, int], int]:

@@ -22,7 +22,6 @@ from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.spec import StageMap
 from prophet.errors import TransitionError
 from prophet.ranks.collective import Collective, Operation
-from prophet.ranks.messages import tell
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, slots=True)
@@ -110,33 +109,40 @@ def share_tied_weights(ties: Sequence[Tie], stage_map: StageMap, pipeline: Colle
         p.copy_(weights)
 
 
-def check_ties(
+def tie_digests(
     ties: Sequence[Tie],
     stage_map: StageMap,
-    world: Collective,
-    grid: Grid,
+    pipeline_rank: int,
     state: Mapping[int, Mapping[str, Any]],
-    *,
-    device: torch.device,
-) -> None:
-    """Compare digests of tied weights and their optimizer state among the holders in all replicas; collective.
+    weights: Mapping[str, int] | None = None,
+) -> dict[str, tuple[int, int]]:
+    """Digests of a rank's tied weights and of their optimizer state, by name; ranks compare them with `refuse_untied`.
 
-    state: what optimizers keep per parameter, by its id. Raises `TransitionError` on all ranks where holders differ. It
-    names the parameter, the ranks of `world`, and whether weights or optimizer state have come apart.
+    state: what optimizers keep per parameter, by its id. weights: digests of parameters that are known already.
     """
-    if not ties:
-        return
-    digests: list[int] = []
+    known = weights or {}
+    return {
+        tie.name: (
+            known[tie.name] if tie.name in known else digest_of([(tie.name, tie.parameter)]),
+            digest_of(state.get(id(tie.parameter), {}).items()),
+        )
+        for tie in ties
+        if pipeline_rank in tie.holders(stage_map)
+    }
+
+
+def refuse_untied(
+    ties: Sequence[Tie], stage_map: StageMap, grid: Grid, said: Sequence[Mapping[str, Sequence[int]]]
+) -> None:
+    """Raise `TransitionError` where holders of a tie, in all replicas, have `said` other digests.
+
+    It names the parameter, the processes, and whether weights or optimizer state have come apart.
+    """
     for tie in ties:
-        here = grid.pipeline_rank_of(world.rank) in tie.holders(stage_map)
-        digests.append(digest_of([("weights", tie.parameter)]) if here else 0)
-        digests.append(digest_of(state.get(id(tie.parameter), {}).items()) if here else 0)
-    table = tell(world, digests, op=Operation("comparing tied parameters"), device=device)  # [R, 2 T]
-    for i, tie in enumerate(ties):
-        holders = [r for r in range(world.size) if grid.pipeline_rank_of(r) in tie.holders(stage_map)]
-        for offset, what in enumerate(("weights", "optimizer state")):
-            column = table[:, 2 * i + offset]
-            differ = [r for r in holders if column[r] != column[holders[0]]]
+        holders = sorted(process for rank in tie.holders(stage_map) for process in grid.column(rank))
+        first, *_ = (said[process][tie.name] for process in holders)
+        for i, what in enumerate(("weights", "optimizer state")):
+            differ = [process for process in holders if said[process][tie.name][i] != first[i]]
             if differ:
                 raise TransitionError(
                     f"the tied parameter {tie.name!r} has other {what} on rank(s) {differ} than on rank {holders[0]}: "

@@ -291,7 +291,8 @@ class ElasticPipeline:
         >>> config = prophet.EngineConfig(accumulation_steps=microbatches)  # doctest: +SKIP
         >>> pipe.balance_experts(lambda layers: prophet.attach(layers, config=config))  # doctest: +SKIP
         """
-        return self.experts.balance(attach, self.stage_map.layers_on(self.rank))
+        passes = self.config.microbatches * (self.model.slicing.slices if self.model.slicing is not None else 1)
+        return self.experts.balance(attach, self.stage_map.layers_on(self.rank), passes, self.collective)
 
     @together("evaluation before step")
     def evaluate(self, inputs: Batch, labels: Labels) -> float:
@@ -386,13 +387,13 @@ class ElasticPipeline:
         `durations` of the new stages, equal on all ranks, let the schedule order what is ready by when it will be.
         `prepared` is what `prepare` made for this map; where a rank's state has another shape by now it is not used.
         Raises `TransitionError` on every rank, with everything as it was, if the state cannot be moved, and
-        `SpecError` if ranks are given different maps.
+        `SpecError` if ranks are given different maps, or replicas have come apart.
         """
         self.experts.check_static("move layers")
         self._check_unsharded("move layers by rebuild")
-        self.mover.check(self.stage_map, stage_map, midway=self.progress.parts > 0)
+        used, midway = self._passes.used, self.progress.parts > 0
         self._stages, done = self.mover.rebuild(
-            self._stages, stage_map, durations=durations, prepared=prepared, gradients=not self._passes.used
+            self._stages, stage_map, durations, prepared, gradients=not used, midway=midway
         )
         self.meter.reset()
         return done

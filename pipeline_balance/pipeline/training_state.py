@@ -8,7 +8,9 @@ space. Optimizer entries that are plain numbers travel in the description.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import struct
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +22,12 @@ from pipeline_balance.pipeline.ownership import Ownership, local
 from pipeline_balance.spec import StageMap
 from prophet.errors import LayoutError, TransitionError
 from prophet.ranks.collective import Collective, Operation
-from prophet.state.layout import Layout, layout_from
-from prophet.state.space import ITEM_BYTES, Box, Space, StateKind, TensorSpec
+from prophet.state.layout import Layout, whole_tensors
+from prophet.state.space import ITEM_BYTES, Space, StateKind, TensorSpec
 
 MAX_DESCRIPTION_BYTES = 1 << 28
+FIRST_BYTES = 4096  # of what a rank says
+_SIZES = struct.Struct("<qq")  # bytes of the text, and of the text packed
 
 
 @dataclass
@@ -77,15 +81,33 @@ def collect(owned: Ownership, optimizers: Optimizers, units: Collection[int], *,
 
 
 def gather_json(value: Any, collective: Collective, device: torch.device, op: Operation) -> list[Any]:
-    """Every rank's `value` (anything JSON can say), by rank."""
+    """Every rank's `value` (anything JSON can say), by rank.
+
+    What is said packs well: one message of `FIRST_BYTES` holds most of it, and only what is longer takes a second one.
+    """
     text = json.dumps(value).encode()
-    sizes = collective.all_gather(torch.tensor([len(text)], device=device), op=op).cpu().reshape(-1).tolist()
-    if max(sizes) > MAX_DESCRIPTION_BYTES:
-        raise LayoutError(f"{op}: a rank sends {max(sizes)} bytes, more than {MAX_DESCRIPTION_BYTES}")
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = collective.all_gather(padded.to(device), op=op).cpu()
-    return [json.loads(bytes(row[:size].numpy())) for row, size in zip(rows, sizes, strict=True)]
+    packed = zlib.compress(text, 1)
+    first = bytearray(FIRST_BYTES)
+    _SIZES.pack_into(first, 0, len(text), len(packed))
+    room = FIRST_BYTES - _SIZES.size
+    first[_SIZES.size : _SIZES.size + len(packed)] = packed[:room]
+    rows = [bytes(row) for row in collective.all_gather(_as_tensor(first, device), op=op).cpu().numpy()]
+    sizes = [_SIZES.unpack_from(row) for row in rows]
+    if max(text for text, _ in sizes) > MAX_DESCRIPTION_BYTES:
+        raise LayoutError(f"{op}: a rank says {max(sizes)[0]} bytes, more than {MAX_DESCRIPTION_BYTES}")
+    longest = max(size for _, size in sizes)
+    rests = [b""] * len(rows)
+    if longest > room:
+        rest = bytearray(packed[room:].ljust(longest - room, b"\0"))
+        rests = [bytes(row) for row in collective.all_gather(_as_tensor(rest, device), op=op).cpu().numpy()]
+    return [
+        json.loads(zlib.decompress((row[_SIZES.size :] + rest)[:size]))
+        for row, rest, (_, size) in zip(rows, rests, sizes, strict=True)
+    ]
+
+
+def _as_tensor(message: bytearray, device: torch.device) -> Tensor:
+    return torch.frombuffer(message, dtype=torch.uint8).to(device)
 
 
 def agree(problem: str, collective: Collective, device: torch.device, op: Operation, after: str) -> None:
@@ -100,28 +122,33 @@ def refuse(problems: list[tuple[int, str]], after: str) -> None:
         raise TransitionError("; ".join(f"rank {r}: {said}" for r, said in problems[:3]) + f"; {after}")
 
 
-def share(held: Held | str, collective: Collective, device: torch.device, after: str) -> tuple[Space, dict[str, Any]]:
-    """The space of all ranks' tensors and all scalars by name. A rank that could not collect gives the reason.
+def described(held: Held | str, *, tensors: bool = True) -> dict[str, Any]:
+    """What `union` takes of one rank; of a rank that could not collect, the reason. Without `tensors`, numbers only."""
+    if isinstance(held, str):
+        return {"problem": held, "tensors": [], "scalars": {}}
+    rows = [[s.name, s.shape, s.dtype, s.kind, s.layer] for s in held.specs] if tensors else []
+    return {"problem": "", "tensors": rows, "scalars": held.scalars}
 
-    Raises `TransitionError` on every rank then, with `after` for how things stand.
+
+def union(every: Sequence[Mapping[str, Any]], after: str) -> tuple[Space, dict[str, Any]]:
+    """The space of all ranks' tensors and all scalars by name, from what they have `described`.
+
+    Raises `TransitionError` where one could not collect, with `after` for how things stand.
     """
-    mine = {
-        "problem": held if isinstance(held, str) else "",
-        "tensors": []
-        if isinstance(held, str)
-        else [[s.name, list(s.shape), s.dtype, s.kind, s.layer] for s in held.specs],
-        "scalars": {} if isinstance(held, str) else held.scalars,
-    }
+    refuse([(r, said["problem"]) for r, said in enumerate(every) if said["problem"]], after)
     tensors: dict[str, TensorSpec] = {}
     scalars: dict[str, Any] = {}
-    every = gather_json(mine, collective, device, Operation("describing state"))
-    refuse([(r, s["problem"]) for r, s in enumerate(every) if s["problem"]], after)
-    for row in every:
-        for name, shape, dtype, kind, unit in row["tensors"]:
+    for said in every:
+        for name, shape, dtype, kind, unit in said["tensors"]:
             tensors[name] = TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=unit)
-        for name, value in row["scalars"].items():
+        for name, value in said["scalars"].items():
             scalars.setdefault(name, value)  # of the lowest rank that has it
     return Space(tuple(sorted(tensors.values(), key=lambda t: (t.layer or 0, t.name)))), scalars
+
+
+def share(held: Held | str, collective: Collective, device: torch.device, after: str) -> tuple[Space, dict[str, Any]]:
+    """The `union` of what all ranks hold; collective."""
+    return union(gather_json(described(held), collective, device, Operation("describing state")), after)
 
 
 def base_name(name: str) -> str:
@@ -137,16 +164,18 @@ def by_layer(
     What belongs to a `tied` parameter is on the ranks of all its layers.
     """
     home = stage_map.assignment()
-    rows: dict[int, list[tuple[str, Box]]] = {r: [] for r in range(ranks)}
+    holders: list[Sequence[int]] = []
     for tensor in space.tensors:
-        if tensor.layer is not None and not 0 <= tensor.layer < stage_map.layers:
+        if tensor.layer is None:
+            holders.append(range(ranks))
+            continue
+        if not 0 <= tensor.layer < stage_map.layers:
             raise LayoutError(f"{tensor.name} is of layer {tensor.layer}, outside 0..{stage_map.layers - 1}")
-        units = (tied or {}).get(base_name(tensor.name), (tensor.layer,) if tensor.layer is not None else ())
-        for rank in range(ranks) if tensor.layer is None else sorted({home[u] for u in units}):
-            if rank >= ranks:
-                raise LayoutError(f"{tensor.name} is to live on rank {rank} of {ranks}")
-            rows[rank].append((tensor.name, tensor.box))
-    return layout_from(space, ranks, rows)
+        units = tied.get(base_name(tensor.name), (tensor.layer,)) if tied else (tensor.layer,)
+        holders.append(sorted({home[u] for u in units}))
+        if holders[-1][-1] >= ranks:
+            raise LayoutError(f"{tensor.name} is to live on rank {holders[-1][-1]} of {ranks}")
+    return whole_tensors(space, ranks, holders)
 
 
 def state_entries(values: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

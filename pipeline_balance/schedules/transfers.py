@@ -71,6 +71,37 @@ def with_messages(rows: Sequence[Sequence[Action]], stage_ranks: Sequence[int]) 
     return out
 
 
+def received_ahead(steps: Sequence[Step]) -> list[Step]:
+    """A rank's steps, where a receive begins an action before the one that needs it: it comes while the rank computes.
+
+    For transports whose receives bind nothing before the message is there. Messages from one rank keep their order.
+    """
+    at = [i for i, step in enumerate(steps) if isinstance(step, Action)]
+    found = list(steps[: at[0]]) if at else list(steps)
+    for here, following in zip(at, [*at[1:], len(steps)], strict=True):
+        early: list[Step] = []
+        stay: list[Step] = []
+        held_up: set[int] = set()  # peers with an earlier message that stays
+        for step in steps[here + 1 : following]:
+            if not isinstance(step, Message) or step.what != "receive":
+                stay.append(step)
+            elif following < len(steps) and step.peer not in held_up and _brings_for(step, steps[following]):
+                early.append(step)
+            else:
+                stay.append(step)
+                held_up.add(step.peer)
+        found += [*early, steps[here], *stay]
+    return found
+
+
+def _brings_for(message: Message, step: Step) -> bool:
+    """Whether `step` reads what the message brings."""
+    stage, kinds = (message.boundary, "F") if message.forward else (message.boundary - 1, "BI")
+    return (
+        isinstance(step, Action) and (step.stage, step.microbatch) == (stage, message.microbatch) and step.kind in kinds
+    )
+
+
 def _may_run(action: Action, stages: int, ready: set[tuple[str, int, int]]) -> bool:
     s, m = action.stage, action.microbatch
     if action.kind == "F":

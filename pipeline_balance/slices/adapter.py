@@ -23,7 +23,7 @@ from torch.utils._pytree import TreeSpec
 
 from pipeline_balance.pipeline.adapter import IGNORED_LABEL, Recorded
 from pipeline_balance.pipeline.experts import collective_of
-from pipeline_balance.pipeline.model import Boundary, Microbatch
+from pipeline_balance.pipeline.model import Activations, Microbatch
 from pipeline_balance.pipeline.router_losses import loss_of_sums
 from pipeline_balance.pipeline.skeleton import Readable
 from pipeline_balance.slices.alone import Trial, check_limits
@@ -157,16 +157,16 @@ class SlicedTransformers(Sliced, Recomputing):
 
     # --- the loss ----------------------------------------------------------------------------------------------
 
-    def loss(self, boundary: Boundary, microbatch: Microbatch) -> Tensor:
-        return boundary[0]
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        return activations[0]
 
-    def _run_behind(self, boundary: Boundary, microbatch: Microbatch) -> Boundary:
+    def _run_behind(self, activations: Activations, microbatch: Microbatch) -> Activations:
         """The sum of a slice's losses; the router's part of the microbatch comes with its last slice."""
         part, count = part_of(microbatch), self.counted(microbatch)
-        sums, flowing = self._without_sums(len(self.layers), boundary)
+        sums, flowing = self._without_sums(len(self.layers), activations)
         if sums is None or self.router_loss is None:
             with self._shifted(int(count > 0)):
-                (mean,) = super()._run_behind(boundary, part)
+                (mean,) = super()._run_behind(activations, part)
             return (mean * count,)
         experts = self.router_loss.experts
         probe = torch.zeros_like(sums)

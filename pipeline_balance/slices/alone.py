@@ -11,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.experts import expert_layers
-from pipeline_balance.pipeline.model import Boundary, Microbatch, PipelineModel, evaluating
+from pipeline_balance.pipeline.model import Activations, Microbatch, PipelineModel, evaluating
 from pipeline_balance.slices.parts import SlicePart, part_of
-from pipeline_balance.slices.store import ChunkStore, active
+from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, active
 from prophet.errors import SpecError
 
 
@@ -42,7 +43,8 @@ class Trial:
 
     def __init__(self, model: PipelineModel) -> None:
         self.model = model
-        self._tried: set[tuple[int, int]] = set()
+        self._tried: set[tuple[Any, ...]] = set()
+        self._calls: dict[int, set[int]] = {}  # by unit, what its attentions call their layer
 
     def run(self, units: Sequence[int], slices: Sequence[Microbatch]) -> None:
         """Raise `SpecError` that names the first of these units that slices would change. `slices` are a microbatch's.
@@ -51,7 +53,8 @@ class Trial:
         """
         model = self.model
         shared = {unit for unit, _, _ in expert_layers(model.units)}
-        keys = {unit: (unit, id(model.units[unit])) for unit in units}
+        # a part that is replaced makes another layer of it
+        keys = {unit: (unit, *((id(m), type(m)) for m in model.units[unit].modules())) for unit in units}
         here = [u for u in units if not any(p.is_meta for p in model.units[u].parameters()) and u not in shared]
         new = [u for u in here if keys[u] not in self._tried]
         if not new or len(slices) < 2:
@@ -62,16 +65,18 @@ class Trial:
             torch.manual_seed(0)
             for unit in new:
                 self._try(unit, both, (first, second))
+                self._check_layers(unit)
         self._tried |= {keys[unit] for unit in new}
 
     def _try(self, unit: int, both: SlicePart, parts: tuple[SlicePart, SlicePart]) -> None:
         model = self.model
-        given = tuple(_made_up(t) for t in model.boundaries(both)[unit])
-        at_once = self._run(unit, given, both, ChunkStore())
+        given = tuple(_made_up(t) for t in model.activations(both)[unit])
+        self._calls[unit] = set()
+        at_once = self._run(unit, given, both, _Noting(self._calls[unit]))
         store, at = ChunkStore(), 0
         for part in parts:
             length = part.stop - part.start
-            like = model.boundaries(part)[unit]
+            like = model.activations(part)[unit]
             own = tuple(_cut(t, to, at, length) for t, to in zip(given, like, strict=True))
             for whole, mine in zip(at_once, self._run(unit, own, part, store), strict=True):
                 if not _alike(_cut(whole, mine, at, length), mine):
@@ -84,12 +89,33 @@ class Trial:
                     )
             at += length
 
-    def _run(self, unit: int, given: Boundary, part: SlicePart, store: ChunkStore) -> Boundary:
+    def _check_layers(self, unit: int) -> None:
+        """Raise `SpecError` where another unit attends under the same `layer`: both would use the same chunks."""
+        for other, numbers in self._calls.items():
+            if other != unit and (twice := sorted(numbers & self._calls[unit])):
+                raise SpecError(
+                    f"layers {min(unit, other)} and {max(unit, other)} both call attend with layer={twice[0]}: "
+                    "give each attention of the model a `layer` of its own"
+                )
+
+    def _run(self, unit: int, given: Activations, part: SlicePart, store: ChunkStore) -> Activations:
         model = self.model
-        model.boundaries(part)
+        model.activations(part)
         assert part.unit is not None
         with model.working(part), active(store, part.unit):
             return model.run(unit, given, part)
+
+
+class _Noting(ChunkStore):
+    """A store that notes which layers have chunks."""
+
+    def __init__(self, layers: set[int]) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def append(self, layer: int, unit: Unit, key: Tensor, value: Tensor, *, pending: bool) -> Chunk:
+        self.layers.add(layer)
+        return super().append(layer, unit, key, value, pending=pending)
 
 
 def _joined(first: SlicePart, second: SlicePart) -> SlicePart:

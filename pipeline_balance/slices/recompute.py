@@ -7,13 +7,16 @@ its input only: up projection and SwiGLU are computed again, and no norm keeps a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import TreeSpec
 from torch.utils.checkpoint import checkpoint
 
 from pipeline_balance.pipeline.adapter import TransformersModel
@@ -47,6 +50,19 @@ class Recomputing(TransformersModel):
                         'recomputing could leave out: take recompute="full"'
                     )
 
+    def _output_of(self, layer: int, leaves: list[Any], structure: TreeSpec) -> tuple[list[Any], TreeSpec]:
+        if self.recompute != "selective":
+            return super()._output_of(layer, leaves, structure)
+        with _changing_inputs() as changing:
+            found = super()._output_of(layer, leaves, structure)
+        if changing:
+            self._outputs.clear()  # another attempt is refused, too
+            raise SpecError(
+                f"layer {layer} ({type(self.layers[layer]).__name__}) has a part that changes its input in place, "
+                f'{changing[0]}: it cannot be computed again alone, take recompute="full"'
+            )
+        return found
+
     def _call_layer(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self.layers[layer]
         if self.recompute == "none" or not torch.is_grad_enabled():
@@ -65,6 +81,40 @@ def recomputed_parts(layer: nn.Module) -> list[nn.Module]:
     outer = [child for child in layer.children() if _trains_apart(child)]
     inside = {id(module) for child in outer for module in child.modules()}
     return outer + [module for module in layer.modules() if _is_norm(module) and id(module) not in inside]
+
+
+@contextmanager
+def _changing_inputs() -> Iterator[list[str]]:
+    """Within, the kinds of parts that are recomputed alone and change a tensor that they are given are noted.
+
+    Torch calls these hooks in all threads, and other threads may run other models.
+    """
+    here = threading.get_ident()
+    parts: set[int] = set()
+    before: dict[int, list[tuple[Tensor, int]]] = {}
+    found: list[str] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if threading.get_ident() != here:
+            return
+        if not before:  # the layer itself
+            parts.update(map(id, recomputed_parts(module)))
+        before[id(module)] = [(t, t._version) for t in args if isinstance(t, Tensor)]
+
+    def leave(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        if (
+            threading.get_ident() == here
+            and id(module) in parts
+            and any(t._version != version for t, version in before.pop(id(module), ()))
+        ):
+            found.append(type(module).__name__)
+
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _trains_apart(module: nn.Module) -> bool:

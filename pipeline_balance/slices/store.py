@@ -77,8 +77,15 @@ class ChunkStore:
         return self._chunks.get((layer, microbatch), {})
 
     def append(self, layer: int, unit: Unit, key: Tensor, value: Tensor, *, pending: bool) -> Chunk:
-        """Keep a slice's keys and values. Raises `SliceError` unless all slices before it are there, and only they."""
+        """Keep a slice's keys and values. Raises `SliceError` unless all slices before it are there, and only they.
+
+        Where its own are there already, two attentions have the same `layer`.
+        """
         known = self._chunks.setdefault((layer, unit.microbatch), {})
+        if unit.slice in known:
+            raise SliceError(
+                f"two attentions of one pass call themselves layer {layer}: give each a `layer` of its own"
+            )
         if sorted(known) != list(range(unit.slice)):
             raise SliceError(
                 f"layer {layer}, microbatch {unit.microbatch}: slice {unit.slice} goes forward with chunks of slices "

@@ -175,18 +175,18 @@ class ProcessGroupCollective(Collective):
             ),
             op,
         )
-        return _coming([work], out, source, lambda work: self.guard(lambda: self._wait_on(x)(work), op))
+        return _coming([work], out, source, lambda works: self.guard(lambda: self._wait_on(x)(works), op))
 
     def _turn(self) -> Callable[[], None]:
         return self.watch.turns(math.inf) if self.watch is not None else nothing
 
-    def _wait_on(self, x: Tensor) -> Callable[[Any], None]:
-        return (lambda work: in_turns(work, self._turn())) if x.device.type == "cpu" else at_once
+    def _wait_on(self, x: Tensor) -> Callable[[Sequence[Any]], None]:
+        return (lambda works: in_turns(works[0], self._turn())) if x.device.type == "cpu" else at_once
 
-    def _beside(self, work: Any) -> None:
+    def _beside(self, works: Sequence[Any]) -> None:
         if self._single is None:
             self._single = Waiter("gloo waits for messages")
-        beside(work, self._single, self._turn())
+        beside(works, self._single, self._turn())
 
     def _post(
         self, source: Tensor, out: Tensor, send_rows: Rows, recv_rows: Rows, channel: Channel, op: Operation
@@ -232,7 +232,7 @@ class ProcessGroupCollective(Collective):
 
         def gather() -> None:
             work = _all_gather_single(out.view(-1), source.view(-1), group=self._groups[channel], async_op=True)
-            self._wait_on(x)(work)
+            self._wait_on(x)([work])
 
         self.guard(gather, op)
         return out
@@ -278,7 +278,7 @@ class ProcessGroupCollective(Collective):
         works = self.guard(lambda: dist.batch_isend_irecv(ops), op, known)
         wait = self._beside if ops[0].tensor.device.type == "cpu" else at_once
         keep = list(sends), list(recvs)
-        return _coming(works, torch.empty(0), keep, lambda work: self.guard(lambda: wait(work), op, known))
+        return _coming(works, torch.empty(0), keep, lambda works: self.guard(lambda: wait(works), op, known))
 
     def watched(self, stages_of: Callable[[int], Sequence[int]]) -> Watch:
         """From now on waits hear of failures of these ranks; each of them calls this. stages_of: see `Watch`."""
@@ -316,12 +316,11 @@ class ProcessGroupCollective(Collective):
         self._groups.clear()
 
 
-def _coming(works: Sequence[Any], result: Tensor, keep: Any, wait: Callable[[Any], None]) -> Pending:
+def _coming(works: Sequence[Any], result: Tensor, keep: Any, wait: Callable[[Sequence[Any]], None]) -> Pending:
     """torch's own `works` under way. keep: inputs, which stay alive until the transfer is over."""
 
     def finish(keep: Any = keep) -> Tensor:
-        for work in works:
-            wait(work)
+        wait(works)
         return result
 
     def notify(call: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -33,14 +33,18 @@ def in_turns(work: Any, turn: Callable[[], None] = nothing, turn_s: float = TURN
     work.wait()
 
 
-def beside(work: Any, waiter: Waiter, turn: Callable[[], None] = nothing) -> None:
-    """Wait for a single message on the host: in a thread, as gloo closes connections where a wait is cut short."""
-    joined(waiter.submit(work.wait), turn)
+def beside(works: Sequence[Any], waiter: Waiter, turn: Callable[[], None] = nothing) -> None:
+    """Wait for single messages on the host: in a thread, as gloo closes connections where a wait is cut short.
+
+    The thread takes all of them in turn: to and from it costs more than a short message does.
+    """
+    joined(waiter.submit(lambda: at_once(works)), turn)
 
 
-def at_once(work: Any) -> None:
+def at_once(works: Sequence[Any]) -> None:
     """Wait on a device that works behind the host's back."""
-    work.wait()
+    for work in works:
+        work.wait()
 
 
 def abort(group: dist.ProcessGroup) -> None:

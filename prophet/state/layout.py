@@ -17,7 +17,7 @@ import numpy as np
 from prophet.errors import LayoutError
 from prophet.spec import IntArray
 from prophet.state.space import Box, Space, TensorSpec, flat_boxes
-from prophet.state.table import Table, table_from
+from prophet.state.table import Table, starts, table_from, table_of
 
 
 class Piece(NamedTuple):
@@ -35,6 +35,8 @@ class Layout:
 
     A layout of thousands of ranks is built from a `Table`; its pieces are made when they are asked for.
     """
+
+    _made: dict[int, tuple[Piece, ...]]
 
     def __init__(self, space: Space, pieces: Sequence[Sequence[tuple[str, Box]]]) -> None:
         rows = tuple(tuple(Piece(*p) for p in row) for row in pieces)
@@ -60,6 +62,7 @@ class Layout:
         layout = cls.__new__(cls)
         layout.space, layout.ranks = table.space, table.ranks
         layout.__dict__["table"] = table
+        layout._made = {}
         return layout
 
     @cached_property
@@ -76,8 +79,11 @@ class Layout:
         """Pieces of one rank."""
         if "pieces" in self.__dict__:
             return self.pieces[rank]
-        table, names = self.table, self.space.tensors
-        return tuple(Piece(names[int(table.tensor[k])].name, table.box(int(k))) for k in table.on(rank))
+        if rank not in self._made:
+            table, names = self.table, self.space.tensors
+            made = (Piece(names[int(table.tensor[k])].name, table.box(int(k))) for k in table.on(rank))
+            self._made[rank] = tuple(made)
+        return self._made[rank]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self.space == other.space and self.pieces == other.pieces
@@ -112,6 +118,14 @@ def layout_from(space: Space, ranks: int, pieces: Mapping[int, Iterable[tuple[st
     if stray:
         raise LayoutError(f"pieces are given for ranks {stray}, outside 0..{ranks - 1}")
     return Layout(space, tuple(tuple(Piece(*p) for p in pieces.get(r, ())) for r in range(ranks)))
+
+
+def whole_tensors(space: Space, ranks: int, holders: Sequence[Sequence[int]]) -> Layout:
+    """The layout in which every tensor is whole on each of its `holders`, [tensors][...]; fast for many tensors."""
+    tensors = np.arange(len(space.tensors))
+    holder = np.array([rank for row in holders for rank in row], dtype=np.int64)
+    start = starts(np.array([len(row) for row in holders], dtype=np.int64))
+    return Layout.of(table_of(space, ranks, tensors, np.zeros_like(space.shapes), space.shapes, start, holder))
 
 
 def slice_box(shape: Sequence[int], dim: int, parts: int, index: int) -> Box:

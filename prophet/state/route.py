@@ -76,6 +76,19 @@ class Route:
         """Bytes every rank receives, [P]."""
         return tuple(np.bincount(self.rows.destination, self.rows.n_bytes, self.ranks).astype(np.int64).tolist())
 
+    def stream_bytes(self) -> dict[tuple[int, int], int]:
+        """Bytes that a rank sends to another, by the two of them; no pair without any."""
+        pairs, of = np.unique(self.source * self.ranks + self.rows.destination, return_inverse=True)
+        sums = np.bincount(of, self.rows.n_bytes, len(pairs)).astype(np.int64)
+        return {divmod(pair, self.ranks): n for pair, n in zip(pairs.tolist(), sums.tolist(), strict=True)}
+
+    def widest_item_bytes(self) -> int:
+        """Bytes of the widest element that travels; 1 where nothing does."""
+        many = len(self.atoms.members) + 1
+        begun, ended = np.bincount(self.rows.first, minlength=many), np.bincount(self.rows.last, minlength=many)
+        travels = np.cumsum(begun - ended)[:-1] > 0
+        return int(self.space.item_bytes[self.atoms.members[travels]].max(initial=1))
+
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
         """Every transfer, by tensor, box and destination."""

@@ -20,6 +20,8 @@ from prophet.errors import LayoutError
 
 StateKind = Literal["parameter", "gradient", "optimizer", "rng", "buffer", "index"]
 
+_KINDS = frozenset(get_args(StateKind))
+
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -155,7 +157,7 @@ class TensorSpec:
         object.__setattr__(self, "shape", tuple(int(n) for n in self.shape))
         if self.dtype not in ITEM_BYTES:
             raise LayoutError(f"{self.name}: element type must be one of {sorted(ITEM_BYTES)}, got {self.dtype!r}")
-        if self.kind not in get_args(StateKind):
+        if self.kind not in _KINDS:
             raise LayoutError(f"{self.name}: kind must be one of {list(get_args(StateKind))}, got {self.kind!r}")
         if any(n < 0 for n in self.shape):
             raise LayoutError(f"{self.name}: lengths must not be negative, got {list(self.shape)}")

@@ -16,7 +16,7 @@ Shape legend: P ranks.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -30,10 +30,15 @@ from prophet.state.layout import Layout, Piece
 from prophet.state.route import Route, Transfer
 from prophet.state.space import Box, Space, TensorSpec, flat_boxes
 
-CHUNK_BYTES = 128 << 10
-DEPTH = 8  # rounds under way
+CHUNK_BYTES = 2 << 20  # a message takes its time whatever it carries, where links are fast more than the bytes do
+SMALL_CHUNK_BYTES = 128 << 10  # above this, memory is better spent on rounds than on their size
+DEPTH = 4  # rounds under way
+_WHOLE = "the state from before the move is whole"
 
 State = Mapping[Piece, Tensor]
+Conclude = Callable[[State, str], None]
+"""Takes the new state and, in words, what went wrong on this rank on the way (nothing: empty)."""
+
 _Index = dict[str, list[tuple[Box, Tensor]]]
 
 
@@ -83,6 +88,7 @@ def transition(
     allocate: Allocate = empty,
     chunk_bytes: int = CHUNK_BYTES,
     depth: int = DEPTH,
+    conclude: Conclude | None = None,
 ) -> Moved:
     """Move this rank from `route.before` to `route.after`; collective over `route.ranks` ranks.
 
@@ -91,6 +97,9 @@ def transition(
     how many rounds may be under way, as far as the budget allows. Raises `TransitionError` on every rank if the ranks
     do not mean the same route, if one holds the wrong tensors or cannot get memory (nothing has moved then), or if
     something fails on the way. Raises `BudgetError` on every rank where one element for each peer does not fit.
+
+    A caller that has more to do on the side gives `conclude`, so that ranks agree once, on all of it. It is called in
+    place of the last vote, and raises on all ranks what went wrong on any.
     """
     began = time.perf_counter()
     if route.ranks != collective.size:
@@ -98,24 +107,30 @@ def transition(
     device = device or next((t.device for t in state.values()), torch.device("cpu"))
     rank = collective.rank
     streams = _Streams.of(route, rank)
+    measures = _Measures.of(route)
+    wishes = (budget_bytes, chunk_bytes, depth)
+    new_state: dict[Piece, Tensor] = {}
+    buffer = torch.empty(0, dtype=torch.uint8)
+    new_bytes = 0
+    # all on the side, before ranks agree: what the others wish for can only make the buffer smaller
+    problem = _check_state(route.before, state, rank, device)
+    if not problem:
+        try:
+            new_state, new_bytes = _destination(route, state, rank, device, allocate)
+            buffer = allocate((_buffer_bytes(streams, measures, wishes),), torch.uint8, device)
+        except (RuntimeError, MemoryError) as error:
+            problem = f"no memory for the new state: {_words(error)}"
     try:
-        window, problem = _agree(route, streams, state, collective, (budget_bytes, chunk_bytes, depth), device)
-        new_state: dict[Piece, Tensor] = {}
-        buffer = torch.empty(0, dtype=torch.uint8)
-        new_bytes = 0
-        if not problem:
-            try:
-                new_state, new_bytes = _destination(route, state, rank, device, allocate)
-                buffer = allocate((window.depth * streams.number * window.slot_bytes,), torch.uint8, device)
-            except (RuntimeError, MemoryError) as error:
-                problem = f"no memory for the new state: {_words(error)}"
-        _vote(problem, collective, device, "could not prepare the transition; nothing has moved")
+        window = _agree(route, measures, problem, collective, wishes, device)
         mover = _Mover(route.space, _index(state), _index(new_state), buffer, collective)
         mover.attempt(lambda: _keep(route, rank, state, new_state))
         mover.run(streams, window)
-        _vote(mover.problem, collective, device, "could not unpack what came; the state from before the move is whole")
+        if conclude is not None:
+            conclude(new_state, mover.problem)
+        else:
+            _vote(mover.problem, collective, device)
     except CollectiveError as error:
-        raise TransitionError(f"{error}; the state from before the move is whole") from error
+        raise TransitionError(f"{error}; {_WHOLE}") from error
     return Moved(
         state=new_state,
         sent_bytes=sum(streams.out_bytes.values()),
@@ -156,6 +171,21 @@ class _Streams:
     @property
     def number(self) -> int:
         return len(self.sends) + len(self.receives)
+
+
+@dataclass(frozen=True)
+class _Measures:
+    """Of all ranks: most streams of one, bytes of the widest element that travels, bytes of the longest stream."""
+
+    number: int
+    widest: int
+    longest: int
+
+    @classmethod
+    def of(cls, route: Route) -> _Measures:
+        pairs = route.stream_bytes()
+        ends = Counter(end for pair in pairs for end in pair)
+        return cls(max(ends.values(), default=0), route.widest_item_bytes(), max(pairs.values(), default=0))
 
 
 @dataclass(frozen=True)
@@ -235,10 +265,11 @@ class _Mover:
         going, coming = _by_round(sends, window.rounds), _by_round(receives, window.rounds)
         under_way: deque[_Round] = deque()
         share = streams.number * window.slot_bytes
+        depth = min(window.depth, self.buffer.numel() // share) if share else 1
         for number in range(window.rounds):
-            if len(under_way) == window.depth:
+            if len(under_way) == depth:
                 self._end(under_way.popleft())
-            start = number % window.depth * share
+            start = number % depth * share
             place = self.buffer[start : start + share]
             under_way.append(self._begin(going[number], coming[number], place, window.slot_bytes))
         while under_way:
@@ -307,48 +338,57 @@ def _words(error: BaseException) -> str:
 
 def _agree(
     route: Route,
-    streams: _Streams,
-    state: State,
+    measures: _Measures,
+    problem: str,
     collective: Collective,
     wishes: tuple[int, int, int],
     device: torch.device,
-) -> tuple[_Window, str]:
-    """Compare routes and settle the window by what all ranks can spare; the window, and what is wrong on this rank."""
-    used = [route.space[t.name] for rows in (streams.sends, streams.receives) for row in rows.values() for t in row]
-    widest = max((spec.item_bytes for spec in used), default=1)
-    longest = max((sum(route.n_bytes(t) for t in s) for s in streams.sends.values()), default=0)
-    said = [route.digest(), *wishes, streams.number, widest, longest]
-    mine = torch.tensor(said, dtype=torch.int64, device=device)
+) -> _Window:
+    """Whether all ranks mean the same route and are ready, and the window by what all of them can spare."""
+    mine = torch.tensor([route.digest(), int(bool(problem)), *wishes], dtype=torch.int64, device=device)
     gathered = collective.all_gather(mine, op=Operation("agreeing on a transition")).cpu()
     digests = gathered[:, 0].tolist()
     if len(set(digests)) > 1:
         differ = [r for r, d in enumerate(digests) if d != digests[0]]
         raise TransitionError(f"ranks {differ} want another transition than rank 0 does")
-    budget, chunk, depth = (int(n) for n in gathered[:, 1:4].amin(dim=0))
-    number, item, longest = (int(n) for n in gathered[:, 4:].amax(dim=0))
+    budget, chunk, depth = (int(n) for n in gathered[:, 2:].amin(dim=0))
     # equal inputs on every rank: what does not fit raises on all of them
+    window = _window(budget, chunk, depth, measures)
+    failed = gathered[:, 1].nonzero().reshape(-1).tolist()
+    _refuse(problem, failed, collective.rank, "could not prepare the transition", "nothing has moved")
+    return window
+
+
+def _buffer_bytes(streams: _Streams, measures: _Measures, wishes: tuple[int, int, int]) -> int:
+    """Bytes for the window that this rank wishes for; none where it cannot be had, which ranks find out together."""
+    try:
+        window = _window(*wishes, measures)
+    except BudgetError:
+        return 0
+    return window.depth * streams.number * window.slot_bytes
+
+
+def _window(budget: int, chunk: int, depth: int, of: _Measures) -> _Window:
+    """The largest chunks of which a few rounds fit the streams of every rank, then the most rounds that fit.
+
+    A smaller budget or chunk never makes a larger slot.
+    """
     if min(budget, chunk, depth) < 1:
         raise BudgetError(f"budget, chunk and depth must be at least one, got {budget}, {chunk} and {depth}")
-    return _window(budget, chunk, depth, number, item, longest), _check_state(
-        route.before, state, collective.rank, device
-    )
-
-
-def _window(budget: int, chunk: int, depth: int, number: int, item: int, longest: int) -> _Window:
-    """The largest chunks, then the most rounds under way, that fit `number` streams; `item`: bytes of an element."""
-    if not longest:
+    if not of.longest:
         return _Window(chunk, 0, 0, 1)
-    wish = chunk
-    slot = min(_aligned(chunk), _aligned(longest), budget // number)
-    slot = slot // _ALIGNED * _ALIGNED or slot // item * item
-    chunk = min(chunk, slot) // item * item  # wider elements come first, so every chunk but a stream's last is full
+    wish, fair = chunk, budget // of.number
+    chunk = min(chunk, max(fair // DEPTH, SMALL_CHUNK_BYTES))
+    slot = min(_aligned(chunk), _aligned(of.longest), fair)
+    slot = slot // _ALIGNED * _ALIGNED or slot // of.widest * of.widest
+    chunk = min(chunk, slot) // of.widest * of.widest  # wider elements come first, so all chunks but a last are full
     if not chunk:
         raise BudgetError(
-            f"a budget of {budget} bytes in chunks of {wish} cannot hold one element of {item} bytes for each "
-            f"of {number} streams to and from peers"
+            f"a budget of {budget} bytes in chunks of {wish} cannot hold one element of {of.widest} bytes for each "
+            f"of {of.number} streams to and from peers"
         )
-    rounds = -(-longest // chunk)
-    return _Window(chunk, slot, rounds, max(min(depth, rounds, budget // (number * slot)), 1))
+    rounds = -(-of.longest // chunk)
+    return _Window(chunk, slot, rounds, max(min(depth, rounds, budget // (of.number * slot)), 1))
 
 
 def _aligned(size: int) -> int:
@@ -386,15 +426,20 @@ def _destination(
     return new_state, new_bytes
 
 
-def _vote(problem: str, collective: Collective, device: torch.device, otherwise: str) -> None:
-    """Raise on every rank if any has a problem; each names its own, the others name the ranks."""
+def _vote(problem: str, collective: Collective, device: torch.device) -> None:
+    """Raise on every rank if any could not unpack what came."""
     flag = torch.tensor([int(bool(problem))], dtype=torch.int64, device=device)
-    flags = collective.all_gather(flag, op=Operation("voting on a transition")).cpu().reshape(-1).tolist()
-    failed = [r for r, f in enumerate(flags) if f]
+    flags = collective.all_gather(flag, op=Operation("voting on a transition")).cpu()
+    failed = flags.reshape(-1).nonzero().reshape(-1).tolist()
+    _refuse(problem, failed, collective.rank, "could not unpack what came", _WHOLE)
+
+
+def _refuse(problem: str, failed: Sequence[int], rank: int, what: str, after: str) -> None:
+    """Raise if any rank has `failed`; each names its own problem, the others name the ranks."""
     if problem:
-        raise TransitionError(f"rank {collective.rank}: {problem}; {otherwise.partition('; ')[2]}")
+        raise TransitionError(f"rank {rank}: {problem}; {after}")
     if failed:
-        raise TransitionError(f"ranks {failed} {otherwise}")
+        raise TransitionError(f"ranks {failed} {what}; {after}")
 
 
 def _index(state: State) -> _Index:

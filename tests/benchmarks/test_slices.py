@@ -13,6 +13,7 @@ from benchmarks.common import rows_on_ranks
 from benchmarks.slices.__main__ import main, table
 from benchmarks.slices.counts import longest_real, ranks_beside_form, recomputed
 from benchmarks.slices.steps import against_baseline, measure
+from pipeline_balance.pipeline.executor import SENDS
 
 TINY = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 40, "microbatches": 2, "tokens": 64}
 
@@ -38,11 +39,22 @@ def test_units_keep_what_was_counted_by_hand() -> None:
     rows = recomputed()
     assert len(rows) == 12
     assert all(r["met"] and len(set(r["unit_bytes"])) == 1 for r in rows)
+    assert all(r["threads"] and r["loss"] > 0 for r in rows)
+    assert len({r["loss"] for r in rows}) < len(rows)  # the same however it is recomputed
     assert rows[0]["unit_bytes"][0] > rows[1]["unit_bytes"][0] > rows[2]["unit_bytes"][0]
 
 
 def test_two_real_ranks_in_turn() -> None:
-    names = ["own-1f1b", "minimal-n4", "aligned-n4-v2", "minimal-n5", "torch-1f1b", "torch-interleaved", "torch-zbv"]
+    names = [
+        "own-1f1b",
+        "minimal-n4",
+        "aligned-n4-uneven",
+        "aligned-n4-v2",
+        "minimal-n5",
+        "torch-1f1b",
+        "torch-interleaved",
+        "torch-zbv",
+    ]
     options = {"case": "step-m2", "work": TINY, "names": names, "repeats": 2}
     rows = rows_on_ranks(measure, options, ranks=2, limit_s=200.0)
     assert rows is not None
@@ -59,6 +71,15 @@ def test_two_real_ranks_in_turn() -> None:
         assert row["loss"] == pytest.approx(row["loss_alone"], rel=1e-5)
         assert row["worst_gradient_error"] < 1e-4
     assert by_name["minimal-n4"]["over_form"] == 1.0
+    assert by_name["aligned-n4-uneven"]["balance"] == "uneven"
+    assert "over_form" not in by_name["aligned-n4-uneven"]  # the form is of equal slices
+    whole = TINY["tokens"] * TINY["hidden"] * 4
+    # one gradient, and on the last rank the microbatch that comes while it has another
+    assert by_name["own-1f1b"]["boundary_bytes"] == [whole, 2 * whole]
+    # what the last rank holds of a microbatch, and two more
+    assert all(0 < n <= (4 + 2) * whole // 4 for n in by_name["minimal-n4"]["boundary_bytes"])
+    assert all(0 < n <= SENDS * whole // 4 for n in by_name["minimal-n4"]["sent_bytes"])
+    assert by_name["torch-1f1b"]["boundary_bytes"] is None
     # one process's activations of both microbatches, whichever schedule holds them
     assert by_name["own-1f1b"]["activation_bytes"][0] == by_name["torch-1f1b"]["activation_bytes"][0]
     assert "minimal-n5" in table(rows)
@@ -71,3 +92,9 @@ def test_four_real_ranks_hold_what_the_form_says() -> None:
         rows = rows_on_ranks(body, {"work": work, "slices": 16}, ranks=4, limit_s=200.0)
         assert rows is not None
         assert all(r["met"] for r in rows if "met" in r)
+        for row in rows:
+            assert row["loss"] == pytest.approx(row["loss_alone"], rel=1e-5)
+            assert row["worst_gradient_error"] < 1e-4
+            assert row["threads"]
+            assert row["messages"]["activations"] == 3 * 4 * row["n"]
+            assert all(n > 0 for n in row["boundary_bytes"])

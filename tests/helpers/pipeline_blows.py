@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -33,6 +34,7 @@ BEFORE, AFTER = StageMap.contiguous((0, 3, 5, LAYERS)), StageMap((0, 3, 5, LAYER
 TWO = StageMap.contiguous((0, 3, LAYERS))
 PATIENCE_S = 4.0  # the pipeline's limit where a rank does not answer
 LONG_S = 60.0  # its limit where it must not matter
+AGAIN_S = 0.1  # from a first Ctrl-C to the second
 WELL, FAILED, INTERRUPTED = 10, 11, 12  # how a rank ends
 
 
@@ -42,7 +44,10 @@ class Broken(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class End:
-    """How a rank ended: exit code, error (kind, rank, stages, action, cause), seconds from the blow to that."""
+    """How a rank ended: exit code, error (kind, rank, stages, action, cause), seconds from the blow to that.
+
+    gone_s: from the blow until all processes of all ranks have ended.
+    """
 
     code: int | None
     kind: str = ""
@@ -51,6 +56,7 @@ class End:
     action: str = ""
     cause: str = ""
     noticed_s: float = float("inf")
+    gone_s: float = float("inf")
 
 
 def ends(
@@ -63,7 +69,9 @@ def ends(
     replicas: int = 1,
     limit_s: float = 90.0,
 ) -> list[End]:
-    """Let `victims` meet their `fate` (is killed, stops, is interrupted, raises) in a step, a move or an evaluation.
+    """Let `victims` meet their `fate` in a step, a move or an evaluation.
+
+    The fates: is killed, stops, is interrupted, is interrupted twice (again after `AGAIN_S`), raises.
 
     ahead: a controller decides beside the backward pass. tcp: rank 0 keeps the store that the ranks have met in.
     replicas: 2 for two pipelines of two ranks.
@@ -73,6 +81,7 @@ def ends(
         folder = Path(name)
         blow = name, fate, where, tuple(victims), ahead, replicas
         outcomes = process_outcomes(RANKS, _rank, *blow, timeout_s=limit_s, told=told)
+        gone = time.time()
         began = float((folder / "blow").read_text())
         found = []
         for rank, outcome in enumerate(outcomes):
@@ -81,7 +90,7 @@ def ends(
             if said:
                 said["noticed_s"] = said.pop("at") - began
                 said["stages"] = tuple(said.get("stages", ()))
-            found.append(End(code=outcome.exit_code, **said))
+            found.append(End(code=outcome.exit_code, gone_s=gone - began, **said))
         return found
 
 
@@ -162,7 +171,11 @@ def _blow(folder: Path, fate: str, victims: Sequence[int]) -> None:
     (folder / "blow.new").rename(folder / "blow")
     if fate == "raises":
         raise Broken("too hot")
-    number = {"is killed": signal.SIGKILL, "stops": signal.SIGSTOP, "is interrupted": signal.SIGINT}[fate]
-    for victim in sorted(victims, reverse=True):
-        os.kill(int((folder / f"{victim}.pid").read_text()), number)
+    number = {"is killed": signal.SIGKILL, "stops": signal.SIGSTOP}.get(fate, signal.SIGINT)
+    pids = [int((folder / f"{victim}.pid").read_text()) for victim in sorted(victims, reverse=True)]
+    if fate == "is interrupted twice":
+        again = f"sleep {AGAIN_S}; kill -INT {' '.join(map(str, pids))}"
+        subprocess.Popen(["sh", "-c", again], stderr=subprocess.DEVNULL, start_new_session=True)
+    for pid in pids:
+        os.kill(pid, number)
     time.sleep(0.2)  # until the signal is there

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ import prophet.parallel
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices import SliceOptions
 from pipeline_balance.spec import StageMap
+from prophet.errors import SpecError
 from prophet.ranks.collective import Collective
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers import sliced_layers as own
@@ -47,6 +50,12 @@ def layers(group: Collective) -> nn.Sequential:
             for p in layer.moe.gate.parameters():  # type: ignore[union-attr]
                 p.copy_(torch.randn(p.shape, dtype=p.dtype) / own.DIM**0.5)
     return nn.Sequential(*made, head)
+
+
+class Counts(NamedTuple):
+    """What a pipeline asks a balancer for before it trains."""
+
+    config: prophet.EngineConfig
 
 
 class Outcome(NamedTuple):
@@ -96,6 +105,9 @@ def trained(rank: int, size: int, slices: int, balanced: bool, balance: Any, upd
             accumulation_steps=microbatches * slices,
             slots_per_rank=EXPERTS,
         )
+        wrong = dataclasses.replace(config, accumulation_steps=microbatches)
+        with pytest.raises(SpecError, match=f"accumulation_steps={microbatches}: .* has {microbatches * slices} back"):
+            pipe.balance_experts(lambda part: Counts(wrong))  # type: ignore[arg-type]
         engine = pipe.balance_experts(lambda part: prophet.attach(part, config=config))
     losses, copies, choices = [], 0, []
     counting = _Counting(pipe.experts.collectives[0])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.generators import seeded, unit_seed
-from pipeline_balance.pipeline.model import Boundary
+from pipeline_balance.pipeline.model import Activations
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.options import Recompute, SliceOptions
@@ -128,12 +128,12 @@ def pass_alone(run: SlicedTransformers, inputs: dict[str, Tensor], labels: Tenso
     for one in whole:
         kept = []
         for part in run.sliced(one):
-            boundary: Boundary = ()
+            activations: Activations = ()
             with run.working(part):
                 for unit in range(len(run.units)):
                     with seeded(unit_seed(5, unit, 0, part.number, part.slice), torch.device("cpu")):
-                        boundary = run.run(unit, boundary, part)
-            kept.append((part, run.loss(boundary, part) / count))
+                        activations = run.run(unit, activations, part)
+            kept.append((part, run.loss(activations, part) / count))
             total += float(kept[-1][1])
         for part, loss in reversed(kept):
             with run.working(part):

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.model import Boundary, Microbatch
+from pipeline_balance.pipeline.model import Activations, Microbatch
 
 LAYERS, VOCABULARY = 3, 48
 _SIZES = {
@@ -108,12 +108,12 @@ def train_over(stages: Sequence[tuple[TransformersModel, Sequence[int]]], parts:
     total = torch.zeros(())
     for part in parts:
         own = [Microbatch(part.number, part.inputs, part.labels) for _ in stages]
-        before: list[Boundary] = []
-        after: list[Boundary] = []
+        before: list[Activations] = []
+        after: list[Activations] = []
         for (model, units), its in zip(stages, own, strict=True):
             entered = tuple(t.detach().requires_grad_(t.requires_grad) for t in after[-1]) if after else ()
             before.append(entered)
-            said = model.boundaries(its)
+            said = model.activations(its)
             for unit in units:
                 entered = model.run(unit, entered, its)
                 assert [(t.shape, t.dtype, t.requires_grad) for t in entered] == [

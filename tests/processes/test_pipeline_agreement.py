@@ -177,6 +177,67 @@ def test_replicas_that_have_come_apart_are_named(tmp_path: Path) -> None:
         assert "'3.bias' differs on rank(s) [3] from rank 1" in words
 
 
+def _apart_in_training(rank: int, size: int, changed: str) -> tuple[int, str, str]:
+    pipe = _pipe(replicas=2)
+    x = torch.ones(4, DIM, dtype=torch.float64)
+    for _ in range(5):
+        pipe.step(x, x)
+    if rank == 3:
+        with torch.no_grad():
+            pipe.module.get_parameter(changed)[0] += 1e-9
+    steps = 0
+    while True:
+        try:
+            pipe.step(x, x)
+        except SpecError as error:
+            return steps, str(error), _refused(lambda: pipe.evaluate(x, x))
+        steps += 1
+        assert steps < 5, "nobody has seen it"
+
+
+@pytest.mark.parametrize("changed", ["2.bias", "3.bias"])
+def test_replicas_that_come_apart_in_training_are_named_once_it_is_the_layers_turn(changed: str) -> None:
+    results = run_gloo(_apart_in_training, 4, changed)
+    assert len(set(results)) == 1
+    steps, words, evaluated = results[0]
+    assert 1 <= steps <= 2, "a rank has two layers"
+    assert words == evaluated == "ranks [3] hold other weights of the same stages than rank 1"
+
+
+def _steps(rank: int, size: int) -> dict[str, str]:
+    bad = rank == 1
+    x = torch.ones(4, DIM, dtype=torch.float64)
+
+    def halves(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        parameters = [p for _, p in named]
+        return torch.optim.SGD([{"params": parameters[:3]}, {"params": parameters[3:]}] if bad else parameters, lr=0.1)
+
+    pipe = _pipe()
+    said = {
+        "groups": _refused(lambda: _pipe(make_optimizer=halves)),
+        "labels": _refused(lambda: pipe.step(x, 3 if bad else x)),  # type: ignore[arg-type]
+    }
+    first = pipe.module[0]  # type: ignore[index]
+    if bad:
+        first.added = nn.Parameter(torch.zeros(2, device="meta"))
+    said["model"] = _refused(lambda: pipe.step(x, x))
+    if bad:
+        del first.added
+    with torch.set_grad_enabled(not bad):
+        said["gradients"] = _refused(lambda: pipe.step(x, x))
+    pipe.step(x, x)
+    return said
+
+
+def test_ranks_that_differ_in_a_step_are_named() -> None:
+    first, second = run_gloo(_steps, 2)
+    assert first == second
+    assert first["groups"] == "ranks [1] have other optimizer groups than rank 0"
+    assert first["labels"] == "rank 1: labels must be a tensor or None, got a int"
+    assert first["model"] == "ranks [1] hold a model with other names, shapes or types than rank 0"
+    assert first["gradients"].startswith("rank 1: step trains, and gradients are off here")
+
+
 def _batches(rank: int, size: int) -> str:
     pipe = _pipe([nn.Flatten(), nn.Linear(9000, 1).double()])
     x = torch.ones(4, 9000, dtype=torch.float64)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from tests.helpers.pipeline_blows import FAILED, INTERRUPTED, PATIENCE_S, RANKS, End, ends
+from tests.helpers.pipeline_blows import FAILED, INTERRUPTED, LONG_S, PATIENCE_S, RANKS, End, ends
 
 IDLE = 3
 SOON_S = 5.0
@@ -122,3 +122,14 @@ def test_the_rank_with_the_store_is_lost(fate: Callable[..., None], where: str) 
 @pytest.mark.parametrize("victims", [[0], [2], [IDLE], [1, 2], list(range(RANKS))])
 def test_ctrl_c(where: str, victims: list[int]) -> None:
     _is_interrupted(where, victims)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["step", "move", "evaluation"])
+@pytest.mark.parametrize("victims", [[2], list(range(RANKS))])
+def test_a_second_ctrl_c(where: str, victims: list[int]) -> None:
+    """It comes while ranks tell each other of the first one, or end: no process stays, none is aborted."""
+    found = ends("is interrupted twice", where, victims)
+    for end in found:
+        assert end.code in (FAILED, INTERRUPTED, -signal.SIGINT), "aborted, or killed by the test"
+        assert end.gone_s < LONG_S / 2, "it has waited for the limit"

@@ -125,6 +125,7 @@ def _mistakes(rank: int, size: int) -> list[str]:
         pipe.mover.allocate = _no_memory
     refused(TransitionError, lambda: pipe.rebuild(maps(2, 2)))
     pipe.mover.allocate = empty
+    refused(SpecError, lambda: pipe.rebuild(StageMap((0, 3, UNITS + (rank == 1)), (0, 1))))
     for error, changed in ((SpecError, (3,)), (TransitionError, (1, 3))):
         with torch.no_grad():
             kept = pipe.module[-1].weight.clone()
@@ -142,7 +143,7 @@ def _no_memory(*_: object) -> torch.Tensor:
 
 def test_mistakes_are_named_on_all_ranks_before_anything_changes() -> None:
     results = run_gloo(_mistakes, 4)
-    for ddp, fsdp, grid, scaler, batch_, memory, apart, tie, losses in results:
+    for ddp, fsdp, grid, scaler, batch_, memory, map_, apart, tie, losses in results:
         assert "layer 2 is wrapped in DistributedDataParallel" in ddp
         assert "replicas=R" in ddp
         assert "layer 3 (up) is wrapped in FSDPModule" in fsdp
@@ -152,6 +153,7 @@ def test_mistakes_are_named_on_all_ranks_before_anything_changes() -> None:
         assert "ranks [3] have inputs of other shapes than rank 2" in batch_
         assert "rank 2" in memory
         assert "none left" in memory or "could not prepare" in memory
+        assert map_ == f"rank 1: the stage map is of {UNITS + 1} layers, the model has {UNITS}"
         assert "replicas have come apart: '0.weight' differs on rank(s) [3] from rank 1" in apart
         assert "tied parameter '0.weight' has other weights on rank(s) [1, 3] than on rank 0" in tie
         assert losses == results[0][-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -193,7 +194,7 @@ def test_what_is_wrong_is_said_on_all_ranks_before_a_step() -> None:
 
 def _own_layers(
     rank: int, size: int, replicas: int, slices: int, stages: int, updates: int
-) -> tuple[list[float], dict[str, torch.Tensor]]:
+) -> tuple[list[float], dict[str, torch.Tensor], Counter[int]]:
     pipe = ElasticPipeline.from_modules(
         own.layers(seed=rank // (size // replicas)),
         own.loss_fn,
@@ -205,7 +206,10 @@ def _own_layers(
         seed=own.SEED,
         timeout_s=60.0,
     )
-    losses = []
+    losses, averaged = [], Counter[int]()
+    means = pipe._passes.gradients._means
+    start = means.start
+    means.start = lambda mine, unit: (averaged.update([unit]), start(mine, unit))[1]  # type: ignore[method-assign]
     for update in range(updates):
         for call in range(2):
             inputs, labels = own.batch(update, call)
@@ -213,7 +217,7 @@ def _own_layers(
             its = labels.chunk(replicas)[pipe.groups.replica]
             loss = pipe.step(mine, its, update=call == 1, max_norm=own.MAX_NORM if call else None)
         losses.append(loss)
-    return losses, pipe.state_dict()
+    return losses, pipe.state_dict(), averaged
 
 
 @pytest.mark.parametrize(
@@ -228,8 +232,11 @@ def _own_layers(
 def test_own_layers_with_dropout_replicas_and_accumulation(size: int, replicas: int, slices: int, stages: int) -> None:
     losses, state = own.one_process(5, slices, 2)
     results = run_gloo(_own_layers, size, replicas, slices, stages, 5)
-    for got, _ in results:
+    for got, _, averaged in results:
         assert got == pytest.approx(losses, rel=EXACT)
+        # once per update and layer, however many slices and calls it has; tied weights count as layer 0
+        assert averaged.pop(0) >= 5
+        assert set(averaged.values()) <= {5}
     assert apart(results[0][1], state) <= 1e-8
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, SpecError, TransitionError
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.state.transition import empty
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_model import LAYERS, TOLERANCE, batch, build_layer, pipeline, plain_losses
@@ -98,6 +100,58 @@ def test_measured_costs_are_equal_on_all_ranks() -> None:
         assert 0 < times.compute_s < times.step_s
         assert times.wait_forward_s >= 0
         assert times.compute_s + times.wait_forward_s + times.wait_backward_s <= times.step_s
+
+
+def _count(rank: int, size: int) -> list[list[str]]:
+    """What the ranks gather for in a move, with and without preparing it, where parameters are tied or replicated."""
+    asked: list[str] = []
+    inner = ProcessGroupCollective.all_gather
+
+    def count(self: ProcessGroupCollective, x: Tensor, *, op: Operation, **options: Any) -> Tensor:
+        asked.append(op.name)
+        return inner(self, x, op=op, **options)
+
+    ProcessGroupCollective.all_gather = count  # type: ignore[method-assign]
+    found = []
+    for replicas in (1, 2):
+        run = pipeline(StageMap.contiguous((0, 3, LAYERS)), replicas=replicas) if replicas * 2 == size else None
+        for ahead in (False, True) if run is not None else ():
+            assert run is not None
+            run.step(*batch(0))
+            run.drop_gradients()
+            to = StageMap.contiguous((0, 4 + ahead, LAYERS))
+            prepared = run.prepare(to, run.collective) if ahead else None
+            asked.clear()
+            run.rebuild(to, prepared=prepared)
+            found.append(list(asked))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_move_takes_three_agreements(size: int) -> None:
+    expected = ["agreeing on a move", "agreeing on a transition", "concluding a move"]
+    assert run_gloo(_count, size) == [[expected, expected]] * size
+
+
+def _stale(rank: int, size: int) -> list[float]:
+    """One rank keeps more beside its parameters than when the move was prepared."""
+    run = pipeline(StageMap.contiguous((0, 3, LAYERS)))
+    losses = [run.step(*batch(0))]
+    run.drop_gradients()
+    to = StageMap.contiguous((0, 5, LAYERS))
+    prepared = run.prepare(to, run.collective)
+    state = run.optimizer.state
+    for p in run.layers[3].parameters() if rank == 1 else ():
+        state[p]["beside"] = torch.full_like(p, 7.0)
+    run.rebuild(to, prepared=prepared)
+    if rank == 0:
+        assert all(bool((state[p]["beside"] == 7.0).all()) for p in run.layers[3].parameters())
+    return losses + [run.step(*batch(step)) for step in range(1, 4)]
+
+
+def test_a_prepared_move_notices_that_one_rank_has_changed() -> None:
+    for losses in run_gloo(_stale, 2):
+        assert losses == pytest.approx(plain_losses(4)[0], rel=TOLERANCE)
 
 
 def _refuse(rank: int, size: int) -> str:

@@ -49,6 +49,11 @@ def check(way: Route, nodes: list[int]) -> None:
         for peer in range(ranks):
             sent = [t for t in way.sends(r) if t.destination == peer]
             assert sent == [t for t in way.receives(peer) if t.source == r], "one order at both ends"
+    by_pair: dict[tuple[int, int], int] = {}
+    for t in way.transfers:
+        by_pair[t.source, t.destination] = by_pair.get((t.source, t.destination), 0) + way.n_bytes(t)
+    assert way.stream_bytes() == by_pair
+    assert way.widest_item_bytes() == max((space[t.name].item_bytes for t in way.transfers), default=1)
     listed = [t for r in range(ranks) for t in way.sends(r)]
     assert sorted(map(str, listed)) == sorted(map(str, way.transfers))
 

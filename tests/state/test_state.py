@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from torch import Tensor
 from pipeline_balance.pipeline.training_state import by_layer
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, LayoutError, TransitionError
+from prophet.ranks.collective import Operation
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.state import transition as module
-from prophet.state.layout import Layout, Piece, flat_shard, layout_from, missing, slice_box
+from prophet.state.layout import Layout, Piece, flat_shard, layout_from, missing, slice_box, whole_tensors
 from prophet.state.route import Route, route
 from prophet.state.space import Box, Space, TensorSpec
 from prophet.state.transition import Moved, empty, transition
@@ -67,6 +69,15 @@ def test_by_layer_puts_unlayered_state_everywhere() -> None:
     layout.check_complete()
     with pytest.raises(LayoutError, match=r"no rank holds b\[0:2\]"):
         layout_from(space, 2, {0: [("a", Box((0,), (2,)))]}).check_complete()
+
+
+def test_whole_tensors_lie_as_their_pieces_do() -> None:
+    space = Space((MATRIX["w"], TensorSpec(name="s", shape=()), TensorSpec(name="e", shape=(0, 3))))
+    holders: list[tuple[int, ...]] = [(2, 0), (1,), ()]
+    every = {r: [(t.name, t.box) for t, on in zip(space.tensors, holders, strict=True) if r in on] for r in range(4)}
+    assert whole_tensors(space, 4, holders) == layout_from(space, 4, every)
+    with pytest.raises(LayoutError, match=r"outside 0\.\.3"):
+        whole_tensors(space, 4, [(4,), (), ()])
 
 
 def test_zero_shards_cut_across_tensors() -> None:
@@ -137,6 +148,78 @@ def test_a_stream_is_cut_by_chunk_and_budget(budget: int, chunk: int, depth: int
     assert [m.buffer_bytes for m in moved] == [buffer, buffer]
     assert moved[0].bytes_to == {1: 96}
     assert torch.equal(next(iter(moved[1].state.values())), held)
+
+
+@pytest.mark.parametrize(
+    ("budget", "streams", "longest", "chunk", "rounds", "depth"),
+    [
+        (64 << 20, 2, 5 << 20, 2 << 20, 3, 3),  # a small move is a few messages
+        (64 << 20, 4, 1000, 1008, 1, 1),
+        (16 << 20, 4, 64 << 20, 1 << 20, 64, 4),  # a few rounds under way come before large chunks
+        (4 << 20, 8, 64 << 20, 128 << 10, 512, 4),
+        (1 << 20, 4, 64 << 20, 128 << 10, 512, 2),  # small chunks come before more rounds
+        (1 << 10, 4, 64 << 20, 256, 1 << 18, 1),
+    ],
+)
+def test_what_a_budget_is_used_for(
+    budget: int, streams: int, longest: int, chunk: int, rounds: int, depth: int
+) -> None:
+    measures = module._Measures(streams, 8, longest)
+    window = module._window(budget, module.CHUNK_BYTES, module.DEPTH, measures)
+    assert (window.chunk_bytes, window.rounds, window.depth) == (chunk, rounds, depth)
+    assert window.depth * streams * window.slot_bytes <= budget
+
+
+class Agreements(ThreadCollective):
+    """Knows what its rank has gathered for."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        self.asked: list[str] = []
+
+    def all_gather(self, x: Tensor, *, op: Operation, **options: Any) -> Tensor:
+        self.asked.append(op.name)
+        return super().all_gather(x, op=op, **options)
+
+
+def test_ranks_agree_twice_and_leave_the_second_to_a_caller_who_has_more_to_do() -> None:
+    way, states, values = _pair()
+    world = ThreadWorld(2)
+
+    def run(c: ThreadCollective, conclude: bool) -> tuple[list[str], list[object], Moved]:
+        mine, said = Agreements(world, c.rank), []
+        end = (lambda state, problem: said.append((len(state), problem))) if conclude else None
+        return mine.asked, said, transition(way, states[c.rank], mine, budget_bytes=128, conclude=end)
+
+    for asked, said, moved in world.run(lambda c: run(c, False)):
+        assert asked == ["agreeing on a transition", "voting on a transition"]
+        assert moved.state
+        assert not said
+    concluded = world.run(lambda c: run(c, True))
+    for asked, said, moved in concluded:
+        assert asked == ["agreeing on a transition"]
+        assert said == [(len(moved.state), "")]
+    _assert_whole(route(way.after, way.after), [moved.state for _, _, moved in concluded], values)
+
+
+def test_what_went_wrong_on_the_way_is_told_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    way, states, values = _pair()
+    told: dict[int, str] = {}
+
+    def failing(*_: object) -> None:
+        raise RuntimeError("out of scratch memory")
+
+    def body(c: ThreadCollective) -> Moved:
+        def conclude(_: object, problem: str) -> None:
+            told[c.rank] = problem
+            raise TransitionError("not today")
+
+        return transition(way, states[c.rank], c, budget_bytes=1 << 10, conclude=conclude)
+
+    monkeypatch.setattr(module._Mover, "_unpack", failing)
+    assert [str(e) for e in _outcomes(2, body)] == ["not today"] * 2
+    assert "out of scratch memory" in told.values()
+    _assert_whole(way, states, values)
 
 
 def test_long_and_short_streams_end_together() -> None:

@@ -52,7 +52,7 @@ def test_every_bit_arrives(seed: int, ranks: int, budget_bytes: int, chunk_bytes
             collective,
             budget_bytes=budget_bytes + collective.rank,
             chunk_bytes=chunk_bytes + collective.rank,
-            depth=depth,
+            depth=max(1, depth - collective.rank % 3),
             allocate=metered,
         )
 
@@ -62,9 +62,9 @@ def test_every_bit_arrives(seed: int, ranks: int, budget_bytes: int, chunk_bytes
         assert set(moved[rank].state) == set(after.pieces[rank])
         for piece, tensor in moved[rank].state.items():
             assert same_bits(tensor, expected[rank][piece]), (rank, str(piece))
-        # all that was allocated is the new state and the buffer, and the buffer is within the least budget
+        # all that was allocated is the new state and the buffer, and the buffer is within this rank's budget
         assert asked[rank] == moved[rank].buffer_bytes + moved[rank].new_state_bytes
-        assert moved[rank].buffer_bytes <= budget_bytes
+        assert moved[rank].buffer_bytes <= budget_bytes + rank
         # what was there before is untouched
         for piece, tensor in states[rank].items():
             assert same_bits(tensor, values[piece.name][piece.box.slices(space[piece.name].box)])

@@ -10,7 +10,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <initializer_list>
-#include <stdexcept>
+#include <memory>
+#include <utility>
 
 #include "problem.h"
 
@@ -40,47 +41,27 @@ Grid<T> view(const Array<T, 2>& array) {
     return {array.data(), static_cast<Int>(array.shape(0)), static_cast<Int>(array.shape(1))};
 }
 
-// A new array for Python, of this shape.
-inline nb::object new_array(const Int* data, std::initializer_list<std::size_t> shape) {
-    std::size_t size = 1;
-    for (std::size_t n : shape) size *= n;
-    Int* copy = new Int[size];
-    nb::capsule owner(copy, [](void* array) noexcept { delete[] static_cast<Int*>(array); });
-    std::copy(data, data + size, copy);
-    return nb::cast(nb::ndarray<nb::numpy, Int, nb::c_contig>(copy, shape, owner));
+// An array for Python, of this shape, whose integers these are.
+template <typename T>
+nb::object new_array(std::unique_ptr<T[]> values, std::initializer_list<std::size_t> shape) {
+    Int* data = reinterpret_cast<Int*>(values.get());
+    nb::capsule owner(values.release(), [](void* array) noexcept { delete[] static_cast<T*>(array); });
+    return nb::cast(nb::ndarray<nb::numpy, Int, nb::c_contig>(data, shape, owner));
 }
 
-inline nb::object new_array(Ints values) { return new_array(values.data, {static_cast<std::size_t>(values.size)}); }
-
-// Becomes a `prophet.errors.SpecError`.
-struct Refused : std::runtime_error {
-    using std::runtime_error::runtime_error;
-};
-
-inline void require(bool holds, const char* expected) {
-    if (!holds) throw Refused(expected);
+inline nb::object new_array(Ints values) {
+    const std::size_t size = static_cast<std::size_t>(values.size);
+    std::unique_ptr<Int[]> copy(new Int[size]);
+    std::copy(values.begin(), values.end(), copy.get());
+    return new_array(std::move(copy), {size});
 }
 
 inline auto Arg(const char* name) { return nb::arg(name).noconvert(); }
 
-// A load and the machine that computes it. `checked` raises SpecError in Python where sizes contradict one another or
-// an index points outside.
-struct Given {
-    ConstIntGrid load_RE;
-    ConstInts home_E;
-    ConstInts node_R;
-    ConstFloats speed_R;
-    ConstFloats seconds_per_token_R;
-    ConstFloats figures;
-
-    static Given checked(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R,
-                         const FloatArray& speed_R, const FloatArray& seconds_per_token_R, const FloatArray& figures);
-    // `holds_ER` has to be for these experts and ranks, and every home has to hold its expert.
-    void check_holders(const BoolArray2D& holds_ER) const;
-
-    Problem problem(Workspace& room) const {
-        return make_problem(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures, room);
-    }
-};
+// Raises SpecError in Python where sizes contradict one another or an index points outside.
+Given checked(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R, const FloatArray& speed_R,
+              const FloatArray& seconds_per_token_R, const FloatArray& figures);
+// `holds_ER` has to be for these experts and ranks, and every home has to hold its expert.
+void check_holders(const BoolArray2D& holds_ER, const Given& given);
 
 }  // namespace prophet

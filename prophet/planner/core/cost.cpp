@@ -124,10 +124,7 @@ Flow make_flow(const Problem& problem, ConstInts chosen_J, Int spare_arcs, Works
 
 void fill_homes(Flow& flow) {
     for (Int a = flow.experts(); a < flow.arcs; a++) flow.tokens_AR[a].fill(0);
-    for (Int r = 0; r < flow.ranks(); r++) {
-        ConstInts load_E = flow.problem->load_RE[r];
-        for (Int j = 0; j < flow.experts(); j++) flow.tokens_AR[j][r] = load_E[flow.chosen_J[j]];
-    }
+    gather_columns(flow.problem->load_RE, flow.chosen_J, flow.tokens_AR);
 }
 
 void count_expert(const Flow& flow, Int rank, double sign) {
@@ -321,7 +318,7 @@ double a2a_floor(const Flow& flow) {
             (node_R[d] == home ? near : far) -= problem.load_RE[d][e];
             reached[node_R[d]] = node_R[d] != home;
         });
-        for (Int r = 0; r < flow.ranks(); r++) {
+        for (Int r = 0; r < flow.ranks() && problem.nodes() > 1; r++) {
             if (reached[node_R[r]] == 0 || flow.has(j, r)) continue;
             far -= problem.load_RE[r][e];
             near += problem.load_RE[r][e];

@@ -20,9 +20,6 @@ Growth::Growth(const Problem& problem, const Placement& from, ConstInts chosen_J
     others_received = room.floats(COPIES, ranks);
     promise_J = room.floats(chosen_J.size);
     for (Floats* by_rank : {&gain_R, &near_R, &far_R}) *by_rank = room.floats(ranks);
-    node_first = room.ints(problem.nodes() + 1);
-    for (Int r = ranks - 1; r >= 0; r--) node_first[problem.node_R[r]] = r;
-    node_first[problem.nodes()] = ranks;
     if (chosen_J.size < problem.experts()) {
         Scope scope(room);
         Span<bool> takes_part = room.array<bool>(problem.experts());
@@ -34,9 +31,9 @@ Growth::Growth(const Problem& problem, const Placement& from, ConstInts chosen_J
     others_received.flat().copy_from(flow.received.flat());
     free_R.copy_from(from.free_R);
     for (Int j = 0; j < chosen_J.size; j++) {
-        for (Int r = 0; r < ranks; r++) {
-            if (from.holds_ER[chosen_J[j]][r] && r != flow.rank_A[j]) flow.tokens_AR[link(flow, j, r)].fill(0);
-        }
+        each_holder(from.holds_ER[chosen_J[j]], [&](Int r) {
+            if (r != flow.rank_A[j]) flow.tokens_AR[link(flow, j, r)].fill(0);
+        });
     }
 }
 
@@ -93,9 +90,9 @@ void Growth::grow(Int q) {
 
 void Growth::write(Placement& to) const {
     for (Int j = 0; j < flow.experts(); j++) {
-        for (Int r = 0; r < flow.ranks(); r++) {
-            if (to.holds_ER[flow.chosen_J[j]][r] && r != flow.rank_A[j]) to.remove(flow.chosen_J[j], r);
-        }
+        each_holder(to.holds_ER[flow.chosen_J[j]], [&](Int r) {
+            if (r != flow.rank_A[j]) to.remove(flow.chosen_J[j], r);
+        });
     }
     for (Int a = flow.experts(); a < flow.arcs; a++) to.add(flow.chosen_J[flow.expert_A[a]], flow.rank_A[a]);
 }
@@ -132,7 +129,7 @@ static void add_gains(double* __restrict gain, const double* __restrict price, I
 
 // What the tokens of an expert would save on every rank: `gain_R`.
 void Growth::gains_of(Int expert) {
-    const ConstInts node_R = flow.node_R;
+    const ConstInts node_R = flow.node_R, node_first = flow.problem->node_first;
     const Floats own = flow.price[PRODUCTS], out_near = flow.price[OUT_NEAR], out_far = flow.price[OUT_FAR];
     const Int ranks = node_R.size;
     gain_R.fill(0.0);

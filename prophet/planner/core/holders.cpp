@@ -29,30 +29,21 @@ void Placement::remove(Int expert, Int rank) {
 }
 
 Holders index_holders(ConstBoolGrid holds_ER, Workspace& room) {
-    Int many = 0, arcs = 0;
-    Ints count_E = room.ints(holds_ER.rows);
+    Int most = 0, many = 0, arcs = 0;
+    for (Int e = 0; e < holds_ER.rows; e++) each_holder(holds_ER[e], [&](Int) { most++; });
+    Holders all{room.ints(holds_ER.rows), room.ints(holds_ER.rows + 1), room.ints(most)};
     for (Int e = 0; e < holds_ER.rows; e++) {
-        Int n = 0;
-        for (bool held : holds_ER[e]) n += held;
-        count_E[e] = n;
-        if (n > 1) {
-            many++;
-            arcs += n;
+        const Int first = arcs;
+        each_holder(holds_ER[e], [&](Int r) { all.rank_A[arcs++] = r; });
+        if (arcs - first < 2) {
+            arcs = first;
+            continue;
         }
+        all.expert_M[many] = e;
+        all.start[many++] = first;
     }
-    Holders holders{room.ints(many), room.ints(many + 1), room.ints(arcs)};
-    Int j = 0, a = 0;
-    for (Int e = 0; e < holds_ER.rows; e++) {
-        if (count_E[e] < 2) continue;
-        holders.expert_M[j] = e;
-        holders.start[j++] = a;
-        Span<const bool> held = holds_ER[e];
-        for (Int r = 0; r < held.size; r++) {
-            if (held[r]) holders.rank_A[a++] = r;
-        }
-    }
-    holders.start[many] = a;
-    return holders;
+    all.start[many] = arcs;
+    return {all.expert_M.part(0, many), all.start.part(0, many + 1), all.rank_A.part(0, arcs)};
 }
 
 }  // namespace prophet

@@ -3,9 +3,19 @@
 // Shape legend: R ranks, E experts, M experts held by more than one rank, A arcs (one per holder of those experts).
 #pragma once
 
+#include <cstring>
+
 #include "problem.h"
 
 namespace prophet {
+
+// Calls `use(rank)` for the ranks that hold an expert, ascending.
+template <typename Use>
+void each_holder(Span<const bool> holds_R, Use use) {
+    const bool* at = holds_R.begin();
+    const auto left = [&] { return static_cast<std::size_t>(holds_R.end() - at); };
+    while ((at = static_cast<const bool*>(std::memchr(at, true, left()))) != nullptr) use(at++ - holds_R.begin());
+}
 
 // A placement under construction. Every home holds its expert.
 struct Placement {

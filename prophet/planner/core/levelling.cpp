@@ -33,13 +33,8 @@ void level_loads(const Problem& problem, Placement& found, Workspace& room) {
     Scope scope(room);
     Int ranks = problem.ranks(), experts = problem.experts();
     Ints space_R = room.ints(ranks);  // tokens up to the level; negative above it
-    Ints left_E = room.ints(experts), first_R = room.ints(ranks), next_E = room.ints(experts);
+    Ints left_E = room.ints(experts);
     left_E.copy_from(problem.total_E);
-    first_R.fill(-1);
-    for (Int e = experts - 1; e >= 0; e--) {  // the experts of every home, as linked lists
-        next_E[e] = first_R[problem.home_E[e]];
-        first_R[problem.home_E[e]] = e;
-    }
     double load = 0.0, speed = 0.0;
     for (Int r = 0; r < ranks; r++) {
         load += static_cast<double>(problem.home_busy[PRODUCTS][r]);
@@ -55,8 +50,9 @@ void level_loads(const Problem& problem, Placement& found, Workspace& room) {
             if (space_R[r] < 0 && (giver < 0 || space_R[r] < space_R[giver])) giver = r;
         }
         if (giver < 0) return;
-        for (Int e = first_R[giver]; e >= 0; e = next_E[e]) {
-            if (left_E[e] > 0 && (heaviest < 0 || left_E[e] > left_E[heaviest])) heaviest = e;
+        for (Int e = 0; e < experts; e++) {
+            if (problem.home_E[e] != giver || left_E[e] == 0) continue;
+            if (heaviest < 0 || left_E[e] > left_E[heaviest]) heaviest = e;
         }
         Int ask = heaviest < 0 ? 0 : std::min(-space_R[giver], left_E[heaviest]);
         Int taker = heaviest < 0 ? -1 : pick_taker(problem, space_R, ask, giver, heaviest, found);
@@ -80,9 +76,9 @@ void add_spares(const Problem& problem, Int per_rank, Placement& found, Workspac
     load_R.fill(0.0);
     copies_E.fill(0);
     for (Int e = 0; e < experts; e++) {
-        for (bool held : found.holds_ER[e]) copies_E[e] += held;
+        each_holder(found.holds_ER[e], [&](Int) { copies_E[e]++; });
         share_E[e] = static_cast<double>(problem.total_E[e] / copies_E[e]);
-        for (Int r = 0; r < ranks; r++) load_R[r] += found.holds_ER[e][r] ? share_E[e] : 0.0;
+        each_holder(found.holds_ER[e], [&](Int r) { load_R[r] += share_E[e]; });
     }
     for (Int n = per_rank * ranks; n > 0; n--) {
         Int e = 0;

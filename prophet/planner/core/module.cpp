@@ -12,47 +12,54 @@ namespace {
 void plan_entry(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R, const FloatArray& speed_R,
                 const FloatArray& seconds_per_token_R, const FloatArray& figures, const IntArray& limit_R,
                 const BoolArray2D& previous_ER, const FloatArray& options, const OutBools2D& out_holds_ER) {
-    auto given = Given::checked(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures);
+    Given given = checked(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures);
     require(limit_R.shape(0) == load_RE.shape(0), "limit_R must be [ranks]");
     for (Int limit : view(limit_R)) require(limit >= 0, "limit_R must not be negative");
-    if (previous_ER.shape(0) != 0) given.check_holders(previous_ER);
+    if (previous_ER.shape(0) != 0) check_holders(previous_ER, given);
     require(options.shape(0) == Options::COUNT, "options must be those of a plan");
     require(out_holds_ER.shape(0) == load_RE.shape(1) && out_holds_ER.shape(1) == load_RE.shape(0),
             "out_holds_ER must be [experts, ranks]");
     nb::gil_scoped_release unlocked;
     Workspace& room = thread_workspace();
     Scope scope(room);
-    plan(given.problem(room), view(limit_R), view(previous_ER), Options::from(view(options)), view(out_holds_ER), room);
+    const Problem problem(given, room);
+    plan(problem, view(limit_R), view(previous_ER), Options::from(view(options)), view(out_holds_ER), room);
 }
 
 // Returns the split in sparse form, and its cost. Where `out_tokens_RED` has rows, it is written out there, too.
 nb::tuple split_entry(const IntArray2D& load_RE, const BoolArray2D& holds_ER, const IntArray& home_E,
                       const IntArray& node_R, const FloatArray& speed_R, const FloatArray& seconds_per_token_R,
                       const FloatArray& figures, double effort, const OutInts3D& out_tokens_RED) {
-    auto given = Given::checked(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures);
-    given.check_holders(holds_ER);
-    Int ranks = given.load_RE.rows, experts = given.load_RE.columns;
+    Given given = checked(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures);
+    check_holders(holds_ER, given);
+    Int ranks = given.ranks(), experts = given.experts();
     const auto is = [&](int axis, Int size) { return static_cast<Int>(out_tokens_RED.shape(axis)) == size; };
     require(is(0, 0) || (is(0, ranks) && is(1, experts) && is(2, ranks)),
             "out_tokens_RED must be [R, E, R], with load_RE [R, E], or have no rows");
     Workspace& room = thread_workspace();
     Scope scope(room);
-    const Problem problem = given.problem(room);
     Holders holders;
     BestSplit split;
     Ints load_R = room.ints(ranks);
+    static_assert(sizeof(Row) == 4 * sizeof(Int));
+    std::unique_ptr<Row[]> rows;
+    Int many = 0;
     {
         nb::gil_scoped_release unlocked;
+        const Problem problem(given, room);
         holders = index_holders(view(holds_ER), room);
         split = best_split(problem, holders, effort, false, room);
         for (Int r = 0; r < ranks; r++) load_R[r] = static_cast<Int>(split.flow.busy[PRODUCTS][r]);
-        if (!is(0, 0)) write_tokens(problem, split, {out_tokens_RED.data(), ranks * experts, ranks}, room);
+        Int most = most_rows(split);
+        rows.reset(new Row[static_cast<std::size_t>(most)]);
+        many = write_rows(problem, holders, split, {rows.get(), most}, room);
+        Span<Row> written{rows.get(), many};
+        IntGrid tokens{out_tokens_RED.data(), ranks * experts, ranks};
+        if (!is(0, 0)) write_tokens(problem, holders.expert_M, written, tokens, room);
     }
-    static_assert(sizeof(Row) == 4 * sizeof(Int));
-    const Int* rows = reinterpret_cast<const Int*>(split.rows.data);
-    const std::size_t many = static_cast<std::size_t>(split.rows.size);
     const Cost& cost = split.cost;
-    return nb::make_tuple(new_array(holders.expert_M), new_array(rows, {many, 4}), new_array(load_R), split.bottleneck,
+    return nb::make_tuple(new_array(holders.expert_M), new_array(std::move(rows), {static_cast<std::size_t>(many), 4}),
+                          new_array(load_R), split.bottleneck,
                           nb::make_tuple(cost.total, cost.a2a, cost.expert, cost.exposed_trans, cost.exposed_agg));
 }
 

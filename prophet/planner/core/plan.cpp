@@ -217,11 +217,11 @@ void plan(const Problem& problem, ConstInts limit_R, ConstBoolGrid previous_ER, 
     Placement now(problem, limit_R, room);
     bool fits = true;  // what is in force, into the limits
     for (Int e = 0; e < previous_ER.rows; e++) {
-        for (Int r = 0; r < previous_ER.columns; r++) {
-            if (!previous_ER[e][r] || now.holds_ER[e][r]) continue;
+        each_holder(previous_ER[e], [&](Int r) {
+            if (now.holds_ER[e][r]) return;
             fits = fits && now.free_R[r] > 0;
             if (fits) now.add(e, r);
-        }
+        });
     }
     if (!fits) now.copy_from(Placement(problem, limit_R, room));
     Planning(problem, limit_R, options, room).run(now, previous_ER.rows > 0);

@@ -48,7 +48,6 @@ struct Growth {
     FloatGrid others_sent, others_received;  // copies of other experts
     Floats promise_J;
     Floats gain_R, near_R, far_R;
-    Ints node_first;  // [nodes + 1] the first rank of every node
 };
 
 struct Options {

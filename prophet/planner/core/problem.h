@@ -37,24 +37,35 @@ struct Figures {
 // Resources of a rank: its products; what it sends and receives within its node; the same between nodes.
 enum Resource : Int { PRODUCTS, OUT_NEAR, IN_NEAR, OUT_FAR, IN_FAR, RESOURCES };
 
-struct Problem {
+// A load and the machine that computes it.
+struct Given {
     ConstIntGrid load_RE;
-    ConstInts total_E;
     ConstInts home_E;
     ConstInts node_R;
     ConstFloats speed_R;
     ConstFloats seconds_per_token_R;
     Figures figures;
-    ConstIntGrid home_busy;  // [RESOURCES, R] tokens
-    ConstInts home_groups;   // [R] experts with tokens
 
-    Int ranks() const { return node_R.size; }
-    Int experts() const { return home_E.size; }
-    Int nodes() const { return node_R[node_R.size - 1] + 1; }
+    Int ranks() const { return load_RE.rows; }
+    Int experts() const { return load_RE.columns; }
+    Int nodes() const { return node_R[ranks() - 1] + 1; }
 };
 
-// The arguments that every entry takes; what follows from them is taken from `room`.
-Problem make_problem(ConstIntGrid load_RE, ConstInts home_E, ConstInts node_R, ConstFloats speed_R,
-                     ConstFloats seconds_per_token_R, ConstFloats figures, Workspace& room);
+// The same with what follows from it, taken from `room`. Refuses a negative load.
+struct Problem : Given {
+    Problem(const Given& given, Workspace& room);
+
+    Ints total_E;
+    IntGrid home_busy;  // [RESOURCES, R] tokens
+    Ints home_groups;   // [R] experts with tokens
+    Ints node_first;    // [nodes + 1] the first rank of every node
+};
+
+// Takes what is sent and received near from what is sent and received at all, which is counted as far. In one node all
+// is near, and need not have been counted.
+void part_levels(IntGrid busy, bool one_node);
+
+// Columns of a load: into[i][r] = load_RE[r][experts[i]].
+void gather_columns(ConstIntGrid load_RE, ConstInts experts, IntGrid into);
 
 }  // namespace prophet

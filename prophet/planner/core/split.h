@@ -12,8 +12,10 @@ namespace prophet {
 
 struct Exact {
     Ints tokens_A;  // by arc
-    Ints load_R;
-    double bottleneck;  // the largest load_R / speed_R, roughly: the T of the caps
+    Ints have_A;    // tokens that every arc's own rank routes
+    double bottleneck;  // the largest load of a rank over its speed, roughly: the T of the caps
+
+    Int local(Int arc) const { return std::min(tokens_A[arc], have_A[arc]); }
 };
 
 Exact exact_split(const Problem& problem, const Holders& holders, Workspace& room);
@@ -40,16 +42,22 @@ struct Row {
 
 struct BestSplit {
     Flow flow;  // what is busy
+    Exact exact;
+    Ints arc_A;  // the arc of `flow` for every one of the holders'
     Cost cost;
     double bottleneck;  // T
-    Span<Row> rows;     // of the experts with several holders; none where quick
+    bool by_arcs;  // whether the tokens of `flow` are the split; else it is the exact one
 };
 
-// For a `quick` split no descent is made, and no rows are written. Everything is taken from `room`.
+// No descent is made for a `quick` split. Everything is taken from `room`.
 BestSplit best_split(const Problem& problem, const Holders& holders, double effort, bool quick, Workspace& room);
 
-// Write a split out, [R * E, R] tokens.
-void write_tokens(const Problem& problem, const BestSplit& split, IntGrid tokens, Workspace& room);
+// Write the tokens of the experts with several holders to `rows`, of which there are `most_rows`; returns how many.
+Int most_rows(const BestSplit& split);
+Int write_rows(const Problem& problem, const Holders& holders, const BestSplit& split, Span<Row> rows, Workspace& room);
+
+// Write all tokens out, [R * E, R], where those of the `shared_M` are in `rows`.
+void write_tokens(const Problem& problem, ConstInts shared_M, Span<Row> rows, IntGrid tokens, Workspace& room);
 
 // The seconds of a step with these holders.
 double step_seconds(const Problem& problem, ConstBoolGrid holds_ER, double effort, bool quick, Workspace& room);

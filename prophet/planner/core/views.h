@@ -6,10 +6,7 @@
 
 #include <cfloat>
 #include <cstdint>
-
-#ifdef PROPHET_CHECKED
 #include <stdexcept>
-#endif
 
 #ifdef __FAST_MATH__
 #error "the planner's core must not be compiled with -ffast-math or -Ofast: ranks would plan differently"
@@ -21,6 +18,15 @@
 namespace prophet {
 
 using Int = std::int64_t;
+
+// Becomes a `prophet.errors.SpecError`.
+struct Refused : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+inline void require(bool holds, const char* expected) {
+    if (!holds) throw Refused(expected);
+}
 
 inline void check_index([[maybe_unused]] Int index, [[maybe_unused]] Int size) {
 #ifdef PROPHET_CHECKED

@@ -51,21 +51,14 @@ class Workspace {
     }
     std::byte* take_bytes(std::size_t bytes) {
         bytes = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-        if (chunk_ >= chunks_.size() || used_ + bytes > chunks_[chunk_].bytes) next_chunk(bytes);
-        std::byte* taken = chunks_[chunk_].data.get() + used_;
-        used_ += bytes;
-        return taken;
-    }
-    void next_chunk(std::size_t bytes) {
-        // The rest of this chunk, and later ones that are too small, serve smaller arrays another time.
-        std::size_t next = chunk_ < chunks_.size() ? chunk_ + 1 : chunk_;
-        while (next < chunks_.size() && chunks_[next].bytes < bytes) next++;
-        if (next == chunks_.size()) {
+        // The rest of a chunk, and later ones that are too small, serve smaller arrays another time.
+        for (; chunk_ < chunks_.size() && used_ + bytes > chunks_[chunk_].bytes; chunk_++) used_ = 0;
+        if (chunk_ == chunks_.size()) {
             std::size_t size = std::max(bytes, chunks_.empty() ? FIRST_BYTES : 2 * chunks_.back().bytes);
             chunks_.push_back({std::unique_ptr<std::byte[]>(new std::byte[size]), size});
         }
-        chunk_ = next;
-        used_ = 0;
+        used_ += bytes;
+        return chunks_[chunk_].data.get() + used_ - bytes;
     }
 
     std::vector<Chunk> chunks_;  // arrays stay where they are while it grows

@@ -140,7 +140,7 @@ def test_shapes_without_data_are_what_the_layers_pass() -> None:
     ids = torch.zeros(3, TOKENS, dtype=torch.int64)
     (part,) = chain.cut(ids, ids, 1)
     passed: tuple[Tensor, ...] = ()
-    for i, expected in enumerate(chain.boundaries(part)[1:]):
+    for i, expected in enumerate(chain.activations(part)[1:]):
         passed = chain.run(i, passed, part)
         assert [(x.shape, x.dtype, x.requires_grad) for x in passed] == [
             (x.shape, x.dtype, x.requires_grad) for x in expected

@@ -78,10 +78,10 @@ def test_images_need_an_example() -> None:
         TransformersModel(model)
     adapted = TransformersModel(model, example=inputs)
     part = adapted.cut(inputs, labels, 1)[0]
-    boundary: tuple[Tensor, ...] = ()
+    activations: tuple[Tensor, ...] = ()
     for unit in range(len(adapted.units)):
-        boundary = adapted.run(unit, boundary, part)
-    assert torch.equal(boundary[0], model(**inputs, labels=labels).loss)
+        activations = adapted.run(unit, activations, part)
+    assert torch.equal(activations[0], model(**inputs, labels=labels).loss)
     assert adapted.counted(part) == 4
 
 
@@ -188,7 +188,7 @@ def test_dropout_draws_as_the_units_do_whatever_stands_around() -> None:
     part = adapted.cut(*batch(), 1)[0]
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    adapted.boundaries(part)
+    adapted.activations(part)
     adapted.recorded(part)
     assert torch.equal(torch.get_rng_state(), before)
     hidden = adapted.run(0, (), part)
@@ -198,30 +198,30 @@ def test_dropout_draws_as_the_units_do_whatever_stands_around() -> None:
     assert torch.equal(torch.get_rng_state(), moved), "what follows the layers has no dropout of its own"
 
 
-def test_autocast_is_in_the_boundaries() -> None:
+def test_autocast_is_in_the_activations() -> None:
     adapted = TransformersModel(Odd("none"))
     part = adapted.cut(*batch(), 1)[0]
-    plain = adapted.boundaries(part)
+    plain = adapted.activations(part)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        said, boundary = adapted.boundaries(part), ()
+        said, activations = adapted.activations(part), ()
         for unit in range(5):
-            boundary = adapted.run(unit, boundary, part)
-            assert [t.dtype for t in boundary] == [t.dtype for t in said[unit + 1]]
+            activations = adapted.run(unit, activations, part)
+            assert [t.dtype for t in activations] == [t.dtype for t in said[unit + 1]]
     assert [b[0].dtype for b in said[1:]] == [torch.float32, *[torch.bfloat16] * 3, torch.float32]
     assert all(t.dtype == torch.float32 for b in plain for t in b)
 
 
-def test_frozen_layers_leave_boundaries_without_gradient() -> None:
+def test_frozen_layers_leave_activations_without_gradient() -> None:
     model = small("mixtral")
     adapted = TransformersModel(model)
     part = adapted.cut(*batch(), 1)[0]
     for unit in adapted.units[:3]:
         unit.requires_grad_(False)
-    assert [[t.requires_grad for t in b] for b in adapted.boundaries(part)] == [
+    assert [[t.requires_grad for t in b] for b in adapted.activations(part)] == [
         *([], [False], [False, False], [False, False], [True, True], [True])
     ]
     with torch.no_grad():
-        assert not any(t.requires_grad for b in adapted.boundaries(part) for t in b)
+        assert not any(t.requires_grad for b in adapted.activations(part) for t in b)
 
 
 def test_the_model_is_not_touched() -> None:
@@ -232,10 +232,10 @@ def test_the_model_is_not_touched() -> None:
     names, modules = list(model.state_dict()), [id(m) for m in model.modules()]
     adapted = TransformersModel(model)
     part = adapted.cut(*batch(), 1)[0]
-    boundary = adapted.boundaries(part)[0]
+    activations = adapted.activations(part)[0]
     assert ran == []
     for unit in range(UNITS):
-        boundary = adapted.run(unit, boundary, part)
+        activations = adapted.run(unit, activations, part)
     assert ran == ["embedding", "layer"]
     assert names == list(model.state_dict())
     assert modules == [id(m) for m in model.modules()]
@@ -318,11 +318,11 @@ def test_a_model_that_cannot_be_cut_is_refused_by_name(fault: str, says: str) ->
 def test_what_follows_the_layers_reads_only_what_is_there(fault: str, says: str) -> None:
     adapted = TransformersModel(Odd(fault))
     part = adapted.cut(*batch(), 1)[0]
-    boundary: tuple[Tensor, ...] = ()
+    activations: tuple[Tensor, ...] = ()
     for unit in range(4):
-        boundary = adapted.run(unit, boundary, part)
+        activations = adapted.run(unit, activations, part)
     with pytest.raises(SpecError, match=says):
-        adapted.run(4, boundary, part)
+        adapted.run(4, activations, part)
 
 
 def test_the_way_out_of_several_lists_works() -> None:

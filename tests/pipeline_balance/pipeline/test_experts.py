@@ -87,11 +87,11 @@ def test_a_balancer_follows_the_updates() -> None:
         recorder, given = Recorder(), []
         made = units(column)
         experts = StageExperts(made, column.rank, (0, 1), Meter())
-        assert experts.balance(lambda part: given.append(part) or recorder, (0, 2)) is None  # type: ignore[func-returns-value]
+        assert experts.balance(lambda part: given.append(part) or recorder, (0, 2), 1, column) is None  # type: ignore[func-returns-value]
         with experts.passing(update=True):
             experts.complete()
         assert not recorder.told
-        assert experts.balance(lambda part: given.append(part) or recorder, (0, 1)) is recorder  # type: ignore[func-returns-value]
+        assert experts.balance(lambda part: given.append(part) or recorder, (0, 1), 1, column) is recorder  # type: ignore[func-returns-value]
         assert [list(part) for part in given] == [[made[1]]]
         for update in (False, True):
             with experts.passing(update=update):

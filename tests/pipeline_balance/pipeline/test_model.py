@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.model import Boundary, ModuleChain
+from pipeline_balance.pipeline.model import Activations, ModuleChain
 from prophet.errors import SpecError
 
 
@@ -38,10 +38,10 @@ def _chain(**options: object) -> ModuleChain:
     return ModuleChain(layers, nn.functional.mse_loss, **options)  # type: ignore[arg-type]
 
 
-def _through(chain: ModuleChain, x: Tensor) -> tuple[Boundary, list[Boundary]]:
+def _through(chain: ModuleChain, x: Tensor) -> tuple[Activations, list[Activations]]:
     (part,) = chain.cut(x, x, 1)
-    expected = chain.boundaries(part)
-    passed: Boundary = ()
+    expected = chain.activations(part)
+    passed: Activations = ()
     for unit in range(len(chain.units)):
         passed = chain.run(unit, passed, part)
         agreed = expected[unit + 1]
@@ -68,8 +68,8 @@ def test_layers_on_meta_and_other_precisions_have_shapes_too() -> None:
     (part,) = chain.cut(torch.randn(6, 3), None, 1)
     before = {n: t.clone() for n, t in layers[1].state_dict().items()}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert [b[0].dtype for b in chain.boundaries(part)[1:]] == [torch.bfloat16, torch.bfloat16, torch.bfloat16]
-    assert [b[0].dtype for b in chain.boundaries(part)[1:]] == [torch.float32] * 3
+        assert [b[0].dtype for b in chain.activations(part)[1:]] == [torch.bfloat16, torch.bfloat16, torch.bfloat16]
+    assert [b[0].dtype for b in chain.activations(part)[1:]] == [torch.float32] * 3
     assert all(torch.equal(t, before[n]) for n, t in layers[1].state_dict().items())
 
 
@@ -77,9 +77,9 @@ def test_a_layer_that_is_replaced_has_new_shapes() -> None:
     root = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 2)))
     chain = ModuleChain(root, nn.functional.mse_loss)
     (part,) = chain.cut(torch.randn(6, 3), None, 1)
-    assert chain.boundaries(part)[-1][0].shape == (6, 2)
+    assert chain.activations(part)[-1][0].shape == (6, 2)
     root[1][0] = nn.Linear(4, 7)  # type: ignore[index, operator]
-    assert chain.boundaries(part)[-1][0].shape == (6, 7)
+    assert chain.activations(part)[-1][0].shape == (6, 7)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_layer_that_is_replaced_has_new_shapes() -> None:
 def test_labels_that_count(loss_fn: object, labels: Tensor, count: int) -> None:
     chain = ModuleChain([nn.Linear(2, 3)], loss_fn)  # type: ignore[arg-type]
     (part,) = chain.cut(torch.randn(4, 2), labels, 1)
-    chain.boundaries(part)
+    chain.activations(part)
     assert chain.counted(part) == count
     out = chain.run(0, (), part)
     torch.testing.assert_close(chain.loss(out, part), loss_fn(out[0], labels) * count)  # type: ignore[operator]
@@ -102,7 +102,7 @@ def test_labels_that_count(loss_fn: object, labels: Tensor, count: int) -> None:
 def test_a_microbatch_whose_labels_all_do_not_count_has_no_loss_and_no_gradient() -> None:
     chain = ModuleChain([nn.Linear(2, 3)], nn.functional.cross_entropy)
     (part,) = chain.cut(torch.randn(2, 2), torch.tensor([-100, -100]), 1)
-    chain.boundaries(part)
+    chain.activations(part)
     loss = chain.loss(chain.run(0, (), part), part)
     loss.backward()
     assert loss == 0.0
@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused() -> None:
         chain.cut(torch.zeros(2, 3), torch.zeros(4), 1)
     (part,) = chain.cut(torch.zeros(2, 5), None, 1)
     with pytest.raises(SpecError, match=r"layer 0 cannot run on \[2, 5\] of torch.float32"):
-        chain.boundaries(part)
+        chain.activations(part)
     with pytest.raises(SpecError, match="layers that are modules"):
         ModuleChain([], nn.functional.mse_loss)
     with pytest.raises(SpecError, match="must be a mean"):
@@ -149,7 +149,7 @@ def test_parts_of_a_batch_have_the_mean_of_the_whole(loss_fn: Any) -> None:
     x, labels = torch.randn(7, 3), torch.tensor([0, 1, 2, 3, 1, 2, 3])
     labels[-1] = loss_fn.keywords["ignore_index"] if hasattr(loss_fn, "keywords") else loss_fn.ignore_index
     parts = chain.cut(x, labels, 3)
-    assert len(chain.boundaries(parts[0])) == 2
+    assert len(chain.activations(parts[0])) == 2
     total = sum(chain.loss(chain.run(0, (), part), part) for part in parts)
     whole = loss_fn(chain.units[0](x), labels)
     assert float(total.detach() / sum(map(chain.counted, parts))) == pytest.approx(float(whole.detach()))  # type: ignore[arg-type]
@@ -174,7 +174,7 @@ def test_losses_that_would_train_nothing_or_the_wrong_thing_are_refused() -> Non
     ):
         chain = ModuleChain([nn.Linear(3, 4)], loss_fn)
         (part,) = chain.cut(x, x.new_zeros(4, 4), 1)
-        chain.boundaries(part)
+        chain.activations(part)
         with pytest.raises(SpecError, match=words):
             chain.loss(chain.run(0, (), part), part)
 
@@ -182,7 +182,7 @@ def test_losses_that_would_train_nothing_or_the_wrong_thing_are_refused() -> Non
 def test_infinities_where_no_label_counts_do_not_matter() -> None:
     chain = ModuleChain([nn.Linear(3, 4)], nn.functional.cross_entropy)
     (part,) = chain.cut(torch.randn(2, 3), torch.tensor([-100, -100]), 1)
-    chain.boundaries(part)
+    chain.activations(part)
     y = torch.full((2, 4), torch.inf, requires_grad=True)
     loss = chain.loss((y,), part)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -201,4 +201,4 @@ def test_layers_may_be_replaced_and_compiled() -> None:
     with pytest.raises(SpecError, match="3 layers now"):
         chain.look()
     compiled = ModuleChain([torch.compile(nn.Linear(3, 2), backend="eager")], nn.functional.mse_loss)  # type: ignore[list-item]
-    assert compiled.boundaries(compiled.cut(torch.randn(4, 3), None, 1)[0])[-1][0].shape == (4, 2)
+    assert compiled.activations(compiled.cut(torch.randn(4, 3), None, 1)[0])[-1][0].shape == (4, 2)

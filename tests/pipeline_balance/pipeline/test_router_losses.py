@@ -69,17 +69,17 @@ def test_the_loss_contains_the_routers_part(family: str, kind: str) -> None:
 def test_a_model_without_the_loss_carries_nothing() -> None:
     adapted = TransformersModel(small("mixtral", output_router_logits=False))
     part = adapted.cut(*batch(), 1)[0]
-    assert [len(b) for b in adapted.boundaries(part)] == [0, 1, 1, 1, 1, 1]
+    assert [len(b) for b in adapted.activations(part)] == [0, 1, 1, 1, 1, 1]
     adapted.root.config.output_router_logits = True
     adapted.look()
     part = adapted.cut(*batch(), 1)[0]
-    assert [len(b) for b in adapted.boundaries(part)] == [0, 1, 2, 2, 2, 1]
+    assert [len(b) for b in adapted.activations(part)] == [0, 1, 2, 2, 2, 1]
 
 
 def test_dense_layers_before_the_first_router_carry_nothing() -> None:
     adapted = TransformersModel(small("qwen3_moe", mlp_only_layers=[0]))
     part = adapted.cut(*batch(), 1)[0]
-    assert [len(b) for b in adapted.boundaries(part)] == [0, 1, 1, 2, 2, 1]
+    assert [len(b) for b in adapted.activations(part)] == [0, 1, 1, 2, 2, 1]
 
 
 def test_a_recording_leaves_no_hooks() -> None:
@@ -123,13 +123,13 @@ def test_a_loss_computed_from_something_else_is_refused() -> None:
     model = small("mixtral")
     adapted = TransformersModel(model)
     part = adapted.cut(*batch(), 1)[0]
-    boundary: tuple[torch.Tensor, ...] = ()
+    activations: tuple[torch.Tensor, ...] = ()
     for unit in range(4):
-        boundary = adapted.run(unit, boundary, part)
+        activations = adapted.run(unit, activations, part)
     model.num_experts_per_tok = 1
     with pytest.raises(SpecError, match="from other experts, choices or masks"):
-        adapted.run(4, boundary, part)
+        adapted.run(4, activations, part)
     model.num_experts_per_tok = 2
     theirs = modeling_mixtral.load_balancing_loss_func
-    adapted.run(4, boundary, part)
+    adapted.run(4, activations, part)
     assert modeling_mixtral.load_balancing_loss_func is theirs

@@ -12,10 +12,18 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.model import ModuleChain
 from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.replicas import Grid
-from pipeline_balance.pipeline.ties import Tie, check_ties, share_tied_weights, sum_tied_gradients, ties_of
+from pipeline_balance.pipeline.ties import (
+    Tie,
+    refuse_untied,
+    share_tied_weights,
+    sum_tied_gradients,
+    tie_digests,
+    ties_of,
+)
+from pipeline_balance.pipeline.training_state import gather_json
 from pipeline_balance.spec import StageMap
 from prophet.errors import TransitionError
-from prophet.ranks.collective import Collective
+from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.threads import ThreadWorld
 
 CPU = torch.device("cpu")
@@ -138,8 +146,9 @@ def test_what_has_come_apart_is_named_on_all_ranks(spoiled: str, what: str) -> N
             entry["step"] += spoiled == "step"
         if world.rank == 4:  # it holds nothing, whatever it has
             torch.utils.swap_tensors(ties[0].parameter, nn.Parameter(torch.empty(5, 3, device="meta")))
+        said = tie_digests(ties, stage_map, grid.pipeline_rank_of(world.rank), state)
         try:
-            check_ties(ties, stage_map, world, grid, state, device=CPU)
+            refuse_untied(ties, stage_map, grid, gather_json(said, world, CPU, Operation("comparing ties")))
         except TransitionError as error:
             return str(error)
         return ""

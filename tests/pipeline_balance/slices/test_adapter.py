@@ -14,7 +14,7 @@ from pipeline_balance.slices.adapter import SlicedTransformers
 from pipeline_balance.slices.interface import attention
 from pipeline_balance.slices.options import SliceOptions
 from prophet.errors import SpecError
-from tests.helpers.sliced_models import alone, apart, in_slices, model_of, no_update
+from tests.helpers.sliced_models import alone, apart, batch_of, in_slices, model_of, no_update
 from tests.helpers.transformers_models import small
 
 LONG = {"rope_type": "longrope", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 8}
@@ -111,3 +111,18 @@ def test_attention_to_another_sequence_is_refused() -> None:
     layer.is_cross_attention = True
     with pytest.raises(SpecError, match="cross-attention"):
         attention(layer, q, kv[:, :, :6], kv[:, :, :6])
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_labels_behind_padding_are_refused(rows: int) -> None:
+    """A mask may have one row for all."""
+    inputs, labels = batch_of()
+    mask = torch.ones(rows, labels.shape[1], dtype=torch.long)
+    mask[:, -2:] = 0
+    run = SlicedTransformers(model_of("llama"), SliceOptions(4))
+    (whole,) = run.cut({**inputs, "attention_mask": mask}, labels, 1)
+    with pytest.raises(SpecError, match="labels count behind padding"):
+        run.sliced(whole)
+    labels[:, -2:] = -100
+    (whole,) = run.cut({**inputs, "attention_mask": mask}, labels, 1)
+    assert len(run.sliced(whole)) == 4

@@ -63,7 +63,7 @@ def test_layers_that_may_be_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> N
     forward = own.Block.forward
     monkeypatch.setattr(own.Block, "forward", lambda block, x: calls.append(block.layer) or forward(block, x))
     (whole,) = run.cut(*own.batch(0, 0), 1)
-    run.boundaries(run.sliced(whole)[0])
+    run.activations(run.sliced(whole)[0])
     known = len(calls)
     assert len(run.sliced(whole)) == 3
     assert len(calls) == known
@@ -82,3 +82,26 @@ def test_limits_and_losses_of_whole_microbatches_are_refused(gate: GateConfig, w
     with pytest.raises(SpecError, match=rf"layer 2 \(\) has a gate with {words}"):
         chain(moe)
     chain(prophet.MoE(own.DIM, 8, 4, 2, group=ThreadWorld(1).collective(0), impl="naive").double())
+
+
+def test_attentions_of_one_name_are_found_before_training() -> None:
+    """In one layer or in two, they would read each other's keys and values."""
+    run = chain(own.Block(1).double())  # the blocks beside it are 0 and 1
+    (whole,) = run.cut(*own.batch(0, 0), 1)
+    with pytest.raises(SpecError, match=r"layers 2 and 3 both call attend with layer=1: give each attention"):
+        run.sliced(whole)
+    run = chain(nn.Sequential(own.Block(7), own.Block(7)).double())
+    with pytest.raises(SpecError, match="two attentions of one pass call themselves layer 7"):
+        run.sliced(whole)
+    run = chain(own.Block(7).double())
+    assert len(run.sliced(whole)) == 3
+
+
+def test_a_layer_with_another_part_is_tried_again() -> None:
+    between = nn.Sequential(nn.Identity())
+    run = chain(between)
+    (whole,) = run.cut(*own.batch(0, 0), 1)
+    run.sliced(whole)
+    between[0] = Counting()
+    with pytest.raises(SpecError, match=r"layer 2 .* computes other outputs for two slices"):
+        run.sliced(whole)

@@ -93,11 +93,13 @@ def test_the_table_of_the_page_is_the_count_by_hand() -> None:
         assert [int(n) for n in bytes_] == found
 
 
-def test_a_part_that_changes_its_input_is_not_computed_from_the_changed_one() -> None:
-    """Mixtral's noise is multiplied in place: torch notices, and nothing is silently wrong."""
-    model = model_of("mixtral", router_jitter_noise=0.1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        in_slices(model, SLICES, "plain", "selective")
+@pytest.mark.parametrize("slices", [1, SLICES])
+def test_a_part_that_changes_its_input_is_refused_before_a_step(slices: int) -> None:
+    """Mixtral's noise is multiplied in place, and its parts are computed again from what they were given."""
+    options = SliceOptions(slices, recompute="selective")
+    with pytest.raises(SpecError, match=r"layer 0 .* changes its input in place, MixtralSparseMoeBlock: .*full"):
+        options.transformers(model_of("mixtral", router_jitter_noise=0.1))
+    options.transformers(model_of("mixtral"))
 
 
 def test_layers_are_as_they_were_afterwards() -> None:
