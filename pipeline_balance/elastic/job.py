@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.elastic.data import GlobalBatches, Stream, cuts, microbatches_of, rows_from, rows_of
 from pipeline_balance.elastic.describe import Rule
+from pipeline_balance.elastic.experts import ExpertReseater, check_experts, check_unsplit, has_experts, nobody, share_out, stacks
 from pipeline_balance.elastic.groups import Groups, Members
 from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.materialize import materialize
@@ -36,7 +37,7 @@ from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import gather_json
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError, TransitionError
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.ranks.waiting import joined
 
@@ -102,6 +103,7 @@ class Job:
 
         def begin() -> str:
             built.append(_model(build(), loss_fn, counted, at))
+            check_unsplit(built[0].root)
             check(layout, built[0], processes())
             return ""
 
@@ -113,11 +115,13 @@ class Job:
             layout = Parallelism(pp=min(layout.ranks, len(built[0].units)))
         self.layout = layout
         self._plain, self._shards = built[0], _arranged(None)
+        self._experts = has_experts(self._plain.root)
         _met("making process groups", lambda: self._groups.make(self._wanted(layout)))
         seats = self._seats(layout)
         stage_map = layout.stage_map(len(built[0].units))
 
         def filled() -> PipelineModel:
+            share_out(built[0].root, seats)
             materialize(built[0], stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank())), seed, at)
             return built[0]
 
@@ -187,7 +191,7 @@ class Job:
         if groups.spare or inputs is None:
             return self.pipeline.evaluate(inputs, labels)
         rows = rows_of(inputs)
-        if self._shards is not None and self.layout.zero > 1:
+        if self.layout.zero > 1 if self._shards is not None else self.layout.ep > 1:
             return self.pipeline.evaluate(*self._alike(inputs, labels))
         first, last = (rows * k // groups.replicas for k in (groups.replica, groups.replica + 1))
         if first == last:
@@ -297,7 +301,9 @@ class Job:
         rows = [(members, "stages") for members in layout.groups("pp")]
         columns = [(members, "replicas") for members in layout.groups("dp")]
         shards = [(group, "shards") for axis in mesh_axes(layout) for group in layout.groups(axis)]
-        return [self._words, self._state, *rows, *columns, *shards]
+        experts = [(group, "experts") for group in layout.groups("ep")] if layout.ep > 1 else []
+        copies = [(group, "copies of experts") for group in layout.groups("edp")] if layout.ep > 1 else []
+        return [self._words, self._state, *rows, *columns, *shards, *experts, *copies]
 
     def _rules(self, layout: Parallelism) -> dict[str, Rule]:
         """How tp cuts the model."""
@@ -306,6 +312,8 @@ class Job:
     def _reseater(self, layout: Parallelism) -> Reseater:
         """What takes the pipeline to `layout`."""
         plain = self.pipeline.reseater()
+        if self._experts:
+            return ExpertReseater(plain.mover, plain.passes, plain.now)
         if self._shards is None and not is_sharded(layout):
             return plain
         return Reshaper(plain.mover, plain.passes, plain.now, self.pipeline, self._plain, self._shards)
@@ -316,7 +324,9 @@ class Job:
         given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "nodes": self._nodes}
         given["microbatches"] = microbatches_of(self.microbatches, layout.dp)
         if not is_sharded(layout):
-            return Arrangement(owners=Owners(owned, seats.grid, stage_map, layout.zero), **given)
+            shapes = {name: stack.shape for name, stack in stacks(self._plain.root).items()}
+            owners = Owners(owned, seats.grid, stage_map, layout.zero, shapes=shapes)
+            return Arrangement(owners=owners, **given)
         shards, here = None, process_rank()
         if layout.place(here) is not None:
             names = mesh_axes(layout)
@@ -334,14 +344,19 @@ class Job:
         tp, every = place.tp if place is not None else 0, layout.grid.tolist()
         rows = tuple(tuple(stage[d][tp] for stage in every) for d in range(layout.dp))
         beside = tuple(tuple(r for stage in every for r in stage[d]) for d in range(layout.dp))
-        grid = Grid(rows=rows, beside=beside)
+        grid = Grid(rows=rows, beside=beside, ep=layout.ep)
+        experts: dict[str, Collective] = {}
+        if layout.ep > 1:
+            group, same = layout.group("ep", here), layout.group("edp", here)
+            experts["experts"] = self._groups.get(group, "experts") if group else nobody(layout.ep)
+            experts["copies"] = self._groups.get(same, "copies of experts") if same else alone()
         if grid.replica_of(here) == grid.replicas:
-            return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone())
+            return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone(), **experts)
         row, column = grid.replica(grid.replica_of(here)), grid.column(grid.pipeline_rank_of(here))
         stages, replicas = self._groups.get(row, "stages"), self._groups.get(column, "replicas")
         if layout.zero > 1:  # torch averages what it shards
             replicas = alone()
-        return Seats(grid=grid, collective=stages, column=replicas)
+        return Seats(grid=grid, collective=stages, column=replicas, **experts)
 
     def close(self) -> None:
         """End the job's threads. Its groups stay until the process group is destroyed."""
@@ -356,15 +371,16 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
     """Raise `SpecError` unless a `Job` of `world` processes can train `model` in this layout."""
     if not isinstance(layout, Parallelism):
         raise SpecError(f"expected a layout, such as elastic.Parallelism(pp=2), got {layout!r:.100}")
-    wrong = [f"{name}{getattr(layout, name)}" for name in ("ep", "slices") if getattr(layout, name) > 1]
+    wrong = [f"slices{layout.slices}"] if layout.slices > 1 else []
     if is_sharded(layout):
         wrong += [f"pp{layout.pp} with shards"] if layout.pp > 1 else []
         wrong += ["zero1 with tp"] if layout.zero == 1 else []
     if wrong:
         raise SpecError(
-            f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp with zero 0 or 1, or dp x tp "
-            "with zero 0, 2 or 3"
+            f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp or pp x dp x ep with zero 0 or 1, "
+            "or dp x tp with zero 0, 2 or 3"
         )
+    check_experts(model.root, layout)
     last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
     if last >= world:
         raise SpecError(f"{layout} needs rank {last}, the world has {world} ranks")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.elastic.copies import check_copyable, check_parameters
 from pipeline_balance.elastic.describe import Rule
+from pipeline_balance.elastic.experts import stacks
 from pipeline_balance.elastic.layouts import ModelDescription, Parameter, layout_of
 from pipeline_balance.elastic.parallelism import Axis, Parallelism
 from pipeline_balance.elastic.sharded import ShardedModel, Shards, shard_like, sharded
@@ -44,12 +45,15 @@ class ShardedArrangement(Arrangement):
 def describe(owned: Ownership, rules: Mapping[str, Rule] | None = None) -> ModelDescription:
     """The model of a job as far as layouts go, with AdamW's state; buffers are left out."""
     found = []
+    stacked = stacks(owned.model.root)
     for name, p in owned.parameters.items():
-        rule = (rules or {}).get(name.rpartition(".")[0], Rule(how="whole"))
-        dim, blocks = rule.cut(name, tuple(p.shape))
+        whole, shape, experts = Rule(how="whole"), tuple(p.shape), name in stacked
+        dim, blocks = (rules or {}).get(name.rpartition(".")[0], whole).cut(name, shape)
+        if experts:
+            shape, blocks = stacked[name].shape, (stacked[name].block,)
         dtype = str(p.dtype).removeprefix("torch.")
-        at = owned.units_of[name]
-        found.append(Parameter(name=name, shape=tuple(p.shape), dtype=dtype, layers=at, dim=dim, blocks=blocks))
+        given: dict[str, Any] = {"layers": owned.units_of[name], "dim": dim, "blocks": blocks, "experts": experts}
+        found.append(Parameter(name=name, shape=shape, dtype=dtype, **given))
     return ModelDescription(name="job", layers=len(owned.model.units), parameters=tuple(found))
 
 

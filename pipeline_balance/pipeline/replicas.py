@@ -34,10 +34,12 @@ class Grid:
     """R x P processes: `rows` [R][P] has those of every replica, by pipeline rank.
 
     `beside` [R][...] has the processes that are given a replica's data without being in its row, as of tensor shards.
+    `ep` neighbouring replicas share the experts of their layers: replica r has part r mod ep of all.
     """
 
     rows: tuple[tuple[int, ...], ...]
     beside: tuple[tuple[int, ...], ...] = ()
+    ep: int = 1
 
     @classmethod
     def of(cls, processes: int, replicas: int) -> Grid:

@@ -80,6 +80,8 @@ class Reseater:
     mover: StateMover
     passes: Passes
     now: Stages
+    moves_experts = False
+    """Whether it takes along what replicas share of experts."""
 
     def describe(self) -> Held | str:
         """This process's state without gradients, or in words why it cannot be moved."""
@@ -123,6 +125,8 @@ class Reseater:
 
         Raises `TransitionError` where tied parameters have come apart.
         """
+        if not self.moves_experts:
+            self.passes.experts.check_static("switch")
         groups, now = self.mover.groups, self.now.stage_map
         ties: tuple[Tie, ...] = ()
 

@@ -120,7 +120,7 @@ class ElasticPipeline:
             self.groups.divide()
 
         def make() -> Optimizers:
-            column = self.groups.grid.column(self.rank)
+            column = self.groups.grid.column(self.rank) if seats is None else ()
             self.experts = StageExperts(self.model.units, self.groups.world.rank, column, self.meter)
             self.owned.keep_only(() if joins else agreed.layers_on(self.rank))
             self.owned.to_device(at)
@@ -412,7 +412,6 @@ class ElasticPipeline:
         `SpecError` where they differ and `TransitionError` where state cannot be moved: on all, with everything as it
         was.
         """
-        self.experts.check_static("switch")
         switch.check(words, target)
         self._stages, done = switch.move(target, collective, way)
         self.meter.reset()
