@@ -18,6 +18,7 @@ from torch import nn
 
 from pipeline_balance.elastic.layouts import Block
 from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.ownership import Ownership, put
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater
@@ -33,7 +34,16 @@ from prophet.state.transition import Moved
 
 Shape = tuple[int, ...]
 
-__all__ = ["ExpertReseater", "check_experts", "check_unsplit", "has_experts", "nobody", "one_rank", "share_out", "stacks"]
+__all__ = [
+    "ExpertReseater",
+    "check_experts",
+    "check_unsplit",
+    "has_experts",
+    "nobody",
+    "one_rank",
+    "share_out",
+    "stacks",
+]
 
 
 def one_rank() -> Collective:
@@ -42,10 +52,13 @@ def one_rank() -> Collective:
 
 
 def check_experts(model: nn.Module, layout: Parallelism) -> None:
-    """Raise `SpecError` unless the experts of `model` can be trained in this layout."""
+    """Raise `SpecError` unless the experts of `model` can be trained in this layout.
+
+    Of a model without experts, layouts that share them are refused.
+    """
     if not has_experts(model):
         if layout.ep > 1:
-            raise SpecError(f"{layout}: ep{layout.ep} shares experts, and the model has no prophet.MoE layer")
+            raise SpecError(f"{layout}: a job cannot train ep{layout.ep} with a model that has no prophet.MoE layer")
         return
     layout.check_trainable(experts=True)
     check_regroupable(model, layout.ep)
@@ -102,12 +115,15 @@ class Regroup(Change):
     """Also other groups that share the experts of all layers."""
 
     model: nn.Module | None = None
+    shared: StageExperts | None = None
     group: Collective | None = None
     copies: Collective | None = None
 
     def make(self) -> None:
         super().make()
         assert self.model is not None
+        assert self.shared is not None
+        self.shared.release()
         regroup(self.model, self.group if self.group is not None else alone(), self.copies)
 
 
@@ -123,7 +139,10 @@ class ExpertReseater(Reseater):
 
     def describe(self) -> Held | str:
         held = super().describe()
-        return held if isinstance(held, str) else self.mover.attempt(lambda: self._described(held))  # type: ignore[no-any-return]
+        if isinstance(held, Held):
+            whole: Held | str = self.mover.attempt(lambda: self._described(held))
+            return whole
+        return held
 
     def _described(self, held: Held) -> Held:
         """What is held as boxes of whole tensors."""
@@ -170,7 +189,8 @@ class ExpertReseater(Reseater):
     ) -> tuple[Stages, Change]:
         stages, change = super()._assembled(target, moved, scalars, place, config)
         seats, root = target.seats, self._owned.model.root
-        made = Regroup(**vars(change), model=root, group=seats.experts, copies=seats.copies)
+        given: dict[str, Any] = {**vars(change), "model": root, "shared": self.passes.experts}
+        made = Regroup(**given, group=seats.experts, copies=seats.copies)
         contents = {id(parameter): k for k, (parameter, _) in enumerate(change.contents)}
         values = {piece.name: tensor for piece, tensor in moved.state.items()}
         for name, stack in stacks(root).items():

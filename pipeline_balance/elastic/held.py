@@ -18,7 +18,7 @@ def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
     """The pieces that this process has memory for, by the names of training state: parameters, buffers, moments.
 
     `3.weight` is a parameter or a buffer, `3.weight@exp_avg` what an optimizer keeps for it. A tied parameter has the
-    first of its names. What is on `meta` lives elsewhere. Of a `DTensor` it is this process's shard, of experts its own.
+    first of its names. What is on `meta` lives elsewhere. Of a `DTensor` it is this process's shard.
     """
     names, stacked = {id(p): name for name, p in model.named_parameters()}, stacks(model)
     shapes = {name: p.shape for name, p in model.named_parameters()}

@@ -13,9 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.elastic.balance import Balance, BalanceConfig
 from pipeline_balance.elastic.data import GlobalBatches, Stream, cuts, microbatches_of, rows_from, rows_of
 from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import ExpertReseater, check_experts, check_unsplit, has_experts, nobody, share_out, stacks
+from pipeline_balance.elastic.experts import (
+    ExpertReseater,
+    check_experts,
+    check_unsplit,
+    has_experts,
+    nobody,
+    share_out,
+    stacks,
+)
 from pipeline_balance.elastic.groups import Groups, Members
 from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.materialize import materialize
@@ -36,6 +45,7 @@ from pipeline_balance.pipeline.stages import Seats, alone
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import gather_json
 from pipeline_balance.spec import StageMap
+from prophet.engine.engine import Engine
 from prophet.errors import SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import meet, process_rank, processes
@@ -71,7 +81,12 @@ class Job:
     as `ModuleChain` takes them. `timeout_s` bounds every wait, `budget_bytes` the buffers of a switch. `nodes` [N] says
     on which node a process runs. An order of "fewest-bytes" is chosen at every switch from the layout in force.
 
-    Raises `SpecError` for a layout that cannot be trained yet: ep, slices, pp with tp or zero 2 and 3, zero 1 with tp.
+    `prophet.MoE` layers are built whole, with `group=elastic.one_rank()`; ep processes of a stage share their experts.
+    `balance` has them balanced where ep > 1; it may be a function from a layout to its configuration. The job sets
+    `accumulation_steps`.
+
+    Raises `SpecError` for a layout that cannot be trained yet: slices, pp or experts with tp or zero 2 and 3, zero 1
+    with tp.
     """
 
     def __init__(
@@ -89,6 +104,7 @@ class Job:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         budget_bytes: int = 64 << 20,
         nodes: Sequence[int] | None = None,
+        balance: BalanceConfig | None = None,
     ) -> None:
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
@@ -97,6 +113,7 @@ class Job:
         self._state: tuple[Members, str] = (everyone, "state")  # carries it
         self._words: tuple[Members, str] = (everyone, "words")  # of the thread that prepares
         self._nodes = nodes
+        self._balance = Balance(balance)
         self._preparing: Future[_Prepared] | None = None
         self._device = at = device if device is not None else torch.device("cpu")
         built: list[PipelineModel] = []
@@ -104,6 +121,7 @@ class Job:
         def begin() -> str:
             built.append(_model(build(), loss_fn, counted, at))
             check_unsplit(built[0].root)
+            self._balance.check(layout)
             check(layout, built[0], processes())
             return ""
 
@@ -139,11 +157,18 @@ class Job:
         )
         if wanted != layout:
             self.switch(wanted)
+        else:
+            self._balance.begin(self.pipeline, layout)
 
     @property
     def optimizer(self) -> Any:
         """What `make_optimizer` returned."""
         return self.pipeline.optimizer
+
+    @property
+    def engine(self) -> Engine | None:
+        """What balances this process's experts in the layout in force, if `balance` was given; None without any."""
+        return self._balance.engine
 
     @property
     def model(self) -> nn.Module:
@@ -229,6 +254,7 @@ class Job:
 
         def said() -> str:
             check(layout, self._plain, processes())
+            self._balance.check(layout)
             return str(layout)
 
         with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
@@ -278,10 +304,10 @@ class Job:
         pipe, ready = self.pipeline, self._finish_preparing()
         with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
             op = Operation("meeting for a switch")
-            said = [ready.problem, ready.broken]
+            said = [ready.problem, ready.broken, self._balance.told(self.layout)]
             every = gather_json(said, pipe.collective, pipe.config.device, op)
-            failed = {words: r for r, (words, _) in reversed(list(enumerate(every))) if words}
-            if any(broken for _, broken in every):
+            failed = {words: r for r, (words, *_) in reversed(list(enumerate(every))) if words}
+            if any(broken for _, broken, _ in every):
                 self._groups.drop([self._state, self._words])
             if failed:
                 raise TransitionError("; ".join(f"rank {r}: {words}" for words, r in failed.items()) + f"; {_WHOLE}")
@@ -294,6 +320,8 @@ class Job:
             self._groups.drop([self._state])  # it may be of no more use: another one is made the next time
             raise
         self.layout, self._shards = self._next, _arranged(ready.target)
+        self._balance.learn([told for *_, told in every])
+        self._balance.begin(pipe, self.layout)
         return done
 
     def _wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
@@ -359,7 +387,8 @@ class Job:
         return Seats(grid=grid, collective=stages, column=replicas, **experts)
 
     def close(self) -> None:
-        """End the job's threads. Its groups stay until the process group is destroyed."""
+        """End the job's threads and balancing. Its groups stay until the process group is destroyed."""
+        self.pipeline.experts.release()
         self._groups.close()
 
 
@@ -377,8 +406,8 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
         wrong += ["zero1 with tp"] if layout.zero == 1 else []
     if wrong:
         raise SpecError(
-            f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp or pp x dp x ep with zero 0 or 1, "
-            "or dp x tp with zero 0, 2 or 3"
+            f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp x ep with zero 0 or 1, or dp x "
+            "tp with zero 0, 2 or 3"
         )
     check_experts(model.root, layout)
     last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)

@@ -37,6 +37,9 @@ class Balancer(Protocol):
     def finish_step(self) -> None:
         """The update is over."""
 
+    def close(self) -> None:
+        """Balance no more."""
+
 
 def collective_of(module: nn.Module) -> Collective | None:
     """What an expert-parallel layer exchanges its tokens over; None for any other module."""
@@ -132,6 +135,12 @@ class StageExperts:
                     f"has {passes} backward passes, its microbatches times their slices; give that number, or leave 1"
                 )
         return self._balancer
+
+    def release(self) -> None:
+        """Have nobody balance the layers from now on; between two steps."""
+        balancer, self._balancer = self._balancer, None
+        if balancer is not None:
+            balancer.close()
 
     # --- around a step ----------------------------------------------------------------------------------------
 

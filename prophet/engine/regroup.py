@@ -25,14 +25,14 @@ def stacked_experts(model: nn.Module) -> dict[str, Bank]:
     """The parameters whose first dimension counts a rank's experts, by name, with their bank: [m x rows, ...]."""
     names = {id(p): name for name, p in model.named_parameters()}
     banks = [layer.experts for layer in moe_layers(model)]
-    return {
-        names[id(p)]: bank for bank in banks if isinstance(bank, FeedForwardBank) for p in bank.parameters(recurse=False)
-    }
+    stacked = [bank for bank in banks if isinstance(bank, FeedForwardBank)]
+    return {names[id(p)]: bank for bank in stacked for p in bank.parameters(recurse=False)}
 
 
 def check_unsplit(model: nn.Module) -> None:
     """Raise `SpecError` unless every layer of `model` has all its experts here."""
-    for name, bank in _banks(model):
+    for name, layer in _layers(model):
+        bank = layer.experts
         if bank.experts != bank.total_experts:
             raise SpecError(
                 f"{name} has {bank.experts} of its {bank.total_experts} experts here, expected all of them: give it a "
@@ -41,18 +41,21 @@ def check_unsplit(model: nn.Module) -> None:
 
 
 def check_regroupable(model: nn.Module, ranks: int) -> None:
-    """Raise `SpecError` unless so many ranks can share the experts of every layer."""
-    for name, bank in _banks(model):
+    """Raise `SpecError` unless so many ranks can share the experts of every layer, and its router needs no engine."""
+    for name, layer in _layers(model):
+        bank = layer.experts
+        if layer.gate.config.bias_update_rate > 0:
+            raise SpecError(f"{name}: only an engine updates balancing biases: expected bias_update_rate=0")
         if ranks > 1 and (not isinstance(bank, FeedForwardBank) or any(True for _ in bank.children())):
             raise SpecError(f"{name}: experts that are modules stay whole on every rank: expected ep1, got ep{ranks}")
         if bank.total_experts % ranks:
             raise SpecError(f"{name}: {bank.total_experts} experts cannot be shared by ep{ranks}")
 
 
-def _banks(model: nn.Module) -> Iterator[tuple[str, Bank]]:
+def _layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
     for name, module in model.named_modules():
         if isinstance(module, MoE):
-            yield name or "the model", module.experts
+            yield name or "the model", module
 
 
 def regroup(model: nn.Module, group: Collective, replicas: Collective | None) -> None:
