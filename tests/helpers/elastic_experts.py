@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import prophet
-from pipeline_balance import elastic
 from pipeline_balance.elastic.experts import stacks
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
@@ -45,15 +45,31 @@ def build(**options: Any) -> nn.Sequential:
     return made.double()
 
 
-def start(layout: str, **options: Any) -> Job:
+def build_lopsided() -> nn.Sequential:
+    """All tokens go to the first two experts."""
+    made = build()
+    for module in made.modules():
+        if isinstance(module, prophet.MoE):
+            nn.init.zeros_(module.gate.weight).requires_grad_(False)
+    return made
+
+
+def build_on_meta() -> nn.Sequential:
+    """As `build`, without memory: every layout draws the same."""
+    with torch.device("meta"):
+        made = nn.Sequential(nn.Embedding(VOCABULARY, DIM), Block(), nn.Linear(DIM, VOCABULARY))
+    return made.double()
+
+
+def start(layout: str, model: Callable[[], Any] = build, **options: Any) -> Job:
     given: dict[str, Any] = {"data": batches(), "loss_fn": nn.functional.cross_entropy, "timeout_s": 60.0}
     given |= {"microbatches": MICROBATCHES, "seed": SEED}
-    return Job(build, make_optimizer, Parallelism.parse(layout), **{**given, **options})
+    return Job(model, make_optimizer, Parallelism.parse(layout), **{**given, **options})
 
 
-def plain_losses(steps: int) -> list[float]:
+def plain_losses(steps: int, make: Callable[[], nn.Sequential] = build) -> list[float]:
     """The same training in one process that has all experts, without a job."""
-    model, data = build(), batches()
+    model, data = make(), batches()
     optimizer = make_optimizer(list(model.named_parameters()))
     losses = []
     for step in range(steps):
@@ -95,6 +111,3 @@ def whole(job: Job) -> dict[str, Tensor]:
         assert torch.equal(part, tensor), f"copies of {name} differ"
     assert not any(t.isnan().any() for t in found.values())
     return found
-
-
-__all__ = ["EXPERTS", "build", "elastic", "plain_losses", "start", "whole"]
