@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline_balance.elastic.data import Batches, GlobalBatches
+    from pipeline_balance.elastic.experts import one_rank
     from pipeline_balance.elastic.held import held
     from pipeline_balance.elastic.job import Job
     from pipeline_balance.elastic.parallelism import Parallelism
 
-__all__ = ["Batches", "GlobalBatches", "Job", "Parallelism", "held"]
+__all__ = ["Batches", "GlobalBatches", "Job", "Parallelism", "held", "one_rank"]
 
 _MODULE_OF = {
     "Batches": "pipeline_balance.elastic.data",
@@ -28,6 +29,7 @@ _MODULE_OF = {
     "Job": "pipeline_balance.elastic.job",
     "Parallelism": "pipeline_balance.elastic.parallelism",
     "held": "pipeline_balance.elastic.held",
+    "one_rank": "pipeline_balance.elastic.experts",
 }
 
 

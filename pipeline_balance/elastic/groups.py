@@ -61,6 +61,13 @@ class Groups:
             raise KeyError(f"this process is not one of {list(members)}")
         return found
 
+    def process_group(self, members: Members, purpose: str) -> dist.ProcessGroup:
+        """torch's group of this process among `members`, more than one, as meshes take it; made by `make`."""
+        found = self.get(members, purpose)
+        assert isinstance(found, ProcessGroupCollective)
+        group: dist.ProcessGroup = found._groups["tokens"]
+        return group
+
     def undo(self) -> None:
         """Forget what the last `make` has made: one of the processes could not. On all processes alike."""
         self.drop(self._new)

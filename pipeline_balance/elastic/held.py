@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from pipeline_balance.elastic.experts import stacks
 from prophet.state.layout import Piece
 from prophet.state.space import Box
 
@@ -19,16 +20,28 @@ def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
     `3.weight` is a parameter or a buffer, `3.weight@exp_avg` what an optimizer keeps for it. A tied parameter has the
     first of its names. What is on `meta` lives elsewhere. Of a `DTensor` it is this process's shard.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
+    names, stacked = {id(p): name for name, p in model.named_parameters()}, stacks(model)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
     found: list[Piece] = []
+
+    def add(name: str, parameter: str, tensor: Tensor) -> None:
+        stack, pieces = stacked.get(parameter), _pieces(name, tensor)
+        if stack is not None and tensor.shape == shapes[parameter]:  # this process's experts
+            pieces = [Piece(piece.name, _moved(piece.box, stack.first)) for piece in pieces]
+        found.extend(pieces)
+
     for name, tensor in _tensors(model):
-        found += _pieces(name, tensor)
+        add(name, name, tensor)
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
             for entry, value in entries.items():
                 if isinstance(value, Tensor) and id(parameter) in names:
-                    found += _pieces(f"{names[id(parameter)]}@{entry}", value)
+                    add(f"{names[id(parameter)]}@{entry}", names[id(parameter)], value)
     return tuple(sorted(found))
+
+
+def _moved(box: Box, rows: int) -> Box:
+    return Box((box.start[0] + rows, *box.start[1:]), (box.stop[0] + rows, *box.stop[1:]))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

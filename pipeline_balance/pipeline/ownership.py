@@ -88,6 +88,12 @@ class Ownership:
         self.parameters, self.buffers, self.units_of = parameters, buffers, units_of
         self._read, self._split, self._structure = now, {}, self._digest()
 
+    def become(self, other: Ownership) -> None:
+        """Be of the model that `other` is of, whose tensors have the same names. Cannot fail."""
+        known = self._known
+        self.__dict__.update(other.__dict__)
+        self._known = known
+
     def of(self, units: Collection[int]) -> list[str]:
         """Names of the parameters that any of `units` holds, in the model's order."""
         return [n for n in self.parameters if not set(self.units_of[n]).isdisjoint(units)]
@@ -196,6 +202,12 @@ def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
         yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     else:
         yield repr(value).encode()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor: of a `DTensor` its shard, which shares memory with it."""
+    shard: Any = tensor.detach()
+    return shard.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def like_meta(tensor: Tensor) -> nn.Parameter:

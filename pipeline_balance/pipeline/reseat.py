@@ -80,6 +80,8 @@ class Reseater:
     mover: StateMover
     passes: Passes
     now: Stages
+    moves_experts = False
+    """Whether it takes along what replicas share of experts."""
 
     def describe(self) -> Held | str:
         """This process's state without gradients, or in words why it cannot be moved."""
@@ -100,23 +102,31 @@ class Reseater:
                 for n, shape, d, k, u in sorted(tensors.values(), key=lambda row: (row[4], row[0]))
             )
         )
-        size, tied = collective.size, self.mover.owned.tied()
-        grid, owners = self.mover.groups.grid, self.passes.owners
-        before = layout_over(space, grid.rows, self.now.stage_map, owners, tied, size, first=True)
+        before = self.layout(space, None, collective.size)
         for rank, described in enumerate(every):
             lacks = {piece.name for piece in before.on(rank)} - {row[0] for row in described}
             if lacks:
                 raise TransitionError(
                     f"rank {rank} does not keep {min(lacks)}, which others do: keep it on every replica"
                 )
-        after = layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, size)
+        after = self.layout(space, target, collective.size)
         return Way(specs=tuple(specs), route=route(before, after, nodes=target.nodes))
+
+    def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
+        """Who holds what in `target`; with None, what is in force."""
+        tied = self.mover.owned.tied()
+        if target is not None:
+            return layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, processes)
+        grid = self.mover.groups.grid
+        return layout_over(space, grid.rows, self.now.stage_map, self.passes.owners, tied, processes, first=True)
 
     def check(self, words: Mapping[str, Any], target: Arrangement) -> None:
         """Raise `SpecError` on all processes unless all are between updates and say the same `words`; collective.
 
         Raises `TransitionError` where tied parameters have come apart.
         """
+        if not self.moves_experts:
+            self.passes.experts.check_static("switch")
         groups, now = self.mover.groups, self.now.stage_map
         ties: tuple[Tie, ...] = ()
 
@@ -126,7 +136,7 @@ class Reseater:
             self.mover.builder.check_map(target.stage_map, target.seats.grid)
             if self.passes.progress.parts:
                 raise SpecError("an update is under way: switch after step(update=True)")
-            ties = ties_of(self.mover.owned)
+            ties = () if self.passes.owners.sharded else ties_of(self.mover.owned)
             # moments of one owner are compared with nobody's
             state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
             return tie_digests(ties, now, groups.rank, state)
@@ -176,7 +186,7 @@ class Reseater:
         if not collective.decide(DECISION, ready=done is not None) or done is None:
             raise TransitionError(_ended(problem)) from None
         stages, change = done
-        change.make()
+        change.make()  # also the modules, where they are other ones
         mover.builder.config = config
         mover.groups.sit(target.seats)
         self.passes.reseat(target.owners)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.pipeline.optimizers import Optimizers
-from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.ownership import Ownership, local
 from pipeline_balance.spec import StageMap
 from prophet.errors import LayoutError, TransitionError
 from prophet.ranks.collective import Collective, Operation
@@ -44,7 +44,7 @@ class Held:
         if dtype not in ITEM_BYTES or tensor.layout != torch.strided:
             raise LayoutError(f"{name}: a {tensor.layout} tensor of {dtype} cannot be moved")
         self.specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, kind=kind, layer=unit))
-        self.tensors[name] = tensor.detach()
+        self.tensors[name] = local(tensor.detach())
 
     def add_state(self, key: str, entry: str, value: Any, device: torch.device, unit: int) -> None:
         """Take in one entry of an optimizer's state for parameter `key`."""

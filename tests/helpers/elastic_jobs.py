@@ -11,9 +11,10 @@ from torch.utils.data import TensorDataset
 
 from pipeline_balance import elastic
 from pipeline_balance.elastic.held import held
-from pipeline_balance.elastic.job import Job, describe
+from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.reshape import describe
 from tests.helpers.pipeline_model import plain_step
 
 DIM, VOCABULARY, UNITS, SEED = 6, 11, 6, 3
