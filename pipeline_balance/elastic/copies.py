@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from prophet.errors import SpecError
@@ -16,6 +17,10 @@ from prophet.errors import SpecError
 _HOOKS = tuple(k for k, v in vars(nn.Module()).items() if k.endswith(("_hooks", "_with_kwargs", "_always_called")))
 _BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _OWN = {"_parameters", "_modules", "_buffers", *_HOOKS}
+# what torch and `sharded` leave on modules that they shard
+_SHARDING = ("torch.distributed.", "pipeline_balance.elastic.sharded")
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied")
+_STATE = "__composable_api_state_key"
 
 
 _Hooks = dict[int, dict[str, dict[Any, Any]]]
@@ -43,6 +48,10 @@ class Copy:
         """The copy of an original."""
         return self._pairs[id(module)][1]
 
+    def pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Every original module with its copy."""
+        yield from self._pairs.values()
+
     def slots(self) -> Iterator[tuple[nn.Parameter, nn.Module, str]]:
         """Every original parameter, with the copy that has its twin and the twin's name there."""
         for original, copy in self._pairs.values():
@@ -53,7 +62,8 @@ class Copy:
     def _copy(self, module: nn.Module) -> nn.Module:
         if id(module) in self._pairs:
             return self._pairs[id(module)][1]
-        copy = module.__class__.__new__(module.__class__)
+        kind = plain_type(module)
+        copy = kind.__new__(kind)
         self._pairs[id(module)] = module, copy
         copy.__dict__.update(attributes_of(module, self._now))
         copy.__dict__["_buffers"] = module._buffers
@@ -83,9 +93,10 @@ class Copy:
         """Put all hooks in place: the copy is in force. Cannot fail."""
         for original, copy in self._pairs.values():
             inner, outer = self.inner.get(id(copy), {}), self.outer.get(id(copy), {})
+            torchs = _hooks_of_sharding(original)
             for kind in _HOOKS:
                 shared = original.__dict__[kind]  # the user's handles refer to it
-                users = dict(shared)
+                users = {key: hook for key, hook in shared.items() if key not in torchs}
                 first, last = (outer, inner) if kind in _BEFORE else (inner, outer)
                 shared.clear()
                 for hooks in (first.get(kind, {}), users, last.get(kind, {})):
@@ -119,7 +130,39 @@ def attributes_of(original: nn.Module, now: Copy | None) -> dict[str, Any]:
     """The attributes in force of a module that the user built: its own, or those of the copy in force."""
     if now is not None:
         return now.attributes(original)
-    return {name: value for name, value in vars(original).items() if name not in _OWN}
+    return {
+        name: value
+        for name, value in vars(original).items()
+        if name not in _OWN and name not in _MARKS and not name.startswith(_STATE)
+    }
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as its author wrote it: `fully_shard` puts another one in front."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith(_SHARDING[0]))
+
+
+def _hooks_of_sharding(module: nn.Module) -> set[Any]:
+    """The keys of the hooks that sharding has put on a module."""
+    every = ((key, hook) for kind in _HOOKS for key, hook in module.__dict__[kind].items() if callable(hook))
+    return {key for key, hook in every if str(getattr(hook, "__module__", "")).startswith(_SHARDING)}
+
+
+def retire(copy: Copy) -> None:
+    """Have the originals fail when they are called, and hold no memory: a copy is in force for good. Cannot fail."""
+    for original, _ in copy.pairs():
+        for kind in _HOOKS:  # the user's handles refer to those of the copy
+            original.__dict__[kind] = type(original.__dict__[kind])()
+        original.__dict__["_parameters"] = {
+            name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), False)
+            for name, p in original._parameters.items()
+        }
+        original.__dict__["forward"] = gone
+
+
+def gone(*args: Any, **kwargs: Any) -> None:
+    """The forward of a model that was resharded."""
+    raise SpecError("this model was resharded: call the one that elastic.reshard returned")
 
 
 def check_copyable(root: nn.Module, now: Copy | None) -> None:

@@ -25,7 +25,7 @@ from pipeline_balance.elastic.experts import (
     share_out,
     stacks,
 )
-from pipeline_balance.elastic.groups import Groups, Members
+from pipeline_balance.elastic.groups import Groups, Members, met
 from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.order import ordered
@@ -125,7 +125,7 @@ class Job:
             check(layout, built[0], processes())
             return ""
 
-        _met("beginning a job", begin)
+        met("beginning a job", begin)
         if len(set(texts := meet(Operation("comparing layouts"), str(layout)))) > 1:
             raise SpecError(f"ranks begin with different layouts: {texts}")
         wanted = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
@@ -134,7 +134,7 @@ class Job:
         self.layout = layout
         self._plain, self._shards = built[0], _arranged(None)
         self._experts = has_experts(self._plain.root)
-        _met("making process groups", lambda: self._groups.make(self._wanted(layout)))
+        met("making process groups", lambda: self._groups.make(self._wanted(layout)))
         seats = self._seats(layout)
         stage_map = layout.stage_map(len(built[0].units))
 
@@ -418,18 +418,6 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
         styles_of(model.root, layout.tp)
     if is_sharded(layout):
         check_shardable(model)
-
-
-def _met(what: str, attempt: Callable[[], str]) -> None:
-    """Raise `SpecError` on all processes, with rank and reason, where `attempt` fails or returns a problem on one."""
-    failed: Exception | None = None
-    try:
-        problem = attempt()
-    except Exception as error:
-        failed, problem = error, f"{type(error).__name__}: {error}"
-    every = [f"rank {r}: {words}" for r, words in enumerate(meet(Operation(what), problem)) if words]
-    if every:
-        raise SpecError(f"{what}: {'; '.join(every[:3])}") from failed
 
 
 def _model(built: Any, loss_fn: LossFn | None, counted: CountLabels | None, device: torch.device) -> PipelineModel:

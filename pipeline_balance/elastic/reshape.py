@@ -22,6 +22,7 @@ from pipeline_balance.elastic.sharded import ShardedModel, Shards, shard_like, s
 from pipeline_balance.pipeline.model import PipelineModel
 from pipeline_balance.pipeline.ownership import Ownership, like_meta
 from pipeline_balance.pipeline.rebuild import Change
+from pipeline_balance.pipeline.registered import settings
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Way
 from pipeline_balance.pipeline.stages import Stages
 from pipeline_balance.pipeline.trainer import ElasticPipeline
@@ -205,6 +206,9 @@ class Reshaper(Reseater):
             for group in optimizer.param_groups:
                 change.groups.append((group["params"], [becomes.get(id(p), p) for p in group["params"]]))
         self._buffers(change, plain, values)
+        change.settings = settings(
+            mover.owned.parameters, values, lambda n, t: shard_like(twins[id(own[n])], t) if twins else t
+        )
         stages = replace(mover.builder, model=model).build(target.stage_map, rank=place, config=config)
         change.check()
         return stages, change
@@ -227,15 +231,17 @@ class Reshaper(Reseater):
                 values[name] = torch.empty(box.shape, dtype=like.dtype, device=self.mover.device)
             found[id(original)] = values[name]
         for spec in self._space.tensors:
-            box = theirs[id(own[base_name(spec.name)])][1] if spec.kind == "optimizer" else spec.box
+            kept = spec.kind in ("optimizer", "registered")
+            box = theirs[id(own[base_name(spec.name)])][1] if kept else spec.box
             if not box.elements and self._is_wide(spec.name):
                 values[spec.name] = torch.empty(box.shape, dtype=torch_dtype(spec), device=self.mover.device)
         return model.fill(found)
 
     def _is_wide(self, name: str) -> bool:
-        """Whether it is an optimizer's tensor in the shape of its parameter."""
+        """Whether it is kept for a parameter, in its shape."""
         number, space = self._space.number, self._space
-        return name in number and space[name].kind == "optimizer" and space[name].shape == space[base_name(name)].shape
+        kept = name in number and space[name].kind in ("optimizer", "registered")
+        return kept and space[name].shape == space[base_name(name)].shape
 
     def _buffers(self, change: Change, owned: Ownership, values: Mapping[str, Tensor]) -> None:
         for name, buffer in owned.buffers.items():

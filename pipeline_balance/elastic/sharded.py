@@ -15,9 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -27,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import tree_flatten
 
 from pipeline_balance.elastic.copies import Copy
+from pipeline_balance.elastic.holdings import box_of
 from pipeline_balance.elastic.styles import Style
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.experts import collective_of
@@ -111,6 +111,69 @@ def _style(style: Style) -> ParallelStyle:
     return _Whole(style.partial)
 
 
+def cut_over_tp(copy: Copy, shards: Shards) -> None:
+    """Have tp cut a copy without memory, each module in its style."""
+    if shards.tp is None:
+        return
+    for name, style in shards.styles.items():
+        parallelize_module(copy.root.get_submodule(name), shards.tp, _style(style), src_data_rank=None)
+    first: dict[int, nn.Parameter] = {}
+    for original, module, name in copy.slots():  # tied ones are cut alike, and one again
+        module._parameters[name] = first.setdefault(id(original), module._parameters[name])  # type: ignore[arg-type]
+
+
+def cut_over_dp(
+    root: nn.Module, groups: Callable[[], Sequence[Sequence[nn.Module]]], shards: Shards, **options: Any
+) -> None:
+    """Have FSDP2 cut `root`; modules of one group are gathered together. `options` are more of `fully_shard`."""
+    mesh = shards.dp
+    if mesh is None:
+        return
+    for modules in groups():
+        fully_shard(list(modules), mesh=mesh, reshard_after_forward=shards.reshard, **options)
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+
+
+def give_back(root: nn.Module) -> None:
+    """Have FSDP2 drop the parameters that it has gathered: a pass without a backward keeps some."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
+    """The different ways in which FSDP2 computes `root`'s modules; none where it shards none.
+
+    Raises `SpecError` for parameters that it keeps on the host.
+    """
+    found: list[MixedPrecisionPolicy] = []
+    for name, module in root.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        state = module._get_fsdp_state()
+        if any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in state._fsdp_param_groups):
+            raise SpecError(f"{name or 'the model'} is offloaded to the host by FSDP2, which cannot be resharded")
+        if state._mp_policy not in found:
+            found.append(state._mp_policy)
+    return found
+
+
+def sharing(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Units that have parameters; those that share some are in one group."""
+    groups: list[tuple[list[nn.Module], set[int]]] = []
+    for unit in dict.fromkeys(units):
+        modules, mine = [unit], {id(p) for p in unit.parameters()}
+        if not mine:
+            continue
+        for other in [g for g in groups if g[1] & mine]:
+            groups.remove(other)
+            modules, mine = [*other[0], *modules], mine | other[1]
+        groups.append((modules, mine))
+    return [modules for modules, _ in groups]
+
+
 class ShardedModel(PipelineModel):
     """The model `plain` as shards, without memory until `fill`; `now` is the one in force, if it is of shards too.
 
@@ -153,37 +216,14 @@ class ShardedModel(PipelineModel):
         """Have units that this class does not call draw from their own generators."""
 
     def _cut_over_tp(self) -> None:
-        mesh = self.shards.tp
-        if mesh is None:
-            return
-        for name, style in self.shards.styles.items():
-            parallelize_module(self.root.get_submodule(name), mesh, _style(style), src_data_rank=None)
-        first: dict[int, nn.Parameter] = {}
-        for original, copy, name in self.copy.slots():  # tied ones are cut alike, and one again
-            copy._parameters[name] = first.setdefault(id(original), copy._parameters[name])  # type: ignore[arg-type]
+        cut_over_tp(self.copy, self.shards)
 
     def _cut_over_dp(self) -> None:
-        mesh = self.shards.dp
-        if mesh is None:
-            return
-        for modules in self._groups():
-            fully_shard(modules, mesh=mesh, reshard_after_forward=self.shards.reshard)
-        for module in self.root.modules():
-            if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+        cut_over_dp(self.root, self._groups, self.shards)
 
     def _groups(self) -> list[list[nn.Module]]:
         """What is gathered together: units, those that share parameters as one."""
-        groups: list[tuple[list[nn.Module], set[int]]] = []
-        for unit in dict.fromkeys(self.units):
-            modules, mine = [unit], {id(p) for p in unit.parameters()}
-            if not mine:
-                continue
-            for other in [g for g in groups if g[1] & mine]:
-                groups.remove(other)
-                modules, mine = [*other[0], *modules], mine | other[1]
-            groups.append((modules, mine))
-        return [modules for modules, _ in groups]
+        return sharing(self.units)
 
     def twins(self) -> dict[int, nn.Parameter]:
         """The shard of every parameter, by the id of the original."""
@@ -198,9 +238,7 @@ class ShardedModel(PipelineModel):
         """The shard of every parameter with the box that it is, by the id of the original."""
         found: dict[int, tuple[nn.Parameter, Box]] = {}
         for key, p in self.twins().items():
-            assert isinstance(p, DTensor)
-            shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
-            found[key] = p, Box(tuple(offset), tuple(o + n for o, n in zip(offset, shape, strict=True)))
+            found[key] = p, box_of(p)
         return found
 
     def fill(self, values: Mapping[int, Tensor]) -> dict[int, nn.Parameter]:
@@ -264,9 +302,7 @@ class ShardedModel(PipelineModel):
     def end_pass(self) -> None:
         """Give memory of gathered parameters back: a pass without a backward keeps it otherwise."""
         self._part = None
-        for module in self.root.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        give_back(self.root)
 
 
 class _Row(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from pipeline_balance import elastic
-from pipeline_balance.elastic.held import held
+from pipeline_balance.elastic.holdings import held
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.parallelism import Parallelism

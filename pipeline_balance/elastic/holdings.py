@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline_balance.elastic.experts import stacks
+from prophet.errors import SpecError
 from prophet.state.layout import Piece
 from prophet.state.space import Box
 
@@ -25,7 +26,7 @@ def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
     found: list[Piece] = []
 
     def add(name: str, parameter: str, tensor: Tensor) -> None:
-        stack, pieces = stacked.get(parameter), _pieces(name, tensor)
+        stack, pieces = stacked.get(parameter), pieces_of(name, tensor)
         if stack is not None and tensor.shape == shapes[parameter]:  # this process's experts
             pieces = [Piece(piece.name, _moved(piece.box, stack.first)) for piece in pieces]
         found.extend(pieces)
@@ -44,16 +45,38 @@ def _moved(box: Box, rows: int) -> Box:
     return Box((box.start[0] + rows, *box.start[1:]), (box.stop[0] + rows, *box.stop[1:]))
 
 
+def cut_over(tensor: Tensor) -> list[tuple[int, ...]]:
+    """The ranks over which each dimension of a `DTensor`'s mesh cuts it, that process's included; of others, none.
+
+    Raises `SpecError` for one that is a sum over ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh, found = tensor.device_mesh, []
+    here = mesh.get_coordinate()
+    for d, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise SpecError(f"it is a sum over ranks ({placement})")
+        if not placement.is_replicate() and mesh.size(d) > 1 and here is not None:
+            at = tuple(slice(None) if k == d else index for k, index in enumerate(here))
+            found.append(tuple(int(rank) for rank in mesh.mesh[at]))
+    return found
+
+
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
-def _pieces(name: str, tensor: Tensor) -> list[Piece]:
-    if isinstance(tensor, DTensor):
-        if tensor.to_local().is_meta or not tensor.to_local().numel():
-            return []
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        stop = tuple(o + n for o, n in zip(offset, shape, strict=True))
-        return [Piece(name, Box(tuple(offset), stop))]
-    return [] if tensor.is_meta else [Piece(name, Box.whole(tensor.shape))]
+def pieces_of(name: str, tensor: Tensor) -> list[Piece]:
+    """What this process has memory for of a tensor; of a `DTensor` its shard."""
+    mine: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [] if mine.is_meta or not mine.numel() else [Piece(name, box_of(tensor))]
+
+
+def box_of(tensor: Tensor) -> Box:
+    """The part of a tensor that is this process's: of a `DTensor` its shard."""
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(tuple(offset), tuple(o + n for o, n in zip(offset, shape, strict=True)))
