@@ -16,10 +16,9 @@ from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
 from prophet.errors import SpecError, TransitionError
 from tests.helpers.elastic_experts import build, build_lopsided, build_on_meta, plain_losses, start, whole
-from tests.helpers.elastic_jobs import check_held, dataset, same, train
+from tests.helpers.elastic_jobs import broken, check_held, dataset, same, train
 from tests.helpers.launch import run_gloo
 from tests.helpers.support import RandomPlanner
-from tests.processes.test_elastic_job import broken
 
 
 def _tour(rank: int, size: int, layouts: tuple[str, ...], every: int) -> list[float]:
