@@ -31,7 +31,7 @@ from pipeline_balance.elastic.styles import Style
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.generators import unit_seed
-from pipeline_balance.pipeline.model import Boundary, Inputs, Microbatch, ModuleChain, PipelineModel, zero_of
+from pipeline_balance.pipeline.model import Activations, Inputs, Microbatch, ModuleChain, PipelineModel, zero_of
 from prophet.errors import SpecError
 from prophet.state.space import Box
 
@@ -224,15 +224,15 @@ class ShardedModel(PipelineModel):
 
     # --- running it -------------------------------------------------------------------------------------------
 
-    def run(self, unit: int, boundary: Boundary, microbatch: Microbatch) -> Boundary:
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
         """The first unit runs all of them: torch wants the root called."""
         if unit:
-            return boundary
+            return activations
         self._part = microbatch
         return self._whole(microbatch)
 
     @abstractmethod
-    def _whole(self, microbatch: Microbatch) -> Boundary:
+    def _whole(self, microbatch: Microbatch) -> Activations:
         """What the last unit returns."""
 
     def _draw(self, unit: int) -> None:
@@ -252,7 +252,7 @@ class ShardedModel(PipelineModel):
     def counted(self, microbatch: Microbatch) -> float:
         return self.plain.counted(microbatch)
 
-    def boundaries(self, microbatch: Microbatch) -> list[Boundary]:
+    def activations(self, microbatch: Microbatch) -> list[Activations]:
         return [()] * (len(self.units) + 1)  # no other stage waits for them
 
     def measures(self, parameter: nn.Parameter, replica: int) -> bool:
@@ -272,12 +272,12 @@ class ShardedModel(PipelineModel):
 class _Row(nn.Module):
     """All layers of a row, which torch wants to see called from one module; `call` runs a microbatch through them."""
 
-    def __init__(self, units: Sequence[nn.Module], call: Callable[[Microbatch], Boundary]) -> None:
+    def __init__(self, units: Sequence[nn.Module], call: Callable[[Microbatch], Activations]) -> None:
         super().__init__()
         self.units = nn.ModuleList(units)
         self.call = call
 
-    def forward(self, microbatch: Microbatch) -> Boundary:
+    def forward(self, microbatch: Microbatch) -> Activations:
         return self.call(microbatch)
 
 
@@ -290,21 +290,21 @@ class ShardedChain(ShardedModel):
         self._row = _Row(self.units, self._through)
         return [*super()._groups(), [self._row]]
 
-    def _through(self, microbatch: Microbatch) -> Boundary:
-        plain, boundary = self.plain, cast(Boundary, ())
+    def _through(self, microbatch: Microbatch) -> Activations:
+        plain, activations = self.plain, cast(Activations, ())
         for unit, module in enumerate(self.units):
             self._draw(unit)
-            args, kwargs = plain._arguments(unit, boundary, microbatch)
+            args, kwargs = plain._arguments(unit, activations, microbatch)
             leaves, structure = tree_flatten(module(*args, **kwargs))
-            boundary, plain._structures = tuple(leaves), (*plain._structures[:unit], structure)
-        return boundary
+            activations, plain._structures = tuple(leaves), (*plain._structures[:unit], structure)
+        return activations
 
-    def _whole(self, microbatch: Microbatch) -> Boundary:
-        found: Boundary = self._row(microbatch) if self.shards.dp is not None else self._through(microbatch)
+    def _whole(self, microbatch: Microbatch) -> Activations:
+        found: Activations = self._row(microbatch) if self.shards.dp is not None else self._through(microbatch)
         return found
 
-    def loss(self, boundary: Boundary, microbatch: Microbatch) -> Tensor:
-        return self.plain.loss(boundary, microbatch)
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        return self.plain.loss(activations, microbatch)
 
 
 class _Listed(nn.Module):
@@ -333,7 +333,7 @@ class ShardedTransformers(ShardedModel):
             layer.register_forward_pre_hook(lambda *_, unit=number: self._draw(unit), prepend=True)
         layers[-1].register_forward_hook(lambda *_: self._draw(len(layers) + 1))
 
-    def _whole(self, microbatch: Microbatch) -> Boundary:
+    def _whole(self, microbatch: Microbatch) -> Activations:
         counts = self.counted(microbatch) > 0
         out = self.root(**self.plain._asked(microbatch, labels=microbatch.labels if counts else None))
         loss = out[0] if isinstance(out, tuple) else out["loss" if counts else "logits"]
@@ -341,8 +341,8 @@ class ShardedTransformers(ShardedModel):
             return (zero_of((loss,)),)
         return (loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss,)
 
-    def loss(self, boundary: Boundary, microbatch: Microbatch) -> Tensor:
-        return boundary[0] * self.counted(microbatch)
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        return activations[0] * self.counted(microbatch)
 
 
 def sharded(

@@ -175,13 +175,9 @@ class Executor:
         if run.trains:
             self._kept[s, m] = _Kept(given, out)
 
-<<<<<<< HEAD
-    def _unit(self, unit: int, given: Boundary, part: Microbatch) -> Boundary:
+    def _unit(self, unit: int, given: Activations, part: Microbatch) -> Activations:
         if not self.model.metered:
             return self.model.run(unit, given, part)
-=======
-    def _unit(self, unit: int, given: Activations, part: Microbatch) -> Activations:
->>>>>>> main
         return self.meter.run_unit(unit, self.model.units[unit], lambda: self.model.run(unit, given, part), given)
 
     def _weight_of(self, m: int, run: Run) -> float:
