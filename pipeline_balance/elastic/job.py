@@ -239,7 +239,13 @@ class Job:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict` on the layout's first rank, empty elsewhere. Collective."""
-        return self.pipeline.state_dict(rank=self.pipeline.groups.grid.rows[0][0])
+        pipe, first = self.pipeline, self.pipeline.groups.grid.rows[0][0]
+        if not pipe.experts.any:
+            return pipe.state_dict(rank=first)
+        reseater = self._reseater(self.layout)
+        assert isinstance(reseater, ExpertReseater)
+        with pipe.failures.during(f"collecting the model before step {self.steps}", pipe.stage_map):
+            return reseater.whole_state(self._groups.get(*self._state), first)
 
     # --- switching --------------------------------------------------------------------------------------------
 

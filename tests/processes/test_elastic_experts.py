@@ -155,9 +155,15 @@ def _goes_on(rank: int, size: int) -> None:
         train(job, 1)
         check_held(job)
         job.switch(Parallelism.parse(text))
-        expected = nn.functional.cross_entropy(_whole_model(job)(inputs), labels).item()
+        model = _whole_model(job)
+        expected = nn.functional.cross_entropy(model(inputs), labels).item()
         assert job.evaluate(inputs, labels) == pytest.approx(expected, abs=1e-12)
         assert job.evaluate(inputs[:2], labels[:2]) > 0  # fewer rows than replicas
+    for text in ("pp2,dp2,ep2", "pp2"):
+        job.switch(Parallelism.parse(text))
+        saved = job.state_dict()
+        assert (not saved) == (rank > 0)
+        assert rank or same(saved, dict(model.state_dict()))
     refused = {
         "dp4,zero2": "zero2 with experts",
         "tp2,dp2": "tp2 with experts",
