@@ -262,10 +262,10 @@ class ShardedModel(PipelineModel):
 
     # --- running it -------------------------------------------------------------------------------------------
 
-    def run(self, unit: int, boundary: Activations, microbatch: Microbatch) -> Activations:
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
         """The first unit runs all of them: torch wants the root called."""
         if unit:
-            return boundary
+            return activations
         self._part = microbatch
         return self._whole(microbatch)
 
@@ -290,7 +290,7 @@ class ShardedModel(PipelineModel):
     def counted(self, microbatch: Microbatch) -> float:
         return self.plain.counted(microbatch)
 
-    def boundaries(self, microbatch: Microbatch) -> list[Activations]:
+    def activations(self, microbatch: Microbatch) -> list[Activations]:
         return [()] * (len(self.units) + 1)  # no other stage waits for them
 
     def measures(self, parameter: nn.Parameter, replica: int) -> bool:
@@ -327,20 +327,20 @@ class ShardedChain(ShardedModel):
         return [*super()._groups(), [self._row]]
 
     def _through(self, microbatch: Microbatch) -> Activations:
-        plain, boundary = self.plain, cast(Activations, ())
+        plain, activations = self.plain, cast(Activations, ())
         for unit, module in enumerate(self.units):
             self._draw(unit)
-            args, kwargs = plain._arguments(unit, boundary, microbatch)
+            args, kwargs = plain._arguments(unit, activations, microbatch)
             leaves, structure = tree_flatten(module(*args, **kwargs))
-            boundary, plain._structures = tuple(leaves), (*plain._structures[:unit], structure)
-        return boundary
+            activations, plain._structures = tuple(leaves), (*plain._structures[:unit], structure)
+        return activations
 
     def _whole(self, microbatch: Microbatch) -> Activations:
         found: Activations = self._row(microbatch) if self.shards.dp is not None else self._through(microbatch)
         return found
 
-    def loss(self, boundary: Activations, microbatch: Microbatch) -> Tensor:
-        return self.plain.loss(boundary, microbatch)
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        return self.plain.loss(activations, microbatch)
 
 
 class _Listed(nn.Module):
@@ -377,8 +377,8 @@ class ShardedTransformers(ShardedModel):
             return (zero_of((loss,)),)
         return (loss.float() if loss.dtype.itemsize < torch.float32.itemsize else loss,)
 
-    def loss(self, boundary: Activations, microbatch: Microbatch) -> Tensor:
-        return boundary[0] * self.counted(microbatch)
+    def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
+        return activations[0] * self.counted(microbatch)
 
 
 def sharded(

@@ -190,7 +190,7 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor | None:
     """
     found: Tensor | None = None
     for tensor in tensors:
-        bits = tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
+        bits = local(tensor.detach()).reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
         whole = bits.sum(dtype=torch.int64)
         found = whole if found is None else found * 31 + whole
     return found
@@ -199,7 +199,7 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor | None:
 def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
     if isinstance(value, Tensor):
         yield str((value.dtype, tuple(value.shape))).encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield local(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     else:
         yield repr(value).encode()
 

@@ -124,7 +124,7 @@ class Passes:
     def _weights_of_next_layer(self) -> torch.Tensor | None:
         """A digest for the next agreement: replicas that came apart are found once it is that layer's turn."""
         mine = self._mine()
-        if self.groups.replicas == 1 or not mine:
+        if self.groups.column.size == 1 or not mine:  # also of shards, which nobody else has
             return None
         names = self.owned.of([mine[self.progress.updates % len(mine)]])
         parameters = [self.owned.parameters[n] for n in names]
