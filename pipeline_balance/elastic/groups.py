@@ -56,9 +56,9 @@ def met(what: str, attempt: Callable[[], str], timeout_s: float = DEFAULT_TIMEOU
     except Exception as error:
         failed, problem = error, f"{type(error).__name__}: {error}"
     said = meet(Operation(what), problem, timeout_s=timeout_s)
-    every = [f"rank {r}: {words}" for r, words in enumerate(said) if words]
-    if every:
-        raise SpecError(f"{what}: {'; '.join(every[:3])}") from failed
+    first = {words: f"rank {r}: {words}" for r, words in reversed(list(enumerate(said))) if words}
+    if first:
+        raise SpecError(f"{what}: {'; '.join(sorted(first.values())[:3])}") from failed
 
 
 class Groups:

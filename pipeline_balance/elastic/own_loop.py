@@ -27,9 +27,9 @@ from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.ownership import sum_of_bits
 from pipeline_balance.pipeline.reseat import DECISION
 from pipeline_balance.pipeline.training_state import Held, base_name, described, union
-from prophet.errors import BudgetError, LayoutError, SpecError, TransitionError
+from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
-from prophet.ranks.process_group import process_rank, processes
+from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.state.layout import Layout, layout_from
 from prophet.state.route import route
 from prophet.state.space import Box, Space
@@ -165,11 +165,19 @@ class _Own:
         except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError, TypeError, ValueError) as error:
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         if not collective.decide(DECISION, ready=done is not None) or done is None:
-            said = (problem or "another rank could not reshard").removesuffix("; " + _OTHER)
-            raise TransitionError(f"{said}; {_WHOLE}") from None
+            raise TransitionError(f"{self._named(problem)}; {_WHOLE}") from None
         made, target = done
         target.make()
         return made
+
+    def _named(self, problem: str) -> str:
+        """What all ranks say went wrong, by way of the store: their messages may be of no more use."""
+        try:
+            said = meet(Operation("telling why a reshard failed"), problem, timeout_s=self.timeout_s)
+        except CollectiveError as error:
+            return f"{problem or 'another rank failed'}; {error}"
+        first = {words: f"rank {r}: {words}" for r, words in reversed(list(enumerate(said))) if words}
+        return "; ".join(sorted(first.values())[:3])
 
     def _facts(self, collective: Collective) -> tuple[Held, _Facts, Target]:
         """What this rank holds, what all have said, and the model without memory; collective."""
@@ -227,9 +235,6 @@ class _Own:
                 wrap = partial(nn.parallel.DistributedDataParallel, process_group=group, init_sync=False)
                 wrap = partial(wrap, **self.options)
         return Target(live, runs=after.place(rank) is not None, shards=shards, wrap=wrap, options=self.options)
-
-
-_OTHER = "the state from before the move is whole"
 
 
 def _afterwards(space: Space, boxes: Mapping[str, Box]) -> list[tuple[str, Box]]:

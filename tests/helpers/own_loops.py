@@ -110,6 +110,11 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
     mine: dict[str, Tensor] = {n: p.detach() for n, p in (*root.named_parameters(), *root.named_buffers())}
     for p, entries in optimizer.state.items():
         mine |= {f"{names[id(p)]}@{e}": t for e, t in entries.items() if t is not None}
+    return gathered(mine)
+
+
+def gathered(mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Named tensors, put together from all processes once copies were compared; those on `meta` are elsewhere."""
     mine = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in sorted(mine.items())}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, {n: t for n, t in mine.items() if not t.is_meta})
@@ -118,3 +123,7 @@ def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
         for name, tensor in row.items():
             assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
     return found
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
