@@ -35,6 +35,7 @@ from prophet.errors import SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
 from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.ranks.waiting import joined
+from prophet.state.transition import Mode
 
 _WHOLE = "the job goes on in the layout that it has"
 
@@ -245,11 +246,15 @@ class Job:
         except Exception as error:
             return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
 
-    def switch(self, layout: Parallelism | None = None) -> Switched:
+    def switch(self, layout: Parallelism | None = None, *, mode: Mode = "safe") -> Switched:
         """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
 
         What has not been prepared by now is waited for. Raises `TransitionError` on all processes, with the job as it
         was, where something fails. After that, prepare again.
+
+        With `mode="in-place"` memory of the old state goes back while the new one comes, so the peak is about the
+        larger of the two. What does not fit into `budget_bytes` beyond that is refused before anything moves. What
+        fails on the way is a `StageFailed` on all processes: the state is lost, and a job goes on from a checkpoint.
         """
         if layout is not None:
             self.prepare(layout)
@@ -266,7 +271,7 @@ class Job:
         assert ready.target is not None
         words: Mapping[str, Any] = {"layout": str(self._next), "data position": self.data.position}
         try:
-            done = pipe.reseat(ready.target, self._groups.get(*self._state), words, ready.way)
+            done = pipe.reseat(ready.target, self._groups.get(*self._state), words, ready.way, mode)
         except TransitionError:
             self._groups.drop([self._state])  # it may be of no more use: another one is made the next time
             raise

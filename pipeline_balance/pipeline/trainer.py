@@ -43,7 +43,7 @@ from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
-from prophet.state.transition import State
+from prophet.state.transition import Mode, State
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -402,18 +402,23 @@ class ElasticPipeline:
 
     @together("switch before step")
     def reseat(
-        self, target: Arrangement, collective: Collective, words: Mapping[str, Any], way: Way | None = None
+        self,
+        target: Arrangement,
+        collective: Collective,
+        words: Mapping[str, Any],
+        way: Way | None = None,
+        mode: Mode = "safe",
     ) -> Switched:
         """Go to the arrangement `target`, between updates; collective over all processes, spare ones too.
 
         `collective` carries the state. `words` must be the same on all of them. `way` was found ahead. Raises
         `SpecError` where they differ and `TransitionError` where state cannot be moved: on all, with everything as it
-        was.
+        was. With `mode` "in-place" what fails on the way leaves no state: `StageFailed` on all, and the pipeline ends.
         """
         self.experts.check_static("switch")
         switch = self.reseater()
-        switch.check(words, target)
-        self._stages, done = switch.move(target, collective, way)
+        switch.check({**words, "mode": mode}, target)
+        self._stages, done = switch.move(target, collective, way, mode)
         self.meter.reset()
         return done
 
