@@ -33,6 +33,10 @@ class TransitionError(RuntimeError):
     """State could not be moved; what every rank held before is whole."""
 
 
+class StateLost(RuntimeError):
+    """A move in place failed on the way: neither the old state nor the new one is whole on any rank."""
+
+
 class TraceError(ValueError):
     """A trace cannot be read or written; names the file, the field and what was expected."""
 

@@ -50,6 +50,7 @@ from prophet.errors import SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.ranks.waiting import joined
+from prophet.state.transition import Mode
 
 _WHOLE = "the job goes on in the layout that it has"
 
@@ -299,15 +300,23 @@ class Job:
         except Exception as error:
             return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
 
-    def switch(self, layout: Parallelism | None = None) -> Switched:
+    def switch(self, layout: Parallelism | None = None, *, mode: Mode = "safe") -> Switched:
         """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
 
         What has not been prepared by now is waited for. Raises `TransitionError` on all processes, with the job as it
         was, where something fails. After that, prepare again.
+
+        With `mode="in-place"` memory of the old state goes back while the new one comes, so the peak is about the
+        larger of the two. What does not fit into `budget_bytes` beyond that is refused before anything moves. What
+        fails on the way is a `StageFailed` on all processes: the state is lost, and a job goes on from a checkpoint.
         """
         if layout is not None:
             self.prepare(layout)
         pipe, ready = self.pipeline, self._finish_preparing()
+        if mode != "safe" and (
+            self._experts or self._shards is not None or isinstance(ready.target, ShardedArrangement)
+        ):
+            raise SpecError(f"a job with tp, ep, or zero 2 or 3 cannot switch {mode} yet; {_WHOLE}")
         with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
             op = Operation("meeting for a switch")
             said = [ready.problem, ready.broken, self._balance.told(self.layout)]
@@ -321,6 +330,7 @@ class Job:
         words: Mapping[str, Any] = {"layout": str(self._next), "data position": self.data.position}
         try:
             reseater = self._reseater(self._next)
+            reseater.mode = mode
             done = pipe.reseat(reseater, ready.target, self._groups.get(*self._state), words, ready.way)
         except TransitionError:
             self._groups.drop([self._state])  # it may be of no more use: another one is made the next time

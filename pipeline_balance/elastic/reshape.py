@@ -31,7 +31,8 @@ from prophet.errors import LayoutError, TransitionError
 from prophet.ranks.collective import Collective
 from prophet.state.layout import Layout, layout_from
 from prophet.state.space import Box, Space
-from prophet.state.transition import Moved, torch_dtype
+from prophet.state.streams import torch_dtype
+from prophet.state.transition import Moved
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,12 @@ import numpy as np
 
 from pipeline_balance.elastic.bound import Rates, demand_of, least_direct_s, least_s
 from pipeline_balance.elastic.layouts import ModelDescription, layout_of
-from pipeline_balance.elastic.memory import in_place, memory_of
+from pipeline_balance.elastic.memory import memory_of
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.simulate import Simulated, simulate
 from prophet.errors import SpecError, no_such
+from prophet.state.in_place import in_place
 from prophet.state.layout import Layout
 from prophet.state.route import Route, route
 

@@ -15,7 +15,7 @@ from pipeline_balance.elastic.sharded import Shards, cut_over_dp, cut_over_tp, s
 from pipeline_balance.pipeline.registered import Settings, settings
 from pipeline_balance.pipeline.training_state import base_name, state_entries
 from prophet.state.space import Box, Space
-from prophet.state.transition import torch_dtype
+from prophet.state.streams import torch_dtype
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 

@@ -28,8 +28,8 @@ from prophet.files import read_json, shown
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import at_work
 from prophet.state.space import Space, TensorSpec
+from prophet.state.streams import torch_dtype
 from prophet.state.tensor_index import TensorReader
-from prophet.state.transition import torch_dtype
 
 DESCRIPTION = "pipeline.json"
 _MOST = 1 << 53  # of any whole number

@@ -254,6 +254,12 @@ class StateMover:
         change.make()
         return stages
 
+    def drop(self) -> None:
+        """Forget state whose memory is gone: parameters and buffers go to `meta`, so that using one is an error."""
+        self.owned.keep_only(())
+        for optimizer in self.optimizers.of().values():
+            optimizer.state.clear()
+
     def attempt(self, call: Callable[[], Any]) -> Any:
         """What `call` returns, or in words why it failed on this rank."""
         try:

@@ -10,11 +10,12 @@ Shape legend: N processes, R replicas, P pipeline ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.passes import Passes
@@ -23,12 +24,12 @@ from pipeline_balance.pipeline.stages import Seats, Stages
 from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
 from pipeline_balance.pipeline.training_state import Held, base_name, collect, gather_json
 from pipeline_balance.spec import StageMap
-from prophet.errors import BudgetError, LayoutError, SpecError, TransitionError
+from prophet.errors import BudgetError, LayoutError, SpecError, StateLost, TransitionError
 from prophet.ranks.collective import Collective, Operation
 from prophet.state.layout import Layout, whole_tensors
 from prophet.state.route import Route, route
 from prophet.state.space import Space, TensorSpec
-from prophet.state.transition import Moved, transition
+from prophet.state.transition import Mode, Moved, transition
 
 DECISION = Operation("deciding on a switch")
 
@@ -74,12 +75,13 @@ class Switched:
 class Reseater:
     """Takes a pipeline from one arrangement to another.
 
-    `mover` has its parts, `passes` what it has under way, `now` what is in force.
+    `mover` has its parts, `passes` what it has under way, `now` what is in force. `mode` is how state moves.
     """
 
     mover: StateMover
     passes: Passes
     now: Stages
+    mode: Mode = field(default="safe", init=False)
     moves_experts = False
     """Whether it takes along what replicas share of experts."""
 
@@ -142,7 +144,8 @@ class Reseater:
             return tie_digests(ties, now, groups.rank, state)
 
         op = Operation("agreeing on a switch")
-        every = gather_json([self.mover.attempt(read), dict(words)], groups.world, self.mover.device, op)
+        said = [self.mover.attempt(read), {**words, "mode": self.mode}]
+        every = gather_json(said, groups.world, self.mover.device, op)
         refused = [f"rank {r}: {said[0]}" for r, said in enumerate(every) if isinstance(said[0], str)]
         if refused:
             raise SpecError("; ".join(refused[:3]) + f"; {WHOLE}")
@@ -156,34 +159,42 @@ class Reseater:
         """Go to `target`; `collective` over all processes carries the state, and nothing else uses it meanwhile.
 
         `way` was found ahead; it is used where every process's state still has that shape. Raises `TransitionError` on
-        all processes, with everything as it was, or on none.
+        all processes, with everything as it was, or on none. In place, what fails on the way is a `StateLost` on all of
+        them, and no process has parameters any more.
         """
         began = time.perf_counter()
         mover, rank = self.mover, collective.rank
         self.passes.drop_gradients()  # they were used
         config = replace(mover.builder.config, microbatches=target.microbatches)
         place = target.seats.grid.pipeline_rank_of(rank)
-        problem, old_bytes = "", 0
+        problem, beside_bytes, lost = "", 0, False
         links: dict[tuple[int, int], int] = {}
         done: tuple[Stages, Change] | None = None
         try:
             held = self.describe()
             way, scalars = self._agreed_way(held, target, collective, way)
             assert isinstance(held, Held)
-            old_bytes = sum(t.numel() * t.element_size() for t in held.tensors.values())
+            state = {piece: held.tensors[piece.name] for piece in way.route.before.on(rank)}
+            beside_bytes = n_bytes(held.tensors.values()) - n_bytes(state.values())
             moved = transition(
                 way.route,
-                {piece: held.tensors[piece.name] for piece in way.route.before.on(rank)},
+                state,
                 collective,
                 budget_bytes=mover.budget_bytes,
+                mode=self.mode,
                 device=mover.device,
                 allocate=mover.allocate,
             )
+            lost = self.mode == "in-place"  # from here on the new state is the only one
             links = link_bytes(way.route)
             done = self._assembled(target, moved, scalars, place, config)
         except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError) as error:
+            lost = lost or isinstance(error, StateLost)
             problem = f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         if not collective.decide(DECISION, ready=done is not None) or done is None:
+            if lost:
+                mover.drop()
+                raise StateLost(problem or "another rank could not switch, and the state was moved in place") from None
             raise TransitionError(_ended(problem)) from None
         stages, change = done
         change.make()  # also the modules, where they are other ones
@@ -194,7 +205,7 @@ class Reseater:
             seconds=time.perf_counter() - began,
             link_bytes=links,
             messages=moved.messages,
-            peak_bytes=old_bytes + moved.new_state_bytes + moved.buffer_bytes,
+            peak_bytes=moved.peak_bytes + beside_bytes,
         )
 
     def _assembled(
@@ -262,6 +273,11 @@ def layout_over(
                 column = column[:1]
             holders[-1] += column
     return whole_tensors(space, processes, holders)
+
+
+def n_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of all of them."""
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def link_bytes(way: Route) -> dict[tuple[int, int], int]:

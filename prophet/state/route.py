@@ -2,8 +2,8 @@
 
 Shape legend: P ranks. Rank i sends the union over j of held(i) with wanted(j) minus held(j), and every piece that j
 misses has one owner. (DynaTran's printed send set, what i holds and no longer wants, sends nothing when a copy is
-added.) So the bytes on the wire are the bytes that some rank misses, none twice. A route is arrays; transfers are
-values that are made for those who ask.
+added.) So the bytes on the wire are the bytes that some rank misses, none twice. Where few hold a box, ranks that have
+got it send it on. A route is arrays; transfers are values that are made for those who ask.
 """
 
 from __future__ import annotations
@@ -18,20 +18,25 @@ import numpy as np
 from prophet.errors import LayoutError, SpecError
 from prophet.spec import IntArray
 from prophet.state.atoms import Atoms, cut
-from prophet.state.layout import Layout, Piece
+from prophet.state.forward import spread
+from prophet.state.layout import Layout
 from prophet.state.sources import Rows, choose, missing_rows
 from prophet.state.space import Box, Space
-from prophet.state.table import box_of, positions_of
+from prophet.state.table import box_of, numbered, positions_of, volumes
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One box of one tensor goes from rank `source` to rank `destination`."""
+    """One box of one tensor goes from rank `source` to rank `destination`.
+
+    hop: how often it has been sent before; 0 where the source held it under the old layout.
+    """
 
     name: str
     box: Box
     source: int
     destination: int
+    hop: int = 0
 
     def __str__(self) -> str:
         return f"{self.name}{self.box} {self.source}->{self.destination}"
@@ -41,7 +46,8 @@ class Transfer:
 class Route:
     """All transfers from layout `before` to layout `after`, in an order that every rank derives alike.
 
-    rows: what ranks miss. source: who sends it, [rows]. nodes: the node of every rank, [P].
+    rows: what ranks miss. source: who sends it, [rows]. feed: the row by which the source gets it, -1 where it has held
+    it, [rows]. nodes: the node of every rank, [P].
     """
 
     before: Layout
@@ -50,6 +56,7 @@ class Route:
     atoms: Atoms
     rows: Rows
     source: IntArray
+    feed: IntArray
 
     @property
     def space(self) -> Space:
@@ -76,11 +83,33 @@ class Route:
         """Bytes every rank receives, [P]."""
         return tuple(np.bincount(self.rows.destination, self.rows.n_bytes, self.ranks).astype(np.int64).tolist())
 
-    def stream_bytes(self) -> dict[tuple[int, int], int]:
-        """Bytes that a rank sends to another, by the two of them; no pair without any."""
-        pairs, of = np.unique(self.source * self.ranks + self.rows.destination, return_inverse=True)
-        sums = np.bincount(of, self.rows.n_bytes, len(pairs)).astype(np.int64)
-        return {divmod(pair, self.ranks): n for pair, n in zip(pairs.tolist(), sums.tolist(), strict=True)}
+    @cached_property
+    def hop(self) -> IntArray:
+        """How often each row has been sent before, [rows]."""
+        found = np.zeros(len(self.rows), np.int64)
+        on = np.flatnonzero(self.feed >= 0)
+        for _ in range(len(self.rows)):
+            later = found[self.feed[on]] + 1
+            if (later == found[on]).all():
+                break
+            found[on] = later
+        return found
+
+    def streams(self, waves: IntArray | None = None) -> tuple[IntArray, IntArray]:
+        """Source, destination, hop and wave of everything that is sent together, [S, 4], and its bytes, [S].
+
+        `waves` [tensors] says in which wave a tensor goes; None: all in wave 0.
+        """
+        row, n_bytes, wave = np.arange(len(self.rows)), self.rows.n_bytes, np.zeros(len(self.rows), np.int64)
+        if waves is not None:
+            many = self.rows.last - self.rows.first
+            tensor = self.atoms.members[positions_of(self.rows.first, many)]
+            row = np.repeat(row, many)
+            n_bytes = volumes(self.rows.low, self.rows.high)[row] * self.space.item_bytes[tensor]
+            wave = waves[tensor]
+        keys = np.stack([self.source[row], self.rows.destination[row], self.hop[row], wave], axis=1)
+        of, first = numbered(*keys.T)
+        return keys[first], np.bincount(of, n_bytes, len(first)).astype(np.int64)
 
     def widest_item_bytes(self) -> int:
         """Bytes of the widest element that travels; 1 where nothing does."""
@@ -111,33 +140,21 @@ class Route:
         order = np.lexsort([self.source[row], destination, *low.T[::-1], tensor])
         return tuple(
             Transfer(
-                self.space.tensors[t].name, box_of(self.space, t, self.rows.low[r], self.rows.high[r]), source, target
+                self.space.tensors[t].name,
+                box_of(self.space, t, self.rows.low[r], self.rows.high[r]),
+                source,
+                target,
+                hop,
             )
-            for t, r, source, target in zip(
+            for t, r, source, target, hop in zip(
                 tensor[order].tolist(),
                 row[order].tolist(),
                 self.source[row][order].tolist(),
                 destination[order].tolist(),
+                self.hop[row][order].tolist(),
                 strict=True,
             )
         )
-
-    def kept(self, rank: int) -> list[tuple[Piece, Piece, Box]]:
-        """What `rank` copies within itself: (piece before, piece after, common box), where the pieces differ."""
-        mine = self.before.on(rank)
-        unchanged = set(mine)
-        copies = []
-        by_name: dict[str, list[Piece]] = {}
-        for piece in mine:
-            by_name.setdefault(piece.name, []).append(piece)
-        for wanted in self.after.on(rank):
-            if wanted in unchanged:
-                continue
-            for piece in by_name.get(wanted.name, ()):
-                common = piece.box.intersect(wanted.box)
-                if common is not None:
-                    copies.append((piece, wanted, common))
-        return copies
 
     def digest(self) -> int:
         """62 bits that differ where spaces, layouts or transfers do: ranks compare them before they move anything."""
@@ -152,6 +169,7 @@ class Route:
             self.rows.high,
             self.rows.destination,
             self.source,
+            self.feed,
         ):
             found.update(np.ascontiguousarray(part).tobytes())
         return int.from_bytes(found.digest(), "little") >> 2
@@ -161,8 +179,9 @@ def route(before: Layout, after: Layout, *, nodes: Sequence[int] | None = None) 
     """The transfers that turn `before` into `after`.
 
     `nodes` [P] says which node a rank is on (default: all on one). A missing piece comes from the same node if it can.
-    Of several ranks that could send it, it comes from those that have least to send, in parts where that helps. Raises
-    `LayoutError` if a piece that `after` wants lives nowhere.
+    Of several ranks that could send it, it comes from those that have least to send, in parts where that helps. Where
+    that leaves a port with more to send than ranks receive, they forward to each other. Raises `LayoutError` if a piece
+    that `after` wants lives nowhere.
     """
     if before.space != after.space or before.ranks != after.ranks:
         raise LayoutError(
@@ -173,5 +192,7 @@ def route(before: Layout, after: Layout, *, nodes: Sequence[int] | None = None) 
     node = np.zeros(before.ranks, np.int64) if nodes is None else np.asarray(nodes, dtype=np.int64)
     atoms = cut(before.table, after.table)
     sizes = before.space.item_bytes
-    rows, source = choose(missing_rows(atoms, node, sizes), before.ranks, atoms.members, sizes)
-    return Route(before, after, node, atoms, rows, source)
+    missing = missing_rows(atoms, node, sizes)
+    direct = choose(missing, before.ranks, atoms.members, sizes)
+    chosen = spread(missing, direct, node, atoms.members, sizes)
+    return Route(before, after, node, atoms, chosen.rows, chosen.source, chosen.feed)

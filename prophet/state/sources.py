@@ -17,17 +17,18 @@ from prophet.state.table import numbered, positions, positions_of, starts, volum
 PARTS = 8
 """Into how many parts the busiest port's bytes are cut where several ranks could send them."""
 _ROUNDS = 24
-_SLACK = 1.01  # of the goal, that a port may have
+SLACK = 1.01  # of the goal, that a port may have
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Missing boxes: row m is the box low[m]:high[m] of the class's members first[m] .. last[m] - 1.
+    """Missing boxes: row m is the box low[m]:high[m] of the class's members first[m] .. last[m] - 1, within one atom.
 
     Ranks that could send it are choices.values[lo[m]:hi[m]]; `pick` counts from lo. All but `values` are [M, ...].
     """
 
-    klass: IntArray
+    atom: IntArray
+    group: IntArray  # equal for atoms that the same ranks hold and the same want
     first: IntArray
     last: IntArray
     low: IntArray
@@ -40,12 +41,28 @@ class Rows:
     values: IntArray  # ranks, to which lo and hi point
 
     def __len__(self) -> int:
-        return len(self.klass)
+        return len(self.atom)
 
     def taken(self, rows: IntArray) -> Rows:
         """Some of the rows, in this order; one may come several times."""
-        names = ("klass", "first", "last", "low", "high", "destination", "lo", "hi", "outside", "n_bytes")
-        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+        return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
+
+    def with_more(self, more: Rows) -> Rows:
+        """These rows and then `more`, which have the same `values`."""
+        both = {name: np.concatenate([getattr(self, name), getattr(more, name)]) for name in _COLUMNS}
+        return replace(self, **both)
+
+
+_COLUMNS = ("atom", "group", "first", "last", "low", "high", "destination", "lo", "hi", "outside", "n_bytes")
+
+
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """Rows with the rank that sends each, [M], and the row that brings it there first (-1: it has held it), [M]."""
+
+    rows: Rows
+    source: IntArray
+    feed: IntArray
 
 
 def missing_rows(atoms: Atoms, nodes: IntArray, item_bytes: IntArray) -> Rows:
@@ -77,7 +94,8 @@ def missing_rows(atoms: Atoms, nodes: IntArray, item_bytes: IntArray) -> Rows:
     klass = atoms.klass[atom]
     one = atoms.class_bytes(item_bytes)[klass] if len(klass) else klass
     return Rows(
-        klass=klass,
+        atom=atom,
+        group=pair[atom] if len(atom) else atom,
         first=atoms.first[klass],
         last=atoms.first[klass + 1],
         low=atoms.low[atom],
@@ -91,28 +109,40 @@ def missing_rows(atoms: Atoms, nodes: IntArray, item_bytes: IntArray) -> Rows:
     )
 
 
-def choose(rows: Rows, ranks: int, members: IntArray, item_bytes: IntArray) -> tuple[Rows, IntArray]:
-    """The rows, some of them in parts, and the rank that sends each, [M]."""
+def choose(rows: Rows, ranks: int, members: IntArray, item_bytes: IntArray) -> Chosen:
+    """The rows, some of them in parts, each sent by a rank that has held it all along."""
+    goal = goals(rows, ranks)
+    many = rows.hi - rows.lo
+    rows, _ = parted(rows, np.minimum(many, shares(rows, goal)), members, item_bytes)
+    source = balanced(rows, goal, np.zeros(2 * ranks))
+    return Chosen(rows, source, np.full(len(rows), -1))
+
+
+def balanced(rows: Rows, goal: FloatArray, fixed: FloatArray) -> IntArray:
+    """Who sends each row, [M], where ports send `fixed` [2 P] bytes anyway: as few above the goal as can be."""
     if not len(rows):
-        return rows, np.zeros(0, np.int64)
-    goal = _goal(rows, ranks)
-    rows = _parted(rows, goal, members, item_bytes)
-    rows = rows.taken(np.lexsort([rows.destination, rows.hi, rows.lo]))
+        return np.zeros(0, np.int64)
+    ranks = len(goal) // 2
+    order = np.lexsort([rows.destination, rows.hi, rows.lo])
+    rows = rows.taken(order)
     pick = _shared_out(rows)
     many = rows.hi - rows.lo
     port = rows.outside * ranks
-    goal = np.maximum(goal, np.bincount((port + rows.values[rows.lo])[many == 1], rows.n_bytes[many == 1], 2 * ranks))
+    one = many == 1
+    goal = np.maximum(goal, fixed + np.bincount((port + rows.values[rows.lo])[one], rows.n_bytes[one], 2 * ranks))
     for _ in range(_ROUNDS):
         source = rows.values[rows.lo + pick]
-        load = np.bincount(port + source, rows.n_bytes, 2 * ranks).astype(np.float64)
-        moves = _relieved(rows, port + source, load, goal * _SLACK)
+        load = fixed + np.bincount(port + source, rows.n_bytes, 2 * ranks)
+        moves = _relieved(rows, port + source, load, goal * SLACK)
         if not len(moves[0]):
             break
         pick[moves[0]] = moves[1]
-    return rows, rows.values[rows.lo + pick]
+    found = np.zeros(len(rows), np.int64)
+    found[order] = rows.values[rows.lo + pick]
+    return found
 
 
-def _goal(rows: Rows, ranks: int) -> FloatArray:
+def goals(rows: Rows, ranks: int) -> FloatArray:
     """Bytes that every port may send, [2 P]: what the busiest port of its kind must take in."""
     goal = np.zeros(2 * ranks)
     for kind in (0, 1):
@@ -122,18 +152,26 @@ def _goal(rows: Rows, ranks: int) -> FloatArray:
     return goal
 
 
-def _parted(rows: Rows, goal: FloatArray, members: IntArray, item_bytes: IntArray) -> Rows:
-    """Rows that several ranks could send, in parts that are small beside a port's bytes: by tensors, then by box."""
+def shares(rows: Rows, goal: FloatArray) -> IntArray:
+    """Into how many parts each row would have to be cut to be small beside a port's bytes, [M]."""
     most = np.maximum(goal[rows.outside * (len(goal) // 2)] / PARTS, 1)
-    parts = np.minimum(rows.hi - rows.lo, np.ceil(rows.n_bytes / most).astype(np.int64))
+    found: IntArray = np.ceil(rows.n_bytes / most).astype(np.int64)
+    return found
+
+
+def parted(rows: Rows, parts: IntArray, members: IntArray, item_bytes: IntArray) -> tuple[Rows, IntArray]:
+    """The rows in as many parts each, as far as they can be cut: by tensors, then by box. Also the number of a part."""
+    if not len(rows):
+        return rows, parts
     longest = np.argmax(rows.high - rows.low, axis=1)
     length = (rows.high - rows.low)[np.arange(len(rows)), longest]
     tensors = rows.last - rows.first
-    parts = np.minimum(parts, np.where(tensors > 1, tensors, length))
+    parts = np.maximum(np.minimum(parts, np.where(tensors > 1, tensors, length)), 1)
     if (parts <= 1).all():
-        return rows
+        return rows, 0 * parts
     cut = rows.taken(np.repeat(np.arange(len(rows)), parts))
-    k, n, by_tensor = within(parts), np.repeat(parts, parts), np.repeat(tensors > 1, parts)
+    number, n, by_tensor = within(parts), np.repeat(parts, parts), np.repeat(tensors > 1, parts)
+    k = number
     first = np.where(by_tensor, cut.first + (cut.last - cut.first) * k // n, cut.first)
     last = np.where(by_tensor, cut.first + (cut.last - cut.first) * (k + 1) // n, cut.last)
     row, dim = np.arange(len(cut)), np.repeat(longest, parts)
@@ -144,7 +182,7 @@ def _parted(rows: Rows, goal: FloatArray, members: IntArray, item_bytes: IntArra
     high[row, dim] = cut.low[row, dim] + size * (k + 1) // n
     upto = starts(item_bytes[members])
     n_bytes = volumes(low, high) * (upto[last] - upto[first])
-    return replace(cut, first=first, last=last, low=low, high=high, n_bytes=n_bytes)
+    return replace(cut, first=first, last=last, low=low, high=high, n_bytes=n_bytes), number
 
 
 def _shared_out(rows: Rows) -> IntArray:

@@ -1,14 +1,16 @@
-"""State moves from one layout to another, bit for bit, and the state from before stays whole.
+"""State moves from one layout to another, bit for bit; the state from before stays whole, or gives way piece by piece.
 
-Every rank calls `transition` with what it holds under the old layout and gets what it holds under the new one. Nothing
-that existed before is written to; a caller that catches an error goes on with it. Pieces that do not change are handed
-over as they are, so they take no memory twice.
+Every rank calls `transition` with what it holds under the old layout and gets what it holds under the new one. Pieces
+that do not change are handed over as they are, so they take no memory twice. In a safe transition nothing that existed
+before is written to; a caller that catches an error goes on with it. In place, the memory of an old tensor goes back
+once all have read it, so old and new state are never there at once. After a failure neither is whole.
 
 There are no steps that all ranks take together. What one rank sends to another is a stream, cut into chunks where both
 ends cut it. Every rank works through rounds, with several of them under way: it packs a round and posts it, and unpacks
 the oldest one. A round has chunks of all the rank's streams, the longer ones more often, so that all of them end at
-about the same time and the fullest port never waits for a peer that is still busy elsewhere. Between two ranks chunks
-go in the stream's order, so nothing has to be agreed on besides the size of a chunk.
+about the same time and the fullest port never waits for a peer that is still busy elsewhere. Where few hold a box,
+those who get it send it on, chunk by chunk (`prophet.state.forward`). Both ends of a stream know the round of each
+chunk, so nothing has to be agreed on besides the size of a chunk and the rounds under way.
 
 Shape legend: P ranks.
 """
@@ -16,24 +18,37 @@ Shape legend: P ranks.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from prophet.errors import BudgetError, CollectiveError, TransitionError
+from prophet.errors import BudgetError, CollectiveError, StateLost, TransitionError
 from prophet.ranks.collective import Collective, Operation, Pending
+from prophet.spec import IntArray
+from prophet.state.in_place import Replacing, in_place
 from prophet.state.layout import Layout, Piece
-from prophet.state.route import Route, Transfer
-from prophet.state.space import Box, Space, TensorSpec, flat_boxes
+from prophet.state.route import Route
+from prophet.state.space import Box
+from prophet.state.streams import (
+    CHUNK_BYTES,
+    DEPTH,
+    Chunk,
+    Measures,
+    Streams,
+    Timetable,
+    Window,
+    torch_dtype,
+    window_of,
+)
 
-CHUNK_BYTES = 2 << 20  # a message takes its time whatever it carries, where links are fast more than the bytes do
-SMALL_CHUNK_BYTES = 128 << 10  # above this, memory is better spent on rounds than on their size
-DEPTH = 4  # rounds under way
+Mode = Literal["safe", "in-place"]
+
 _WHOLE = "the state from before the move is whole"
+_LOST = "neither the old state nor the new one is whole: take it from copies or from a checkpoint"
 
 State = Mapping[Piece, Tensor]
 Conclude = Callable[[State, str], None]
@@ -57,7 +72,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Ten
 class Moved:
     """The new state of this rank, and what it took: bytes and messages on the wire, memory beyond the old state, time.
 
-    `bytes_to` has the bytes sent, by the rank that they went to.
+    `bytes_to` has the bytes sent, by the rank that they went to. `peak_bytes` is the most that state and buffers took
+    at any time, as it was computed beforehand.
     """
 
     state: dict[Piece, Tensor]
@@ -65,17 +81,10 @@ class Moved:
     received_bytes: int
     buffer_bytes: int
     new_state_bytes: int
+    peak_bytes: int
     messages: int
     seconds: float
     bytes_to: Mapping[int, int] = field(default_factory=dict)
-
-
-def torch_dtype(spec: TensorSpec) -> torch.dtype:
-    """The tensor's element type in torch; TypeError where it has none."""
-    dtype = getattr(torch, spec.dtype)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{spec.dtype} is no element type of torch")
-    return dtype
 
 
 def transition(
@@ -84,6 +93,7 @@ def transition(
     collective: Collective,
     *,
     budget_bytes: int,
+    mode: Mode = "safe",
     device: torch.device | None = None,
     allocate: Allocate = empty,
     chunk_bytes: int = CHUNK_BYTES,
@@ -98,138 +108,52 @@ def transition(
     do not mean the same route, if one holds the wrong tensors or cannot get memory (nothing has moved then), or if
     something fails on the way. Raises `BudgetError` on every rank where one element for each peer does not fit.
 
+    With `mode="in-place"` the tensors of `state` lose their memory, but for those that are handed over; reading one
+    then crashes. The budget is for what this rank needs beyond the larger of its old and new state: buffers, and what
+    no order of tensors saves. `BudgetError` on every rank where it is too small: nothing has moved. After a failure on
+    the way `StateLost` is raised on every rank.
+
     A caller that has more to do on the side gives `conclude`, so that ranks agree once, on all of it. It is called in
     place of the last vote, and raises on all ranks what went wrong on any.
     """
     began = time.perf_counter()
     if route.ranks != collective.size:
         raise TransitionError(f"the route is of {route.ranks} ranks, the collective of {collective.size}")
+    if mode not in get_args(Mode):
+        raise TransitionError(f"expected mode {' or '.join(get_args(Mode))}, got {mode!r}")
     device = device or next((t.device for t in state.values()), torch.device("cpu"))
-    rank = collective.rank
-    streams = _Streams.of(route, rank)
-    measures = _Measures.of(route)
-    wishes = (budget_bytes, chunk_bytes, depth)
-    new_state: dict[Piece, Tensor] = {}
-    buffer = torch.empty(0, dtype=torch.uint8)
-    new_bytes = 0
+    rank, after = collective.rank, _WHOLE if mode == "safe" else _LOST
+    waves = in_place(route.before, route.after)[0] if mode == "in-place" else None
+    streams, measures = Streams.of(route, rank), Measures.of(route, waves)
+    mover = _Mover(route, state, collective, device, allocate)
     # all on the side, before ranks agree: what the others wish for can only make the buffer smaller
     problem = _check_state(route.before, state, rank, device)
+    excess = 0
     if not problem:
-        try:
-            new_state, new_bytes = _destination(route, state, rank, device, allocate)
-            buffer = allocate((_buffer_bytes(streams, measures, wishes),), torch.uint8, device)
-        except (RuntimeError, MemoryError) as error:
-            problem = f"no memory for the new state: {_words(error)}"
+        excess = mover.plan(waves, len(measures.longest))
+        wishes = (budget_bytes - excess, chunk_bytes, depth)
+        problem = mover.prepare(_buffer_bytes(streams, measures, wishes), whole=mode == "safe")
     try:
-        window = _agree(route, measures, problem, collective, wishes, device)
-        mover = _Mover(route.space, _index(state), _index(new_state), buffer, collective)
-        mover.attempt(lambda: _keep(route, rank, state, new_state))
-        mover.run(streams, window)
+        ready = _Ready(problem, mode, budget_bytes, excess, chunk_bytes, depth)
+        window = _agree(route, measures, ready, collective, device)
+        mover.run(streams, window, waves)
         if conclude is not None:
-            conclude(new_state, mover.problem)
+            conclude(mover.new_state, mover.problem)
         else:
-            _vote(mover.problem, collective, device)
+            _vote(mover.problem, collective, device, after)
     except CollectiveError as error:
-        raise TransitionError(f"{error}; {_WHOLE}") from error
+        raise _kind(after)(f"{error}; {after}") from error
     return Moved(
-        state=new_state,
+        state=mover.new_state,
         sent_bytes=sum(streams.out_bytes.values()),
         received_bytes=streams.in_bytes,
-        buffer_bytes=buffer.numel(),
-        new_state_bytes=new_bytes,
+        buffer_bytes=mover.buffer.numel(),
+        new_state_bytes=mover.memory.new_bytes,
+        peak_bytes=mover.peak_bytes + mover.buffer.numel(),
         messages=mover.messages,
         seconds=time.perf_counter() - began,
         bytes_to=streams.out_bytes,
     )
-
-
-# --- streams, chunks, rounds --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Streams:
-    """What one rank sends and receives, by peer; each stream has its widest elements first, so none needs padding."""
-
-    sends: Mapping[int, list[Transfer]]
-    receives: Mapping[int, list[Transfer]]
-    out_bytes: Mapping[int, int]
-    in_bytes: int
-
-    @classmethod
-    def of(cls, route: Route, rank: int) -> _Streams:
-        sends: dict[int, list[Transfer]] = {}
-        receives: dict[int, list[Transfer]] = {}
-        for t in route.sends(rank):
-            sends.setdefault(t.destination, []).append(t)
-        for t in route.receives(rank):
-            receives.setdefault(t.source, []).append(t)
-        for stream in (*sends.values(), *receives.values()):
-            stream.sort(key=lambda t: -route.space[t.name].item_bytes)
-        sizes = {peer: sum(route.n_bytes(t) for t in stream) for peer, stream in sends.items()}
-        return cls(sends, receives, sizes, sum(route.n_bytes(t) for row in receives.values() for t in row))
-
-    @property
-    def number(self) -> int:
-        return len(self.sends) + len(self.receives)
-
-
-@dataclass(frozen=True)
-class _Measures:
-    """Of all ranks: most streams of one, bytes of the widest element that travels, bytes of the longest stream."""
-
-    number: int
-    widest: int
-    longest: int
-
-    @classmethod
-    def of(cls, route: Route) -> _Measures:
-        pairs = route.stream_bytes()
-        ends = Counter(end for pair in pairs for end in pair)
-        return cls(max(ends.values(), default=0), route.widest_item_bytes(), max(pairs.values(), default=0))
-
-
-@dataclass(frozen=True)
-class _Window:
-    """What all ranks agree on: bytes of a chunk, bytes that its place in the buffer takes, rounds, those under way."""
-
-    chunk_bytes: int
-    slot_bytes: int
-    rounds: int
-    depth: int
-
-
-_Chunk = list[tuple[TensorSpec, Box]]
-_ALIGNED = 16  # bytes; no element is wider
-
-
-def _chunks(space: Space, stream: Sequence[Transfer], chunk_bytes: int) -> list[_Chunk]:
-    """The stream cut into chunks of at most `chunk_bytes`; alike at both ends."""
-    chunks: list[_Chunk] = [[]]
-    left = chunk_bytes
-    for t in stream:
-        spec = space[t.name]
-        first, total = 0, t.box.elements
-        while first < total:
-            if left < spec.item_bytes:
-                chunks.append([])
-                left = chunk_bytes
-            last = min(total, first + left // spec.item_bytes)
-            if last - first == total:
-                chunks[-1].append((spec, t.box))
-            else:
-                chunks[-1] += [(spec, box.shift(t.box.start)) for box in flat_boxes(t.box.shape, first, last)]
-            left -= (last - first) * spec.item_bytes
-            first = last
-    return [chunk for chunk in chunks if chunk]
-
-
-def _by_round(streams: Iterable[tuple[int, list[_Chunk]]], rounds: int) -> list[list[tuple[int, _Chunk]]]:
-    """Every stream's chunks spread evenly over the rounds, at most one in each: [rounds][...] of peer and chunk."""
-    found: list[list[tuple[int, _Chunk]]] = [[] for _ in range(rounds)]
-    for peer, chunks in streams:
-        for i, chunk in enumerate(chunks):
-            found[i * rounds // len(chunks)].append((peer, chunk))
-    return found
 
 
 @dataclass
@@ -237,17 +161,62 @@ class _Round:
     """One round under way: what has to leave, and what its messages bring."""
 
     pending: Pending
-    unpack: list[tuple[_Chunk, Tensor]]
+    unpack: list[tuple[Chunk, Tensor]]
 
 
 class _Mover:
     """Runs one rank's rounds. A failure of its own is noted and messages go on, so that no peer waits in vain."""
 
-    def __init__(self, space: Space, sources: _Index, targets: _Index, buffer: Tensor, collective: Collective) -> None:
-        self.space, self.sources, self.targets = space, sources, targets
-        self.buffer, self.collective = buffer, collective
+    memory: Replacing
+    peak_bytes: int
+
+    def __init__(
+        self, route: Route, state: State, collective: Collective, device: torch.device, allocate: Allocate
+    ) -> None:
+        self.route, self.state, self.collective = route, state, collective
+        self.device, self.allocate = device, allocate
+        self.new_state: dict[Piece, Tensor] = {}
+        self.sources = _index(state)
+        self.targets: _Index = {}
+        self.buffer = torch.empty(0, dtype=torch.uint8)
         self.problem = ""
         self.messages = 0
+
+    def plan(self, waves: IntArray | None, many: int) -> int:
+        """Decide what replaces what; without `waves` nothing goes back. Bytes beyond the larger of both states."""
+        names, rank = self.route.space.tensors, self.collective.rank
+        wave_of = {t.name: 0 if waves is None else int(waves[k]) for k, t in enumerate(names)}
+        sizes = {t.name: t.item_bytes for t in names}
+        after = self.route.after.on(rank)
+        self.memory = Replacing.of(self.state, after, wave_of, many, sizes, self._begin_wave)
+        if waves is None:
+            self.memory.gives = [[] for _ in range(many)]
+        self.peak_bytes = self.memory.peak_bytes()
+        larger = max(sum(map(self.memory.piece_bytes, row)) for row in (self.route.before.on(rank), after))
+        return 0 if waves is None else self.peak_bytes - larger
+
+    def prepare(self, buffer_bytes: int, *, whole: bool) -> str:
+        """Get the buffer, and with `whole` all of the new state; in words why that cannot be done."""
+        for piece in self.route.after.on(self.collective.rank):
+            if piece in self.state:
+                self.new_state[piece] = self.state[piece]
+        try:
+            if whole:
+                for row in self.memory.takes:
+                    self._get(row)
+            self.buffer = self.allocate((buffer_bytes,), torch.uint8, self.device)
+        except (RuntimeError, MemoryError) as error:
+            return f"no memory for the new state: {_words(error)}"
+        return ""
+
+    def _get(self, pieces: Sequence[Piece]) -> None:
+        """Memory for new pieces, where there is none yet."""
+        for piece in pieces:
+            if piece not in self.new_state:
+                self.new_state[piece] = self.allocate(
+                    piece.box.shape, torch_dtype(self.route.space[piece.name]), self.device
+                )
+                self.targets.setdefault(piece.name, []).append((piece.box, self.new_state[piece]))
 
     def attempt(self, call: Callable[[], None]) -> None:
         """Run `call` unless something has failed; what it raises is this rank's problem."""
@@ -258,37 +227,55 @@ class _Mover:
         except (RuntimeError, MemoryError, TransitionError) as error:
             self.problem = _words(error)
 
-    def run(self, streams: _Streams, window: _Window) -> None:
+    def _begin_wave(self, pieces: list[Piece]) -> None:
+        def begin() -> None:
+            self._get(pieces)
+            _keep(self.sources, [(piece, self.new_state[piece]) for piece in pieces])
+
+        self.attempt(begin)
+
+    def run(self, streams: Streams, window: Window, waves: IntArray | None) -> None:
         """All rounds, up to `window.depth` of them under way."""
-        sends = [(p, _chunks(self.space, s, window.chunk_bytes)) for p, s in streams.sends.items()]
-        receives = [(p, _chunks(self.space, s, window.chunk_bytes)) for p, s in streams.receives.items()]
-        going, coming = _by_round(sends, window.rounds), _by_round(receives, window.rounds)
+        table, rank = Timetable(self.route, window, waves), self.collective.rank
+        going: dict[int, list[tuple[int, Chunk]]] = {}
+        coming: dict[int, list[tuple[int, Chunk]]] = {}
+        for (peer, hop), stream in streams.sends.items():
+            for number, chunk in table.rounds(rank, hop, stream):
+                going.setdefault(number, []).append((peer, chunk))
+        for (peer, hop), stream in streams.receives.items():
+            for number, chunk in table.rounds(peer, hop, stream):
+                coming.setdefault(number, []).append((peer, chunk))
         under_way: deque[_Round] = deque()
         share = streams.number * window.slot_bytes
         depth = min(window.depth, self.buffer.numel() // share) if share else 1
-        for number in range(window.rounds):
+        begun = 0
+        for number in range(max((*going, *coming), default=-1) + 1):
             if len(under_way) == depth:
                 self._end(under_way.popleft())
+            while begun < len(self.memory.takes) and window.starts[begun] <= number:
+                self.memory.up_to(begun)
+                begun += 1
             start = number % depth * share
             place = self.buffer[start : start + share]
-            under_way.append(self._begin(going[number], coming[number], place, window.slot_bytes))
+            under_way.append(self._begin(going.get(number, []), coming.get(number, []), place, window.slot_bytes))
+        self.memory.end()
         while under_way:
             self._end(under_way.popleft())
 
     def _begin(
-        self, going: list[tuple[int, _Chunk]], coming: list[tuple[int, _Chunk]], place: Tensor, slot_bytes: int
+        self, going: list[tuple[int, Chunk]], coming: list[tuple[int, Chunk]], place: Tensor, slot_bytes: int
     ) -> _Round:
         """Pack what goes and post the round."""
         slots = iter(place.split(slot_bytes))
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
-        unpack: list[tuple[_Chunk, Tensor]] = []
+        unpack: list[tuple[Chunk, Tensor]] = []
         for peer, chunk in coming:
-            memory = next(slots)[: _chunk_bytes(chunk)]
+            memory = next(slots)[: chunk.n_bytes]
             receives.append((peer, memory))
             unpack.append((chunk, memory))
         for peer, chunk in going:
-            memory = next(slots)[: _chunk_bytes(chunk)]
+            memory = next(slots)[: chunk.n_bytes]
             self.attempt(lambda chunk=chunk, memory=memory: self._pack(chunk, memory))  # type: ignore[misc]
             sends.append((peer, memory))
         self.messages += len(sends)
@@ -301,32 +288,23 @@ class _Mover:
         for chunk, memory in under_way.unpack:
             self.attempt(lambda chunk=chunk, memory=memory: self._unpack(chunk, memory))  # type: ignore[misc]
 
-    def _pack(self, chunk: _Chunk, memory: Tensor) -> None:
-        for (spec, box), view in zip(chunk, _views(chunk, memory), strict=True):
-            view.copy_(_find(self.sources, spec.name, box))
+    def _pack(self, chunk: Chunk, memory: Tensor) -> None:
+        sent_on = chunk.parts[0].transfer.hop > 0
+        for name, box, view in chunk.views(memory):
+            view.copy_(_find(self.targets if sent_on else self.sources, name, box))
 
-    def _unpack(self, chunk: _Chunk, memory: Tensor) -> None:
-        for (spec, box), view in zip(chunk, _views(chunk, memory), strict=True):
-            _find(self.targets, spec.name, box).copy_(view)
-
-
-def _chunk_bytes(chunk: _Chunk) -> int:
-    return sum(box.elements * spec.item_bytes for spec, box in chunk)
+    def _unpack(self, chunk: Chunk, memory: Tensor) -> None:
+        for name, box, view in chunk.views(memory):
+            _find(self.targets, name, box).copy_(view)
 
 
-def _views(chunk: _Chunk, memory: Tensor) -> Iterable[Tensor]:
-    """The parts of a chunk within the memory that carries it."""
-    offset = 0
-    for spec, box in chunk:
-        stop = offset + box.elements * spec.item_bytes
-        yield memory[offset:stop].view(torch_dtype(spec)).view(box.shape)
-        offset = stop
-
-
-def _keep(route: Route, rank: int, state: State, new_state: State) -> None:
+def _keep(sources: _Index, new: Sequence[tuple[Piece, Tensor]]) -> None:
     """Copy what stays on this rank in another piece."""
-    for before, after, box in route.kept(rank):
-        new_state[after][box.slices(after.box)].copy_(state[before][box.slices(before.box)])
+    for piece, target in new:
+        for box, tensor in sources.get(piece.name, ()):
+            common = box.intersect(piece.box)
+            if common is not None:
+                target[common.slices(piece.box)].copy_(tensor[common.slices(box)])
 
 
 # --- agreement ----------------------------------------------------------------------------------------------------
@@ -336,63 +314,51 @@ def _words(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def _agree(
-    route: Route,
-    measures: _Measures,
-    problem: str,
-    collective: Collective,
-    wishes: tuple[int, int, int],
-    device: torch.device,
-) -> _Window:
+@dataclass(frozen=True)
+class _Ready:
+    """What one rank says before a transition: its problem, if any, and what it wishes for and can spare."""
+
+    problem: str
+    mode: Mode
+    budget_bytes: int
+    excess_bytes: int  # in place: of the state's peak over the larger of old and new
+    chunk_bytes: int
+    depth: int
+
+    def numbers(self) -> list[int]:
+        wishes = (self.budget_bytes, self.excess_bytes, self.chunk_bytes, self.depth)
+        return [int(self.mode == "in-place"), int(bool(self.problem)), *wishes]
+
+
+def _agree(route: Route, measures: Measures, ready: _Ready, collective: Collective, device: torch.device) -> Window:
     """Whether all ranks mean the same route and are ready, and the window by what all of them can spare."""
-    mine = torch.tensor([route.digest(), int(bool(problem)), *wishes], dtype=torch.int64, device=device)
+    mine = torch.tensor([route.digest(), *ready.numbers()], dtype=torch.int64, device=device)
     gathered = collective.all_gather(mine, op=Operation("agreeing on a transition")).cpu()
-    digests = gathered[:, 0].tolist()
-    if len(set(digests)) > 1:
-        differ = [r for r, d in enumerate(digests) if d != digests[0]]
+    meant = gathered[:, :2].tolist()
+    differ = [r for r, way in enumerate(meant) if way != meant[0]]
+    if differ:
         raise TransitionError(f"ranks {differ} want another transition than rank 0 does")
-    budget, chunk, depth = (int(n) for n in gathered[:, 2:].amin(dim=0))
+    failed = gathered[:, 2].nonzero().reshape(-1).tolist()
+    _refuse(ready.problem, failed, collective.rank, "could not prepare the transition", "nothing has moved")
+    spare = gathered[:, 3] - gathered[:, 4]
+    short = int(spare.argmin())
+    if spare[short] < 1 <= gathered[short, 3]:
+        raise BudgetError(
+            f"in place, rank {short} needs {int(gathered[short, 4])} bytes beyond the larger of its old and new state, "
+            f"and buffers; its budget is {int(gathered[short, 3])} bytes; nothing has moved"
+        )
     # equal inputs on every rank: what does not fit raises on all of them
-    window = _window(budget, chunk, depth, measures)
-    failed = gathered[:, 1].nonzero().reshape(-1).tolist()
-    _refuse(problem, failed, collective.rank, "could not prepare the transition", "nothing has moved")
-    return window
+    chunk, depth = (int(n) for n in gathered[:, 5:].amin(dim=0))
+    return window_of(int(spare.min()), chunk, depth, measures)
 
 
-def _buffer_bytes(streams: _Streams, measures: _Measures, wishes: tuple[int, int, int]) -> int:
+def _buffer_bytes(streams: Streams, measures: Measures, wishes: tuple[int, int, int]) -> int:
     """Bytes for the window that this rank wishes for; none where it cannot be had, which ranks find out together."""
     try:
-        window = _window(*wishes, measures)
+        window = window_of(*wishes, measures)
     except BudgetError:
         return 0
     return window.depth * streams.number * window.slot_bytes
-
-
-def _window(budget: int, chunk: int, depth: int, of: _Measures) -> _Window:
-    """The largest chunks of which a few rounds fit the streams of every rank, then the most rounds that fit.
-
-    A smaller budget or chunk never makes a larger slot.
-    """
-    if min(budget, chunk, depth) < 1:
-        raise BudgetError(f"budget, chunk and depth must be at least one, got {budget}, {chunk} and {depth}")
-    if not of.longest:
-        return _Window(chunk, 0, 0, 1)
-    wish, fair = chunk, budget // of.number
-    chunk = min(chunk, max(fair // DEPTH, SMALL_CHUNK_BYTES))
-    slot = min(_aligned(chunk), _aligned(of.longest), fair)
-    slot = slot // _ALIGNED * _ALIGNED or slot // of.widest * of.widest
-    chunk = min(chunk, slot) // of.widest * of.widest  # wider elements come first, so all chunks but a last are full
-    if not chunk:
-        raise BudgetError(
-            f"a budget of {budget} bytes in chunks of {wish} cannot hold one element of {of.widest} bytes for each "
-            f"of {of.number} streams to and from peers"
-        )
-    rounds = -(-of.longest // chunk)
-    return _Window(chunk, slot, rounds, max(min(depth, rounds, budget // (of.number * slot)), 1))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def _check_state(before: Layout, state: State, rank: int, device: torch.device) -> str:
@@ -411,35 +377,24 @@ def _check_state(before: Layout, state: State, rank: int, device: torch.device) 
     return ""
 
 
-def _destination(
-    route: Route, state: State, rank: int, device: torch.device, allocate: Allocate
-) -> tuple[dict[Piece, Tensor], int]:
-    new_state: dict[Piece, Tensor] = {}
-    new_bytes = 0
-    for piece in route.after.on(rank):
-        if piece in state:
-            new_state[piece] = state[piece]
-            continue
-        spec = route.space[piece.name]
-        new_state[piece] = allocate(piece.box.shape, torch_dtype(spec), device)
-        new_bytes += piece.box.elements * spec.item_bytes
-    return new_state, new_bytes
-
-
-def _vote(problem: str, collective: Collective, device: torch.device) -> None:
+def _vote(problem: str, collective: Collective, device: torch.device, after: str) -> None:
     """Raise on every rank if any could not unpack what came."""
     flag = torch.tensor([int(bool(problem))], dtype=torch.int64, device=device)
     flags = collective.all_gather(flag, op=Operation("voting on a transition")).cpu()
     failed = flags.reshape(-1).nonzero().reshape(-1).tolist()
-    _refuse(problem, failed, collective.rank, "could not unpack what came", _WHOLE)
+    _refuse(problem, failed, collective.rank, "could not unpack what came", after)
 
 
 def _refuse(problem: str, failed: Sequence[int], rank: int, what: str, after: str) -> None:
     """Raise if any rank has `failed`; each names its own problem, the others name the ranks."""
     if problem:
-        raise TransitionError(f"rank {rank}: {problem}; {after}")
+        raise _kind(after)(f"rank {rank}: {problem}; {after}")
     if failed:
-        raise TransitionError(f"ranks {failed} {what}; {after}")
+        raise _kind(after)(f"ranks {failed} {what}; {after}")
+
+
+def _kind(after: str) -> type[RuntimeError]:
+    return StateLost if after == _LOST else TransitionError
 
 
 def _index(state: State) -> _Index:

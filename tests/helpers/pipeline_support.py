@@ -12,7 +12,7 @@ from prophet.errors import LayoutError
 from prophet.spec import IntArray
 from prophet.state.layout import Layout, Piece, layout_from
 from prophet.state.space import Box, Space, TensorSpec
-from prophet.state.transition import torch_dtype
+from prophet.state.streams import torch_dtype
 
 DTYPES = ("float64", "float32", "bfloat16", "int64", "uint8", "bool")
 

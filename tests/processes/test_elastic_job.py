@@ -11,7 +11,7 @@ from torch import nn
 
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
-from prophet.errors import SpecError, TransitionError
+from prophet.errors import SpecError, StageFailed, TransitionError
 from tests.helpers.elastic_jobs import (
     DIM,
     MICROBATCHES,
@@ -213,6 +213,40 @@ def test_a_failure_in_each_stage_leaves_the_old_state_and_goes_on() -> None:
             assert "whole" in words or "goes on" in words, (rank, place, words)
     assert all("broken in" in words for words in results[2])
     assert all("rank 2" in words or "ranks [2]" in words or "another rank" in words for words in results[0])
+
+
+def _in_place(rank: int, size: int) -> tuple[list[float], str]:
+    job = start("pp2,dp2,zero1")
+    optimizer, parameters = job.optimizer, list(job.model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    losses = train(job, 2, schedule)
+    for text in ("pp4", "dp4,zero1", "pp2"):
+        before = whole(job)
+        report = job.switch(Parallelism.parse(text), mode="in-place")
+        assert same(whole(job), before)
+        check_held(job)
+        assert job.optimizer is optimizer
+        assert all(p is q for p, q in zip(parameters, job.model.parameters(), strict=True))
+        assert report.peak_bytes > 0
+        losses += train(job, 2, schedule)
+    job.pipeline.mover.budget_bytes = 16
+    with pytest.raises(TransitionError, match=r"a budget of|needs \d+ bytes"):
+        job.switch(Parallelism(pp=4), mode="in-place")
+    job.pipeline.mover.budget_bytes = 1 << 20
+    losses += train(job, 1, schedule)
+    job.prepare(Parallelism(pp=4))
+    with broken(job, "unpack") if rank == 2 else nullcontext(), pytest.raises(StageFailed) as lost:
+        job.switch(mode="in-place")
+    assert all(p.is_meta for p in parameters)
+    with pytest.raises(StageFailed):
+        job.step()
+    return losses, str(lost.value)
+
+
+def test_a_switch_in_place_trains_on_and_its_failure_ends_the_job_on_all_ranks() -> None:
+    for losses, said in run_gloo(_in_place, 4):
+        assert losses == pytest.approx(plain_losses(9), abs=1e-9)
+        assert "neither the old state nor the new one is whole" in said
 
 
 def _on_meta(rank: int, size: int, layout: str) -> tuple[list[float], dict[str, Any]]:

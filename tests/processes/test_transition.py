@@ -10,7 +10,9 @@ import pytest
 from prophet.errors import TransitionError
 from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import ProcessGroupCollective
+from prophet.state.layout import layout_from
 from prophet.state.route import route
+from prophet.state.space import Space, TensorSpec
 from prophet.state.transition import transition, transition_naive
 from tests.helpers.launch import run_gloo
 from tests.helpers.pipeline_support import (
@@ -33,13 +35,15 @@ def _move(rank: int, size: int) -> tuple[int, int]:
         space = random_space(rng)
         before = random_layout(rng, space, size, complete=True)
         after = random_layout(rng, space, size, complete=False)
-        states = states_of(before, {t.name: random_values(rng, t) for t in space.tensors})
+        values = {t.name: random_values(rng, t) for t in space.tensors}
+        states = states_of(before, values)
         moved = transition(
             route(before, after),
-            states[rank],
+            states_of(before, values)[rank],
             collective,
-            budget_bytes=int(rng.integers(64, 3000)) + rank,
+            budget_bytes=int(rng.integers(400, 3000)) + rank + (seed % 2 << 16),
             chunk_bytes=64 + rank,
+            mode="in-place" if seed % 2 else "safe",
         )
         for piece, tensor in moved.state.items():
             assert same_bits(tensor, transition_naive(states, after)[rank][piece])
@@ -52,6 +56,35 @@ def _move(rank: int, size: int) -> tuple[int, int]:
 def test_bit_exact_over_gloo(size: int) -> None:
     results = run_gloo(_move, size)
     assert sum(sent for sent, _ in results) == results[0][1] > 0
+
+
+def _spread(rank: int, size: int) -> tuple[int, int, bool]:
+    """Rank 0 holds all, and every rank gets it: in place, so that what was there before goes."""
+    collective = ProcessGroupCollective(timeout_s=30.0)
+    rng = np.random.default_rng(3)
+    space = Space(tuple(TensorSpec(name=f"t{i}", shape=(97, 13 + i), dtype="float64") for i in range(5)))
+    every = [(t.name, t.box) for t in space.tensors]
+    before = layout_from(space, size, {0: every})
+    after = layout_from(space, size, dict.fromkeys(range(size), every))
+    values = {t.name: random_values(rng, t) for t in space.tensors}
+    moved = transition(
+        route(before, after),
+        states_of(before, values)[rank],
+        collective,
+        budget_bytes=1 << 20,
+        chunk_bytes=512,
+        mode="in-place",
+    )
+    right = all(same_bits(tensor, values[piece.name]) for piece, tensor in moved.state.items())
+    return moved.sent_bytes, int(after.table.rank_bytes()[0]), right and len(moved.state) == 5
+
+
+def test_a_state_that_one_process_holds_leaves_it_once() -> None:
+    results = run_gloo(_spread, 4)
+    for sent, held, right in results:
+        assert right
+        assert sent <= 1.02 * held
+    assert sum(sent for sent, _, _ in results) == 3 * results[0][1]
 
 
 class _DiesAtSecondRound:
@@ -75,8 +108,6 @@ def _lose_one(rank: int, size: int) -> str:
     rng = np.random.default_rng(7)
     space = random_space(rng, max_tensors=2)
     every = [(t.name, t.box) for t in space.tensors]
-    from prophet.state.layout import layout_from
-
     before = layout_from(space, size, {0: every})
     after = layout_from(space, size, dict.fromkeys(range(1, size), every))
     states = states_of(before, {t.name: random_values(rng, t) for t in space.tensors})

@@ -30,10 +30,14 @@ def check(way: Route, nodes: list[int]) -> None:
     ranks, space = way.ranks, way.space
     held = [masks(way.before, r) for r in range(ranks)]
     arrived = [{t.name: np.zeros(t.shape, dtype=np.int64) for t in space.tensors} for _ in range(ranks)]
+    got = {(t.name, t.box, t.destination): t.hop for t in way.transfers}
     for t in way.transfers:
         box = t.box.slices(space[t.name].box)
         assert t.box.elements > 0
-        assert held[t.source][t.name][box].all(), "sent by a rank that holds it"
+        if t.hop:
+            assert got[t.name, t.box, t.source] == t.hop - 1, "sent on by a rank that has got it before"
+        else:
+            assert held[t.source][t.name][box].all(), "sent by a rank that holds it"
         on_node = [r for r in range(ranks) if nodes[r] == nodes[t.destination] and held[r][t.name][box].any()]
         assert nodes[t.source] == nodes[t.destination] or not on_node, "taken from the node if that is possible"
         arrived[t.destination][t.name][box] += 1
@@ -49,10 +53,16 @@ def check(way: Route, nodes: list[int]) -> None:
         for peer in range(ranks):
             sent = [t for t in way.sends(r) if t.destination == peer]
             assert sent == [t for t in way.receives(peer) if t.source == r], "one order at both ends"
-    by_pair: dict[tuple[int, int], int] = {}
+    waves = np.arange(len(space.tensors)) % 3
+    by_stream: dict[tuple[int, ...], int] = {}
     for t in way.transfers:
-        by_pair[t.source, t.destination] = by_pair.get((t.source, t.destination), 0) + way.n_bytes(t)
-    assert way.stream_bytes() == by_pair
+        key = (t.source, t.destination, t.hop, int(waves[space.number[t.name]]))
+        by_stream[key] = by_stream.get(key, 0) + way.n_bytes(t)
+    keys, n_bytes = way.streams(waves)
+    assert dict(zip(map(tuple, keys.tolist()), n_bytes.tolist(), strict=True)) == by_stream
+    keys, n_bytes = way.streams()
+    assert len(keys) == len({key[:3] for key in by_stream})
+    assert n_bytes.sum() == way.wire_bytes
     assert way.widest_item_bytes() == max((space[t.name].item_bytes for t in way.transfers), default=1)
     listed = [t for r in range(ranks) for t in way.sends(r)]
     assert sorted(map(str, listed)) == sorted(map(str, way.transfers))

@@ -21,8 +21,10 @@ from prophet.state import transition as module
 from prophet.state.layout import Layout, Piece, flat_shard, layout_from, missing, slice_box, whole_tensors
 from prophet.state.route import Route, route
 from prophet.state.space import Box, Space, TensorSpec
+from prophet.state.streams import CHUNK_BYTES, DEPTH, Measures, window_of
 from prophet.state.transition import Moved, empty, transition
-from tests.helpers.pipeline_support import csr_rows, csr_specs, random_values, same_bits, states_of
+from tests.helpers.moving import assert_whole, outcomes, pair
+from tests.helpers.pipeline_support import csr_rows, csr_specs, random_values, states_of
 
 MATRIX = Space((TensorSpec(name="w", shape=(4, 6)),))
 
@@ -44,7 +46,6 @@ def test_columns_to_rows_sends_only_what_is_missing() -> None:
     rows = layout_from(MATRIX, 2, {r: [("w", slice_box((4, 6), 0, 2, r))] for r in range(2)})
     way = route(columns, rows)
     assert sorted(str(t) for t in way.transfers) == ["w[0:2, 3:6] 1->0", "w[2:4, 0:3] 0->1"]
-    assert [str(box) for _, _, box in way.kept(0)] == ["[0:2, 0:3]"]
 
 
 def test_copies_share_the_sending_and_nodes_come_first() -> None:
@@ -164,9 +165,8 @@ def test_a_stream_is_cut_by_chunk_and_budget(budget: int, chunk: int, depth: int
 def test_what_a_budget_is_used_for(
     budget: int, streams: int, longest: int, chunk: int, rounds: int, depth: int
 ) -> None:
-    measures = module._Measures(streams, 8, longest)
-    window = module._window(budget, module.CHUNK_BYTES, module.DEPTH, measures)
-    assert (window.chunk_bytes, window.rounds, window.depth) == (chunk, rounds, depth)
+    window = window_of(budget, CHUNK_BYTES, DEPTH, Measures(streams, 8, (longest,)))
+    assert (window.chunk_bytes, window.starts, window.depth) == (chunk, (0, rounds), depth)
     assert window.depth * streams * window.slot_bytes <= budget
 
 
@@ -183,7 +183,7 @@ class Agreements(ThreadCollective):
 
 
 def test_ranks_agree_twice_and_leave_the_second_to_a_caller_who_has_more_to_do() -> None:
-    way, states, values = _pair()
+    way, states, values = pair()
     world = ThreadWorld(2)
 
     def run(c: ThreadCollective, conclude: bool) -> tuple[list[str], list[object], Moved]:
@@ -199,11 +199,11 @@ def test_ranks_agree_twice_and_leave_the_second_to_a_caller_who_has_more_to_do()
     for asked, said, moved in concluded:
         assert asked == ["agreeing on a transition"]
         assert said == [(len(moved.state), "")]
-    _assert_whole(route(way.after, way.after), [moved.state for _, _, moved in concluded], values)
+    assert_whole(route(way.after, way.after), [moved.state for _, _, moved in concluded], values)
 
 
 def test_what_went_wrong_on_the_way_is_told_to_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    way, states, values = _pair()
+    way, states, values = pair()
     told: dict[int, str] = {}
 
     def failing(*_: object) -> None:
@@ -217,9 +217,9 @@ def test_what_went_wrong_on_the_way_is_told_to_the_caller(monkeypatch: pytest.Mo
         return transition(way, states[c.rank], c, budget_bytes=1 << 10, conclude=conclude)
 
     monkeypatch.setattr(module._Mover, "_unpack", failing)
-    assert [str(e) for e in _outcomes(2, body)] == ["not today"] * 2
+    assert [str(e) for e in outcomes(2, body)] == ["not today"] * 2
     assert "out of scratch memory" in told.values()
-    _assert_whole(way, states, values)
+    assert_whole(way, states, values)
 
 
 def test_long_and_short_streams_end_together() -> None:
@@ -278,34 +278,9 @@ def test_missing_counts_elements_once() -> None:
     assert sum(b.elements for b in left) == 16 - 7
 
 
-def _pair() -> tuple[Route, list[dict[Piece, Tensor]], dict[str, Tensor]]:
-    """Two ranks swap a tensor each."""
-    space = Space((TensorSpec(name="a", shape=(64,)), TensorSpec(name="b", shape=(64,), dtype="float64")))
-    a, b = (("a", space["a"].box), ("b", space["b"].box))
-    before, after = layout_from(space, 2, {0: [a], 1: [b]}), layout_from(space, 2, {0: [b], 1: [a]})
-    values = {t.name: random_values(np.random.default_rng(0), t) for t in space.tensors}
-    return route(before, after), states_of(before, values), values
-
-
-def _assert_whole(way: Route, states: Sequence[dict[Piece, Tensor]], values: dict[str, Tensor]) -> None:
-    for row in states:
-        for piece, tensor in row.items():
-            assert same_bits(tensor, values[piece.name][piece.box.slices(way.space[piece.name].box)])
-
-
-def _outcomes(size: int, body: Callable[[ThreadCollective], Moved], timeout_s: float = 20.0) -> list[object]:
-    def guarded(collective: ThreadCollective) -> object:
-        try:
-            return body(collective)
-        except TransitionError as error:
-            return error
-
-    return ThreadWorld(size, timeout_s=timeout_s).run(guarded)
-
-
 @pytest.mark.parametrize("fails_at", [0, 1])
 def test_an_allocation_that_fails_stops_all_ranks(fails_at: int) -> None:
-    way, states, values = _pair()
+    way, states, values = pair()
 
     def body(collective: ThreadCollective) -> Moved:
         asked = [0]
@@ -318,15 +293,15 @@ def test_an_allocation_that_fails_stops_all_ranks(fails_at: int) -> None:
 
         return transition(way, states[collective.rank], collective, budget_bytes=128, allocate=allocate)
 
-    errors = [str(e) for e in _outcomes(2, body)]
+    errors = [str(e) for e in outcomes(2, body)]
     assert "ranks [1] could not prepare" in errors[0]
     assert "rank 1: no memory for the new state: not enough memory" in errors[1]
-    _assert_whole(way, states, values)
+    assert_whole(way, states, values)
 
 
 @pytest.mark.parametrize("what", ["_pack", "_unpack", "_keep"])
 def test_a_failure_on_the_way_is_told_and_hangs_nobody(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    way, states, values = _pair()
+    way, states, values = pair()
     owner = module if what == "_keep" else module._Mover
     inner = getattr(owner, what)
 
@@ -337,14 +312,14 @@ def test_a_failure_on_the_way_is_told_and_hangs_nobody(what: str, monkeypatch: p
 
     monkeypatch.setattr(owner, what, failing)
     body = lambda c: transition(way, states[c.rank], c, budget_bytes=1 << 10, chunk_bytes=32)  # noqa: E731
-    errors = [str(e) for e in _outcomes(2, body)]
+    errors = [str(e) for e in outcomes(2, body)]
     assert "ranks [1] could not unpack" in errors[0]
     assert "rank 1: out of scratch memory; the state from before the move is whole" in errors[1]
-    _assert_whole(way, states, values)
+    assert_whole(way, states, values)
 
 
 def test_a_rank_that_dies_during_the_move() -> None:
-    way, states, values = _pair()
+    way, states, values = pair()
 
     class Dies(ThreadCollective):
         exchanges = 0
@@ -371,45 +346,45 @@ def test_a_rank_that_dies_during_the_move() -> None:
     with pytest.raises(RuntimeError, match="this rank is gone"):
         world.run(body)
     assert time.perf_counter() - began < 10.0
-    _assert_whole(way, states, values)
+    assert_whole(way, states, values)
 
 
 def test_a_rank_that_never_answers_is_a_named_error() -> None:
-    way, states, values = _pair()
+    way, states, values = pair()
 
     def body(collective: ThreadCollective) -> Moved:
         if collective.rank == 1:
             raise TransitionError("left out")
         return transition(way, states[0], collective, budget_bytes=128)
 
-    errors = _outcomes(2, body, timeout_s=0.5)
+    errors = outcomes(2, body, timeout_s=0.5)
     assert "no answer from rank 1" in str(errors[0])
     assert "the state from before the move is whole" in str(errors[0])
-    _assert_whole(way, states, values)
+    assert_whole(way, states, values)
 
 
 def test_ranks_that_mean_different_moves_do_not_hang() -> None:
-    way, states, values = _pair()
+    way, states, values = pair()
     other = route(way.before, way.before)
     body = lambda c: transition((way, other)[c.rank], states[c.rank], c, budget_bytes=128)  # noqa: E731
-    for error in _outcomes(2, body):
+    for error in outcomes(2, body):
         assert "ranks [1] want another transition" in str(error)
-    _assert_whole(way, states, values)
+    assert_whole(way, states, values)
 
 
 def test_wrong_state_is_named_before_anything_moves() -> None:
-    way, states, _ = _pair()
+    way, states, _ = pair()
     wrong: list[dict[Piece, Tensor]] = [states[0], {p: t.float() for p, t in states[1].items()}]
-    errors = [str(e) for e in _outcomes(2, lambda c: transition(way, wrong[c.rank], c, budget_bytes=128))]
+    errors = [str(e) for e in outcomes(2, lambda c: transition(way, wrong[c.rank], c, budget_bytes=128))]
     assert "ranks [1] could not prepare" in errors[0]
     assert "b[0:64] must be [64] torch.float64 on cpu, got [64] torch.float32" in errors[1]
     absent: list[dict[Piece, Tensor]] = [{}, states[1]]
-    errors = [str(e) for e in _outcomes(2, lambda c: transition(way, absent[c.rank], c, budget_bytes=128))]
+    errors = [str(e) for e in outcomes(2, lambda c: transition(way, absent[c.rank], c, budget_bytes=128))]
     assert "the state and the layout differ in a[0:64]" in errors[0]
 
 
 def test_a_budget_too_small_is_an_error_on_every_rank() -> None:
-    way, states, _ = _pair()
+    way, states, _ = pair()
     budgets = (1 << 20, 8)
 
     def body(collective: ThreadCollective) -> object:
@@ -429,4 +404,4 @@ def test_layouts_grow_and_shrink_in_ranks() -> None:
     there = ThreadWorld(4).run(lambda c: transition(route(four, two), states[c.rank], c, budget_bytes=64))
     assert [len(m.state) for m in there] == [3, 3, 0, 0]
     back = ThreadWorld(4).run(lambda c: transition(route(two, four), there[c.rank].state, c, budget_bytes=64))
-    _assert_whole(route(two, four), [m.state for m in back], values)
+    assert_whole(route(two, four), [m.state for m in back], values)

@@ -1,19 +1,28 @@
-"""Random layout pairs: every bit arrives, no byte twice, no buffer above the budget, for 1 to 9 ranks."""
+"""Random layout pairs, 1 to 9 ranks: every bit arrives, no byte twice, buffers keep to the budget, the peak is known.
+
+The oracle is gather and cut.
+"""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline_balance.elastic.memory import memory_of
+from prophet.ranks.collective import Channel, Messages, Operation, Pending
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
+from prophet.state.in_place import in_place
+from prophet.state.layout import Layout, layout_from
 from prophet.state.route import route
 from prophet.state.space import Box, flat_boxes
-from prophet.state.transition import Moved, transition, transition_naive
+from prophet.state.transition import Moved, empty, transition, transition_naive
 from tests.helpers.pipeline_support import (
+    held_bytes,
     missing_bytes,
     random_layout,
     random_space,
@@ -22,19 +31,60 @@ from tests.helpers.pipeline_support import (
     states_of,
 )
 
+MOVES = (st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(400, 4_000), st.integers(8, 200), st.integers(1, 5))
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(128, 2_000), st.integers(8, 200), st.integers(1, 5))
-@settings(max_examples=500, deadline=None)
+
+class Counts(ThreadCollective):
+    """Counts the bytes that its rank hands over to be sent."""
+
+    sent_bytes = 0
+
+    def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
+        self.sent_bytes += sum(t.numel() * t.element_size() for _, t in sends)
+        return super().exchange(sends, recvs, op=op, channel=channel)
+
+
+@given(*MOVES)
+@settings(max_examples=40, deadline=None)
 def test_every_bit_arrives(seed: int, ranks: int, budget_bytes: int, chunk_bytes: int, depth: int) -> None:
+    check_move(seed, ranks, budget_bytes, chunk_bytes, depth)
+
+
+@pytest.mark.slow
+@given(*MOVES)
+@settings(max_examples=500, deadline=None)
+def test_every_bit_arrives_for_500_pairs(
+    seed: int, ranks: int, budget_bytes: int, chunk_bytes: int, depth: int
+) -> None:
+    check_move(seed, ranks, budget_bytes, chunk_bytes, depth)
+
+
+def everywhere(after: Layout) -> Layout:
+    """`after` with some tensors whole on most ranks: few hold them, so they are forwarded."""
+    rows = {}
+    for rank in range(after.ranks):
+        many = {t.name for k, t in enumerate(after.space.tensors) if (k + rank * (k % 3 == 0)) % 2}
+        rows[rank] = [p for p in after.pieces[rank] if p.name not in many]
+        rows[rank] += [(name, after.space[name].box) for name in sorted(many)]
+    return layout_from(after.space, after.ranks, rows)
+
+
+def check_move(seed: int, ranks: int, budget_bytes: int, chunk_bytes: int, depth: int) -> None:
+    """Move between two random layouts; a deadlock ends in an error after 30 s."""
     rng = np.random.default_rng(seed)
     space = random_space(rng)
     before = random_layout(rng, space, ranks, complete=True)
     after = random_layout(rng, space, ranks, complete=bool(rng.integers(2)))
+    if rng.integers(2):
+        after = everywhere(after)
     values = {t.name: random_values(rng, t) for t in space.tensors}
     states = states_of(before, values)
     nodes = [int(n) for n in rng.integers(0, 3, size=ranks)]
     way = route(before, after, nodes=nodes)
     asked = [0] * ranks
+
+    world = ThreadWorld(ranks, timeout_s=30.0)
+    counts = [Counts(world, rank) for rank in range(ranks)]
 
     def body(collective: ThreadCollective) -> Moved:
         def metered(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -49,14 +99,15 @@ def test_every_bit_arrives(seed: int, ranks: int, budget_bytes: int, chunk_bytes
         return transition(
             way,
             mine,
-            collective,
+            counts[collective.rank],
             budget_bytes=budget_bytes + collective.rank,
             chunk_bytes=chunk_bytes + collective.rank,
             depth=max(1, depth - collective.rank % 3),
             allocate=metered,
         )
 
-    moved = ThreadWorld(ranks, timeout_s=30.0).run(body)
+    moved = world.run(body)
+    peak = memory_of(before, after).safe_peak
     expected = transition_naive(states, after)
     for rank in range(ranks):
         assert set(moved[rank].state) == set(after.pieces[rank])
@@ -65,12 +116,82 @@ def test_every_bit_arrives(seed: int, ranks: int, budget_bytes: int, chunk_bytes
         # all that was allocated is the new state and the buffer, and the buffer is within this rank's budget
         assert asked[rank] == moved[rank].buffer_bytes + moved[rank].new_state_bytes
         assert moved[rank].buffer_bytes <= budget_bytes + rank
+        assert held_bytes(list(states[rank].values())) + asked[rank] == peak[rank] + moved[rank].buffer_bytes
         # what was there before is untouched
         for piece, tensor in states[rank].items():
             assert same_bits(tensor, values[piece.name][piece.box.slices(space[piece.name].box)])
-    assert sum(m.sent_bytes for m in moved) == missing_bytes(before, after) == way.wire_bytes
-    assert tuple(m.sent_bytes for m in moved) == way.sent_bytes()
+    # all that is on the wire was missing where it went, and comes once
+    assert sum(c.sent_bytes for c in counts) == missing_bytes(before, after) == way.wire_bytes
+    assert tuple(m.sent_bytes for m in moved) == tuple(c.sent_bytes for c in counts) == way.sent_bytes()
     assert tuple(m.received_bytes for m in moved) == way.received_bytes()
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(16, 200), st.integers(1, 5))
+@settings(max_examples=30, deadline=None)
+def test_in_place_every_bit_arrives_and_the_peak_is_as_computed(
+    seed: int, ranks: int, chunk_bytes: int, depth: int
+) -> None:
+    check_in_place(seed, ranks, chunk_bytes, depth)
+
+
+@pytest.mark.slow
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(16, 200), st.integers(1, 5))
+@settings(max_examples=500, deadline=None)
+def test_in_place_for_500_pairs(seed: int, ranks: int, chunk_bytes: int, depth: int) -> None:
+    check_in_place(seed, ranks, chunk_bytes, depth)
+
+
+def check_in_place(seed: int, ranks: int, chunk_bytes: int, depth: int) -> None:
+    """Move in place; memory is metered whenever more is asked for."""
+    rng = np.random.default_rng(seed)
+    space = random_space(rng)
+    before = random_layout(rng, space, ranks, complete=True)
+    after = random_layout(rng, space, ranks, complete=bool(rng.integers(2)))
+    if rng.integers(2):
+        after = everywhere(after)
+    states = states_of(before, {t.name: random_values(rng, t) for t in space.tensors})
+    expected = transition_naive(states, after)
+    old = [{p: same_storage(t) for p, t in row.items()} for row in states]
+    predicted = in_place(before, after)[1]
+
+    def body(collective: ThreadCollective) -> tuple[Moved, int]:
+        new: list[torch.Tensor] = []
+        most = [0]
+
+        def metered(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            new.append(empty(shape, dtype, device))
+            there = sum(t.untyped_storage().nbytes() for t in old[collective.rank].values()) + held_bytes(new)
+            most[0] = max(most[0], there)
+            return new[-1]
+
+        moved = transition(
+            route(before, after),
+            states[collective.rank],
+            collective,
+            budget_bytes=1 << 20,
+            mode="in-place",
+            chunk_bytes=chunk_bytes,
+            depth=depth,
+            allocate=metered,
+        )
+        return moved, max(most[0], held_bytes(list(expected[collective.rank].values())))
+
+    for rank, (moved, most) in enumerate(ThreadWorld(ranks, timeout_s=30.0).run(body)):
+        for piece, tensor in moved.state.items():
+            assert same_bits(tensor, expected[rank][piece]), (rank, str(piece))
+        assert set(moved.state) == set(after.pieces[rank])
+        assert moved.peak_bytes - moved.buffer_bytes == predicted[rank]
+        # memory at the beginning, or as new memory was asked for: the buffer is the first, and stays
+        begin = sum(p.box.elements * space[p.name].item_bytes for p in before.pieces[rank])
+        assert max(most, begin + moved.buffer_bytes) == moved.peak_bytes
+        for piece, tensor in old[rank].items():
+            kept = piece in moved.state
+            assert (tensor.untyped_storage().nbytes() > 0) == (kept and tensor.numel() > 0)
+
+
+def same_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Another tensor of the same memory."""
+    return tensor.view(tensor.shape)
 
 
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())

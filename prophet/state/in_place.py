@@ -1,0 +1,180 @@
+"""Memory where old and new state replace each other: in which order tensors go, and what that takes.
+
+Shape legend: P ranks, T tensors, C classes of tensors that take the same bytes on every rank. A new piece must be there
+whole before its first byte comes, and an old one until its last reader has read it. So the order of tensors decides the
+peak: in the model's order it can be as high as with both states whole, in another one no more than the larger of them.
+What a rank holds in the same box before and after is handed over: it takes no memory twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from prophet.spec import IntArray
+from prophet.state.layout import Layout, Piece
+from prophet.state.table import numbered, starts
+
+
+def changes(before: Layout, after: Layout) -> tuple[tuple[IntArray, ...], tuple[IntArray, ...]]:
+    """(tensor, rank, bytes) of boxes that a rank gives up, and of those that it gets."""
+    a, b, ranks = before.table, after.table, before.ranks
+    tensor = np.concatenate([a.tensor, b.tensor])
+    low, high = np.concatenate([a.low, b.low]), np.concatenate([a.high, b.high])
+    number, _ = numbered(tensor, *low.T, *high.T)
+    entry_a = np.repeat(np.arange(len(a.tensor)), np.diff(a.start))
+    entry_b = np.repeat(np.arange(len(b.tensor)), np.diff(b.start))
+    key_a = number[: len(a.tensor)][entry_a] * ranks + a.holder
+    key_b = number[len(a.tensor) :][entry_b] * ranks + b.holder
+    gone, come = ~np.isin(key_a, key_b), ~np.isin(key_b, key_a)
+    sizes = before.space.item_bytes
+    freed = (a.tensor[entry_a[gone]], a.holder[gone], (a.volume * sizes[a.tensor])[entry_a[gone]])
+    taken = (b.tensor[entry_b[come]], b.holder[come], (b.volume * sizes[b.tensor])[entry_b[come]])
+    return freed, taken
+
+
+def in_place(before: Layout, after: Layout) -> tuple[IntArray, IntArray]:
+    """The wave in which each tensor goes, and the most bytes that each rank has at any time, without buffers: [T], [P].
+
+    Tensors are put in an order: each time, that one is next which leaves the fullest rank least full, and among equals
+    the one that frees most. Neighbours go together, in one wave, where that raises no rank's peak.
+    """
+    freed, taken = changes(before, after)
+    tensors, ranks = len(before.space.tensors), before.ranks
+    old = _by_tensor(freed, tensors, ranks)
+    new = _by_tensor(taken, tensors, ranks)
+    klass, first, members = _alike(old, new)
+    old, new = old[first], new[first]
+    left = np.diff(starts(np.bincount(klass, minlength=len(first))))
+    at = starts(left)[:-1].copy()
+    begin = before.table.rank_bytes()
+    limit = np.maximum(np.maximum(begin, after.table.rank_bytes()), 1)
+    now, peak, order = begin.copy(), begin.copy(), np.zeros(tensors, np.int64)
+    for k in range(tensors):
+        there = np.flatnonzero(left)
+        full = np.maximum(((now + new[there]) / limit).max(1), (peak / limit).max())
+        change = (new[there] - old[there]).sum(1)
+        pick = int(there[np.lexsort([there, change, full])[0]])
+        order[k] = members[at[pick]]
+        at[pick] += 1
+        left[pick] -= 1
+        peak = np.maximum(peak, now + new[pick])
+        now = now + new[pick] - old[pick]
+    return _waves(order, klass, old, new, begin, peak), peak
+
+
+def _waves(order: IntArray, klass: IntArray, old: IntArray, new: IntArray, begin: IntArray, peak: IntArray) -> IntArray:
+    """Neighbours in `order` put together as far as every rank stays within its `peak`: the wave of each tensor, [T]."""
+    wave = np.zeros(len(order), np.int64)
+    number, room, freed = 0, peak - begin, np.zeros_like(begin)
+    for tensor in order.tolist():
+        k = klass[tensor]
+        if (new[k] > room).any():
+            number, room, freed = number + 1, room + freed, np.zeros_like(begin)
+        wave[tensor] = number
+        room, freed = room - new[k], freed + old[k]
+    return wave
+
+
+def _by_tensor(rows: tuple[IntArray, ...], tensors: int, ranks: int) -> IntArray:
+    tensor, rank, n_bytes = rows
+    found = np.bincount(tensor * ranks + rank, n_bytes, tensors * ranks)
+    return found.astype(np.int64).reshape(tensors, ranks)
+
+
+def _alike(old: IntArray, new: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Classes of tensors with equal rows: the class of each, the first of each class, tensors by class."""
+    rows = np.ascontiguousarray(np.concatenate([old, new], axis=1))
+    whole = rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1])))
+    _, first, klass = np.unique(whole, return_index=True, return_inverse=True)
+    klass = klass.reshape(-1)
+    return klass, first, np.argsort(klass, kind="stable")
+
+
+@dataclass
+class Replacing:
+    """One rank's memory in a transition in place: what each wave takes and gives back, and the peak.
+
+    `begins` is called with a wave's new pieces once the wave before has given its memory back. An old tensor's memory
+    is its storage's: it goes back once all of the storage that anybody knows of has been read. A storage that also
+    holds something else, or that torch cannot resize, stays.
+    """
+
+    old_bytes: int
+    takes: list[list[Piece]]
+    gives: list[list[Tensor]]  # one of every storage
+    begins: Callable[[list[Piece]], None]
+    sizes: Mapping[str, int]
+    waves_begun: int = field(default=0, init=False)
+
+    @classmethod
+    def of(
+        cls,
+        state: Mapping[Piece, Tensor],
+        after: tuple[Piece, ...],
+        wave_of: Mapping[str, int],
+        waves: int,
+        sizes: Mapping[str, int],
+        begins: Callable[[list[Piece]], None],
+    ) -> Replacing:
+        """`sizes` are bytes of an element, by tensor."""
+        wanted = set(after)
+        takes: list[list[Piece]] = [[] for _ in range(waves)]
+        for piece in after:
+            if piece not in state:
+                takes[wave_of[piece.name]].append(piece)
+        shares: dict[int, list[Piece]] = {}
+        for piece, tensor in state.items():
+            shares.setdefault(tensor.untyped_storage()._cdata, []).append(piece)
+        gives: list[list[Tensor]] = [[] for _ in range(waves)]
+        old_bytes = 0
+        for pieces in shares.values():
+            storage = state[pieces[0]].untyped_storage()
+            old_bytes += storage.nbytes()
+            parts = {(t.storage_offset(), t.numel() * t.element_size()) for t in (state[p] for p in pieces)}
+            known = sum(n_bytes for _, n_bytes in parts)
+            if wanted.isdisjoint(pieces) and known >= storage.nbytes() and storage.resizable():
+                gives[max(wave_of[p.name] for p in pieces)].append(state[pieces[0]])
+        return cls(old_bytes, takes, gives, begins, sizes)
+
+    def piece_bytes(self, piece: Piece) -> int:
+        """Bytes of one piece."""
+        return piece.box.elements * self.sizes[piece.name]
+
+    @property
+    def new_bytes(self) -> int:
+        """Bytes of all that is new."""
+        return sum(self.piece_bytes(piece) for row in self.takes for piece in row)
+
+    @property
+    def given_bytes(self) -> int:
+        """Bytes of all that goes back."""
+        return sum(t.untyped_storage().nbytes() for row in self.gives for t in row)
+
+    def peak_bytes(self) -> int:
+        """The most bytes of state at any time, before the first wave has begun: exactly."""
+        now = most = self.old_bytes
+        for taken, given in zip(self.takes, self.gives, strict=True):
+            now += sum(map(self.piece_bytes, taken))
+            most = max(most, now)
+            now -= sum(t.untyped_storage().nbytes() for t in given)
+        return most
+
+    def up_to(self, wave: int) -> None:
+        """Begin all waves up to this one; each of them first gives back what the one before has read."""
+        while self.waves_begun <= wave:
+            self._give_back(self.waves_begun - 1)
+            self.begins(self.takes[self.waves_begun])
+            self.waves_begun += 1
+
+    def end(self) -> None:
+        """Begin what has not begun, and give the last back."""
+        self.up_to(len(self.takes) - 1)
+        self._give_back(len(self.takes) - 1)
+
+    def _give_back(self, wave: int) -> None:
+        for tensor in self.gives[wave] if wave >= 0 else ():
+            tensor.untyped_storage().resize_(0)
