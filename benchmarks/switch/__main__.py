@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.cluster.testbed import TestbedError, unwound_when_ended
 from benchmarks.common import environment, write_json
 from benchmarks.switch import measured, paper, plan
-from benchmarks.switch.ways import OURS, WAYS
+from benchmarks.switch.ways import OURS, USUAL, WAYS
 from prophet.errors import RankFailed
 
 
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--link-mbit-per-s", type=float, default=200.0, help="of every host (default: %(default)s)")
     p.add_argument("--loopback", action="store_true", help="no hosts, as without root")
     p.add_argument("--cases", default="", help="beginnings of names, comma-separated; default: all")
-    p.add_argument("--ways", default=",".join(WAYS), help="of those that are beside ours; default: all")
+    p.add_argument("--ways", default=",".join(USUAL), help=f"beside ours, of {', '.join(WAYS)}")
     p.add_argument("--no-jobs", action="store_true", help="no whole switches of a training job")
     p.add_argument("--repetitions", type=int, default=measured.Sizes().repetitions)
     p.add_argument("--smoke", action="store_true", help="tiny models, one repetition: no figure means anything")

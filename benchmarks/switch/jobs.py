@@ -173,6 +173,7 @@ def beside(here: Any, job: Job, many: int) -> list[dict[str, float]]:
                     "groups_s": spent["groups"],
                     "routes_s": spent["routes"] + front_s,
                     "exposed_s": front_s + waited_s,
+                    "called_s": front_s,
                     "before_s": statistics.median(before),
                     "overlapped": sum(t > 0 for t in meanwhile),
                     "meanwhile_s": statistics.fmean([t for t in meanwhile if t > 0] or [statistics.median(before)]),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
+import shutil
 import statistics
 import subprocess
 import sys
@@ -25,7 +25,7 @@ from benchmarks.common import TIMEOUT_S
 from benchmarks.switch.cases import Case, cases
 from benchmarks.switch.rows import Row, beside_row, case_rows, job_rows, summary, table, targets
 from benchmarks.switch.storage import PORT, Storage
-from benchmarks.switch.ways import WAYS
+from benchmarks.switch.ways import USUAL
 from benchmarks.switch.worker import measured
 from prophet.ranks.launch import run_ranks
 from prophet.ranks.process_group import collective_for
@@ -34,6 +34,7 @@ UNLIMITED_MBIT_PER_S = 40_000.0
 IMPORTS = (
     "torch.distributed.fsdp, torch.distributed.checkpoint, torch.distributed.pipelining, pipeline_balance.elastic.job"
 )
+SHM = Path("/dev/shm")  # the machine's tmpfs
 TABLE_2 = {"addition": (1.91, 40.98), "removal": (3.05, 40.32)}  # DynaTran: seconds of interruption, and hidden
 
 
@@ -67,7 +68,7 @@ def measure(
     sizes: Sizes,
     *,
     names: Sequence[str] = (),
-    ways: Sequence[str] = tuple(WAYS),
+    ways: Sequence[str] = USUAL,
     jobs: bool = True,
     link_mbit_per_s: float = 200.0,
     loopback: bool = False,
@@ -83,14 +84,17 @@ def measure(
         "repetitions": sizes.repetitions,
         "ways": list(ways),
         "jobs": {"dim": sizes.dim, "layers": sizes.layers, "beside": sizes.beside} if jobs else None,
-        "folder": f"switch-{os.getpid()}-{secrets.token_hex(2)}",
+        "folder": str((SHM if SHM.is_dir() else Path(tempfile.gettempdir())) / f"switch-{os.getpid()}"),
         "timeout_s": TIMEOUT_S,
         "limit_s": limit_s,
     }
-    results = None if loopback else _on_hosts(hosts, args, link_mbit_per_s, limit_s)
     links = f"{link_mbit_per_s:g} Mbit/s, emulated"
-    if results is None:
-        results, links = _over_loopback(hosts, args, limit_s), "loopback: the bound is of the measured rate"
+    try:
+        results = None if loopback else _on_hosts(hosts, args, link_mbit_per_s, limit_s)
+        if results is None:
+            results, links = _over_loopback(hosts, args, limit_s), "loopback: the bound is of the measured rate"
+    finally:
+        shutil.rmtree(args["folder"], ignore_errors=True)
     probe = {k: statistics.median(r["probe"][k] for r in results) for k in results[0]["probe"]}
     rate = probe["bytes_per_s"] if "loopback" in links else link_mbit_per_s * 1e6 / 8
     cold = {"imports_s": imported_s, "process_group_s": max(r["group_s"] for r in results)}
@@ -173,9 +177,8 @@ def _on_hosts(hosts: int, args: dict[str, Any], mbit_per_s: float, limit_s: floa
 
 
 def _over_loopback(hosts: int, args: dict[str, Any], limit_s: float) -> list[dict[str, Any]]:
-    storage = Storage("127.0.0.1", 0, limit_s)
-    args |= {"storage": "127.0.0.1", "storage_port": storage.server_address[1]}
-    with tempfile.TemporaryDirectory(prefix="prophet-switch-") as scratch:
+    with Storage("127.0.0.1", 0, limit_s) as storage, tempfile.TemporaryDirectory(prefix="prophet-switch-") as scratch:
+        args |= {"storage": "127.0.0.1", "storage_port": storage.server_address[1]}
         run_ranks(
             _loopback_rank,
             (args, Path(scratch)),
@@ -185,8 +188,6 @@ def _over_loopback(hosts: int, args: dict[str, Any], limit_s: float) -> list[dic
             timeout_s=TIMEOUT_S,
             what="the benchmark of switches",
         )
-        storage.shutdown()
-        storage.server_close()
         return [json.loads((Path(scratch) / f"{r}.json").read_text(encoding="utf-8")) for r in range(hosts)]
 
 

@@ -150,6 +150,7 @@ def beside_row(parts: Sequence[Mapping[str, Any]]) -> Row:
                 "groups_s": groups_s / len(rows),
                 "routes_s": routes_s / len(rows),
                 "exposed_s": exposed_s / len(rows),
+                "called_s": statistics.fmean(r["called_s"] for r in rows),
                 "hidden_share": 1 - exposed_s / (groups_s + routes_s) if groups_s + routes_s else 1.0,
                 "step_before_s": before_s,
                 "step_meanwhile_s": meanwhile_s,

@@ -83,11 +83,14 @@ class Storage(socketserver.ThreadingTCPServer):
         self.ended = threading.Event()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+        super().__exit__(*error)
+
     def wait(self) -> None:
         """Until the end; TimeoutError where nobody ends it in time."""
-        ended = self.ended.wait(self.limit_s)
-        self.shutdown()
-        self.server_close()
+        with self:
+            ended = self.ended.wait(self.limit_s)
         if not ended:
             raise TimeoutError(f"nobody has stopped the storage within {self.limit_s:g} s")
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor
 
@@ -27,13 +26,10 @@ from prophet.state.space import Box
 from prophet.state.transition import torch_dtype, transition
 
 BUDGET_BYTES = 64 << 20
-GATHER_BYTES = 1 << 20  # of one rank, in one all-gather
-GATHERS = 2  # under way: gloo works on two at a time
+GATHER_BYTES = 256 << 10
 ALIGNED = 16
 State = Mapping[Piece, Tensor]
 dcp: Any = torch.distributed.checkpoint
-# torch 2.13 renamed it
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,47 +203,62 @@ def _offsets(route: Route, pieces: Sequence[Piece]) -> list[tuple[Piece, int, in
     return found
 
 
+def _around(s: Setting, whole: Sequence[Tensor]) -> tuple[int, int]:
+    """Every rank's row of bytes goes around the ring, in chunks; returns bytes out and in.
+
+    On the link from a rank to the next one, chunks go by their number, then by how far they have come.
+    """
+    rank, ranks, op = s.collective.rank, s.collective.size, Operation("gathering everything")
+    ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
+
+    def on_link(start: int) -> list[tuple[int, int]]:
+        most = max((-(-len(row) // GATHER_BYTES) for row in whole), default=0)
+        every = [(n, d) for n in range(most) for d in range(ranks - 1)]
+        return [((start - d) % ranks, n) for n, d in every if n * GATHER_BYTES < len(whole[(start - d) % ranks])]
+
+    def chunk(origin: int, number: int) -> Tensor:
+        return whole[origin][number * GATHER_BYTES : (number + 1) * GATHER_BYTES]
+
+    coming = {key: s.collective.exchange([], [(behind, chunk(*key))], op=op) for key in on_link(behind)}
+    going = []
+    for key in on_link(rank):
+        if key in coming:
+            coming.pop(key).wait()
+        going.append(s.collective.exchange([(ahead, chunk(*key))], [], op=op))
+    for wait in (*coming.values(), *going):
+        wait.wait()
+    total = sum(len(row) for row in whole)
+    return total - len(whole[ahead]), total - len(whole[rank])
+
+
 def gather_and_cut(s: Setting) -> Done:
     """Every changed tensor is gathered whole on every rank, which then cuts out what it needs.
 
-    What ranks give is balanced, packed and gathered in chunks by rings, several under way.
+    What ranks give is packed, balanced among those that hold it, and goes around a ring in chunks without pauses.
     """
-    rank, ranks, space = s.collective.rank, s.collective.size, s.route.space
+    rank, space = s.collective.rank, s.route.space
     rows = [_offsets(s.route, pieces) for pieces in contributions(s.route)]
-    length = max((row[-1][2] for row in rows if row), default=0)
-    whole = torch.empty(ranks, length, dtype=torch.uint8)
+    whole = [torch.empty(row[-1][2] if row else 0, dtype=torch.uint8) for row in rows]
     for piece, start, stop in rows[rank]:
-        view = whole[rank, start:stop].view(torch_dtype(space[piece.name])).view(piece.box.shape)
+        view = whole[rank][start:stop].view(torch_dtype(space[piece.name])).view(piece.box.shape)
         view.copy_(s.state[piece])
-    under_way: list[tuple[Any, Tensor, int, int]] = []
-
-    def end() -> None:
-        work, chunk, start, stop = under_way.pop(0)
-        work.wait()
-        whole[:, start:stop] = chunk
-
-    for start in range(0, length, GATHER_BYTES):
-        stop = min(start + GATHER_BYTES, length)
-        chunk = torch.empty(ranks, stop - start, dtype=torch.uint8)
-        mine = whole[rank, start:stop].clone()
-        under_way.append((_all_gather_single(chunk.view(-1), mine, async_op=True), chunk, start, stop))
-        if len(under_way) == GATHERS:
-            end()
-    while under_way:
-        end()
+    through = _around(s, whole)
     new = {
         p: torch.empty(p.box.shape, dtype=torch_dtype(space[p.name])) if p not in s.state else s.state[p]
         for p in s.route.after.on(rank)
     }
-    for r, row in enumerate(rows):
+    missing: dict[str, list[Piece]] = {}
+    for p in new:
+        if p not in s.state:
+            missing.setdefault(p.name, []).append(p)
+    for row, memory in zip(rows, whole, strict=True):
         for piece, start, stop in row:
-            view = whole[r, start:stop].view(torch_dtype(space[piece.name])).view(piece.box.shape)
-            for wanted in (p for p in new if p.name == piece.name and p not in s.state):
+            view = memory[start:stop].view(torch_dtype(space[piece.name])).view(piece.box.shape)
+            for wanted in missing.get(piece.name, ()):
                 common = piece.box.intersect(wanted.box)
                 if common is not None:
                     new[wanted][common.slices(wanted.box)] = view[common.slices(piece.box)]
-    through = (ranks - 1) * length
-    return Done(state=new, phases=[(through, through)], messages=-(-length // GATHER_BYTES) * (ranks - 1))
+    return Done(state=new, phases=[through], messages=-(-through[0] // GATHER_BYTES))
 
 
 # --- checkpoints ---
@@ -301,3 +312,4 @@ WAYS: Mapping[str, Way] = {
     DCP: dcp_behind_links,
     DCP_LOCAL: dcp_local,
 }
+USUAL = tuple(name for name in WAYS if name != "one message per tensor (async)")

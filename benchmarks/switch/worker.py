@@ -5,9 +5,7 @@ Shape legend: P hosts, one rank each.
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +35,6 @@ from prophet.state.transition import torch_dtype, transition
 
 PROBE_BYTES, CHUNK_BYTES, PROBES = 8 << 20, 256 << 10, 3
 READY_BYTES = 128 << 20
-SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,8 +75,7 @@ def measured(world: Collective, args: Mapping[str, Any], say: Any) -> dict[str, 
     client = None
     if args["storage"] is not None:
         client = Client(args["storage"], args["storage_port"], args["timeout_s"])
-    folder = Path(tempfile.gettempdir() if not SHM.is_dir() else SHM) / args["folder"]
-    here = Here(collective=world, client=client, folder=folder, timeout_s=args["timeout_s"], say=say)
+    here = Here(collective=world, client=client, folder=Path(args["folder"]), timeout_s=args["timeout_s"], say=say)
     try:
         found: dict[str, Any] = {"probe": probe(world)}
         cases = [Case(**words) for words in args["cases"]]
@@ -94,7 +90,6 @@ def measured(world: Collective, args: Mapping[str, Any], say: Any) -> dict[str, 
             if world.rank == 0:
                 client.stop()
             client.close()
-        shutil.rmtree(folder, ignore_errors=True)
     return found
 
 
