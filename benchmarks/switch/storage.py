@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from prophet.state.layout import Piece
 from prophet.state.space import Space
-from prophet.state.transition import torch_dtype
+from prophet.state.streams import torch_dtype
 
 PORT = 29611
 START_S = 30.0

@@ -21,9 +21,10 @@ from torch import Tensor
 from benchmarks.switch.storage import BoxLoadPlanner, BoxSavePlanner, Client, SocketReader, SocketWriter, state_dict_of
 from prophet.ranks.collective import Collective, Operation
 from prophet.state.layout import Piece
-from prophet.state.route import Route, Transfer
+from prophet.state.route import Route, Transfer, route
 from prophet.state.space import Box
-from prophet.state.transition import torch_dtype, transition
+from prophet.state.streams import torch_dtype
+from prophet.state.transition import transition
 
 BUDGET_BYTES = 64 << 20
 GATHER_BYTES = 256 << 10
@@ -34,13 +35,22 @@ dcp: Any = torch.distributed.checkpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One rank's side of a change: the route, the old pieces, and what the ways talk through."""
+    """One rank's side of a change: the route, the old pieces, and what the ways talk through.
+
+    direct: the route without forwarding, for ways that know none.
+    """
 
     route: Route
     state: State
     collective: Collective
     client: Client | None = None
     folder: Path | None = None
+    direct: Route = field(init=False)
+
+    def __post_init__(self) -> None:
+        way = self.route
+        direct = route(way.before, way.after, nodes=way.nodes.tolist(), forward=False)
+        object.__setattr__(self, "direct", direct)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,13 +89,19 @@ def windows(s: Setting) -> Done:
 
 def _prepared(s: Setting) -> dict[Piece, Tensor]:
     """The new pieces, with what this rank keeps copied already."""
-    rank, space = s.collective.rank, s.route.space
+    rank, space = s.collective.rank, s.direct.space
     found: dict[Piece, Tensor] = {}
-    for piece in s.route.after.on(rank):
+    for piece in s.direct.after.on(rank):
         kept = s.state.get(piece)
         found[piece] = torch.empty(piece.box.shape, dtype=torch_dtype(space[piece.name])) if kept is None else kept
-    for before, after, box in s.route.kept(rank):
-        found[after][box.slices(after.box)] = s.state[before][box.slices(before.box)]
+    held: dict[str, list[Piece]] = {}
+    for before in s.direct.before.on(rank):
+        held.setdefault(before.name, []).append(before)
+    for after in set(found) - set(s.state):
+        for before in held.get(after.name, ()):
+            box = before.box.intersect(after.box)
+            if box is not None:
+                found[after][box.slices(after.box)] = s.state[before][box.slices(before.box)]
     return found
 
 
@@ -106,7 +122,7 @@ def one_by_one(s: Setting) -> Done:
     rank, new = s.collective.rank, _prepared(s)
     source, target = _finder(s.state), _finder(new)
     sent = received = messages = 0
-    for t in s.route.transfers:
+    for t in s.direct.transfers:
         if t.source == rank:
             part = source(t.name, t.box).contiguous()
             s.collective.exchange([(t.destination, part)], [], op=Operation("one tensor")).wait()
@@ -124,10 +140,10 @@ def all_at_once(s: Setting) -> Done:
     """One message per tensor, all of them under way at the same time."""
     rank, new = s.collective.rank, _prepared(s)
     source, target = _finder(s.state), _finder(new)
-    going = [(t.destination, source(t.name, t.box).contiguous()) for t in s.route.sends(rank)]
-    views = [target(t.name, t.box) for t in s.route.receives(rank)]
+    going = [(t.destination, source(t.name, t.box).contiguous()) for t in s.direct.sends(rank)]
+    views = [target(t.name, t.box) for t in s.direct.receives(rank)]
     coming = [
-        (t.source, torch.empty(v.shape, dtype=v.dtype)) for t, v in zip(s.route.receives(rank), views, strict=True)
+        (t.source, torch.empty(v.shape, dtype=v.dtype)) for t, v in zip(s.direct.receives(rank), views, strict=True)
     ]
     s.collective.exchange(going, coming, op=Operation("all tensors")).wait()
     for view, (_, part) in zip(views, coming, strict=True):
@@ -139,8 +155,8 @@ def all_at_once(s: Setting) -> Done:
 def _packed_views(s: Setting, stream: Sequence[Transfer], memory: Tensor) -> list[tuple[Transfer, Tensor]]:
     found, at = [], 0
     for t in stream:
-        stop = at + s.route.n_bytes(t)
-        found.append((t, memory[at:stop].view(torch_dtype(s.route.space[t.name])).view(t.box.shape)))
+        stop = at + s.direct.n_bytes(t)
+        found.append((t, memory[at:stop].view(torch_dtype(s.direct.space[t.name])).view(t.box.shape)))
         at = stop
     return found
 
@@ -151,20 +167,20 @@ def packed(s: Setting) -> Done:
     source, target = _finder(s.state), _finder(new)
     out: dict[int, list[Transfer]] = {}
     into: dict[int, list[Transfer]] = {}
-    for t in s.route.sends(rank):
+    for t in s.direct.sends(rank):
         out.setdefault(t.destination, []).append(t)
-    for t in s.route.receives(rank):
+    for t in s.direct.receives(rank):
         into.setdefault(t.source, []).append(t)
     for stream in (*out.values(), *into.values()):  # widest elements first, so that none needs padding
-        stream.sort(key=lambda t: -s.route.space[t.name].item_bytes)
+        stream.sort(key=lambda t: -s.direct.space[t.name].item_bytes)
     going, coming = [], []
     for peer, stream in out.items():
-        memory = torch.empty(sum(map(s.route.n_bytes, stream)), dtype=torch.uint8)
+        memory = torch.empty(sum(map(s.direct.n_bytes, stream)), dtype=torch.uint8)
         for t, view in _packed_views(s, stream, memory):
             view.copy_(source(t.name, t.box))
         going.append((peer, memory))
     for peer, stream in into.items():
-        coming.append((peer, torch.empty(sum(map(s.route.n_bytes, stream)), dtype=torch.uint8)))
+        coming.append((peer, torch.empty(sum(map(s.direct.n_bytes, stream)), dtype=torch.uint8)))
     s.collective.exchange(going, coming, op=Operation("packed messages")).wait()
     for peer, memory in coming:
         for t, view in _packed_views(s, into[peer], memory):

@@ -31,7 +31,8 @@ from prophet.ranks.process_group import ProcessGroupCollective, collective_for
 from prophet.state.layout import Piece
 from prophet.state.route import route
 from prophet.state.space import Box, Space
-from prophet.state.transition import torch_dtype, transition
+from prophet.state.streams import torch_dtype
+from prophet.state.transition import transition
 
 PROBE_BYTES, CHUNK_BYTES, PROBES = 8 << 20, 256 << 10, 3
 READY_BYTES = 128 << 20

@@ -175,13 +175,13 @@ class Route:
         return int.from_bytes(found.digest(), "little") >> 2
 
 
-def route(before: Layout, after: Layout, *, nodes: Sequence[int] | None = None) -> Route:
+def route(before: Layout, after: Layout, *, nodes: Sequence[int] | None = None, forward: bool = True) -> Route:
     """The transfers that turn `before` into `after`.
 
     `nodes` [P] says which node a rank is on (default: all on one). A missing piece comes from the same node if it can.
     Of several ranks that could send it, it comes from those that have least to send, in parts where that helps. Where
-    that leaves a port with more to send than ranks receive, they forward to each other. Raises `LayoutError` if a piece
-    that `after` wants lives nowhere.
+    that leaves a port with more to send than ranks receive, they forward to each other if `forward` lets them. Raises
+    `LayoutError` if a piece that `after` wants lives nowhere.
     """
     if before.space != after.space or before.ranks != after.ranks:
         raise LayoutError(
@@ -194,5 +194,5 @@ def route(before: Layout, after: Layout, *, nodes: Sequence[int] | None = None) 
     sizes = before.space.item_bytes
     missing = missing_rows(atoms, node, sizes)
     direct = choose(missing, before.ranks, atoms.members, sizes)
-    chosen = spread(missing, direct, node, atoms.members, sizes)
+    chosen = spread(missing, direct, node, atoms.members, sizes) if forward else direct
     return Route(before, after, node, atoms, chosen.rows, chosen.source, chosen.feed)
