@@ -402,18 +402,13 @@ class ElasticPipeline:
 
     @together("switch before step")
     def reseat(
-        self,
-        target: Arrangement,
-        collective: Collective,
-        words: Mapping[str, Any],
-        way: Way | None = None,
-        mode: Mode = "safe",
+        self, target: Arrangement, collective: Collective, words: Mapping[str, Any], way: Way | None, mode: Mode
     ) -> Switched:
         """Go to the arrangement `target`, between updates; collective over all processes, spare ones too.
 
         `collective` carries the state. `words` must be the same on all of them. `way` was found ahead. Raises
         `SpecError` where they differ and `TransitionError` where state cannot be moved: on all, with everything as it
-        was. With `mode` "in-place" what fails on the way leaves no state: `StageFailed` on all, and the pipeline ends.
+        was. What fails on the way in place is a `StageFailed`, and ends the pipeline.
         """
         self.experts.check_static("switch")
         switch = self.reseater()
