@@ -69,7 +69,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
     "pipeline_balance.leave": _PIPELINE | {"prophet.files", "prophet.state", "pipeline_balance.pipeline"},
     "pipeline_balance.elastic": _PIPELINE
-    | {"prophet.spec", "prophet.machine", "prophet.state", "pipeline_balance.pipeline"},
+    | {"prophet.spec", "prophet.machine", "prophet.state", "prophet.engine", "pipeline_balance.pipeline"},
     # its mixture of experts is made of the other half's layer
     "pipeline_balance.dynamics": {"prophet.errors", "prophet.ranks", "prophet.experts", "prophet.layer"},
     "pipeline_balance": {"pipeline_balance.control"},
@@ -140,7 +140,8 @@ _MAY_COMMUNICATE = {
     "pipeline_balance/pipeline/stages.py",
     "pipeline_balance/pipeline/executor.py",  # how torch splits a backward pass; sends nothing
     "pipeline_balance/elastic/groups.py",
-    "pipeline_balance/elastic/held.py",  # reads shards off tensors; sends nothing
+    "pipeline_balance/elastic/sharded.py",  # torch's tensor parallelism and FSDP2 send what they must
+    "pipeline_balance/elastic/holdings.py",  # reads shards off tensors; sends nothing
     "pipeline_balance/leave/membership.py",
     "pipeline_balance/leave/checkpoint.py",  # torch's distributed checkpoint format
 }

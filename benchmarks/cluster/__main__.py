@@ -101,16 +101,7 @@ def make_checkpoint(bed: Testbed, workload: Workload, args: argparse.Namespace, 
 
 def follow(running: Running) -> None:
     """Show what host 0 says while the policies run."""
-    shown = 0
-    while not running.poll():
-        lines = running.log(0).splitlines()
-        for line in lines[shown:]:
-            if line.startswith(("repetition", "calibrated")):
-                say(line)
-        shown = len(lines)
-        if running.failed():
-            return
-        time.sleep(0.5)
+    running.follow(0, lambda line: say(line) if line.startswith(("repetition", "calibrated")) else None)
 
 
 def benchmark(profile: Profile, workload: Workload, args: argparse.Namespace) -> dict[str, Any]:

@@ -125,6 +125,19 @@ class Running:
                 raise TestbedError(f"host {rank} did not print {text!r} within {timeout_s:g} s")
             time.sleep(0.01)
 
+    def follow(self, rank: int, show: Callable[[str], None]) -> None:
+        """Show what the host prints, line by line, until all have ended or one has failed."""
+        shown = 0
+        while True:
+            over = self.poll() or bool(self.failed()) or time.monotonic() > self._deadline_s
+            lines = self.log(rank).splitlines()
+            for line in lines[shown:]:
+                show(line)
+            shown = len(lines)
+            if over:
+                return
+            time.sleep(0.5)
+
     def wait(self, *, grace_s: float | None = None) -> list[HostResult]:
         """Wait for all hosts, at most until the time limit; never raises for what happened on a host.
 

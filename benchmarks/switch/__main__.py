@@ -1,14 +1,18 @@
-"""python -m benchmarks.switch --json out.json: the paper's rows, then the plans; --paper or --plan for one of them"""
+"""python -m benchmarks.switch --json out.json: switches on emulated hosts; --plan and --paper need none"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.testbed import TestbedError, unwound_when_ended
 from benchmarks.common import environment, write_json
-from benchmarks.switch import paper, plan
+from benchmarks.switch import measured, paper, plan
+from benchmarks.switch.ways import OURS, USUAL, WAYS
+from prophet.errors import RankFailed
 
 
 def parser() -> argparse.ArgumentParser:
@@ -17,6 +21,15 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--most-ranks", type=int, default=plan.RANKS[-1], help="of --plan (default: %(default)s)")
     p.add_argument("--no-bounds", action="store_true", help="with --plan: time the planning, and nothing else")
     p.add_argument("--paper", action="store_true", help="DynaTran's Tables 1 and 3 and Figure 9, predicted")
+    p.add_argument("--hosts", type=int, default=4, choices=(4, 8), help="emulated hosts (default: %(default)s)")
+    p.add_argument("--link-mbit-per-s", type=float, default=200.0, help="of every host (default: %(default)s)")
+    p.add_argument("--loopback", action="store_true", help="no hosts, as without root")
+    p.add_argument("--cases", default="", help="beginnings of names, comma-separated; default: all")
+    p.add_argument("--ways", default=",".join(USUAL), help=f"beside ours, of {', '.join(WAYS)}")
+    p.add_argument("--no-jobs", action="store_true", help="no whole switches of a training job")
+    p.add_argument("--repetitions", type=int, default=measured.Sizes().repetitions)
+    p.add_argument("--smoke", action="store_true", help="tiny models, one repetition: no figure means anything")
+    p.add_argument("--limit-s", type=float, default=1500.0, help="limit on everything (default: %(default)s)")
     p.add_argument("--json", type=Path, metavar="FILE", help="write the rows and the environment to this file")
     return p
 
@@ -25,20 +38,44 @@ def _show(row: dict[str, Any]) -> None:
     print("  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()), flush=True)
 
 
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    sizes = measured.SMOKE if args.smoke else measured.Sizes(repetitions=args.repetitions)
+    with unwound_when_ended():
+        return measured.measure(
+            args.hosts,
+            sizes,
+            names=[n for n in args.cases.split(",") if n],
+            ways=list(dict.fromkeys([OURS, *(n for n in args.ways.split(",") if n)])),
+            jobs=not args.no_jobs,
+            link_mbit_per_s=args.link_mbit_per_s,
+            loopback=args.loopback,
+            limit_s=args.limit_s,
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    both = not (args.plan or args.paper)
+    unknown = {n for n in args.ways.split(",") if n} - {*WAYS}
+    if unknown or args.repetitions < 1:
+        parser().error(f"--ways must be of {', '.join(WAYS)}, --repetitions at least 1")
     found: dict[str, Any] = {}
-    if args.paper or both:
+    if args.paper:
         found["paper"] = []
         for row in paper.ROWS:
             found["paper"].append(paper.predicted(row))
             _show(found["paper"][-1])
-    if args.plan or both:
+    if args.plan:
         found["imports_s"], found["plan"] = plan.imports_s(), []
         for case in plan.cases(args.most_ranks):
             found["plan"].append(plan.measured(*case, bounds=not args.no_bounds))
             _show(found["plan"][-1])
+    if not (args.plan or args.paper):
+        try:
+            found["measured"] = _measured(args)
+        except (TestbedError, RankFailed) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        measured.show(found["measured"])
     if args.json:
         write_json(args.json, {"environment": environment(), **found})
     return 0

@@ -322,18 +322,19 @@ def gather_costs(
     collective: Collective,
     device: torch.device,
     *,
-    replicas: int = 1,
+    rows: Sequence[Sequence[int]] | None = None,
 ) -> list[LayerCost]:
     """Costs of all L layers on every rank, from the ranks that run them; one all-gather of [L, 7] figures.
 
-    With `replicas`, whose ranks follow one another, a figure is that of the slowest.
+    `rows` are the ranks of every replica (None: one of all); a figure is that of the slowest.
     """
     table = torch.zeros((layers, len(_FIGURES)), dtype=torch.float64)
     for i, cost in local.items():
         table[i] = torch.tensor([float(getattr(cost, name)) for name in _FIGURES], dtype=torch.float64)
     gathered = collective.all_gather(table.to(device), op=Operation("gathering layer costs")).cpu()
     # in a replica a layer is on one rank, all others contribute zeros
-    figures = gathered.unflatten(0, (replicas, -1)).sum(dim=1).amax(dim=0)
+    replicas = rows if rows is not None else [range(collective.size)]
+    figures = torch.stack([gathered[list(row)].sum(dim=0) for row in replicas]).amax(dim=0)
     costs = []
     for i, row in enumerate(figures.tolist()):
         found = {name: int(x) if name.endswith("_bytes") else x for name, x in zip(_FIGURES, row, strict=True)}

@@ -16,18 +16,24 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline_balance.elastic.data import Batches, GlobalBatches
-    from pipeline_balance.elastic.held import held
+    from pipeline_balance.elastic.experts import one_rank
+    from pipeline_balance.elastic.holdings import held
     from pipeline_balance.elastic.job import Job
+    from pipeline_balance.elastic.own_loop import reshard
     from pipeline_balance.elastic.parallelism import Parallelism
+    from pipeline_balance.pipeline.registered import register
 
-__all__ = ["Batches", "GlobalBatches", "Job", "Parallelism", "held"]
+__all__ = ["Batches", "GlobalBatches", "Job", "Parallelism", "held", "one_rank", "register", "reshard"]
 
 _MODULE_OF = {
     "Batches": "pipeline_balance.elastic.data",
     "GlobalBatches": "pipeline_balance.elastic.data",
     "Job": "pipeline_balance.elastic.job",
     "Parallelism": "pipeline_balance.elastic.parallelism",
-    "held": "pipeline_balance.elastic.held",
+    "held": "pipeline_balance.elastic.holdings",
+    "one_rank": "pipeline_balance.elastic.experts",
+    "register": "pipeline_balance.pipeline.registered",
+    "reshard": "pipeline_balance.elastic.own_loop",
 }
 
 

@@ -76,7 +76,8 @@ def _layout(option: str, text: str, zero: int) -> Parallelism:
     from pipeline_balance.elastic.parallelism import Parallelism
 
     try:
-        return Parallelism.parse(text if "zero" in text else f"{text},zero{zero}")
+        layout = Parallelism.parse(text)
+        return layout if "zero" in text else replace(layout, zero=zero)
     except SpecError as error:
         raise UsageError(f"{option}: {error}") from None
 

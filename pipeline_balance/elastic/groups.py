@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
@@ -18,14 +19,46 @@ import torch.distributed as dist
 
 from pipeline_balance.pipeline.stages import alone
 from prophet.errors import SpecError
-from prophet.ranks.collective import Collective
-from prophet.ranks.process_group import ProcessGroupCollective
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.process_group import ProcessGroupCollective, meet
 from prophet.ranks.waiting import Waiter, joined
 
 T = TypeVar("T")
 Members = tuple[int, ...]
 _CHANNELS = 2
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+
+
+# Groups belong to a process, as torch.distributed's own registry does: for the life of the world's group.
+_known: weakref.WeakKeyDictionary[Any, dict[float, Groups]] = weakref.WeakKeyDictionary()
+
+
+def groups_of_world(timeout_s: float) -> Groups:
+    """The groups of loops that make no job; `SpecError` where `torch.distributed` is not initialised."""
+    if not dist.is_initialized():
+        raise SpecError("torch.distributed is not initialised: start with torchrun, and call init_process_group")
+    known = _known.setdefault(dist.group.WORLD, {})
+    if timeout_s not in known:
+        known[timeout_s] = Groups(timeout_s)
+    return known[timeout_s]
+
+
+def members_of(group: Any) -> list[int]:
+    """The ranks of one of torch's groups."""
+    return dist.get_process_group_ranks(group)
+
+
+def met(what: str, attempt: Callable[[], str], timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Raise `SpecError` on all processes, with rank and reason, where `attempt` fails or returns a problem on one."""
+    failed: Exception | None = None
+    try:
+        problem = attempt()
+    except Exception as error:
+        failed, problem = error, f"{type(error).__name__}: {error}"
+    said = meet(Operation(what), problem, timeout_s=timeout_s)
+    first = {words: f"rank {r}: {words}" for r, words in reversed(list(enumerate(said))) if words}
+    if first:
+        raise SpecError(f"{what}: {'; '.join(sorted(first.values())[:3])}") from failed
 
 
 class Groups:
@@ -60,6 +93,13 @@ class Groups:
         if found is None:
             raise KeyError(f"this process is not one of {list(members)}")
         return found
+
+    def process_group(self, members: Members, purpose: str) -> dist.ProcessGroup:
+        """torch's group of this process among `members`, more than one, as meshes take it; made by `make`."""
+        found = self.get(members, purpose)
+        assert isinstance(found, ProcessGroupCollective)
+        group: dist.ProcessGroup = found._groups["tokens"]
+        return group
 
     def undo(self) -> None:
         """Forget what the last `make` has made: one of the processes could not. On all processes alike."""

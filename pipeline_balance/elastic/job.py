@@ -13,26 +13,41 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.elastic.balance import Balance, BalanceConfig
 from pipeline_balance.elastic.data import GlobalBatches, Stream, cuts, microbatches_of, rows_from, rows_of
-from pipeline_balance.elastic.groups import Groups, Members
-from pipeline_balance.elastic.layouts import ModelDescription, Parameter, layout_of
+from pipeline_balance.elastic.describe import Rule
+from pipeline_balance.elastic.experts import (
+    ExpertReseater,
+    check_experts,
+    check_unsplit,
+    has_experts,
+    nobody,
+    share_out,
+    stacks,
+)
+from pipeline_balance.elastic.groups import Groups, Members, met
+from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
+from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, describe, is_sharded, mesh_axes
+from pipeline_balance.elastic.sharded import Shards, check_shardable, mesh_of
+from pipeline_balance.elastic.styles import rules_for, styles_of
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import NO_ROWS, from_all
 from pipeline_balance.pipeline.model import CountLabels, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
-from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.replicas import Grid
-from pipeline_balance.pipeline.reseat import Arrangement, Switched, Way
+from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import Seats, alone
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import gather_json
+from pipeline_balance.spec import StageMap
+from prophet.engine.engine import Engine
 from prophet.errors import SpecError, TransitionError
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.ranks.waiting import joined
 from prophet.state.transition import Mode
@@ -56,7 +71,9 @@ class Job:
     Every process of the world makes one and calls the same methods; those beyond a layout hold nothing. `build()`
     returns the whole unsplit model: layers in a row (a list, `nn.ModuleList` or `nn.Sequential`, with `loss_fn`), or a
     transformers model. What is on `meta` is drawn from `seed` where it is needed. `make_optimizer(named_parameters)` is
-    called once; the optimizer and the parameters are the same objects for the whole run, so schedulers and hooks go on.
+    called once; the optimizer is the same object for the whole run, so schedulers and step hooks go on. So are modules
+    and parameters in layouts of pp and dp with zero 0 and 1. With tp, and with zero 2 and 3, `job.model` is a copy
+    whose parameters are `DTensor`s.
 
     `data` gives global batches: `elastic.Batches`, or any iterable of `(inputs, labels)` that is the same on every
     process. A batch is cut into `microbatches` M, which are divided among the dp replicas. Where dp does not divide M
@@ -65,7 +82,12 @@ class Job:
     as `ModuleChain` takes them. `timeout_s` bounds every wait, `budget_bytes` the buffers of a switch. `nodes` [N] says
     on which node a process runs. An order of "fewest-bytes" is chosen at every switch from the layout in force.
 
-    Raises `SpecError` for a layout that cannot be trained yet: tp, ep, slices, zero 2 and 3.
+    `prophet.MoE` layers are built whole, with `group=elastic.one_rank()`; ep processes of a stage share their experts.
+    `balance` has them balanced where ep > 1; it may be a function from a layout to its configuration. The job sets
+    `accumulation_steps`.
+
+    Raises `SpecError` for a layout that cannot be trained yet: slices, pp or experts with tp or zero 2 and 3, zero 1
+    with tp.
     """
 
     def __init__(
@@ -83,6 +105,7 @@ class Job:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         budget_bytes: int = 64 << 20,
         nodes: Sequence[int] | None = None,
+        balance: BalanceConfig | None = None,
     ) -> None:
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
@@ -91,24 +114,33 @@ class Job:
         self._state: tuple[Members, str] = (everyone, "state")  # carries it
         self._words: tuple[Members, str] = (everyone, "words")  # of the thread that prepares
         self._nodes = nodes
+        self._balance = Balance(balance)
         self._preparing: Future[_Prepared] | None = None
-        at = device if device is not None else torch.device("cpu")
+        self._device = at = device if device is not None else torch.device("cpu")
         built: list[PipelineModel] = []
 
         def begin() -> str:
             built.append(_model(build(), loss_fn, counted, at))
-            check(layout, len(built[0].units), processes())
+            check_unsplit(built[0].root)
+            self._balance.check(layout)
+            check(layout, built[0], processes())
             return ""
 
-        _met("beginning a job", begin)
+        met("beginning a job", begin)
         if len(set(texts := meet(Operation("comparing layouts"), str(layout)))) > 1:
             raise SpecError(f"ranks begin with different layouts: {texts}")
-        self.layout = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
-        _met("making process groups", lambda: self._groups.make(self._wanted(layout)))
+        wanted = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
+        if is_sharded(layout):  # begin with the model spread out, and go there
+            layout = Parallelism(pp=min(layout.ranks, len(built[0].units)))
+        self.layout = layout
+        self._plain, self._shards = built[0], _arranged(None)
+        self._experts = has_experts(self._plain.root)
+        met("making process groups", lambda: self._groups.make(self._wanted(layout)))
         seats = self._seats(layout)
         stage_map = layout.stage_map(len(built[0].units))
 
         def filled() -> PipelineModel:
+            share_out(built[0].root, seats)
             materialize(built[0], stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank())), seed, at)
             return built[0]
 
@@ -124,11 +156,20 @@ class Job:
             seats=seats,
             zero=layout.zero,
         )
+        if wanted != layout:
+            self.switch(wanted)
+        else:
+            self._balance.begin(self.pipeline, layout)
 
     @property
     def optimizer(self) -> Any:
         """What `make_optimizer` returned."""
         return self.pipeline.optimizer
+
+    @property
+    def engine(self) -> Engine | None:
+        """What balances this process's experts in the layout in force, if `balance` was given; None without any."""
+        return self._balance.engine
 
     @property
     def model(self) -> nn.Module:
@@ -176,10 +217,22 @@ class Job:
         if groups.spare or inputs is None:
             return self.pipeline.evaluate(inputs, labels)
         rows = rows_of(inputs)
+        if self.layout.zero > 1 if self._shards is not None else self.layout.ep > 1:
+            return self.pipeline.evaluate(*self._alike(inputs, labels))
         first, last = (rows * k // groups.replicas for k in (groups.replica, groups.replica + 1))
         if first == last:
             return self.pipeline.evaluate(NO_ROWS, None)
         return self.pipeline.evaluate(rows_from(inputs, first, last), rows_from(labels, first, last))
+
+    def _alike(self, inputs: Any, labels: Any) -> tuple[list[Any], list[Any]]:
+        """This replica's microbatches of a batch, as many on every replica: all gather parameters at the same times."""
+        rows, groups = rows_of(inputs), self.pipeline.groups
+        each = self.pipeline.progress.rows or -(-rows // self.microbatches)
+        many = max(-(-rows // (each * groups.replicas)), 1)
+        mine = [(0, rows)]  # too few to share out
+        if rows >= many * groups.replicas:
+            mine = cuts(rows, many * groups.replicas)[groups.replica * many :][:many]
+        return [rows_from(inputs, a, b) for a, b in mine], [rows_from(labels, a, b) for a, b in mine]
 
     def scaler(self, **arguments: Any) -> PipelineScaler:
         """A `torch.amp.GradScaler` for `step(scaler=)`; see `ElasticPipeline.scaler`."""
@@ -187,7 +240,13 @@ class Job:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The unsplit model's whole `state_dict` on the layout's first rank, empty elsewhere. Collective."""
-        return self.pipeline.state_dict(rank=self.pipeline.groups.grid.rows[0][0])
+        pipe, first = self.pipeline, self.pipeline.groups.grid.rows[0][0]
+        if not pipe.experts.any:
+            return pipe.state_dict(rank=first)
+        reseater = self._reseater(self.layout)
+        assert isinstance(reseater, ExpertReseater)
+        with pipe.failures.during(f"collecting the model before step {self.steps}", pipe.stage_map):
+            return reseater.whole_state(self._groups.get(*self._state), first)
 
     # --- switching --------------------------------------------------------------------------------------------
 
@@ -201,7 +260,8 @@ class Job:
         self._finish_preparing()
 
         def said() -> str:
-            check(layout, len(pipe.model.units), processes())
+            check(layout, self._plain, processes())
+            self._balance.check(layout)
             return str(layout)
 
         with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
@@ -209,9 +269,10 @@ class Job:
             differ = [r for r, text in enumerate(every) if text != every[0]]
             if differ:
                 raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0]})")
-        model, world = describe(pipe.owned), processes()
-        layout = ordered(model, layout_of(model, self.layout, ranks=world), layout, nodes=self._nodes)
-        stage_map, reseater = layout.stage_map(len(pipe.model.units)), pipe.reseater()
+        rules = self._rules(layout)
+        now = layout_of(describe(pipe.owned, self._rules(self.layout)), self.layout, ranks=processes())
+        layout = ordered(describe(pipe.owned, rules), now, layout, nodes=self._nodes)
+        stage_map, reseater = layout.stage_map(len(pipe.model.units)), self._reseater(layout)
         described = reseater.describe()
         specs = described.specs if not isinstance(described, str) else []
 
@@ -223,14 +284,7 @@ class Job:
             if failed:
                 self._groups.undo()
                 return _Prepared(problem=f"{layout} could not be prepared ({'; '.join(failed[:3])})")
-            seats = self._seats(layout)
-            target = Arrangement(
-                seats=seats,
-                stage_map=stage_map,
-                owners=Owners(pipe.owned, seats.grid, stage_map, layout.zero),
-                microbatches=microbatches_of(self.microbatches, layout.dp),
-                nodes=self._nodes,
-            )
+            target = self._arrangement(layout, stage_map, rules)
             return _Prepared(target=target, way=reseater.way(specs, target, words))
 
         self._next = layout
@@ -259,86 +313,127 @@ class Job:
         if layout is not None:
             self.prepare(layout)
         pipe, ready = self.pipeline, self._finish_preparing()
+        if mode != "safe" and (
+            self._experts or self._shards is not None or isinstance(ready.target, ShardedArrangement)
+        ):
+            raise SpecError(f"a job with tp, ep, or zero 2 or 3 cannot switch {mode} yet; {_WHOLE}")
         with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
             op = Operation("meeting for a switch")
-            said = [ready.problem, ready.broken]
+            said = [ready.problem, ready.broken, self._balance.told(self.layout)]
             every = gather_json(said, pipe.collective, pipe.config.device, op)
-            failed = {words: r for r, (words, _) in reversed(list(enumerate(every))) if words}
-            if any(broken for _, broken in every):
+            failed = {words: r for r, (words, *_) in reversed(list(enumerate(every))) if words}
+            if any(broken for _, broken, _ in every):
                 self._groups.drop([self._state, self._words])
             if failed:
                 raise TransitionError("; ".join(f"rank {r}: {words}" for words, r in failed.items()) + f"; {_WHOLE}")
         assert ready.target is not None
         words: Mapping[str, Any] = {"layout": str(self._next), "data position": self.data.position}
         try:
-            done = pipe.reseat(ready.target, self._groups.get(*self._state), words, ready.way, mode)
+            reseater = self._reseater(self._next)
+            reseater.mode = mode
+            done = pipe.reseat(reseater, ready.target, self._groups.get(*self._state), words, ready.way)
         except TransitionError:
             self._groups.drop([self._state])  # it may be of no more use: another one is made the next time
             raise
-        self.layout = self._next
+        self.layout, self._shards = self._next, _arranged(ready.target)
+        self._balance.learn([told for *_, told in every])
+        self._balance.begin(pipe, self.layout)
         return done
 
     def _wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
         """The groups of a job in this layout, in the order in which all processes make them."""
         rows = [(members, "stages") for members in layout.groups("pp")]
         columns = [(members, "replicas") for members in layout.groups("dp")]
-        return [self._words, self._state, *rows, *columns]
+        shards = [(group, "shards") for axis in mesh_axes(layout) for group in layout.groups(axis)]
+        experts = [(group, "experts") for group in layout.groups("ep")] if layout.ep > 1 else []
+        copies = [(group, "copies of experts") for group in layout.groups("edp")] if layout.ep > 1 else []
+        return [self._words, self._state, *rows, *columns, *shards, *experts, *copies]
+
+    def _rules(self, layout: Parallelism) -> dict[str, Rule]:
+        """How tp cuts the model."""
+        return rules_for(styles_of(self._plain.root, layout.tp)) if layout.tp > 1 else {}
+
+    def _reseater(self, layout: Parallelism) -> Reseater:
+        """What takes the pipeline to `layout`."""
+        plain = self.pipeline.reseater()
+        if self._experts:
+            return ExpertReseater(plain.mover, plain.passes, plain.now)
+        if self._shards is None and not is_sharded(layout):
+            return plain
+        return Reshaper(plain.mover, plain.passes, plain.now, self.pipeline, self._plain, self._shards)
+
+    def _arrangement(self, layout: Parallelism, stage_map: StageMap, rules: dict[str, Rule]) -> Arrangement:
+        """The layout as a pipeline takes it, once its groups were made."""
+        seats, owned = self._seats(layout), self.pipeline.owned
+        given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "nodes": self._nodes}
+        given["microbatches"] = microbatches_of(self.microbatches, layout.dp)
+        if not is_sharded(layout):
+            shapes = {name: stack.shape for name, stack in stacks(self._plain.root).items()}
+            owners = Owners(owned, seats.grid, stage_map, layout.zero, shapes=shapes)
+            return Arrangement(owners=owners, **given)
+        shards, here = None, process_rank()
+        if layout.place(here) is not None:
+            names = mesh_axes(layout)
+            groups = [self._groups.process_group(layout.group(axis, here), "shards") for axis in names]
+            styles = styles_of(self._plain.root, layout.tp) if layout.tp > 1 else {}
+            mesh = mesh_of(groups, names, layout.grid[0], self._device)
+            shards = Shards(mesh=mesh, styles=styles, reshard=layout.zero == 3)
+        owners = Owners(owned, seats.grid, stage_map, 0, sharded=True)
+        return ShardedArrangement(owners=owners, layout=layout, rules=rules, shards=shards, **given)
 
     def _seats(self, layout: Parallelism) -> Seats:
         """The places of a layout whose groups were made."""
         here = process_rank()
-        grid = Grid(rows=tuple(tuple(int(r) for r in layout.grid[:, d, 0]) for d in range(layout.dp)))
+        place = layout.place(here)
+        tp, every = place.tp if place is not None else 0, layout.grid.tolist()
+        rows = tuple(tuple(stage[d][tp] for stage in every) for d in range(layout.dp))
+        beside = tuple(tuple(r for stage in every for r in stage[d]) for d in range(layout.dp))
+        grid = Grid(rows=rows, beside=beside, ep=layout.ep)
+        experts: dict[str, Collective] = {}
+        if layout.ep > 1:
+            group, same = layout.group("ep", here), layout.group("edp", here)
+            experts["experts"] = self._groups.get(group, "experts") if group else nobody(layout.ep)
+            experts["copies"] = self._groups.get(same, "copies of experts") if same else alone()
         if grid.replica_of(here) == grid.replicas:
-            return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone())
+            return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone(), **experts)
         row, column = grid.replica(grid.replica_of(here)), grid.column(grid.pipeline_rank_of(here))
         stages, replicas = self._groups.get(row, "stages"), self._groups.get(column, "replicas")
-        return Seats(grid=grid, collective=stages, column=replicas)
+        if layout.zero > 1:  # torch averages what it shards
+            replicas = alone()
+        return Seats(grid=grid, collective=stages, column=replicas, **experts)
 
     def close(self) -> None:
-        """End the job's threads. Its groups stay until the process group is destroyed."""
+        """End the job's threads and balancing. Its groups stay until the process group is destroyed."""
+        self.pipeline.experts.release()
         self._groups.close()
 
 
-def describe(owned: Ownership) -> ModelDescription:
-    """The model of a job as far as layouts go, with AdamW's state; buffers are left out."""
-    found = [
-        Parameter(
-            name=name,
-            shape=tuple(p.shape),
-            dtype=str(p.dtype).removeprefix("torch."),
-            layers=owned.units_of[name],
-            trained=p.requires_grad,
-        )
-        for name, p in owned.parameters.items()
-    ]
-    return ModelDescription(name="job", layers=len(owned.model.units), parameters=tuple(found))
+def _arranged(target: Arrangement | None) -> ShardedArrangement | None:
+    return target if isinstance(target, ShardedArrangement) else None
 
 
-def check(layout: Parallelism, layers: int, world: int) -> None:
-    """Raise `SpecError` unless a `Job` of `world` processes can train a model of `layers` in this layout."""
+def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
+    """Raise `SpecError` unless a `Job` of `world` processes can train `model` in this layout."""
     if not isinstance(layout, Parallelism):
         raise SpecError(f"expected a layout, such as elastic.Parallelism(pp=2), got {layout!r:.100}")
-    wrong = [f"{name}{getattr(layout, name)}" for name in ("tp", "ep", "slices") if getattr(layout, name) > 1]
-    if layout.zero > 1:
-        wrong.append(f"zero{layout.zero}")
+    wrong = [f"slices{layout.slices}"] if layout.slices > 1 else []
+    if is_sharded(layout):
+        wrong += [f"pp{layout.pp} with shards"] if layout.pp > 1 else []
+        wrong += ["zero1 with tp"] if layout.zero == 1 else []
     if wrong:
-        raise SpecError(f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp with zero 0 or 1")
+        raise SpecError(
+            f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp x ep with zero 0 or 1, or dp x "
+            "tp with zero 0, 2 or 3"
+        )
+    check_experts(model.root, layout)
     last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
     if last >= world:
         raise SpecError(f"{layout} needs rank {last}, the world has {world} ranks")
-    layout.stage_map(layers)
-
-
-def _met(what: str, attempt: Callable[[], str]) -> None:
-    """Raise `SpecError` on all processes, with rank and reason, where `attempt` fails or returns a problem on one."""
-    failed: Exception | None = None
-    try:
-        problem = attempt()
-    except Exception as error:
-        failed, problem = error, f"{type(error).__name__}: {error}"
-    every = [f"rank {r}: {words}" for r, words in enumerate(meet(Operation(what), problem)) if words]
-    if every:
-        raise SpecError(f"{what}: {'; '.join(every[:3])}") from failed
+    layout.stage_map(len(model.units))
+    if layout.tp > 1:
+        styles_of(model.root, layout.tp)
+    if is_sharded(layout):
+        check_shardable(model)
 
 
 def _model(built: Any, loss_fn: LossFn | None, counted: CountLabels | None, device: torch.device) -> PipelineModel:

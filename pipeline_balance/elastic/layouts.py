@@ -43,7 +43,8 @@ class Parameter:
 
     layers: the pipeline layers that use it; tied ones name several. dim: the dimension that tp cuts (0: column,
     vocabulary; 1: row); None: every tp rank has all. blocks: of what that dimension consists, in order (fused q, k, v;
-    gate and up); none: one block. experts: dimension 0 counts experts, which ep cuts. trained: it has optimizer state.
+    gate and up); none: one block. experts: dimension 0 counts experts (in units of rows, if a block says so), which ep
+    cuts. trained: it has optimizer state.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Parameter:
     def cut_blocks(self) -> tuple[Block, ...]:
         """The blocks that are cut; a parameter that is not cut has none."""
         if self.experts:
-            return (Block(length=self.shape[0]),)
+            return self.blocks or (Block(length=self.shape[0]),)
         if self.dim is None:
             return ()
         return self.blocks or (Block(length=self.shape[self.dim]),)

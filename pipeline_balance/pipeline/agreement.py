@@ -239,7 +239,7 @@ def agree_on_batch(
     ranks = range(groups.world.size)
     first_of = {
         "all": [0 for _ in ranks],
-        "replica": [(grid.replica(grid.replica_of(r)) or (r,))[0] for r in ranks],
+        "replica": [grid.first_with_data(r) for r in ranks],
         "column": [(grid.column(grid.pipeline_rank_of(r)) or (r,))[0] for r in ranks],
     }
     for column, (what, among) in enumerate(_COMPARED, start=1):

@@ -176,6 +176,8 @@ class Executor:
             self._kept[s, m] = _Kept(given, out)
 
     def _unit(self, unit: int, given: Activations, part: Microbatch) -> Activations:
+        if not self.model.metered:
+            return self.model.run(unit, given, part)
         return self.meter.run_unit(unit, self.model.units[unit], lambda: self.model.run(unit, given, part), given)
 
     def _weight_of(self, m: int, run: Run) -> float:

@@ -37,6 +37,9 @@ class Balancer(Protocol):
     def finish_step(self) -> None:
         """The update is over."""
 
+    def close(self) -> None:
+        """Balance no more."""
+
 
 def collective_of(module: nn.Module) -> Collective | None:
     """What an expert-parallel layer exchanges its tokens over; None for any other module."""
@@ -58,26 +61,35 @@ class StageExperts:
 
     process: this one's number; column: the processes with its pipeline rank, by replica. meter: times layers; what they
     wait for others is none of a layer's work. Collective over the column. Raises `SpecError` where a layer's
-    expert-parallel group is not the column.
+    expert-parallel group is not the column. With an empty column groups are right, and nothing is sent: whoever made
+    them calls `read` after every change.
     """
 
     def __init__(self, units: Sequence[nn.Module], process: int, column: Sequence[int], meter: Meter) -> None:
-        self._units = units
+        self._units, self._process, self._column, self._meter = units, process, column, meter
         self._balancer: Balancer | None = None
-        layers = list(expert_layers(units))
-        self.units = tuple(dict.fromkeys(unit for unit, _, _ in layers))
         self.parameters: set[nn.Parameter] = set()
+        self.read()
+
+    def read(self) -> None:
+        """Find the layers that share experts now, and with whom."""
+        for p in self.parameters:
+            p.prophet_averaged = False  # type: ignore[attr-defined]
+        layers = list(expert_layers(self._units))
+        self.units = tuple(dict.fromkeys(unit for unit, _, _ in layers))
+        self.parameters = set()
         timed: dict[int, TimedCollective] = {}
         for unit, name, module in layers:
             inner: Collective = module.collective  # type: ignore[assignment]
             if id(inner) not in timed:
-                self._check_group(f"layer {unit} ({name})", inner, process, column)
-                timed[id(inner)] = TimedCollective(inner, meter)
+                if self._column:
+                    self._check_group(f"layer {unit} ({name})", inner, self._process, self._column)
+                timed[id(inner)] = TimedCollective(inner, self._meter)
             module.collective = timed[id(inner)]  # type: ignore[assignment]
             self.parameters |= {p for p in module.parameters() if getattr(p, "prophet_expert", False)}
         self.collectives = [t.inner for t in timed.values()]
         for p in self.parameters:
-            p.prophet_averaged = True  # type: ignore[attr-defined]  # nobody else holds it
+            p.prophet_averaged = True  # type: ignore[attr-defined]  # nobody else holds it, or the pipeline averages it
 
     def _check_group(self, where: str, collective: Collective, process: int, column: Sequence[int]) -> None:
         op = Operation("comparing an expert-parallel group with its column")
@@ -123,6 +135,12 @@ class StageExperts:
                     f"has {passes} backward passes, its microbatches times their slices; give that number, or leave 1"
                 )
         return self._balancer
+
+    def release(self) -> None:
+        """Have nobody balance the layers from now on; between two steps."""
+        balancer, self._balancer = self._balancer, None
+        if balancer is not None:
+            balancer.close()
 
     # --- around a step ----------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.pipeline.agreement import write_alone
 from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.skeleton import copy_of
 from pipeline_balance.pipeline.stages import PipelineConfig
 from pipeline_balance.pipeline.training_state import Held, by_layer, share
 from pipeline_balance.spec import StageMap
@@ -39,8 +40,6 @@ def whole_state(
 
     `held` is what `held_by_root` found on this rank.
     """
-    wanted = owned.model.root.state_dict(keep_vars=True)
-    by_id = {id(t): name for name, t in wanted.items()}
     space, _ = share(held, collective, config.device, "nothing was gathered")
     before = by_layer(space, stage_map, collective.size, owned.tied())
     after = layout_from(space, collective.size, {rank: [(t.name, t.box) for t in space.tensors]})
@@ -49,12 +48,35 @@ def whole_state(
     moved = transition(way, pieces, collective, budget_bytes=config.budget_bytes, device=config.device)
     if collective.rank != rank:
         return {}
-    found = {piece.name: tensor.detach().cpu() for piece, tensor in moved.state.items()}
-    names = {id(p): n for n, p in owned.parameters.items()}
-    return {
-        name: found[names.get(id(t), by_id[id(t)])] if names.get(id(t), name) in found else t.detach().cpu()
-        for name, t in wanted.items()
-    }
+    return root_state(owned, {piece.name: tensor for piece, tensor in moved.state.items()})
+
+
+def root_state(
+    owned: Ownership, found: Mapping[str, Tensor], prepare: Callable[[nn.Module], None] = lambda root: None
+) -> dict[str, Tensor]:
+    """The root's `state_dict`, in the host's memory, with `found` for its parameters and buffers by their names.
+
+    A copy of the root says it, which `prepare` may change first: modules may save parameters under other names, or in
+    parts. Raises `SpecError` for an entry that has no memory.
+    """
+    root, names = owned.model.root, {id(p): n for n, p in owned.parameters.items()}
+    values = {name: tensor.detach().cpu() for name, tensor in found.items()}
+    parameters = {n: nn.Parameter(values[n], requires_grad=False) for n in names.values() if n in values}
+
+    def slot(_: str, p: Tensor) -> Tensor:
+        return parameters.get(names.get(id(p), ""), p)
+
+    copy = copy_of(root, slot, {}, hooks=lambda kind: None)
+    for (path, _), part in zip(root.named_modules(), copy.modules(), strict=True):
+        part._buffers.update({k: values.get(f"{path}.{k}" if path else k, b) for k, b in part._buffers.items()})
+    prepare(copy)
+    state = {name: t.detach().cpu() if isinstance(t, Tensor) else t for name, t in copy.state_dict().items()}
+    lacking = [name for name, t in state.items() if isinstance(t, Tensor) and t.is_meta]
+    if lacking:
+        raise SpecError(
+            f"{lacking[0]} was not gathered: it belongs to no layer of the pipeline, and has no memory here"
+        )
+    return state
 
 
 def write_pretrained(

@@ -94,6 +94,14 @@ class PipelineModel(ABC):
     root: nn.Module
     units: tuple[nn.Module, ...]
     slicing: Slicing | None = None
+    metered: bool = True
+    """Whether its units are run one by one, so that their times and memory can be told apart."""
+    leads: bool = True
+    """Whether this process tells the loss, of those that compute the same."""
+
+    def measures(self, parameter: nn.Parameter, replica: int) -> bool:
+        """Whether this process measures what it has of a parameter's gradient; replicas have copies."""
+        return replica == 0
 
     def look(self) -> None:  # noqa: B027 - most models have nothing to look for
         """Take in what was changed about the model since the last step, so that `units` hold all its parameters."""

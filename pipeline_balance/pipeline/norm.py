@@ -11,10 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import reduce
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.pipeline.ownership import local
 from prophet.ranks.collective import Collective, Operation
 
 _ABSENT = -1.0  # no norm is negative
@@ -57,8 +60,10 @@ def clip_gradients_(
     """
     if error_if_nonfinite and not bool(total_norm.isfinite()):
         raise RuntimeError(f"the norm of all gradients is {float(total_norm)}, so they cannot be clipped")
-    torch.nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, total_norm)
+    # torch multiplies what has a `grad`; a shard is scaled as it lies here
+    here: Any = [SimpleNamespace(grad=local(p.grad)) for p in parameters.values() if p.grad is not None]
+    torch.nn.utils.clip_grads_with_norm_(here, max_norm, total_norm)
 
 
 def _values(grad: Tensor) -> Tensor:
-    return grad.coalesce().values() if grad.is_sparse else grad
+    return grad.coalesce().values() if grad.is_sparse else local(grad)

@@ -10,7 +10,7 @@ Shape legend: R replicas, P pipeline ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -26,59 +26,90 @@ from prophet.state.layout import zero_owners
 class Owners:
     """Who updates what under a stage map and a grid, `zero` 0 (every holder) or 1 (one owner per column).
 
-    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later.
+    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later. `sharded` says that
+    parameters are shards of tensors (`DTensor`), which every holder updates. Where replicas share experts, each part
+    of them has an owner among its copies; `shapes` are then those of whole parameters, where they differ from the
+    parts in force.
     """
 
-    def __init__(self, owned: Ownership, grid: Grid, stage_map: StageMap | None, zero: int) -> None:
+    def __init__(
+        self,
+        owned: Ownership,
+        grid: Grid,
+        stage_map: StageMap | None,
+        zero: int,
+        *,
+        sharded: bool = False,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self.sharded = sharded
         self.owned, self.grid, self.stage_map = owned, grid, stage_map
         self.zero = zero if grid.replicas > 1 else 0
-        self._owner: list[dict[str, int]] = []
+        self._owner: list[dict[str, int]] = []  # by parameter: its owner's place among those that have the same
         if self.zero and stage_map is not None:
             for rank in range(grid.pipeline_ranks):
-                names = [n for n in owned.of(stage_map.layers_on(rank)) if owned.parameters[n].requires_grad]
-                found = zero_owners([math.prod(owned.parameters[n].shape) for n in names], grid.replicas)
-                self._owner.append(dict(zip(names, found.tolist(), strict=True)))
+                trained = [n for n in owned.of(stage_map.layers_on(rank)) if owned.parameters[n].requires_grad]
+                self._owner.append({})
+                for every in (1, grid.ep) if grid.ep > 1 else (1,):
+                    names = [n for n in trained if self._every(n) == every]
+                    sizes = [math.prod((shapes or {}).get(n, owned.parameters[n].shape)) for n in names]
+                    found = zero_owners(sizes, grid.replicas // every)
+                    self._owner[-1] |= dict(zip(names, found.tolist(), strict=True))
+
+    def _every(self, name: str) -> int:
+        """Every how many replicas the same part of a parameter comes again."""
+        return self.grid.ep if getattr(self.owned.parameters.get(name), "prophet_expert", False) else 1
 
     def updaters(self, name: str, pipeline_rank: int) -> tuple[int, ...]:
         """The processes of a column that update a parameter of its stages and keep the optimizer's state; none of P."""
         column = self.grid.column(pipeline_rank)
-        return (column[self._owner[pipeline_rank].get(name, 0)],) if self.zero and column else column
+        if not self.zero or not column:
+            return column
+        every = self._every(name)
+        first = self._owner[pipeline_rank].get(name, 0) * every
+        return column[first : first + every]
 
     def drop_others(self, groups: PipelineGroups) -> None:
         """Before the optimizers' step: forget gradients of parameters that other replicas own."""
-        for owner, parameter in self._mine(groups):
+        for _, owner, parameter in self._mine(groups):
             if owner != groups.replica:
                 parameter.grad = None
 
     @torch.no_grad()
     def share(self, groups: PipelineGroups) -> None:
         """After the optimizers' step: take over what other replicas have updated; collective over the column."""
-        flat: dict[int, list[Tensor]] = {}
-        for owner, parameter in self._mine(groups):
+        flat: dict[tuple[int, int], list[Tensor]] = {}
+        for every, owner, parameter in self._mine(groups):
             if parameter.requires_grad:
-                flat.setdefault(owner, []).append(parameter)
+                flat.setdefault((every, owner), []).append(parameter)
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
-        for owner, parameters in sorted(flat.items()):
-            packed = [p.contiguous().view(-1).view(torch.uint8) for p in parameters] if owner == groups.replica else []
-            if packed:
-                sends = [(r, torch.cat(packed)) for r in range(groups.replicas) if r != owner]
+        came: list[tuple[Tensor, list[Tensor]]] = []
+        for (every, owner), parameters in sorted(flat.items(), key=lambda item: item[0]):
+            if owner == groups.replica:
+                packed = torch.cat([p.contiguous().view(-1).view(torch.uint8) for p in parameters])
+                sends += [(r, packed) for r in range(owner % every, groups.replicas, every) if r != owner]
             else:
                 size = sum(p.numel() * p.element_size() for p in parameters)
-                receives.append((owner, torch.empty(size, dtype=torch.uint8, device=parameters[0].device)))
+                came.append((torch.empty(size, dtype=torch.uint8, device=parameters[0].device), parameters))
+                receives.append((owner, came[-1][0]))
         if sends or receives:
             groups.column.exchange(sends, receives, op=Operation("parameters of their owners")).wait()
-        for owner, came in receives:
+        for memory, parameters in came:
             offset = 0
-            for p in flat[owner]:
+            for p in parameters:
                 size = p.numel() * p.element_size()
-                p.copy_(came[offset : offset + size].clone().view(p.dtype).view(p.shape))
+                p.copy_(memory[offset : offset + size].clone().view(p.dtype).view(p.shape))
                 offset += size
 
-    def _mine(self, groups: PipelineGroups) -> Iterator[tuple[int, nn.Parameter]]:
-        """The parameters of this rank's stages, with the replica that owns each; nothing without owners."""
+    def _mine(self, groups: PipelineGroups) -> Iterator[tuple[int, int, nn.Parameter]]:
+        """The parameters of this rank's stages, every how many replicas they come again, and who owns what is here.
+
+        Nothing without owners.
+        """
         if self.zero and not groups.spare:
             owner = self._owner[groups.rank]
             assert self.stage_map is not None
             for name in self.owned.of(self.stage_map.layers_on(groups.rank)):
-                yield owner.get(name, 0), self.owned.parameters[name]
+                every = self._every(name)
+                yield every, owner.get(name, 0) * every + groups.replica % every, self.owned.parameters[name]

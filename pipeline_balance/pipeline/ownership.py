@@ -88,6 +88,12 @@ class Ownership:
         self.parameters, self.buffers, self.units_of = parameters, buffers, units_of
         self._read, self._split, self._structure = now, {}, self._digest()
 
+    def become(self, other: Ownership) -> None:
+        """Be of the model that `other` is of, whose tensors have the same names. Cannot fail."""
+        known = self._known
+        self.__dict__.update(other.__dict__)
+        self._known = known
+
     def of(self, units: Collection[int]) -> list[str]:
         """Names of the parameters that any of `units` holds, in the model's order."""
         return [n for n in self.parameters if not set(self.units_of[n]).isdisjoint(units)]
@@ -184,7 +190,7 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor | None:
     """
     found: Tensor | None = None
     for tensor in tensors:
-        bits = tensor.detach().reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
+        bits = local(tensor.detach()).reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
         whole = bits.sum(dtype=torch.int64)
         found = whole if found is None else found * 31 + whole
     return found
@@ -193,9 +199,15 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor | None:
 def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
     if isinstance(value, Tensor):
         yield str((value.dtype, tuple(value.shape))).encode()
-        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield local(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     else:
         yield repr(value).encode()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor: of a `DTensor` its shard, which shares memory with it."""
+    shard: Any = tensor.detach()
+    return shard.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def like_meta(tensor: Tensor) -> nn.Parameter:

@@ -124,7 +124,7 @@ class Passes:
     def _weights_of_next_layer(self) -> torch.Tensor | None:
         """A digest for the next agreement: replicas that came apart are found once it is that layer's turn."""
         mine = self._mine()
-        if self.groups.replicas == 1 or not mine:
+        if self.groups.column.size == 1 or not mine:  # also of shards, which nobody else has
             return None
         names = self.owned.of([mine[self.progress.updates % len(mine)]])
         parameters = [self.owned.parameters[n] for n in names]
@@ -151,6 +151,8 @@ class Passes:
         share_tied_weights(ties, self.stages().stage_map, self.groups.collective)
         tensors = self.owned.tensors(mine, fresh)
         start_alike([t for t in tensors if t not in self.experts.parameters], self.groups.column)
+        if self.groups.seats.copies is not None:
+            start_alike([t for t in tensors if t in self.experts.parameters], self.groups.seats.copies)
 
     def _run(self, run: Run) -> None:
         executor = self.stages().executor
@@ -161,7 +163,8 @@ class Passes:
 
     def _shared_sum(self, run: Run) -> float:
         """The sum of a pass's losses on every rank."""
-        mine = torch.stack(run.losses).sum() if run.losses else torch.zeros((), dtype=torch.float64)
+        tells = run.losses and self.owned.model.leads
+        mine = torch.stack(run.losses).sum() if tells else torch.zeros((), dtype=torch.float64)
         every = self.groups.world.all_gather(mine.reshape(1).to(self.config.device), op=Operation("sharing the loss"))
         return float(every.sum())
 
@@ -211,6 +214,7 @@ class Passes:
     def reseat(self, owners: Owners) -> None:
         """Other processes have the stages now: go on with their communicators and owners."""
         self.gradients.close()
+        self.experts.read()
         self.gradients = Gradients(self.owned, self.groups, self.experts)
         self.owners, self._weights = owners, None
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, digest_of, like_meta, put, try_put
+from pipeline_balance.pipeline.registered import Settings, settings
 from pipeline_balance.pipeline.replicas import check_alike, refuse_apart
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder, Stages
 from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
@@ -71,13 +72,15 @@ class Change:
     """Assignments that put moved state in its place on this rank; nothing in `make` can fail
     once `check` has passed.
 
-    `contents` has what parameters become, `grads` and `states` what belongs to them afterwards; `buffers` likewise.
+    `contents` has what parameters become, `grads`, `states` and `settings` (of registered tensors) what belongs to them
+    afterwards; `buffers` likewise.
     """
 
     contents: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
     grads: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
     states: list[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Any] | None]] = field(default_factory=list)
     buffers: list[tuple[HeldBuffer, Tensor]] = field(default_factory=list)
+    settings: Settings = field(default_factory=list)
 
     def check(self) -> None:
         """Raise RuntimeError on a parameter whose content cannot be exchanged."""
@@ -85,7 +88,7 @@ class Change:
             try_put(parameter, content)
 
     def make(self) -> None:
-        """Change parameters, gradients, optimizer state and buffers."""
+        """Change parameters, gradients, optimizer state, buffers and registered tensors."""
         for parameter, content in self.contents:
             put(parameter, content)
         for parameter, grad in self.grads:
@@ -97,6 +100,8 @@ class Change:
                 optimizer.state[parameter] = entries
         for buffer, tensor in self.buffers:
             buffer.module._buffers[buffer.name] = tensor
+        for handle, tensor in self.settings:
+            handle.tensor = tensor
 
 
 @dataclass
@@ -301,7 +306,7 @@ class StateMover:
         optimizer_of = self.optimizers.of()
         units = stage_map.layers_on(rank)
         mine = set(self.owned.of(units))
-        change = Change()
+        change = Change(settings=settings(self.owned.parameters, values))
         for name, parameter in self.owned.parameters.items():
             optimizer = optimizer_of.get(id(parameter))
             if name in mine:

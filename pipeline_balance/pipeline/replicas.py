@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.ownership import digest_of
+from pipeline_balance.pipeline.ownership import digest_of, local
 from prophet.errors import OutOfStep, SpecError
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.messages import tell
@@ -31,9 +31,15 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """R x P processes: `rows` [R][P] has those of every replica, by pipeline rank."""
+    """R x P processes: `rows` [R][P] has those of every replica, by pipeline rank.
+
+    `beside` [R][...] has the processes that are given a replica's data without being in its row, as of tensor shards.
+    `ep` neighbouring replicas share the experts of their layers: replica r has part r mod ep of all.
+    """
 
     rows: tuple[tuple[int, ...], ...]
+    beside: tuple[tuple[int, ...], ...] = ()
+    ep: int = 1
 
     @classmethod
     def of(cls, processes: int, replicas: int) -> Grid:
@@ -61,6 +67,14 @@ class Grid:
     def pipeline_rank_of(self, process: int) -> int:
         """P for a spare process."""
         return next((row.index(process) for row in self.rows if process in row), self.pipeline_ranks)
+
+    def first_with_data(self, process: int) -> int:
+        """The first process that is given the same data as this one."""
+        for number, row in enumerate(self.rows):
+            alike = (*row, *(self.beside[number] if self.beside else ()))
+            if process in alike:
+                return min(alike)
+        return process
 
     def replica(self, number: int) -> tuple[int, ...]:
         """The processes of a replica, by pipeline rank [P]; none of number R."""
@@ -131,13 +145,13 @@ class ReplicaMeans:
     def _average(self, bucket: Sequence[nn.Parameter], layer: int) -> None:
         op = Operation("mean of gradients over replicas", layer)
         here = [p.grad is not None for p in bucket]
-        flat = torch.cat([p.new_zeros(p.numel()) if p.grad is None else p.grad.reshape(-1) for p in bucket])
+        grads = [local(torch.zeros_like(p) if p.grad is None else p.grad) for p in bucket]
+        flat = torch.cat([g.reshape(-1) for g in grads])
         mean, anywhere = mean_in_order(flat, [float(h) for h in here], self.column, op=op)
-        for p, piece, some in zip(bucket, mean.split([p.numel() for p in bucket]), anywhere, strict=True):
-            if some and p.grad is None:
-                p.grad = piece.view(p.shape).clone()
-            elif some and p.grad is not None:
-                p.grad.copy_(piece.view(p.shape))
+        for p, piece, some in zip(bucket, mean.split([g.numel() for g in grads]), anywhere, strict=True):
+            if some:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                local(p.grad).copy_(piece.view(local(p.grad).shape))
 
 
 def mean_in_order(x: Tensor, said: Sequence[float], ranks: Collective, *, op: Operation) -> tuple[Tensor, list[float]]:

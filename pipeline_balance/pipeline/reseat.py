@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -75,12 +75,15 @@ class Switched:
 class Reseater:
     """Takes a pipeline from one arrangement to another.
 
-    `mover` has its parts, `passes` what it has under way, `now` what is in force.
+    `mover` has its parts, `passes` what it has under way, `now` what is in force. `mode` is how state moves.
     """
 
     mover: StateMover
     passes: Passes
     now: Stages
+    mode: Mode = field(default="safe", init=False)
+    moves_experts = False
+    """Whether it takes along what replicas share of experts."""
 
     def describe(self) -> Held | str:
         """This process's state without gradients, or in words why it cannot be moved."""
@@ -101,23 +104,31 @@ class Reseater:
                 for n, shape, d, k, u in sorted(tensors.values(), key=lambda row: (row[4], row[0]))
             )
         )
-        size, tied = collective.size, self.mover.owned.tied()
-        grid, owners = self.mover.groups.grid, self.passes.owners
-        before = layout_over(space, grid.rows, self.now.stage_map, owners, tied, size, first=True)
+        before = self.layout(space, None, collective.size)
         for rank, described in enumerate(every):
             lacks = {piece.name for piece in before.on(rank)} - {row[0] for row in described}
             if lacks:
                 raise TransitionError(
                     f"rank {rank} does not keep {min(lacks)}, which others do: keep it on every replica"
                 )
-        after = layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, size)
+        after = self.layout(space, target, collective.size)
         return Way(specs=tuple(specs), route=route(before, after, nodes=target.nodes))
+
+    def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
+        """Who holds what in `target`; with None, what is in force."""
+        tied = self.mover.owned.tied()
+        if target is not None:
+            return layout_over(space, target.seats.grid.rows, target.stage_map, target.owners, tied, processes)
+        grid = self.mover.groups.grid
+        return layout_over(space, grid.rows, self.now.stage_map, self.passes.owners, tied, processes, first=True)
 
     def check(self, words: Mapping[str, Any], target: Arrangement) -> None:
         """Raise `SpecError` on all processes unless all are between updates and say the same `words`; collective.
 
         Raises `TransitionError` where tied parameters have come apart.
         """
+        if not self.moves_experts:
+            self.passes.experts.check_static("switch")
         groups, now = self.mover.groups, self.now.stage_map
         ties: tuple[Tie, ...] = ()
 
@@ -127,13 +138,14 @@ class Reseater:
             self.mover.builder.check_map(target.stage_map, target.seats.grid)
             if self.passes.progress.parts:
                 raise SpecError("an update is under way: switch after step(update=True)")
-            ties = ties_of(self.mover.owned)
+            ties = () if self.passes.owners.sharded else ties_of(self.mover.owned)
             # moments of one owner are compared with nobody's
             state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
             return tie_digests(ties, now, groups.rank, state)
 
         op = Operation("agreeing on a switch")
-        every = gather_json([self.mover.attempt(read), dict(words)], groups.world, self.mover.device, op)
+        said = [self.mover.attempt(read), {**words, "mode": self.mode}]
+        every = gather_json(said, groups.world, self.mover.device, op)
         refused = [f"rank {r}: {said[0]}" for r, said in enumerate(every) if isinstance(said[0], str)]
         if refused:
             raise SpecError("; ".join(refused[:3]) + f"; {WHOLE}")
@@ -143,9 +155,7 @@ class Reseater:
                 raise SpecError(f"ranks {differ} have another {what} than rank 0 ({value}); {WHOLE}")
         refuse_untied(ties, now, groups.grid, [digests for digests, _ in every])
 
-    def move(
-        self, target: Arrangement, collective: Collective, way: Way | None, mode: Mode = "safe"
-    ) -> tuple[Stages, Switched]:
+    def move(self, target: Arrangement, collective: Collective, way: Way | None) -> tuple[Stages, Switched]:
         """Go to `target`; `collective` over all processes carries the state, and nothing else uses it meanwhile.
 
         `way` was found ahead; it is used where every process's state still has that shape. Raises `TransitionError` on
@@ -171,11 +181,11 @@ class Reseater:
                 state,
                 collective,
                 budget_bytes=mover.budget_bytes,
-                mode=mode,
+                mode=self.mode,
                 device=mover.device,
                 allocate=mover.allocate,
             )
-            lost = mode == "in-place"  # from here on the new state is the only one
+            lost = self.mode == "in-place"  # from here on the new state is the only one
             links = link_bytes(way.route)
             done = self._assembled(target, moved, scalars, place, config)
         except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError) as error:
@@ -187,7 +197,7 @@ class Reseater:
                 raise StateLost(problem or "another rank could not switch, and the state was moved in place") from None
             raise TransitionError(_ended(problem)) from None
         stages, change = done
-        change.make()
+        change.make()  # also the modules, where they are other ones
         mover.builder.config = config
         mover.groups.sit(target.seats)
         self.passes.reseat(target.owners)

@@ -54,11 +54,17 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Seats:
-    """Which process runs which stages of which replica, and this one's communicators: see `PipelineGroups`."""
+    """Which process runs which stages of which replica, and this one's communicators: see `PipelineGroups`.
+
+    Where the grid's `ep` replicas share experts, `experts` is over these processes of this stage, and `copies` over
+    those with the same experts.
+    """
 
     grid: Grid
     collective: Collective
     column: Collective
+    experts: Collective | None = None
+    copies: Collective | None = None
 
 
 def alone(rank: int = 0) -> Collective:
@@ -108,8 +114,9 @@ class PipelineGroups:
         self.replicas = seats.grid.replicas
         self.replica = seats.grid.replica_of(self.world.rank)
         self.rank = seats.grid.pipeline_rank_of(self.world.rank)
-        for collective in (seats.collective, seats.column):
-            self.include(collective)
+        for collective in (seats.collective, seats.column, seats.experts, seats.copies):
+            if collective is not None:
+                self.include(collective)
 
     @property
     def spare(self) -> bool:

@@ -43,7 +43,7 @@ from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
-from prophet.state.transition import Mode, State
+from prophet.state.transition import State
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -120,7 +120,7 @@ class ElasticPipeline:
             self.groups.divide()
 
         def make() -> Optimizers:
-            column = self.groups.grid.column(self.rank)
+            column = self.groups.grid.column(self.rank) if seats is None else ()
             self.experts = StageExperts(self.model.units, self.groups.world.rank, column, self.meter)
             self.owned.keep_only(() if joins else agreed.layers_on(self.rank))
             self.owned.to_device(at)
@@ -314,6 +314,7 @@ class ElasticPipeline:
         `rank` counts all processes: the first replica's come first. `save_pretrained` writes it for transformers.
         """
         self.experts.check_static("gather or save a model")
+        self._check_unsharded("gather or save a model", owners=False)
         held = Held()
 
         def collect() -> int:
@@ -347,12 +348,13 @@ class ElasticPipeline:
     @together("measuring before step")
     def measure(self) -> list[LayerCost]:
         """Costs of all layers since the last rebuild or `meter.reset()`; collective over all ranks, equal on all."""
+        self._check_unsharded("measure layers", owners=False)
         return self.gather_costs(self.local_costs(), self.collective)
 
     def gather_costs(self, local: Mapping[int, LayerCost], collective: Collective) -> list[LayerCost]:
         """Costs of all layers from every rank's own; a layer's are its slowest replica's. Collective."""
-        layers, replicas = self.stage_map.layers, self.groups.replicas
-        return gather_costs(local, layers, collective, self.config.device, replicas=replicas)
+        layers, rows = self.stage_map.layers, self.groups.grid.rows
+        return gather_costs(local, layers, collective, self.config.device, rows=rows)
 
     def local_costs(self) -> dict[int, LayerCost]:
         """Costs of this rank's layers."""
@@ -402,18 +404,16 @@ class ElasticPipeline:
 
     @together("switch before step")
     def reseat(
-        self, target: Arrangement, collective: Collective, words: Mapping[str, Any], way: Way | None, mode: Mode
+        self, switch: Reseater, target: Arrangement, collective: Collective, words: Mapping[str, Any], way: Way | None
     ) -> Switched:
-        """Go to the arrangement `target`, between updates; collective over all processes, spare ones too.
+        """Go to the arrangement `target` by `switch`, between updates; collective over all processes, spare ones too.
 
         `collective` carries the state. `words` must be the same on all of them. `way` was found ahead. Raises
         `SpecError` where they differ and `TransitionError` where state cannot be moved: on all, with everything as it
-        was. What fails on the way in place is a `StageFailed`, and ends the pipeline.
+        was.
         """
-        self.experts.check_static("switch")
-        switch = self.reseater()
-        switch.check({**words, "mode": mode}, target)
-        self._stages, done = switch.move(target, collective, way, mode)
+        switch.check(words, target)
+        self._stages, done = switch.move(target, collective, way)
         self.meter.reset()
         return done
 
@@ -425,10 +425,11 @@ class ElasticPipeline:
         self.mover.check_replicas(self.stage_map)
         return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
 
-    def _check_unsharded(self, what: str) -> None:
-        if self._passes.owners.zero:
+    def _check_unsharded(self, what: str, *, owners: bool = True) -> None:
+        if self._passes.owners.sharded or (owners and self._passes.owners.zero):
             raise SpecError(
-                f"a pipeline cannot {what} while optimizer state has owners (zero=1): switch to zero=0 first"
+                f"a pipeline cannot {what} in shards or while optimizer state has owners (zero=1): switch to zero=0 "
+                "without tp first"
             )
 
     @together("loading before step")

@@ -1,8 +1,9 @@
 """Training state of a pipeline as pieces of a space: parameters, buffers, gradients, what optimizers keep.
 
 Names are the unsplit model's: `3.mlp.weight` is a parameter or buffer, `3.mlp.weight#grad` its gradient,
-`3.mlp.weight@exp_avg` an entry of its optimizer state. Every rank describes what it holds in JSON; the union is the
-space. Optimizer entries that are plain numbers travel in the description.
+`3.mlp.weight@exp_avg` an entry of its optimizer state, `3.mlp.weight%ema` what is registered for it. Every rank
+describes what it holds in JSON; the union is the space. Optimizer entries that are plain numbers travel in the
+description.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.pipeline.optimizers import Optimizers
-from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.ownership import Ownership, local
+from pipeline_balance.pipeline.registered import MARK, registered
 from pipeline_balance.spec import StageMap
 from prophet.errors import LayoutError, TransitionError
 from prophet.ranks.collective import Collective, Operation
@@ -44,7 +46,7 @@ class Held:
         if dtype not in ITEM_BYTES or tensor.layout != torch.strided:
             raise LayoutError(f"{name}: a {tensor.layout} tensor of {dtype} cannot be moved")
         self.specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, kind=kind, layer=unit))
-        self.tensors[name] = tensor.detach()
+        self.tensors[name] = local(tensor.detach())
 
     def add_state(self, key: str, entry: str, value: Any, device: torch.device, unit: int) -> None:
         """Take in one entry of an optimizer's state for parameter `key`."""
@@ -74,6 +76,8 @@ def collect(owned: Ownership, optimizers: Optimizers, units: Collection[int], *,
             held.add(f"{name}#grad", parameter.grad, "gradient", unit)
         for entry, value in state.get(id(parameter), {}).items():
             held.add_state(name, entry, value, parameter.device, unit)
+        for key, handle in registered(name, parameter):
+            held.add(key, handle.tensor, "registered", unit)
     for name, buffer in owned.buffers.items():
         if not set(buffer.units).isdisjoint(units):
             held.add(name, buffer.tensor, "buffer", buffer.units[0])
@@ -153,7 +157,7 @@ def share(held: Held | str, collective: Collective, device: torch.device, after:
 
 def base_name(name: str) -> str:
     """The parameter or buffer that a piece of state belongs to."""
-    return name.split("#", 1)[0].split("@", 1)[0]
+    return name.split("#", 1)[0].split("@", 1)[0].split(MARK, 1)[0]
 
 
 def by_layer(

@@ -24,6 +24,8 @@ class Gradients:
     def __init__(self, owned: Ownership, groups: PipelineGroups, experts: StageExperts) -> None:
         self.owned, self.groups, self.experts = owned, groups, experts
         self._means = ReplicaMeans(groups.column)
+        copies = groups.seats.copies
+        self._copies = ReplicaMeans(copies) if copies is not None and copies.size > 1 else None
         self._open = False
         self._added_up: list[nn.Parameter] = []
 
@@ -64,6 +66,11 @@ class Gradients:
         self._means.finish()
         sum_tied_gradients(ties, stage_map, self.groups.collective)
         self.experts.complete()
+        if self._copies is not None:
+            for unit in stage_map.layers_on(self.groups.rank):
+                mine = [self.owned.parameters[name] for name in self.owned.of([unit])]
+                self._copies.start([p for p in mine if p in self.experts.parameters], unit)
+            self._copies.finish()
 
     def scale_(self, factor: float) -> None:
         """Multiply them by `factor`."""
@@ -76,8 +83,9 @@ class Gradients:
         """Scale them so that the model's norm is at most `max_norm`; the norm before, the same on all ranks."""
         owned, home, rank = self.owned, stage_map.assignment(), self.groups.rank
         mine = [n for n in owned.of(stage_map.layers_on(rank)) if home[owned.units_of[n][0]] == rank]
-        if self.groups.replica:  # its other gradients are copies of the first replica's
-            mine = [n for n in mine if owned.parameters[n] in self.experts.parameters]
+        replica = self.groups.replica  # the gradients of others are copies of replica 0's, or of the first with experts
+        shared = self.experts.parameters if self.groups.seats.copies is None or replica < self.groups.grid.ep else set()
+        mine = [n for n in mine if owned.model.measures(p := owned.parameters[n], replica) or p in shared]
         norm = gradient_norm(owned.parameters, set(mine), self.groups.world, device=device)
         clip_gradients_(owned.parameters, max_norm, norm)
         return float(norm)
@@ -91,3 +99,5 @@ class Gradients:
     def close(self) -> None:
         """End the thread that averages."""
         self._means.close()
+        if self._copies is not None:
+            self._copies.close()

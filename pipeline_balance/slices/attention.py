@@ -7,6 +7,7 @@ attention takes the merged output and log-sum-exp, so each chunk's gradients are
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from prophet.errors import SpecError
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_SPLIT = 256  # tokens from which on a slice's attention to itself is cut in two; found by measurement
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float | None = None) -> Tensor:
@@ -67,26 +69,70 @@ class _Place:
     scale: float
     pending: bool
 
-    def visible(self, query: Tensor) -> list[tuple[int, Chunk, Tensor | None]]:
-        """Chunks that some token of the slice may attend to, with masks [B, 1, T, S] where not all may."""
+    def blocks(self, query: Tensor) -> Iterator[_Block]:
+        """What tokens of the slice attend to, chunk by chunk; chunks that none may attend to are left out."""
         unit = self.unit
         mine = unit.documents_of(unit.slice)
-        found: list[tuple[int, Chunk, Tensor | None]] = []
         for number, chunk in sorted(self.store.chunks(self.layer, unit.microbatch).items()):
             if number > unit.slice:
                 break
+            own = number == unit.slice
             mask = None
             theirs = unit.documents_of(number)
             if mine is not None and theirs is not None:
                 same = mine[:, :, None] == theirs[:, None, :]
-                if number == unit.slice:
+                if own:
                     same = same.tril()
                 elif not same.any():
                     continue
-                if number == unit.slice or not same.all():
+                if own or not same.all():
                     mask = torch.zeros(same.shape, dtype=query.dtype).masked_fill_(~same, float("-inf"))[:, None]
-            found.append((number, chunk, mask))
-        return found
+            parts = _triangle(0, query.shape[2]) if own else [(slice(None), slice(None), False)]
+            for rows, columns, causal in parts:
+                part = mask[:, :, rows, columns] if mask is not None else None
+                yield _Block(chunk, own, rows, columns, causal and mask is None, part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Tokens `rows` of the slice and tokens `columns` of a chunk that some of them attend to.
+
+    Not all of them may attend to all where it is `causal` or has a mask [B, 1, rows, columns].
+    """
+
+    chunk: Chunk
+    own: bool
+    rows: slice
+    columns: slice
+    causal: bool
+    mask: Tensor | None
+
+    def of_rows(self, tensor: Tensor) -> Tensor:
+        """Of a tensor [B, Hq, T, ...], the part of the slice's tokens."""
+        return tensor[:, :, self.rows]
+
+    def of_columns(self, tensor: Tensor) -> Tensor:
+        """Of a tensor [B, Hkv, S, D], the part of the chunk's tokens."""
+        return tensor[:, :, self.columns]
+
+
+def _triangle(start: int, stop: int) -> Iterator[tuple[slice, slice, bool]]:
+    """A slice's own triangle in two triangles and a square: rows, columns, and whether the block is a triangle.
+
+    torch's kernel takes 512 keys at a time and computes the hidden half of a smaller triangle as well.
+    """
+    middle = (start + stop) // 2
+    if stop - start < _SPLIT:
+        yield slice(start, stop), slice(start, stop), True
+        return
+    yield from _triangle(start, middle)
+    yield slice(middle, stop), slice(start, middle), False
+    yield from _triangle(middle, stop)
+
+
+def _by_token(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Zeros [B, H, T, D] in the order [B, T, H, D] of memory, which kernels and layers both use."""
+    return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype).zero_()
 
 
 class _Attend(torch.autograd.Function):
@@ -118,59 +164,52 @@ class _Attend(torch.autograd.Function):
         own = store.chunks(layer, unit.microbatch)[unit.slice]
         if own.out is None or own.out._version != own.version:
             raise SpecError(f"layer {layer}: the output of its attention was changed in place; work on a copy of it")
-        grad_out = grads[0].contiguous()
+        grad_out = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
         wide = torch.promote_types(query.dtype, torch.float32)
-        query_grad = torch.zeros(query.shape, dtype=wide)
-        own_grads: tuple[Tensor, Tensor] | None = None
-        for number, chunk, mask in place.visible(query):
-            causal = number == unit.slice and mask is None
-            of_query, of_key, of_value = _backward(
-                grad_out,
-                query,
-                chunk.key,
-                chunk.value,
-                own.out,
-                own.lse,
+        query_grad = _by_token(query.shape, wide)
+        own_grads = _by_token(own.key.shape, wide), _by_token(own.value.shape, wide)
+        if own.key_grad is not None and own.value_grad is not None:
+            own_grads[0].copy_(own.key_grad)
+            own_grads[1].copy_(own.value_grad)
+        for block in place.blocks(query):
+            found = _backward(
+                *(block.of_rows(t) for t in (grad_out, query)),
+                *(block.of_columns(t) for t in (block.chunk.key, block.chunk.value)),
+                *(block.of_rows(t) for t in (own.out, own.lse)),
                 0.0,
-                causal,
-                attn_mask=mask,
+                block.causal,
+                attn_mask=block.mask,
                 scale=place.scale,
             )
-            query_grad += of_query
-            if number == unit.slice:
-                own_grads = of_key, of_value
-            elif chunk.pending:
-                key_grad, value_grad = store.gradients(chunk)
-                key_grad += of_key
-                value_grad += of_value
-        assert own_grads is not None, "a slice sees itself"
-        key_grad, value_grad = own_grads
-        if own.key_grad is not None and own.value_grad is not None:
-            key_grad, value_grad = own.key_grad + key_grad, own.value_grad + value_grad
+            block.of_rows(query_grad).add_(found[0])
+            if block.own or block.chunk.pending:
+                sums = own_grads if block.own else store.gradients(block.chunk)
+                for total, part in zip(sums, found[1:], strict=True):
+                    block.of_columns(total).add_(part)
         store.pop(layer, unit)
+        key_grad, value_grad = own_grads
         return query_grad.to(query.dtype), key_grad.to(query.dtype), value_grad.to(query.dtype), None
 
 
 def _merged(query: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
-    """Attention to all visible chunks, [B, Hq, T, D], and its log-sum-exp, [B, Hq, T]."""
-    out: Tensor | None = None
-    lse: Tensor | None = None
-    for number, chunk, mask in place.visible(query):
-        causal = number == place.unit.slice and mask is None
-        part, part_lse = _forward(query, chunk.key, chunk.value, 0.0, causal, attn_mask=mask, scale=place.scale)
-        if mask is not None:
+    """Attention to all that the slice sees, [B, Hq, T, D], and its log-sum-exp, [B, Hq, T]."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    out = _by_token(query.shape, wide)
+    lse = torch.full(query.shape[:3], float("-inf"), dtype=wide)
+    for block in place.blocks(query):
+        key, value = block.of_columns(block.chunk.key), block.of_columns(block.chunk.value)
+        part, part_lse = _forward(
+            block.of_rows(query), key, value, 0.0, block.causal, attn_mask=block.mask, scale=place.scale
+        )
+        if block.mask is not None:
             # a row without a visible token has the log-sum-exp 0 here, and must not weigh anything
-            empty = torch.isinf(mask).all(dim=-1)
+            empty = torch.isinf(block.mask).all(dim=-1)
             part_lse = part_lse.masked_fill(empty, float("-inf"))
-        if out is None or lse is None:
-            out, lse = part.to(part_lse.dtype), part_lse
-            continue
-        # the share of this chunk, exp(part_lse) / (exp(lse) + exp(part_lse)), and 0 where neither has seen anything
-        share = torch.sigmoid(part_lse - lse)
-        if mask is not None:
+        before = block.of_rows(lse)
+        # the share of this block, exp(part_lse) / (exp(before) + exp(part_lse)), and 0 where neither has seen anything
+        share = torch.sigmoid(part_lse - before)
+        if block.mask is not None:
             share.nan_to_num_(0.0)
-        lse = torch.logaddexp(lse, part_lse)
-        out.lerp_(part.to(out.dtype), share.unsqueeze(-1))
-    assert out is not None, "a slice sees itself"
-    assert lse is not None, "a slice sees itself"
+        torch.logaddexp(before, part_lse, out=before)
+        block.of_rows(out).lerp_(part.to(wide), share.unsqueeze(-1))
     return out.to(query.dtype), lse

@@ -148,6 +148,13 @@ class Bank(nn.Module):
     def add_flat_grad(self, local: int, start: int, stop: int, piece: Tensor) -> None:
         """Add `piece`, elements start..stop of G gradients, not scaled, to the gradients of home expert `local`."""
 
+    def share_over(self, rank: int, ranks: int) -> None:
+        """Be the experts of one of so many ranks, whose parameters are put in place by the caller.
+
+        Raises ValueError for experts that cannot be shared anew.
+        """
+        raise ValueError(f"{type(self).__name__}: experts that are modules stay on their ranks")
+
     # --- names ---
 
     @abstractmethod

@@ -17,7 +17,7 @@ from prophet.experts.bank import Bank, Entry, gradient_of, overlaps
 from prophet.experts.replica import Replica, ReplicaPool
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights, grouped_ffn
-from prophet.spec import GATED, Activation, Bias, LayerShape, bias_of, has_biases
+from prophet.spec import GATED, Activation, Bias, LayerShape, bias_of, check_experts_per_rank, has_biases
 
 # the stacked parameters in the order of an expert's flat vector, and what kernels call them
 _FIELDS = {"w_in": "w_in", "bias_in": "b_in", "w_out": "w_out", "bias_out": "b_out"}
@@ -210,6 +210,11 @@ class FeedForwardBank(Bank):
             mine = self._of(gradient_of(p), local).view(-1)[a:b]
             mine.add_(piece[offset : offset + b - a], alpha=self.grad_scale)
             offset += b - a
+
+    def share_over(self, rank: int, ranks: int) -> None:
+        self.experts = check_experts_per_rank(self.total_experts, ranks)
+        self.first_expert, self.ep_size, self.grad_scale = rank * self.experts, ranks, 1.0 / ranks
+        self._mark()
 
     # --- checkpoints that do not depend on the number of ranks ---
 

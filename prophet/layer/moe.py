@@ -158,6 +158,16 @@ class MoE(nn.Module):
         """What the experts' keys in a state dict begin with; name: of this layer, with a dot, or nothing."""
         return f"{name}experts."
 
+    def regroup(self, group: Collective, replicas: Collective | None) -> None:
+        """Share the experts over the ranks of another `group` from now on, `replicas` having the same ones.
+
+        Between two steps, by whoever exchanges the experts' parameters for those that this rank has then. Nobody may
+        balance the layer meanwhile.
+        """
+        self.experts.share_over(group.rank, group.size)
+        self.collective, self.replicas = group, replicas
+        self._port, self._number = self.plain_port(), None
+
     def plain_port(self) -> Port:
         """A port that balances nothing."""
         return PlainPort(self.collective.size, self.num_experts)

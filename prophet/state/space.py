@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from prophet.errors import LayoutError
 
-StateKind = Literal["parameter", "gradient", "optimizer", "rng", "buffer", "index"]
+StateKind = Literal["parameter", "gradient", "optimizer", "rng", "buffer", "index", "registered"]
 
 _KINDS = frozenset(get_args(StateKind))
 

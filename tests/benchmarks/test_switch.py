@@ -48,7 +48,7 @@ def test_the_command_writes_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(paper, "ROWS", paper.ROWS[-1:])
-    assert main(["--most-ranks", "64", "--no-bounds", "--json", str(tmp_path / "out.json")]) == 0
+    assert main(["--paper", "--plan", "--most-ranks", "64", "--no-bounds", "--json", str(tmp_path / "out.json")]) == 0
     found = json.loads((tmp_path / "out.json").read_text())
     assert len(found["paper"]) == 1
     assert len(found["plan"]) == 2 * len(plan.SWITCHES)

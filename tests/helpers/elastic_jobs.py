@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from pipeline_balance import elastic
-from pipeline_balance.elastic.held import held
-from pipeline_balance.elastic.job import Job, describe
+from pipeline_balance.elastic.groups import Groups
+from pipeline_balance.elastic.holdings import held
+from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.reshape import describe
+from pipeline_balance.pipeline import reseat
+from pipeline_balance.pipeline.rebuild import Change
+from prophet.state import transition
 from tests.helpers.pipeline_model import plain_step
 
 DIM, VOCABULARY, UNITS, SEED = 6, 11, 6, 3
@@ -110,3 +118,29 @@ def check_held(job: Job) -> None:
     layout = layout_of(describe(job.pipeline.owned), job.layout, ranks=dist.get_world_size())
     found = {piece for piece in held(job.model, job.optimizer) if not piece.name.endswith(".scale")}
     assert found == set(layout.on(dist.get_rank()))
+
+
+@contextmanager
+def broken(job: Job, place: str) -> Iterator[None]:
+    """Where a switch fails on this rank."""
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"broken in {place}")
+
+    def made_and_lost(self: Groups, members: Any) -> Any:
+        one(self, members)
+        fails()
+
+    one = Groups._one
+    owner, name = {
+        "collect": (reseat, "collect"),
+        "group": (Groups, "_one"),
+        "allocate": (job.pipeline.mover, "allocate"),
+        "pack": (transition._Mover, "_pack"),
+        "unpack": (transition._Mover, "_unpack"),
+        "assemble": (job.pipeline.mover, "assemble"),
+        "decide": (Change, "check"),
+    }[place]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, made_and_lost if place == "group" else fails)
+        yield

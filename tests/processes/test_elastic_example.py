@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.helpers.launch import EXAMPLES, torchrun
+from pipeline_balance import elastic
+from tests.helpers.launch import EXAMPLES, as_launched, torchrun
 
 STEP = re.compile(r"step (\d+) in [\w,]+: loss ([\d.]+)")
 
@@ -20,3 +21,16 @@ def test_five_layouts_train_as_one() -> None:
     assert moving == pytest.approx(fixed, abs=2e-5)  # float32, sums in another order
     assert moving["30"] < moving["6"] - 0.3
     assert said[0].count("held up for") == 4
+
+
+LOOP = re.compile(r"step (\d+) in ([\w,]+): loss of rank 0 ([\d.]+)")
+
+
+@pytest.mark.parametrize("way", [("dp4", "dp4,zero3"), ("tp4", "dp2,tp2,zero2")])
+def test_a_loop_of_ones_own_learns_in_both_layouts(way: tuple[str, str]) -> None:
+    first, *_ = as_launched(EXAMPLES / "elastic_own_loop.py", "--layout", way[0], "--then", way[1], ranks=4)
+    said = LOOP.findall(first)
+    assert [elastic.Parallelism.parse(layout) for _, layout, _ in said] == [
+        elastic.Parallelism.parse(text) for text in (way[0], way[0], way[1], way[1])
+    ]
+    assert float(said[-1][2]) < float(said[0][2]) - 0.5

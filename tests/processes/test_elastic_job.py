@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from pipeline_balance.elastic.groups import Groups
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
-from pipeline_balance.pipeline import reseat
-from pipeline_balance.pipeline.rebuild import Change
 from prophet.errors import SpecError, StageFailed, TransitionError
-from prophet.state import transition
 from tests.helpers.elastic_jobs import (
     DIM,
     MICROBATCHES,
     ROWS,
     VOCABULARY,
     batches,
+    broken,
     build,
     check_held,
     dataset,
@@ -150,14 +146,20 @@ def test_a_batch_that_replicas_do_not_divide_is_weighted() -> None:
 
 
 def _refusals(rank: int, size: int) -> None:
-    for text, words in (("tp2", "tp2"), ("zero2,dp2", "zero2"), ("dp2,ep2", "ep2"), ("pp2,slices2", "slices2")):
+    refused = {
+        "pp2,dp2,zero2": "pp2 with shards",
+        "dp2,ep2": "ep2",
+        "pp2,slices2": "slices2",
+        "tp2,zero1": "zero1 with tp",
+    }
+    for text, words in refused.items():
         with pytest.raises(SpecError, match=f"cannot train .*{words}"):
             start(text)
     with pytest.raises(SpecError, match="needs rank 4, the world has 4"):
         start("dp5")
     job = start("pp2")
     before = whole(job)
-    with pytest.raises(SpecError, match="cannot train tp2"):
+    with pytest.raises(SpecError, match="tp2: a Sequential has no tensor-parallel plan"):
         job.switch(Parallelism(tp=2))
     with pytest.raises(SpecError, match=r"ranks \[2\] were given another layout than rank 0 \(dp2\)"):
         job.prepare(Parallelism(dp=3 if rank == 2 else 2))
@@ -201,32 +203,6 @@ def _broken(rank: int, size: int) -> list[str]:
     assert same(whole(job), before)
     train(job, 1)
     return said
-
-
-@contextmanager
-def broken(job: Job, place: str) -> Iterator[None]:
-    """Where a switch fails on this rank."""
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise RuntimeError(f"broken in {place}")
-
-    def made_and_lost(self: Groups, members: Any) -> Any:
-        one(self, members)
-        fails()
-
-    one = Groups._one
-    owner, name = {
-        "collect": (reseat, "collect"),
-        "group": (Groups, "_one"),
-        "allocate": (job.pipeline.mover, "allocate"),
-        "pack": (transition._Mover, "_pack"),
-        "unpack": (transition._Mover, "_unpack"),
-        "assemble": (job.pipeline.mover, "assemble"),
-        "decide": (Change, "check"),
-    }[place]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, made_and_lost if place == "group" else fails)
-        yield
 
 
 def test_a_failure_in_each_stage_leaves_the_old_state_and_goes_on() -> None:

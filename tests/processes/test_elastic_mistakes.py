@@ -104,6 +104,7 @@ def _goes_on(rank: int, size: int) -> list[str]:
     # spare processes that come in evaluate at once what the others do
     job.switch(Parallelism(pp=1))
     train(job, 1)
+    assert len(job.pipeline.measure()) == len(job.pipeline.model.units)  # with spare processes
     inputs, labels = (t[: 2 * ROWS] for t in dataset().tensors)
     want = job.evaluate(inputs, labels)
     job.switch(Parallelism(pp=3))

@@ -230,7 +230,7 @@ def test_the_command_is_registered_and_prints(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("--from", "tp3x", "--to", "dp2"), "--from: .*'tp3x' is not understood"),
+        (("--from", "tp3x", "--to", "dp2"), "--from: 'tp3x': 'tp3x' is not understood"),
         (("--from", "dp2", "--to", "pp3,ep2"), "--to: .*ep must divide"),
         (("--from", "dp2", "--to", "pp99"), "99 chunks need at least as many layers"),
         (("--from", "dp2", "--to", "dp1", "--machine", "a80"), "no machine 'a80'; did you mean 'a800'"),

@@ -1,0 +1,261 @@
+"""Rows of the measured switches, and what is held against them.
+
+A move is over when its slowest rank is: seconds are the largest of all ranks, then the median of the repetitions.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.switch.cases import LARGE_BYTES, Case, least_port_bytes
+from benchmarks.switch.ways import DCP, GATHER, ONE_BY_ONE, OURS
+from pipeline_balance.elastic.bound import Rates, demand_of, least_direct_s, least_s
+from pipeline_balance.elastic.layouts import ADAMW, ModelDescription, Parameter, layout_of
+from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.simulate import simulate
+from prophet.state.route import route
+
+Row = dict[str, Any]
+AND_RESTART = f"{DCP}, and restart"
+
+
+def _spread(seconds: Sequence[Sequence[float]]) -> tuple[float, float, float]:
+    """Median, least and most of the repetitions [ranks][repetitions]."""
+    slowest = [max(at) for at in zip(*seconds, strict=True)]
+    return statistics.median(slowest), min(slowest), max(slowest)
+
+
+def _port_bytes(phases: Sequence[Sequence[Sequence[int]]]) -> int:
+    """Bytes at the busiest port, by rank, phase and direction; phases come one after the other."""
+    return int(np.array(phases).max(axis=2).max(axis=0).sum())
+
+
+def case_rows(
+    case: Case, parts: Sequence[Mapping[str, Any]], *, bytes_per_s: float, probe: Mapping[str, float], restart_s: float
+) -> list[Row]:
+    """One row per peer. parts: of every rank; bytes_per_s: of a link, one way."""
+    hosts = len(parts)
+    plan = case.plan(hosts)
+    space = plan.before.space
+    given = route(plan.before, layout_of(case.model(), replace(plan.parallelism, order=None), ranks=hosts))
+    demand = demand_of(plan.route.atoms, space.item_bytes)
+    nodes, rates = np.arange(hosts), Rates(intra_bytes_per_s=bytes_per_s, inter_bytes_per_s=bytes_per_s)
+    bound_s = least_s(demand, nodes, rates)
+    seen = Rates(intra_bytes_per_s=probe["bytes_per_s"], inter_bytes_per_s=probe["bytes_per_s"])
+    empty_s = statistics.median(max(at) for at in zip(*(p["empty_s"] for p in parts), strict=True))
+    blocked_s, least, most = _spread([p["ways"][OURS]["seconds"] for p in parts])
+    own = [p["ways"][OURS] for p in parts]
+    row: Row = {
+        "case": case.name,
+        "from": case.before,
+        "to": case.after,
+        "order": list(plan.parallelism.rank_of_place),
+        "hosts": hosts,
+        "model_bytes": sum(t.elements * t.item_bytes for t in space.tensors),
+        "wire_bytes": plan.route.wire_bytes,
+        "given_bytes": given.wire_bytes,
+        "least_port_bytes": least_port_bytes(plan),
+        "port_bytes": max(*plan.route.sent_bytes(), *plan.route.received_bytes()),
+        "bound_s": bound_s,
+        "direct_bound_s": least_direct_s(demand, nodes, rates),
+        "blocked_s": blocked_s,
+        "blocked_least_s": least,
+        "blocked_most_s": most,
+        "ratio": blocked_s / bound_s if bound_s else None,
+        "plan_s": sum(parts[0]["plan"].values()),
+        "group_s": max(p["group_s"] for p in parts),
+        "hidden_s": None,
+        "messages": sum(p["messages"] for p in own),
+        "peak_bytes": max(p["peak_bytes"] for p in own),
+        "predicted_s": simulate(plan.route, seen).seconds + empty_s,
+        "empty_s": empty_s,
+    }
+    rows = []
+    for name in parts[0]["ways"]:
+        if name == OURS:
+            continue
+        seconds, low, high = _spread([p["ways"][name]["seconds"] for p in parts])
+        peer_bytes = _port_bytes([p["ways"][name]["phases"] for p in parts])
+        peer = {"peer": name, "peer_bytes": peer_bytes, "peer_s": seconds, "peer_least_s": low, "peer_most_s": high}
+        rows.append(row | peer)
+        if name == DCP:
+            more = {"peer_s": seconds + restart_s, "peer_least_s": low + restart_s, "peer_most_s": high + restart_s}
+            rows.append(row | peer | more | {"peer": AND_RESTART})
+    return rows or [row | {"peer": "", "peer_bytes": None, "peer_s": None}]
+
+
+def job_model(dim: int, layers: int) -> ModelDescription:
+    """The job's model: linear layers in float32 with AdamW's state."""
+    found = []
+    for k in range(layers):
+        for part, shape in (("weight", (dim, dim)), ("bias", (dim,))):
+            found.append(Parameter(name=f"{k}.{part}", shape=shape, dtype="float32", layers=(k,)))
+    return ModelDescription(name="linear", layers=layers, parameters=tuple(found), entries=ADAMW)
+
+
+def job_rows(parts: Sequence[Mapping[str, Any]], options: Mapping[str, int], *, bytes_per_s: float) -> list[Row]:
+    """One row per switch of the job, there and back."""
+    hosts, model = len(parts), job_model(options["dim"], options["layers"])
+    rates = Rates(intra_bytes_per_s=bytes_per_s, inter_bytes_per_s=bytes_per_s)
+    rows = []
+    for every in zip(*(p["switches"] for p in parts), strict=True):
+        times = [e["times"] for e in every]
+        bounds, wires = [], []
+        for at in times[0]:
+            one, two = (layout_of(model, Parallelism.parse(at[k]), ranks=hosts) for k in ("from", "to"))
+            way = route(one, two, nodes=list(range(hosts)))
+            bounds.append(least_s(demand_of(way.atoms, model.space.item_bytes), way.nodes, rates))
+            wires.append(at["wire_bytes"])
+        blocked_s, least, most = _spread([[at["blocked_s"] for at in row] for row in times])
+        bound_s = statistics.median(bounds)
+        rows.append(
+            {
+                "case": "whole job",
+                "from": every[0]["before"],
+                "to": every[0]["after"],
+                "hosts": hosts,
+                "model_bytes": sum(t.elements * t.item_bytes for t in model.space.tensors),
+                "wire_bytes": statistics.median(wires),
+                "least_port_bytes": round(bound_s * bytes_per_s),
+                "port_bytes": statistics.median(at["port_bytes"] for at in times[0]),
+                "bound_s": bound_s,
+                "blocked_s": blocked_s,
+                "blocked_least_s": least,
+                "blocked_most_s": most,
+                "ratio": blocked_s / bound_s if bound_s else None,
+                "inside_s": _spread([[at["inside_s"] for at in row] for row in times])[0],
+                "hidden_s": _spread([[at["hidden_s"] for at in row] for row in times])[0],
+                "messages": sum(row[-1]["messages"] for row in times),
+                "peak_bytes": max(at["peak_bytes"] for row in times for at in row),
+            }
+        )
+    return rows
+
+
+def beside_row(parts: Sequence[Mapping[str, Any]]) -> Row:
+    """How much of preparing was hidden behind steps, and what it did to them; sums over preparations, worst rank."""
+    found = []
+    for part in parts:
+        rows = part["beside"]
+        groups_s, routes_s, exposed_s = (sum(r[k] for r in rows) for k in ("groups_s", "routes_s", "exposed_s"))
+        before_s, meanwhile_s = (statistics.median(r[k] for r in rows) for k in ("before_s", "meanwhile_s"))
+        found.append(
+            {
+                "preparations": len(rows),
+                "groups_s": groups_s / len(rows),
+                "routes_s": routes_s / len(rows),
+                "exposed_s": exposed_s / len(rows),
+                "called_s": statistics.fmean(r["called_s"] for r in rows),
+                "hidden_share": 1 - exposed_s / (groups_s + routes_s) if groups_s + routes_s else 1.0,
+                "step_before_s": before_s,
+                "step_meanwhile_s": meanwhile_s,
+                "slowed_by": meanwhile_s / before_s - 1,
+            }
+        )
+    return min(found, key=lambda r: r["hidden_share"]) | {"slowed_by": max(r["slowed_by"] for r in found)}
+
+
+# --- targets ---
+
+
+def _target(what: str, row: Row | None, value: float, limit: float, *, most: bool) -> Row:
+    names = {} if row is None else {k: row[k] for k in ("case", "from", "to")}
+    met = value <= limit if most else value >= limit
+    return {"what": what, **names, "value": value, "target": limit, "at_most": most, "met": met}
+
+
+def _of_move(row: Row) -> Iterator[Row]:
+    if row["least_port_bytes"] >= LARGE_BYTES:
+        yield _target("blocked / bound", row, row["ratio"], 1.25, most=True)
+    else:
+        limit_s = 1.25 * row["bound_s"] + 0.15
+        yield _target("blocked s, at most 1.25 x bound + 0.15 s", row, row["blocked_s"], limit_s, most=True)
+    if row["least_port_bytes"]:
+        yield _target(
+            "busiest port of the plan / bound", row, row["port_bytes"] / row["least_port_bytes"], 1.05, most=True
+        )
+    one_dimension = row["case"].split()[0] in ("dp", "tp", "pp")
+    if one_dimension and row.get("given_bytes"):
+        yield _target(
+            "bytes in the chosen order / as given", row, row["wire_bytes"] / row["given_bytes"], 0.7, most=True
+        )
+
+
+def _of_peer(row: Row) -> Iterator[Row]:
+    if not row["port_bytes"]:
+        return
+    times, by_bytes = row["peer_s"] / row["blocked_s"], (row["peer_bytes"] or 0) / row["port_bytes"]
+    if row["peer"] == ONE_BY_ONE:
+        yield _target("one message per tensor / ours", row, times, 1.25, most=False)
+    if row["peer"] == GATHER:
+        yield _target("gather-and-cut / ours, of the ratio of bytes", row, times / by_bytes, 0.8, most=False)
+    if row["peer"] == DCP:
+        yield _target("I/O of DCP / ours, of the ratio of bytes", row, times / by_bytes, 0.8, most=False)
+        if row["case"] in ("dp halved", "tp halved", "pp halved"):
+            yield _target("I/O of DCP / ours, halved", row, times, 2.4, most=False)
+        if row["wire_bytes"] >= LARGE_BYTES:
+            yield _target("I/O of DCP / ours, 32 MB moved", row, times, 1.2, most=False)
+    if row["peer"] == AND_RESTART:
+        yield _target("DCP and restart / ours", row, times, 2.0, most=False)
+
+
+def targets(rows: Sequence[Row], jobs: Sequence[Row], beside: Row | None) -> list[Row]:
+    """Every target with its value, and whether it is met."""
+    moves = list({(r["case"], r["from"], r["to"]): r for r in rows}.values())
+    found = [t for row in (*moves, *jobs) for t in _of_move(row)]
+    found += [t for row in rows for t in _of_peer(row)]
+    if beside is not None:
+        found.append(_target("groups and routes: hidden share", None, beside["hidden_share"], 0.95, most=False))
+        found.append(_target("steps slowed meanwhile", None, beside["slowed_by"], 0.05, most=True))
+    errors = [r["predicted_s"] / r["blocked_s"] - 1 for r in moves if r["wire_bytes"]]
+    if errors:
+        found.append(_target("predicted: mean error", None, statistics.fmean(map(abs, errors)), 0.08, most=True))
+        found.append(_target("predicted: bias (absolute)", None, abs(statistics.fmean(errors)), 0.03, most=True))
+    return found
+
+
+def table(rows: Sequence[Row], jobs: Sequence[Row]) -> str:
+    """The rows as text: a line per change, seconds of the peers beside."""
+    peers = list(dict.fromkeys(r["peer"] for r in rows if r["peer"]))
+    lines = [
+        "| case | from | to | port MB | bound s | ours s (least - most) | ratio | predicted s | "
+        + " | ".join(peers)
+        + " |"
+    ]
+    lines.append("|---" * (8 + len(peers)) + "|")
+    by_case: dict[tuple[str, str, str], list[Row]] = {}
+    for r in rows:
+        by_case.setdefault((r["case"], r["from"], r["to"]), []).append(r)
+    for (case, before, after), group in by_case.items():
+        r = group[0]
+        seconds = {g["peer"]: f"{g['peer_s']:.2f}" for g in group if g["peer"]}
+        lines.append(_line(case, before, after, r, f"{r['predicted_s']:.2f}", *(seconds.get(p, "") for p in peers)))
+    lines += [_line(r["case"], r["from"], r["to"], r, "", *("" for _ in peers)) for r in jobs]
+    return "\n".join(lines)
+
+
+def _line(case: str, before: str, after: str, r: Row, *more: str) -> str:
+    ratio = "" if r["ratio"] is None else f"{r['ratio']:.2f}"
+    own = f"{r['blocked_s']:.2f} ({r['blocked_least_s']:.2f} - {r['blocked_most_s']:.2f})"
+    cells = [case, before, after, f"{r['least_port_bytes'] / 1e6:.1f}", f"{r['bound_s']:.2f}", own, ratio, *more]
+    return "| " + " | ".join(cells) + " |"
+
+
+def summary(found: Sequence[Row]) -> str:
+    """Targets by kind: how many are met, the worst value, and where."""
+    lines = ["| target | met | worst | limit | where |", "|---|---|---|---|---|"]
+    kinds: dict[str, list[Row]] = {}
+    for t in found:
+        kinds.setdefault(t["what"], []).append(t)
+    for what, group in kinds.items():
+        margin = [(t["value"] - t["target"]) * (1 if t["at_most"] else -1) for t in group]
+        worst = group[int(np.argmax(margin))]
+        met = sum(t["met"] for t in group)
+        where = f"{worst.get('case', '')} {worst.get('from', '')} -> {worst.get('to', '')}" if "case" in worst else ""
+        lines.append(f"| {what} | {met} of {len(group)} | {worst['value']:.3g} | {worst['target']:.3g} | {where} |")
+    return "\n".join(lines)

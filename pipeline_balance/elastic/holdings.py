@@ -1,0 +1,82 @@
+"""What a process holds, read off the live objects: what a layout says it should hold can be compared with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from pipeline_balance.elastic.experts import stacks
+from prophet.errors import SpecError
+from prophet.state.layout import Piece
+from prophet.state.space import Box
+
+
+def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
+    """The pieces that this process has memory for, by the names of training state: parameters, buffers, moments.
+
+    `3.weight` is a parameter or a buffer, `3.weight@exp_avg` what an optimizer keeps for it. A tied parameter has the
+    first of its names. What is on `meta` lives elsewhere. Of a `DTensor` it is this process's shard.
+    """
+    names, stacked = {id(p): name for name, p in model.named_parameters()}, stacks(model)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    found: list[Piece] = []
+
+    def add(name: str, parameter: str, tensor: Tensor) -> None:
+        stack, pieces = stacked.get(parameter), pieces_of(name, tensor)
+        if stack is not None and tensor.shape == shapes[parameter]:  # this process's experts
+            pieces = [Piece(piece.name, _moved(piece.box, stack.first)) for piece in pieces]
+        found.extend(pieces)
+
+    for name, tensor in _tensors(model):
+        add(name, name, tensor)
+    for optimizer in optimizers:
+        for parameter, entries in optimizer.state.items():
+            for entry, value in entries.items():
+                if isinstance(value, Tensor) and id(parameter) in names:
+                    add(f"{names[id(parameter)]}@{entry}", names[id(parameter)], value)
+    return tuple(sorted(found))
+
+
+def _moved(box: Box, rows: int) -> Box:
+    return Box((box.start[0] + rows, *box.start[1:]), (box.stop[0] + rows, *box.stop[1:]))
+
+
+def cut_over(tensor: Tensor) -> list[tuple[int, ...]]:
+    """The ranks over which each dimension of a `DTensor`'s mesh cuts it, that process's included; of others, none.
+
+    Raises `SpecError` for one that is a sum over ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh, found = tensor.device_mesh, []
+    here = mesh.get_coordinate()
+    for d, placement in enumerate(tensor.placements):
+        if placement.is_partial():
+            raise SpecError(f"it is a sum over ranks ({placement})")
+        if not placement.is_replicate() and mesh.size(d) > 1 and here is not None:
+            at = tuple(slice(None) if k == d else index for k, index in enumerate(here))
+            found.append(tuple(int(rank) for rank in mesh.mesh[at]))
+    return found
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def pieces_of(name: str, tensor: Tensor) -> list[Piece]:
+    """What this process has memory for of a tensor; of a `DTensor` its shard."""
+    mine: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [] if mine.is_meta or not mine.numel() else [Piece(name, box_of(tensor))]
+
+
+def box_of(tensor: Tensor) -> Box:
+    """The part of a tensor that is this process's: of a `DTensor` its shard."""
+    if not isinstance(tensor, DTensor):
+        return Box.whole(tensor.shape)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Box(tuple(offset), tuple(o + n for o, n in zip(offset, shape, strict=True)))

@@ -1,0 +1,294 @@
+"""People's own training loops change their layout: see `reshard`.
+
+A model and its optimizer are taken as they are. Modules are made anew beside them, on `meta`, and filled with what the
+one mover of training state brings. Once all processes have decided, what is left are assignments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline_balance.elastic.copies import check_copyable, check_parameters
+from pipeline_balance.elastic.groups import Groups, Members, groups_of_world, met
+from pipeline_balance.elastic.live import Live
+from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
+from pipeline_balance.elastic.reshape import is_sharded, mesh_axes
+from pipeline_balance.elastic.sharded import Shards, mesh_of, policies_of
+from pipeline_balance.elastic.styles import styles_of
+from pipeline_balance.elastic.target import Target
+from pipeline_balance.pipeline.agreement import from_all, refuse_where
+from pipeline_balance.pipeline.experts import collective_of
+from pipeline_balance.pipeline.ownership import sum_of_bits
+from pipeline_balance.pipeline.reseat import DECISION
+from pipeline_balance.pipeline.training_state import Held, base_name, described, union
+from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.process_group import meet, process_rank, processes
+from prophet.state.layout import Layout, layout_from
+from prophet.state.route import route
+from prophet.state.space import Box, Space
+from prophet.state.transition import transition
+
+_WHOLE = "the model and the optimizer are as they were"
+
+
+def reshard(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | list[torch.optim.Optimizer],
+    before: Parallelism,
+    after: Parallelism,
+    build: Callable[[], nn.Module],
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    budget_bytes: int = 64 << 20,
+) -> nn.Module:
+    """The model in the layout `after`; the optimizer is changed in place. Collective over all processes.
+
+    Call it after `optimizer.step()`: gradients are dropped. `model` is plain, wrapped in DDP, or sharded by
+    `fully_shard` or `parallelize_module`, by this function or the caller. `build()` returns the whole model; it is
+    compared with this one, and called under `torch.device("meta")`. What is returned is wrapped in DDP for dp with zero
+    0, sharded by FSDP2 for dp with zero 2 and 3, and cut by the model's `tp_plan` (transformers' words) for tp. Ranks
+    beyond `after` get it on `meta` and run nothing.
+
+    Modules and parameters are other objects afterwards: own lists of them must be taken anew, and the old model
+    refuses to run. Hooks and attributes of modules, `training`, attributes of parameters, registered tensors,
+    schedulers, scalers and step hooks go on. Buffers are those of the first rank of `before`. `budget_bytes` bounds
+    the buffers of the move, `timeout_s` every wait.
+
+    Raises `SpecError` on all ranks for what cannot be resharded: other layouts than dp with zero 0, 2 and 3, tp, and dp
+    x tp with zero 2 and 3; a model that is not in the layout `before`; hooks on parameters that become shards; copies
+    that differ. Raises `TransitionError` on all ranks where something fails on the way. After either, all is as before.
+    """
+    found: list[_Own] = []
+
+    def begin() -> str:
+        found.append(_Own(model, optimizer, before, after, build, timeout_s, budget_bytes))
+        return ""
+
+    met("resharding", begin, timeout_s)
+    return found[0].run()
+
+
+@dataclass
+class _Facts:
+    """What all ranks have said: the space of the state, who holds what now and afterwards, and plain numbers."""
+
+    space: Space
+    before: Layout
+    after: Layout
+    scalars: dict[str, Any]
+
+
+@dataclass
+class _Own:
+    """One call of `reshard` on one rank. Raises `SpecError` when made for what this rank alone can see."""
+
+    model: nn.Module
+    optimizer: Any
+    before: Parallelism
+    after: Parallelism
+    build: Callable[[], nn.Module]
+    timeout_s: float
+    budget_bytes: int
+    live: Live = field(init=False)
+    styles: Mapping[str, Any] = field(init=False)
+    options: dict[str, Any] = field(init=False)
+    groups: Groups = field(init=False)
+
+    def __post_init__(self) -> None:
+        rank = process_rank()
+        self.groups = groups_of_world(self.timeout_s)
+        for name, layout in (("before", self.before), ("after", self.after)):
+            _check_layout(name, layout)
+        self.live = live = Live(self.model, self.optimizer)
+        live.compare(self.before, rank)
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            built = self.build()
+        if not isinstance(built, nn.Module):
+            raise SpecError(f"build() must return the whole model, got a {type(built).__name__}")
+        live.match(built)
+        if self.before.tp > 1 and self.before.tp != self.after.tp:
+            live.match_numbers(built)
+        check_copyable(live.root, None)
+        if is_sharded(self.before) or is_sharded(self.after):
+            check_parameters(live.parameters)
+        if is_sharded(self.after):
+            _check_shardable(live)
+        self.styles = styles_of(built, self.after.tp) if self.after.tp > 1 else {}
+        self.options = self._options()
+
+    def _options(self) -> dict[str, Any]:
+        """Options of FSDP2 or DDP that go over."""
+        policies = policies_of(self.live.root)
+        over_dp = "dp" in mesh_axes(self.after)
+        if over_dp and len(policies) <= 1:
+            return {"mp_policy": policies[0]} if policies else {}
+        if any(p.param_dtype or p.reduce_dtype or p.output_dtype for p in policies):
+            raise SpecError("the model computes in other types by FSDP2's MixedPrecisionPolicy, which cannot go over")
+        return {} if is_sharded(self.after) else dict(self.live.ddp_options())
+
+    # --- what ranks agree on ----------------------------------------------------------------------------------
+
+    def run(self) -> nn.Module:
+        state: tuple[Members, str] = (tuple(range(processes())), "state")
+        axes = mesh_axes(self.after) or (["dp"] if self.after.dp > 1 else [])
+        wanted = [state, *((members, "shards") for axis in axes for members in self.after.groups(axis))]
+        met("making process groups", lambda: self.groups.make(wanted), self.timeout_s)
+        try:
+            return self._moved(self.groups.get(*state))
+        except TransitionError:
+            self.groups.drop([state])  # it may be of no more use
+            raise
+
+    def _moved(self, collective: Collective) -> nn.Module:
+        """Move, and decide together."""
+        live, problem = self.live, ""
+        done: tuple[nn.Module, Target] | None = None
+        held, facts, target = self._facts(collective)
+        try:
+            way = route(facts.before, facts.after)
+            moved = transition(
+                way,
+                {piece: held.tensors[piece.name] for piece in way.before.on(collective.rank)},
+                collective,
+                budget_bytes=self.budget_bytes,
+                device=live.device,
+            )
+            values = {piece.name: tensor for piece, tensor in moved.state.items()}
+            done = target.filled(values, facts.space, facts.scalars), target
+        except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError, TypeError, ValueError) as error:
+            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if not collective.decide(DECISION, ready=done is not None) or done is None:
+            raise TransitionError(f"{self._named(problem)}; {_WHOLE}") from None
+        made, target = done
+        target.make()
+        return made
+
+    def _named(self, problem: str) -> str:
+        """What all ranks say went wrong, by way of the store: their messages may be of no more use."""
+        try:
+            said = meet(Operation("telling why a reshard failed"), problem, timeout_s=self.timeout_s)
+        except CollectiveError as error:
+            return f"{problem or 'another rank failed'}; {error}"
+        first = {words: f"rank {r}: {words}" for r, words in reversed(list(enumerate(said))) if words}
+        return "; ".join(sorted(first.values())[:3])
+
+    def _facts(self, collective: Collective) -> tuple[Held, _Facts, Target]:
+        """What this rank holds, what all have said, and the model without memory; collective."""
+        live, rank = self.live, collective.rank
+        held, target = Held(), None
+
+        def said() -> dict[str, Any]:
+            nonlocal held, target
+            held, pieces = live.held(), live.pieces()
+            target = self._target()
+            names = [name for name in pieces if name not in live.buffers and name in held.tensors]
+            bits = {name: sum_of_bits([held.tensors[name]]) for name in names}
+            return {
+                "alike": [str(self.before), str(self.after)],
+                "groups": live.groups(),
+                "trains": [name for name, p in live.parameters.items() if p.requires_grad],
+                "state": described(held),
+                "held": {name: box for name, box in pieces.items() if name in held.tensors},
+                "bits": {name: int(found) for name, found in bits.items() if found is not None},
+                "boxes": {name: [box.start, box.stop] for name, box in target.boxes().items()},
+            }
+
+        every = from_all(said, collective, live.device, Operation("agreeing on a reshard"))
+        refuse_where([row["alike"] for row in every], "were given other layouts")
+        refuse_where([row["groups"] for row in every], "have other parameters in the optimizer's groups")
+        refuse_where([row["trains"] for row in every], "train (requires_grad) other parameters")
+        _refuse_apart(every)
+        space, scalars = union([row["state"] for row in every], _WHOLE)
+        first = self.before.rank_of_place[0]
+        before = {
+            r: [(n, _box(b)) for n, b in row["held"].items() if space[n].kind != "buffer" or r == first]
+            for r, row in enumerate(every)
+        }
+        after = {r: _afterwards(space, {n: _box(b) for n, b in row["boxes"].items()}) for r, row in enumerate(every)}
+        world = len(every)
+        facts = _Facts(space, layout_from(space, world, before), layout_from(space, world, after), scalars)
+        facts.before.check_complete()
+        assert target is not None
+        if self.after.place(rank) is None:
+            facts.scalars = {}
+        return held, facts, target
+
+    def _target(self) -> Target:
+        """The model in its new layout on this rank, on `meta`."""
+        rank, after, live = process_rank(), self.after, self.live
+        shards, wrap = None, None
+        if after.place(rank) is not None:
+            axes = mesh_axes(after)
+            groups = [self.groups.process_group(after.group(axis, rank), "shards") for axis in axes]
+            if axes:
+                mesh = mesh_of(groups, axes, after.grid[0], live.device)
+                shards = Shards(mesh=mesh, styles=self.styles, reshard=after.zero == 3)
+            elif after.dp > 1:
+                group = self.groups.process_group(after.group("dp", rank), "shards")
+                wrap = partial(nn.parallel.DistributedDataParallel, process_group=group, init_sync=False)
+                wrap = partial(wrap, **self.options)
+        return Target(live, runs=after.place(rank) is not None, shards=shards, wrap=wrap, options=self.options)
+
+
+def _afterwards(space: Space, boxes: Mapping[str, Box]) -> list[tuple[str, Box]]:
+    """What a rank holds that has these boxes of the parameters; nothing where it has none of any."""
+    found: list[tuple[str, Box]] = []
+    for tensor in space.tensors if boxes else ():
+        name = base_name(tensor.name)
+        if tensor.kind == "buffer" or (tensor.name != name and tensor.shape != space[name].shape):
+            found.append((tensor.name, tensor.box))
+        elif boxes[name].elements:
+            found.append((tensor.name, boxes[name]))
+    return found
+
+
+def _box(said: list[list[int]]) -> Box:
+    return Box(tuple(said[0]), tuple(said[1]))
+
+
+def _refuse_apart(every: list[dict[str, Any]]) -> None:
+    """Raise `SpecError` where two ranks have the same part of a tensor with other bits."""
+    first: dict[tuple[str, str], tuple[int, int]] = {}
+    for rank, row in enumerate(every):
+        for name, bits in row["bits"].items():
+            other, theirs = first.setdefault((name, str(row["held"][name])), (rank, bits))
+            if bits != theirs:
+                raise SpecError(f"ranks {other} and {rank} have copies of {name} that differ")
+
+
+def _check_layout(name: str, layout: Parallelism) -> None:
+    if not isinstance(layout, Parallelism):
+        raise SpecError(f"{name}: expected a layout, such as elastic.Parallelism(dp=4, zero=3), got {layout!r:.100}")
+    wrong = [f"{axis}{getattr(layout, axis)}" for axis in ("pp", "ep", "slices") if getattr(layout, axis) > 1]
+    wrong += ["zero1"] if layout.zero == 1 else []
+    wrong += [f"dp{layout.dp} x tp{layout.tp} with zero 0"] if layout.tp > 1 and layout.dp > 1 > layout.zero else []
+    wrong += ["an order that is still to be chosen"] if layout.order == FEWEST_BYTES else []
+    if wrong:
+        raise SpecError(
+            f"{name} = {layout}: {' and '.join(wrong)} cannot be resharded; expected dp with zero 0, 2 or 3, tp, or dp "
+            "x tp with zero 2 or 3"
+        )
+    if max(layout.rank_of_place) >= processes():
+        raise SpecError(f"{name} = {layout} needs rank {max(layout.rank_of_place)}, the world has {processes()} ranks")
+
+
+def _check_shardable(live: Live) -> None:
+    """Raise `SpecError` for what torch cannot shard."""
+    for name, p in live.parameters.items():
+        if not p.dim():
+            raise SpecError(f"{name} is a scalar, which torch cannot shard: give it one dimension")
+        for entry, value in live.optimizers.state().get(id(p), {}).items():
+            if isinstance(value, Tensor) and value.shape not in (p.shape, (), (1,)):
+                raise SpecError(
+                    f"{name}@{entry} is {list(value.shape)}, of neither its parameter's shape nor one number"
+                )
+    for name, module in live.root.named_modules():
+        if collective_of(module) is not None:
+            raise SpecError(f"{name} has experts on several ranks, which cannot be resharded")

@@ -1,0 +1,146 @@
+"""Measured switches: every way ends with the right state, checkpoints by sockets, rows and targets, small runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.cluster import kernel_objects as kernel
+from benchmarks.switch.__main__ import main
+from benchmarks.switch.cases import LARGE_BYTES, Case, cases, least_port_bytes, sized
+from benchmarks.switch.rows import case_rows, summary, targets
+from benchmarks.switch.storage import Client, Storage
+from benchmarks.switch.ways import DCP, GATHER, ONE_BY_ONE, OURS, USUAL, WAYS, Setting, contributions
+from benchmarks.switch.worker import pieces_of, truth_of, wrong
+from prophet.ranks.threads import ThreadCollective, ThreadWorld
+from tests.helpers.cluster_testbed import needs_testbed
+
+TP_TO_PP = Case(name="x", before="tp2,dp2,zero1", after="pp2,dp2,zero1", port_bytes=30_000, dim=16)
+
+
+@pytest.mark.parametrize("hosts", [4, 8])
+def test_cases_are_as_large_as_they_should_be(hosts: int) -> None:
+    found = cases(hosts, large_bytes=200_000, small_bytes=50_000)
+    names = [c.name for c in found]
+    assert len(set(names)) == len(names) == 23
+    for case in found:
+        plan = case.plan(hosts)
+        least = least_port_bytes(plan)
+        assert plan.route.ranks == hosts
+        assert least >= case.port_bytes or case.name == "zero 0 to 1"
+        assert least <= max(*plan.route.sent_bytes(), *plan.route.received_bytes())
+
+
+@pytest.mark.parametrize("name", [n for n in WAYS if "DCP" not in n])
+def test_a_way_ends_with_the_right_state_and_leaves_the_old_one(name: str) -> None:
+    plan = TP_TO_PP.plan(4)
+    truth = truth_of(plan.before.space)
+
+    def body(collective: ThreadCollective) -> tuple[int, int]:
+        before, after = plan.before.on(collective.rank), plan.after.on(collective.rank)
+        setting = Setting(route=plan.route, state=pieces_of(truth, before), collective=collective)
+        done = WAYS[name](setting)
+        assert wrong(truth, after, done.state) == "" == wrong(truth, before, setting.state)
+        assert wrong(truth, after, {**done.state, after[0]: done.state[after[0]] + 1})
+        return done.phases[0]
+
+    sent = ThreadWorld(4).run(body)
+    if name == GATHER:
+        total = sum(r for _, r in sent) // 3  # what a rank does not get is what it gives
+        assert total * 3 == sum(s for s, _ in sent) == sum(r for _, r in sent)
+        return
+    assert [s for s, _ in sent] == list(plan.route.sent_bytes())
+    assert [r for _, r in sent] == list(plan.route.received_bytes())
+
+
+def test_what_is_gathered_is_every_changed_box_once_and_even() -> None:
+    plan = TP_TO_PP.plan(4)
+    rows = contributions(plan.route)
+    given = [p for row in rows for p in row]
+    assert len(set(given)) == len(given)
+    changed = {p.name for p in given}
+    held = {p for rank in range(4) for p in plan.before.on(rank) if p.name in changed}
+    assert set(given) == held
+    assert all(row for row in rows)
+
+
+def test_a_storage_keeps_tensors_and_sends_parts_of_them() -> None:
+    storage = Storage("127.0.0.1", 0, 20.0)
+    client = Client("127.0.0.1", storage.server_address[1], 10.0)
+    whole = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
+    client.put("a", whole)
+    client.written()
+    part, scalar = torch.empty(2, 3, dtype=torch.bfloat16), torch.empty(1, dtype=torch.bfloat16)
+    client.get([("a", [1, 2], [2, 3]), ("a", [3, 5], [1, 1])], [part, scalar.view(1, 1)])
+    assert torch.equal(part, whole[1:3, 2:5])
+    assert float(scalar) == 23.0
+    assert (client.written_bytes, client.read_bytes) == (48, 14)
+    client.stop()
+    storage.wait()
+    client.close()
+
+
+def test_a_storage_that_nobody_stops_ends() -> None:
+    with pytest.raises(TimeoutError, match="nobody has stopped"):
+        Storage("127.0.0.1", 0, 0.05).wait()
+
+
+def _parts(seconds: dict[str, float]) -> list[dict[str, Any]]:
+    way = {"phases": [[1000, 0]], "messages": 1, "peak_bytes": 7}
+    ways = {name: way | {"seconds": [s, 2 * s, 3 * s]} for name, s in seconds.items()}
+    plan = {"layouts_s": 0.1, "order_s": 0.2, "routes_s": 0.3}
+    return [{"plan": plan, "group_s": 0.1 * r, "empty_s": [0.01] * 3, "ways": ways} for r in range(4)]
+
+
+def test_rows_have_the_slowest_rank_and_targets_what_they_say() -> None:
+    case = sized(TP_TO_PP, 4)
+    bytes_per_s = float(least_port_bytes(case.plan(4)))  # the bound is a second
+    parts = _parts({OURS: 0.6, ONE_BY_ONE: 1.0, DCP: 2.0})
+    parts[2]["ways"] = parts[2]["ways"] | {OURS: parts[2]["ways"][OURS] | {"seconds": [1.0, 1.3, 0.5]}}
+    probe = {"bytes_per_s": bytes_per_s, "gather_s": 0.0}
+    rows = case_rows(case, parts, bytes_per_s=bytes_per_s, probe=probe, restart_s=5.0)
+    assert [r["peer"] for r in rows] == [ONE_BY_ONE, DCP, f"{DCP}, and restart"]
+    assert [r["peer_s"] for r in rows] == pytest.approx([2.0, 4.0, 9.0])
+    first = rows[0]
+    assert first["bound_s"] == pytest.approx(1.0)
+    assert first["ratio"] == first["blocked_s"] == pytest.approx(1.3)  # of 1.0, 1.3, 1.8
+    assert (first["blocked_least_s"], first["blocked_most_s"]) == pytest.approx((1.0, 1.8))
+    assert (first["plan_s"], first["group_s"], first["messages"]) == pytest.approx((0.6, 0.3, 4))
+    found = {t["what"]: t for t in targets(rows, [], None)}
+    assert found["blocked s, at most 1.25 x bound + 0.15 s"]["met"]
+    assert found["one message per tensor / ours"]["value"] == pytest.approx(2.0 / 1.3)
+    assert found["predicted: bias (absolute)"]["value"] > 0
+    large = [r | {"least_port_bytes": LARGE_BYTES} for r in rows]
+    held = {t["what"]: t for t in targets(large, [], None)}
+    assert not held["blocked / bound"]["met"]
+    assert "| blocked / bound | 0 of 1 | 1.3 | 1.25 |" in summary(list(held.values()))
+
+
+@pytest.mark.slow
+def test_over_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    arguments = ["--smoke", "--loopback", "--cases", "Table 1: 32B", "--no-jobs", "--json", str(out)]
+    assert main(arguments) == 0
+    found = json.loads(out.read_text())["measured"]
+    assert "loopback" in found["links"]
+    assert {r["peer"] for r in found["rows"]} == {*USUAL} - {OURS} | {f"{DCP}, and restart"}
+    assert all(r["peer_s"] > 0 and r["blocked_s"] > 0 for r in found["rows"])
+    assert "| target | met |" in capsys.readouterr().out
+
+
+@needs_testbed
+@pytest.mark.slow
+def test_on_hosts_with_a_job(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert main(["--smoke", "--cases", "pp", "--ways", "packed", "--json", str(out)]) == 0
+    found = json.loads(out.read_text())["measured"]
+    assert found["links"] == "200 Mbit/s, emulated"
+    assert len(found["rows"]) == 2
+    assert [r["to"] for r in found["jobs"][:2]] == ["pp4", "pp2"]
+    assert 0 < found["beside"]["hidden_share"] <= 1
+    assert not [n for n in kernel.namespaces("mp") if n.startswith(f"mp{os.getpid()}-")]

@@ -1,0 +1,199 @@
+"""A job goes to layouts of shards, among them and back, as one process trains, and keeps every bit of its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline_balance import elastic
+from prophet.errors import SpecError, TransitionError
+from tests.helpers.elastic_jobs import build, dataset, plain_losses, start, train
+from tests.helpers.launch import run_gloo
+from tests.helpers.sliced_models import adam, batch_of, model_of
+
+KINDS = ("plain", "packed", "padded")
+TWO = ("dp2", "dp2,zero3", "tp2", "pp2", "dp2,zero2", "tp2", "dp2,zero1")
+FOUR = ("dp2,tp2", "pp2,dp2", "dp2,tp2,zero3", "dp4,zero2", "dp2,tp2,zero2", "tp2", "pp4")
+
+
+def _whole(job: elastic.Job) -> dict[str, Tensor]:
+    """Every tensor gathered by torch, once copies were compared; of shards put together from all processes."""
+    names = {id(p): n for n, p in job.model.named_parameters()}
+    mine: dict[str, Tensor] = {n: p.detach() for n, p in job.model.named_parameters()}
+    for p, entries in job.optimizer.state.items():
+        mine |= {f"{names[id(p)]}@{e}": t for e, t in entries.items()}
+    # every process of a mesh gathers the same tensors in the same order
+    mine = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in sorted(mine.items())}
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, {n: t for n, t in mine.items() if not t.is_meta})
+    found: dict[str, Tensor] = {}
+    for row in every:
+        for name, tensor in row.items():
+            assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
+    return found
+
+
+def _tour(rank: int, size: int, layouts: tuple[str, ...], family: str, tied: bool) -> list[float]:
+    data = [batch_of(kind) for kind in KINDS] * 3
+    first, *others = map(elastic.Parallelism.parse, layouts)
+    job = elastic.Job(
+        lambda: model_of(family, tied=tied), adam, first, data=data, microbatches=4, seed=3, timeout_s=60.0
+    )
+    optimizer = job.optimizer
+    losses = [job.step(max_norm=0.5)]
+    for layout in others:
+        before = _whole(job)
+        job.switch(layout)
+        after = _whole(job)
+        assert before.keys() == after.keys()
+        assert not [n for n in before if not torch.equal(before[n], after[n])], str(layout)
+        assert job.optimizer is optimizer
+        losses.append(job.step(max_norm=0.5))
+    losses.append(job.evaluate(*batch_of("packed")))
+    job.close()
+    return losses
+
+
+def _alone(steps: int, family: str, tied: bool) -> list[float]:
+    model = model_of(family, tied=tied)
+    optimizer = adam(model.named_parameters())
+    losses = []
+    for step in range(steps):
+        inputs, labels = batch_of(KINDS[step % 3])
+        optimizer.zero_grad()
+        loss = model(**inputs, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    inputs, labels = batch_of("packed")
+    with torch.no_grad():
+        losses.append(float(model(**inputs, labels=labels, use_cache=False).loss))
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layouts", "family", "tied"),
+    [(2, TWO, "llama", False), (2, TWO[:4], "qwen3", True), (4, FOUR, "llama", True)],
+)
+def test_shards_train_as_one_process(ranks: int, layouts: tuple[str, ...], family: str, tied: bool) -> None:
+    expected = _alone(len(layouts), family, tied)
+    for losses in run_gloo(_tour, ranks, layouts, family, tied, timeout_s=150.0):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+CHAIN = ("pp2,dp2", "dp4,zero3", "dp3,zero2", "pp3", "dp2,zero3,order3:1", "dp4,zero2", "dp2,zero1")
+
+
+def _chain(rank: int, size: int) -> list[float]:
+    """Dropout, a tied weight, uneven shards, spare processes, a schedule, hooks, attributes."""
+    job = start(CHAIN[0])
+    schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, 5, 0.9)
+    fired = {"step": 0, "module": 0}
+    job.optimizer.register_step_post_hook(lambda *_: fired.update(step=fired["step"] + 1))
+    handle = job.model[1].register_forward_hook(lambda *_: fired.update(module=fired["module"] + 1))
+    first = list(job.model.parameters())
+    losses = train(job, 2, schedule)
+    inputs, labels = dataset().tensors
+    for number, text in enumerate(CHAIN[1:]):
+        before, seen = _whole(job), job.evaluate(inputs, labels)
+        job.switch(elastic.Parallelism.parse(text))
+        after = _whole(job)
+        assert before.keys() == after.keys()
+        assert not [n for n in before if not torch.equal(before[n], after[n])], text
+        assert job.evaluate(inputs, labels) == pytest.approx(seen, rel=1e-12)
+        assert job.evaluate(inputs[:1], labels[:1]) > 0
+        assert getattr(job.model[2], "mark", number) == number
+        job.model[2].mark = number + 1  # on the copy in force, too
+        old = dict(fired)
+        losses += train(job, 2, schedule)
+        assert fired["step"] == old["step"] + 2
+        runs_it = job.layout.place(rank) is not None and job.layout.place(rank).pp == 0
+        assert (fired["module"] > old["module"]) == (runs_it and number < 3)
+        if number == 2:
+            handle.remove()
+        assert job.model.training
+    assert all(p is q for p, q in zip(first, job.model.parameters(), strict=True))
+    assert job.optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
+    job.close()
+    return losses
+
+
+def test_layers_in_a_row_go_through_shards_with_all_that_belongs_to_them() -> None:
+    expected = plain_losses(2 * len(CHAIN))
+    for losses in run_gloo(_chain, 4, timeout_s=150.0):
+        assert losses == pytest.approx(expected, abs=1e-9)
+
+
+def _frozen_and_scaled(rank: int, size: int) -> tuple[list[float], list[float]]:
+    job = start("dp2", microbatches=4, loss_fn=lambda out, labels: 1e4 * nn.functional.cross_entropy(out, labels))
+    job.model.float()
+    job.model[1].requires_grad_(False)
+    scaler = job.scaler(init_scale=2.0**120, backoff_factor=2.0**-20, growth_interval=3)
+    losses, scales = [], []
+    for text in ("dp2", "dp2,zero3", "pp2", "dp2,zero2"):
+        job.switch(elastic.Parallelism.parse(text))
+        assert [p.requires_grad for p in job.model[1].parameters()] == [False] * 4
+        for _ in range(3):
+            losses.append(job.step(max_norm=0.5, scaler=scaler))
+            scales.append(scaler.get_scale())
+    still = build().float()[1].state_dict()
+    assert all(torch.equal(t, still[n]) for n, t in _blocks(job).items())
+    return losses, scales
+
+
+def _blocks(job: elastic.Job) -> dict[str, Tensor]:
+    mine = {n.removeprefix("1."): t for n, t in _whole(job).items() if n.startswith("1.")}
+    assert len(mine) == 4  # nothing was kept for them
+    return mine
+
+
+def test_frozen_layers_and_a_scaler_go_through_shards() -> None:
+    (losses, scales), other = run_gloo(_frozen_and_scaled, 2, timeout_s=100.0)
+    assert (losses, scales) == other
+    assert scales == [2.0**100] * 3 + [2.0**101] * 3 + [2.0**102] * 3 + [2.0**103] * 3
+    assert losses[-1] < losses[0]
+
+
+def _refused(rank: int, size: int) -> list[str]:
+    job = start("dp2")
+    train(job, 1)
+    before, said = _whole(job), []
+
+    def told(error: type[Exception], text: str) -> None:
+        with pytest.raises(error) as caught:
+            job.switch(elastic.Parallelism.parse(text))
+        said.append(str(caught.value))
+        now = _whole(job)
+        assert before.keys() == now.keys()
+        assert all(torch.equal(before[n], now[n]) for n in now)
+
+    weight = job.model[2].up.weight
+    handle = weight.register_hook(lambda g: g) if rank == 1 else None
+    told(TransitionError, "dp2,zero3")
+    if handle is not None:
+        handle.remove()
+    job.model[3].friend = [job.model[2]]
+    told(TransitionError, "dp2,zero3")
+    del job.model[3].friend
+    told(SpecError, "tp2")
+    job.switch(elastic.Parallelism.parse("dp2,zero3"))
+    for what in (job.state_dict, job.pipeline.measure):
+        with pytest.raises(SpecError, match="in shards"):
+            what()
+    train(job, 1)
+    job.close()
+    return said
+
+
+def test_what_cannot_go_over_is_refused_on_all_and_the_job_goes_on() -> None:
+    every = run_gloo(_refused, 2, timeout_s=100.0)
+    assert every[0][:2] == every[1][:2]
+    hook, friend, plan = every[0]
+    assert "rank 1: 2.up.weight has a hook on the tensor" in hook
+    assert "3.friend refers to a module" in friend
+    assert "no tensor-parallel plan" in plan
