@@ -22,6 +22,10 @@ from prophet.spec import IntArray
 from prophet.state.route import Route, Transfer
 from prophet.state.space import Box, Space, TensorSpec, flat_boxes
 
+# Measured on four hosts, gloo, links of 200 Mbit/s, 8 MiB through the busiest port: seconds over that port's, medians
+# of three. All move two layers to the next rank: 32 KiB take 1.19 with one round under way and 1.09 to 1.11 with
+# more, 128 KiB to 2 MiB take 1.07 to 1.09 at any depth. One rank's state goes to three: 32 KiB take 1.10 to 1.12, 128
+# KiB 1.11 to 1.14, 2 MiB 1.14 to 1.16.
 CHUNK_BYTES = 2 << 20  # a message takes its time whatever it carries, where links are fast more than the bytes do
 SMALL_CHUNK_BYTES = 128 << 10  # above this, memory is better spent on rounds than on their size
 DEPTH = 4  # rounds under way

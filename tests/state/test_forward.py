@@ -31,15 +31,18 @@ def test_a_new_copy_for_many_is_sent_once_and_passed_on(ranks: int) -> None:
         assert torch.equal(next(iter(m.state.values())), values)
 
 
-def test_what_is_passed_on_goes_while_more_comes() -> None:
-    space = Space((TensorSpec(name="w", shape=(640,)),))
-    whole = [("w", space["w"].box)]
-    way = route(layout_from(space, 3, {0: whole}), layout_from(space, 3, dict.fromkeys(range(3), whole)))
+@pytest.mark.parametrize("longer", [1, 3])
+def test_what_is_passed_on_goes_while_more_comes(longer: int) -> None:
+    # two ranks move another tensor, which takes as many rounds, or more
+    space = Space((TensorSpec(name="w", shape=(640,)), TensorSpec(name="z", shape=(320 * longer,))))
+    whole, other = [("w", space["w"].box)], [("z", space["z"].box)]
+    before = layout_from(space, 5, {0: whole, 3: other})
+    way = route(before, layout_from(space, 5, {**dict.fromkeys(range(3), whole), 4: other}))
     window = window_of(1 << 20, 64, 2, Measures.of(way, None))
     table = Timetable(way, window, None)
     direct, passed_on = (
         [number for number, _ in table.rounds(source, hop, sends_of(way, source)[peer, hop])]
         for source, peer, hop in ((0, 1, 0), (1, 2, 1))
     )
-    assert direct == list(range(20))
+    assert direct == list(range(0, 20 * longer, longer))
     assert passed_on == [number + window.depth for number in direct]

@@ -13,6 +13,7 @@ from torch import Tensor
 from prophet.errors import BudgetError, StateLost, TransitionError
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.state import transition as module
+from prophet.state.in_place import in_place
 from prophet.state.layout import Piece, layout_from
 from prophet.state.route import route
 from prophet.state.space import Space, TensorSpec
@@ -100,6 +101,22 @@ def test_views_of_one_buffer_give_it_back_together() -> None:
     flat = torch.arange(65.0)
     assert run(flat, list(flat[:64].split(16))) == (260, 260)
     assert torch.equal(flat, torch.arange(65.0))
+
+
+def test_a_buffer_goes_back_after_the_last_of_its_tensors() -> None:
+    # two ranks swap buffers of two tensors each, which go one by one
+    space = Space(tuple(TensorSpec(name=f"t{i}", shape=(16,)) for i in range(4)))
+    a, b, c, d = ((t.name, t.box) for t in space.tensors)
+    way = route(layout_from(space, 2, {0: [a, b], 1: [c, d]}), layout_from(space, 2, {0: [c, d], 1: [a, b]}))
+    assert len(set(in_place(way.before, way.after)[0].tolist())) > 1
+    flat = [torch.arange(32.0), torch.arange(32.0, 64.0)]
+    states = [{Piece(*a): flat[0][:16], Piece(*b): flat[0][16:]}, {Piece(*c): flat[1][:16], Piece(*d): flat[1][16:]}]
+    moved = ThreadWorld(2).run(lambda x: transition(way, states[x.rank], x, budget_bytes=1 << 10, mode="in-place"))
+    for m, first in zip(moved, (32.0, 0.0), strict=True):
+        assert torch.equal(torch.cat([m.state[p] for p in sorted(m.state)]), torch.arange(first, first + 32))
+    # one has both its own and both others' for a while; the other's buffer has gone by then
+    assert sorted(m.peak_bytes - m.buffer_bytes for m in moved) == [192, 256]
+    assert [t.untyped_storage().nbytes() for t in flat] == [0, 0]
 
 
 def test_a_piece_that_stays_keeps_its_buffer_in_place() -> None:
