@@ -31,7 +31,7 @@ SEARCHES = (  # what makes of every call one try more
 )
 TODAY = "8"
 BURSTS: dict[str, tuple[Edit, ...]] = {  # by mean calls
-    "no tries": (Edit("plan.cpp", "if (!growing_) return;", "return;"),),
+    "no tries": (Edit("plan.cpp", "if (growing_) {", "if (growing_ && false) {"),),
     **{str(n): (Edit("plan.cpp", "BURST = 8.0;", f"BURST = {n}.0;"),) for n in (0, 4, 8, 16, 32, 128, 512)},
 }
 ALWAYS = 1e12  # effort that affords a try in every call

@@ -18,6 +18,8 @@ constexpr Int TAKEN = 3;     // replicas that a try takes away at most
 
 namespace {
 
+constexpr double UNKNOWN = -1.0;  // seconds not yet predicted
+
 // Draws, the same on every machine; the upper bits are the better ones.
 class Draws {
    public:
@@ -83,39 +85,6 @@ Ints choose_experts(const Problem& problem, Draws& draws, Workspace& room) {
     return chosen_J;
 }
 
-// Changes this placement in one way where a step gets shorter by it: grows replicas from none (`fresh`), or takes up to
-// three away, puts one elsewhere and then lets grow what is worth it. Both placements are compared by the splits that
-// they would get, so that no try lengthens a step by the prediction. A step with replicas may take `most_s`.
-void try_once(const Problem& problem, Placement& placement, double most_s, double split_effort, bool fresh, Draws draws,
-              Workspace& room) {
-    Scope scope(room);
-    Ints chosen_J = choose_experts(problem, draws, room);
-    Growth growth(problem, placement, chosen_J, room);
-    if (problem.ranks() > TARGETS) {
-        growth.first_rank = draws.one_of(problem.ranks() - TARGETS + 1);
-        growth.last_rank = growth.first_rank + TARGETS;
-    }
-    draws.advance();
-    const Int q = SMOOTH << ((draws.seed() >> 16) % 3);
-    if (fresh) {
-        while (growth.replicas() > 0) growth.remove(growth.flow.arcs - 1);
-    } else {
-        growth.settle_all();
-        reprice(growth.flow, q);
-        take_some(growth, draws);
-        add_one(growth, q, draws);
-    }
-    growth.grow(q);
-    Placement changed(problem, placement.free_R, room);
-    changed.copy_from(placement);
-    growth.write(changed);
-    Span<bool> before = placement.holds_ER.flat();
-    if (std::equal(before.begin(), before.end(), changed.holds_ER.data)) return;
-    double kept_s = step_seconds(problem, placement.holds_ER, split_effort, false, room);
-    double now_s = step_seconds(problem, changed.holds_ER, split_effort, false, room);
-    if (now_s < kept_s && (changed.replicas == 0 || now_s <= most_s)) placement.copy_from(changed);
-}
-
 class Planning {
    public:
     Planning(const Problem& problem, ConstInts limit_R, const Options& options, Workspace& room)
@@ -153,10 +122,11 @@ class Planning {
         level_loads(problem_, first, room_);
         double first_s = quick_s(first);
         if (keeps && first_s >= cost.total * (1.0 - margin)) return go_on(now);
-        plan_anew(first, first_s);
+        first_s = plan_anew(first, first_s);
         if (now.replicas > 0) {
             double now_s = full_s(now);
-            if (now_s <= most_s_ && now_s <= full_s(first) * (1.0 + options_.keep_margin)) return;
+            if (first_s == UNKNOWN) first_s = full_s(first);
+            if (now_s <= most_s_ && now_s <= first_s * (1.0 + options_.keep_margin)) return;
         }
         now.copy_from(first);
     }
@@ -168,19 +138,48 @@ class Planning {
     double full_s(const Placement& placement) const {
         return step_seconds(problem_, placement.holds_ER, options_.split_effort, options_.split_effort <= 0.0, room_);
     }
-    void attempt(Placement& placement, bool fresh) {
-        try_once(problem_, placement, most_s_, options_.split_effort, fresh, draws_, room_);
+    // Changes this placement in one way where a step gets shorter by it: grows replicas from none (`fresh`), or takes
+    // up to three away, puts one elsewhere and then lets grow what is worth it. Both placements are compared by the
+    // splits that they would get, so that no try lengthens a step by the prediction. `placed_s` are the seconds of a
+    // step with the placement, before and after; UNKNOWN before they were needed.
+    void attempt(Placement& placement, double& placed_s, bool fresh) const {
+        Scope scope(room_);
+        Draws draws = draws_;
+        Ints chosen_J = choose_experts(problem_, draws, room_);
+        Growth growth(problem_, placement, chosen_J, room_);
+        if (problem_.ranks() > TARGETS) {
+            growth.first_rank = draws.one_of(problem_.ranks() - TARGETS + 1);
+            growth.last_rank = growth.first_rank + TARGETS;
+        }
+        const Int q = SMOOTH << draws.one_of(3);
+        if (fresh) {
+            while (growth.replicas() > 0) growth.remove(growth.flow.arcs - 1);
+        } else {
+            growth.settle_all();
+            reprice(growth.flow, q);
+            take_some(growth, draws);
+            add_one(growth, q, draws);
+        }
+        growth.grow(q);
+        Placement changed(problem_, limit_R_, room_);
+        changed.copy_from(placement);
+        growth.write(changed);
+        Span<bool> before = placement.holds_ER.flat();
+        if (std::equal(before.begin(), before.end(), changed.holds_ER.data)) return;
+        if (placed_s == UNKNOWN) placed_s = full_s(placement);
+        double now_s = full_s(changed);
+        if (now_s >= placed_s || (changed.replicas > 0 && now_s > most_s_)) return;
+        placement.copy_from(changed);
+        placed_s = now_s;
     }
-    void attempt(Placement& placement) {
-        draws_.advance();
-        attempt(placement, (draws_.seed() >> 16) % 4 == 0);
-    }
+    void attempt(Placement& placement, double& placed_s) { attempt(placement, placed_s, draws_.one_of(4) == 0); }
     void go_on(Placement& placement) {
-        if (growing_ && draws_.affords(try_s_, budget_s_)) attempt(placement);
+        double placed_s = UNKNOWN;
+        if (growing_ && draws_.affords(try_s_, budget_s_)) attempt(placement, placed_s);
     }
 
-    // Makes the best first plan of several, from one that levels loads.
-    void plan_anew(Placement& first, double first_s) {
+    // Makes the best first plan of several, from one that levels loads; returns the seconds of its step, or UNKNOWN.
+    double plan_anew(Placement& first, double first_s) {
         Scope scope(room_);
         Placement spared(problem_, limit_R_, room_);
         for (Int copies = 1; copies <= static_cast<Int>(options_.spare); copies *= 2) {
@@ -192,10 +191,13 @@ class Planning {
             first_s = spared_s;
         }
         if (first_s > most_s_) first.copy_from(Placement(problem_, limit_R_, room_));
-        if (!growing_) return;
-        if (try_s_ <= FRESH_S) attempt(first, true);
-        double left_s = BURST * (call_s_ + std::min(try_s_, budget_s_)) - try_s_;
-        for (; left_s >= try_s_; left_s -= try_s_) attempt(first);
+        double placed_s = UNKNOWN;
+        if (growing_) {
+            if (try_s_ <= FRESH_S) attempt(first, placed_s, true);
+            double left_s = BURST * (call_s_ + std::min(try_s_, budget_s_)) - try_s_;
+            for (; left_s >= try_s_; left_s -= try_s_) attempt(first, placed_s);
+        }
+        return placed_s;
     }
 
     const Problem& problem_;
