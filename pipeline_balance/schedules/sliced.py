@@ -15,6 +15,8 @@ from pipeline_balance.schedules.classic import interleaved, one_f_one_b
 from prophet.errors import SpecError
 
 Order = Literal["minimal", "aligned"]
+BLOCK = 16  # tokens; attention over other numbers than multiples of it takes up to a tenth longer on a CPU
+LONG = 256  # tokens of a slice from which on a block is little of it
 
 
 def sliced(ranks: int, stages_per_rank: int, microbatches: int, slices: int, order: Order = "minimal") -> Schedule:
@@ -71,10 +73,11 @@ def _turn(k: int, rank: int, ranks: int, stages_per_rank: int, slices: int) -> t
 def slice_starts(tokens: int, slices: int, crossover_tokens: int | None = None) -> tuple[int, ...]:
     """[N + 1] first tokens of the slices, and the sequence's tokens T.
 
-    Without `crossover_tokens` C slices are of equal length. With it they are of equal cost, to a token: token t costs
-    C + t, as attention to the tokens before it takes C times less than all else for each of them. The first slices are
-    the longest (TeraPipe, Seq1F1B). Whole numbers throughout, so all ranks find the same. Raises `SpecError` that names
-    lengths nearby where slices cannot be equal, or would be empty.
+    Without `crossover_tokens` C slices are of equal length. With it they are of equal cost: token t costs C + t, as
+    attention to the tokens before it takes C times less than all else for each of them. The first slices are the
+    longest (TeraPipe, Seq1F1B). They are equal to a token, or to a `BLOCK` where slices have `LONG` tokens or more on
+    average. Whole numbers throughout, so all ranks find the same. Raises `SpecError` that names lengths nearby where
+    slices cannot be equal, or would be empty.
     """
     if tokens < slices:
         raise SpecError(f"sequences of {tokens} tokens cannot be cut into {slices} slices: pad them to {slices} tokens")
@@ -87,9 +90,10 @@ def slice_starts(tokens: int, slices: int, crossover_tokens: int | None = None) 
             )
         return tuple(range(0, tokens + 1, each))
     starts = [0] * slices + [tokens]
+    block = BLOCK if tokens >= LONG * slices else 1
     for k in range(slices - 1, 0, -1):
         # the cost before token t is C t + t ** 2 / 2, and k / N of the whole before slice k
         square = k * (2 * crossover_tokens * tokens + tokens**2) // slices + crossover_tokens**2
         nearest = (isqrt(4 * square) + 1) // 2 - crossover_tokens
-        starts[k] = min(nearest, starts[k + 1] - 1)
+        starts[k] = min((nearest + block // 2) // block * block, starts[k + 1] - 1)
     return tuple(starts)

@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from pipeline_balance.schedules.sliced import BLOCK, LONG
 from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, current
 from prophet.errors import SpecError
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_SPLIT = 256  # tokens from which on a slice's attention to itself is cut in two; found by measurement
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, *, layer: int, scale: float | None = None) -> Tensor:
@@ -119,10 +119,10 @@ class _Block:
 def _triangle(start: int, stop: int) -> Iterator[tuple[slice, slice, bool]]:
     """A slice's own triangle in two triangles and a square: rows, columns, and whether the block is a triangle.
 
-    torch's kernel takes 512 keys at a time and computes the hidden half of a smaller triangle as well.
+    torch's kernel computes the hidden half of a triangle of 512 tokens as well.
     """
-    middle = (start + stop) // 2
-    if stop - start < _SPLIT:
+    middle = start + (stop - start) // (2 * BLOCK) * BLOCK
+    if stop - start < LONG:
         yield slice(start, stop), slice(start, stop), True
         return
     yield from _triangle(start, middle)
@@ -162,7 +162,7 @@ class _Attend(torch.autograd.Function):
         store.check_last(layer, unit)
         (query,) = ctx.saved_tensors
         own = store.chunks(layer, unit.microbatch)[unit.slice]
-        if own.out is None or own.out._version != own.version:
+        if own.out is None or own.lse is None or own.out._version != own.version:
             raise SpecError(f"layer {layer}: the output of its attention was changed in place; work on a copy of it")
         grad_out = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
         wide = torch.promote_types(query.dtype, torch.float32)

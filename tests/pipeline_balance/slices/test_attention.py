@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pipeline_balance.slices.attention import attend
+from pipeline_balance.slices.attention import _triangle, attend
 from pipeline_balance.slices.store import ChunkStore, SliceError, Unit, active
 from prophet.errors import SpecError
 
@@ -105,6 +105,32 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
     for one, other in zip(found, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
         assert one.dtype == dtype
         torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=4 * tolerance)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_long_slices_attend_to_themselves_in_parts(documents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the first slice is cut in two, and its second half again
+    monkeypatch.setattr("pipeline_balance.slices.attention.LONG", 4)
+    monkeypatch.setattr("pipeline_balance.slices.attention.BLOCK", 1)
+    parts, packed, starts = tensors(), DOCUMENTS if documents else None, (0, 7, 12)
+    store = ChunkStore()
+    outs = in_slices(store, parts, starts, packed)
+    expected = whole(*parts, packed)
+    torch.testing.assert_close(torch.cat(outs, 2), expected, rtol=0, atol=1e-14)
+    weights = torch.randn(expected.shape, dtype=torch.float64)
+    found = backward(outs, weights, starts, parts)
+    for one, other in zip(found, torch.autograd.grad((expected * weights).sum(), parts), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 256, 512, 1001])
+def test_the_parts_of_a_slice_are_its_triangle(tokens: int) -> None:
+    seen = torch.zeros(tokens, tokens)
+    for rows, columns, causal in _triangle(0, tokens):
+        block = torch.ones(rows.stop - rows.start, columns.stop - columns.start)
+        assert not causal or rows == columns
+        seen[rows, columns] += block.tril() if causal else block
+    assert torch.equal(seen, torch.ones(tokens, tokens).tril())
 
 
 def test_gradients_of_chunks_are_summed_in_float32() -> None:
