@@ -70,7 +70,7 @@ class Job:
     as `ModuleChain` takes them. `timeout_s` bounds every wait, `budget_bytes` the buffers of a switch. `nodes` [N] says
     on which node a process runs. An order of "fewest-bytes" is chosen at every switch from the layout in force.
 
-    Raises `SpecError` for a layout that cannot be trained yet: ep, slices, pp with tp or zero 2 and 3, zero 1 with tp.
+    Raises `SpecError` for a layout that cannot be trained yet: ep, slices, pp with zero 2 and 3.
     """
 
     def __init__(
@@ -324,7 +324,8 @@ class Job:
             styles = styles_of(self._plain.root, layout.tp) if layout.tp > 1 else {}
             mesh = mesh_of(groups, names, layout.grid[0], self._device)
             shards = Shards(mesh=mesh, styles=styles, reshard=layout.zero == 3)
-        owners = Owners(owned, seats.grid, stage_map, 0, sharded=True)
+        cut = {p.name: layout.tp for p in describe(owned, rules).parameters if p.dim is not None}
+        owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut)
         return ShardedArrangement(owners=owners, layout=layout, rules=rules, shards=shards, **given)
 
     def _seats(self, layout: Parallelism) -> Seats:
@@ -332,9 +333,11 @@ class Job:
         here = process_rank()
         place = layout.place(here)
         tp, every = place.tp if place is not None else 0, layout.grid.tolist()
-        rows = tuple(tuple(stage[d][tp] for stage in every) for d in range(layout.dp))
-        beside = tuple(tuple(r for stage in every for r in stage[d]) for d in range(layout.dp))
-        grid = Grid(rows=rows, beside=beside)
+
+        def rows_of_shard(t: int) -> tuple[tuple[int, ...], ...]:
+            return tuple(tuple(stage[d][t] for stage in every) for d in range(layout.dp))
+
+        grid = Grid(rows=rows_of_shard(tp), beside=tuple(rows_of_shard(t) for t in range(layout.tp) if t != tp))
         if grid.replica_of(here) == grid.replicas:
             return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone())
         row, column = grid.replica(grid.replica_of(here)), grid.column(grid.pipeline_rank_of(here))
@@ -358,12 +361,11 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
         raise SpecError(f"expected a layout, such as elastic.Parallelism(pp=2), got {layout!r:.100}")
     wrong = [f"{name}{getattr(layout, name)}" for name in ("ep", "slices") if getattr(layout, name) > 1]
     if is_sharded(layout):
-        wrong += [f"pp{layout.pp} with shards"] if layout.pp > 1 else []
-        wrong += ["zero1 with tp"] if layout.zero == 1 else []
+        wrong += [f"pp{layout.pp} with zero{layout.zero}"] if layout.pp > 1 and layout.zero > 1 else []
     if wrong:
         raise SpecError(
-            f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp with zero 0 or 1, or dp x tp "
-            "with zero 0, 2 or 3"
+            f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp x tp with zero 0 or 1, or "
+            "dp x tp with zero 2 or 3"
         )
     last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
     if last >= world:
@@ -371,6 +373,8 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
     layout.stage_map(len(model.units))
     if layout.tp > 1:
         styles_of(model.root, layout.tp)
+        if not isinstance(model, TransformersModel):
+            raise SpecError(f"{layout}: tp needs a transformers model, got a {type(model.root).__name__}")
     if is_sharded(layout):
         check_shardable(model)
 

@@ -10,12 +10,12 @@ Shape legend: R replicas, P pipeline ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.ownership import Ownership, local
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.stages import PipelineGroups
 from pipeline_balance.spec import StageMap
@@ -24,29 +24,41 @@ from prophet.state.layout import zero_owners
 
 
 class Owners:
-    """Who updates what under a stage map and a grid, `zero` 0 (every holder) or 1 (one owner per column).
+    """Who updates what under a stage map and a grid, `zero` 0 (every holder), 1 (one owner per column), 2 or 3.
 
-    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later. `sharded` says that
-    parameters are shards of tensors (`DTensor`), which every holder updates.
+    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later. With 2 and 3 every
+    replica has other shards, and updates those. `shards` says into how many others are cut; None: parameters are no
+    shards (`DTensor`).
     """
 
     def __init__(
-        self, owned: Ownership, grid: Grid, stage_map: StageMap | None, zero: int, *, sharded: bool = False
+        self,
+        owned: Ownership,
+        grid: Grid,
+        stage_map: StageMap | None,
+        zero: int,
+        *,
+        shards: Mapping[str, int] | None = None,
     ) -> None:
-        self.sharded = sharded
+        self.sharded = shards is not None
         self.owned, self.grid, self.stage_map = owned, grid, stage_map
         self.zero = zero if grid.replicas > 1 else 0
         self._owner: list[dict[str, int]] = []
-        if self.zero and stage_map is not None:
+        if self.zero == 1 and stage_map is not None:
             for rank in range(grid.pipeline_ranks):
                 names = [n for n in owned.of(stage_map.layers_on(rank)) if owned.parameters[n].requires_grad]
-                found = zero_owners([math.prod(owned.parameters[n].shape) for n in names], grid.replicas)
+                sizes = [math.prod(owned.parameters[n].shape) // (shards or {}).get(n, 1) for n in names]
+                found = zero_owners(sizes, grid.replicas)
                 self._owner.append(dict(zip(names, found.tolist(), strict=True)))
 
     def updaters(self, name: str, pipeline_rank: int) -> tuple[int, ...]:
         """The processes of a column that update a parameter of its stages and keep the optimizer's state; none of P."""
         column = self.grid.column(pipeline_rank)
-        return (column[self._owner[pipeline_rank].get(name, 0)],) if self.zero and column else column
+        return tuple(p for r, p in enumerate(column) if self.updates(name, pipeline_rank, r))
+
+    def updates(self, name: str, pipeline_rank: int, replica: int) -> bool:
+        """Whether this replica updates a parameter of a pipeline rank's stages."""
+        return self.zero != 1 or self._owner[pipeline_rank].get(name, 0) == replica
 
     def drop_others(self, groups: PipelineGroups) -> None:
         """Before the optimizers' step: forget gradients of parameters that other replicas own."""
@@ -60,7 +72,7 @@ class Owners:
         flat: dict[int, list[Tensor]] = {}
         for owner, parameter in self._mine(groups):
             if parameter.requires_grad:
-                flat.setdefault(owner, []).append(parameter)
+                flat.setdefault(owner, []).append(local(parameter))
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         for owner, parameters in sorted(flat.items()):
@@ -81,7 +93,7 @@ class Owners:
 
     def _mine(self, groups: PipelineGroups) -> Iterator[tuple[int, nn.Parameter]]:
         """The parameters of this rank's stages, with the replica that owns each; nothing without owners."""
-        if self.zero and not groups.spare:
+        if self.zero == 1 and not groups.spare:
             owner = self._owner[groups.rank]
             assert self.stage_map is not None
             for name in self.owned.of(self.stage_map.layers_on(groups.rank)):
