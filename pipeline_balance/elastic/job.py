@@ -86,8 +86,8 @@ class Job:
     `balance` has them balanced where ep > 1; it may be a function from a layout to its configuration. The job sets
     `accumulation_steps`.
 
-    Raises `SpecError` for a layout that cannot be trained yet: slices, pp or experts with tp or zero 2 and 3, zero 1
-    with tp.
+    Raises `SpecError` for a layout that cannot be trained yet: slices, experts with tp, pp or experts with zero 2
+    and 3.
     """
 
     def __init__(
@@ -378,7 +378,8 @@ class Job:
             styles = styles_of(self._plain.root, layout.tp) if layout.tp > 1 else {}
             mesh = mesh_of(groups, names, layout.grid[0], self._device)
             shards = Shards(mesh=mesh, styles=styles, reshard=layout.zero == 3)
-        owners = Owners(owned, seats.grid, stage_map, 0, sharded=True)
+        cut = {p.name: layout.tp for p in describe(owned, rules).parameters if p.dim is not None}
+        owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut)
         return ShardedArrangement(owners=owners, layout=layout, rules=rules, shards=shards, **given)
 
     def _seats(self, layout: Parallelism) -> Seats:
@@ -386,9 +387,13 @@ class Job:
         here = process_rank()
         place = layout.place(here)
         tp, every = place.tp if place is not None else 0, layout.grid.tolist()
-        rows = tuple(tuple(stage[d][tp] for stage in every) for d in range(layout.dp))
-        beside = tuple(tuple(r for stage in every for r in stage[d]) for d in range(layout.dp))
-        grid = Grid(rows=rows, beside=beside, ep=layout.ep)
+
+        def rows_of_shard(t: int) -> tuple[tuple[int, ...], ...]:
+            return tuple(tuple(stage[d][t] for stage in every) for d in range(layout.dp))
+
+        grid = Grid(
+            rows=rows_of_shard(tp), beside=tuple(rows_of_shard(t) for t in range(layout.tp) if t != tp), ep=layout.ep
+        )
         experts: dict[str, Collective] = {}
         if layout.ep > 1:
             group, same = layout.group("ep", here), layout.group("edp", here)
@@ -418,12 +423,11 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
         raise SpecError(f"expected a layout, such as elastic.Parallelism(pp=2), got {layout!r:.100}")
     wrong = [f"slices{layout.slices}"] if layout.slices > 1 else []
     if is_sharded(layout):
-        wrong += [f"pp{layout.pp} with shards"] if layout.pp > 1 else []
-        wrong += ["zero1 with tp"] if layout.zero == 1 else []
+        wrong += [f"pp{layout.pp} with zero{layout.zero}"] if layout.pp > 1 and layout.zero > 1 else []
     if wrong:
         raise SpecError(
-            f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp x ep with zero 0 or 1, or dp x "
-            "tp with zero 0, 2 or 3"
+            f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp x tp or pp x dp x ep with "
+            "zero 0 or 1, or dp x tp with zero 2 or 3"
         )
     check_experts(model.root, layout)
     last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
@@ -432,6 +436,8 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
     layout.stage_map(len(model.units))
     if layout.tp > 1:
         styles_of(model.root, layout.tp)
+        if not isinstance(model, TransformersModel):
+            raise SpecError(f"{layout}: tp needs a transformers model, got a {type(model.root).__name__}")
     if is_sharded(layout):
         check_shardable(model)
 

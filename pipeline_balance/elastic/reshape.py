@@ -59,18 +59,28 @@ def describe(owned: Ownership, rules: Mapping[str, Rule] | None = None) -> Model
     return ModelDescription(name="job", layers=len(owned.model.units), parameters=tuple(found))
 
 
-def sharded_layout(space: Space, model: ModelDescription, layout: Parallelism, processes: int, first: bool) -> Layout:
+def sharded_layout(
+    space: Space, model: ModelDescription, at: ShardedArrangement, processes: int, first: bool
+) -> Layout:
     """Which box of which tensor each process holds; `first`: buffers count as the first process's alone.
 
     Raises `LayoutError` for an optimizer's entry that is neither of its parameter's shape nor one number.
     """
-    held = layout_of(model, layout, ranks=processes).by_tensor()
+    layout, home = at.layout, at.stage_map.assignment()
+    alike = replace(layout, zero=0) if layout.zero == 1 else layout
+    held = layout_of(model, alike, ranks=processes).by_tensor()
+
+    def updates(name: str, rank: int) -> bool:
+        place = layout.place(rank)
+        return place is not None and at.owners.updates(name, place.pp, place.dp)
+
     found: dict[int, list[tuple[str, Box]]] = {}
     for tensor in space.tensors:
         name = base_name(tensor.name)
         if tensor.kind == "buffer":
-            ranks = layout.rank_of_place[:1] if first else layout.rank_of_place
-            places = [(rank, tensor.box) for rank in ranks]
+            assert tensor.layer is not None
+            ranks = layout.grid[home[tensor.layer]].reshape(-1).tolist()
+            places = [(rank, tensor.box) for rank in (ranks[:1] if first else ranks)]
         elif tensor.kind == "optimizer" and tensor.shape != space[name].shape:
             if tensor.shape not in ((), (1,)):
                 raise LayoutError(
@@ -79,6 +89,8 @@ def sharded_layout(space: Space, model: ModelDescription, layout: Parallelism, p
             places = [(rank, tensor.box) for rank, _ in held[f"{name}@step"]]
         else:
             places = held[name]
+        if tensor.kind == "optimizer":
+            places = [(rank, box) for rank, box in places if updates(name, rank)]
         for rank, box in places:
             found.setdefault(rank, []).append((tensor.name, box))
     return layout_from(space, processes, found)
@@ -131,7 +143,7 @@ class Reshaper(Reseater):
         at = self.before if target is None else target
         if isinstance(at, ShardedArrangement):
             model = describe(self.mover.owned, at.rules)
-            return sharded_layout(space, model, at.layout, processes, target is None)
+            return sharded_layout(space, model, at, processes, target is None)
         return super().layout(space, target, processes)
 
     @property
@@ -175,12 +187,11 @@ class Reshaper(Reseater):
         change = Remodel(pipeline=self.pipeline, leaves=now, enters=enters)
         plain = Ownership(self.plain)
         own = plain.parameters
-        twins = self._filled(enters, own, values, boxes) if enters is not None else {}  # and moments without elements
+        here_too = {name: own[name] for name in plain.of(target.stage_map.layers_on(place))}
+        twins = self._filled(enters, here_too, values, boxes) if enters is not None else {}  # and empty moments
         change.owned = Ownership(model) if enters is not None else plain
-        updates = {name: value for name, value in scalars.items() if place < target.seats.grid.pipeline_ranks}
-        if not isinstance(target, ShardedArrangement):
-            here = mover.groups.world.rank
-            updates = {n: v for n, v in updates.items() if here in target.owners.updaters(base_name(n), place)}
+        here = mover.groups.world.rank
+        updates = {n: v for n, v in scalars.items() if here in target.owners.updaters(base_name(n), place)}
         entries = state_entries(values, updates)
         optimizer_of, becomes = mover.optimizers.of(), {}
         for name, before in mover.owned.parameters.items():
@@ -232,8 +243,8 @@ class Reshaper(Reseater):
                 values[name] = torch.empty(box.shape, dtype=like.dtype, device=self.mover.device)
             found[id(original)] = values[name]
         for spec in self._space.tensors:
-            kept = spec.kind in ("optimizer", "registered")
-            box = theirs[id(own[base_name(spec.name)])][1] if kept else spec.box
+            name, kept = base_name(spec.name), spec.kind in ("optimizer", "registered")
+            box = theirs[id(own[name])][1] if kept and name in own else spec.box
             if not box.elements and self._is_wide(spec.name):
                 values[spec.name] = torch.empty(box.shape, dtype=torch_dtype(spec), device=self.mover.device)
         return model.fill(found)

@@ -1,7 +1,8 @@
-"""A model of shards: modules that torch's tensor parallelism and FSDP2 have changed, run as a pipeline of one stage.
+"""A model of shards: modules that torch's tensor parallelism and FSDP2 have changed.
 
 Every parameter is a `DTensor`: cut over tp by `parallelize_module`, over dp by `fully_shard` with zero 2 and 3, whole
-where neither cuts it. Its random numbers are those of the unsplit model's units.
+where neither cuts it. Without FSDP2 its units run in stages like any other's. FSDP2 wants the root called, so all units
+are one stage then; their random numbers are those of the unsplit model's units.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from pipeline_balance.elastic.copies import Copy
 from pipeline_balance.elastic.holdings import box_of
@@ -32,6 +33,8 @@ from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.generators import unit_seed
 from pipeline_balance.pipeline.model import Activations, Inputs, Microbatch, ModuleChain, PipelineModel, zero_of
+from pipeline_balance.pipeline.shapes import output_of
+from pipeline_balance.pipeline.skeleton import Skeleton
 from prophet.errors import SpecError
 from prophet.state.space import Box
 
@@ -177,7 +180,7 @@ def sharing(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
 class ShardedModel(PipelineModel):
     """The model `plain` as shards, without memory until `fill`; `now` is the one in force, if it is of shards too.
 
-    A pipeline of one stage runs it. `seed` and `updates()` are what random numbers are drawn by.
+    `seed` and `updates()` are what random numbers are drawn by where units run as one.
     """
 
     metered = False
@@ -186,6 +189,7 @@ class ShardedModel(PipelineModel):
         self, plain: PipelineModel, shards: Shards, now: ShardedModel | None, seed: int, updates: Callable[[], int]
     ) -> None:
         self.plain, self.shards, self._seed, self._updates = plain, shards, seed, updates
+        self.in_stages = shards.dp is None
         self._part: Microbatch | None = None
         current = now.twins() if now is not None else {}
 
@@ -242,13 +246,18 @@ class ShardedModel(PipelineModel):
         return found
 
     def fill(self, values: Mapping[int, Tensor]) -> dict[int, nn.Parameter]:
-        """Parameters that have these values for their shards, by the id of the original; each is put in its places."""
+        """Parameters that have these values for their shards, by the id of the original; each is put in its places.
+
+        What has no value stays without memory.
+        """
         made: dict[int, nn.Parameter] = {}
         for original, copy, name in self.copy.slots():
             key = id(original)
             like: Any = copy._parameters[name]
             if key not in made:
-                made[key] = nn.Parameter(shard_like(like, values[key]), requires_grad=like.requires_grad)
+                made[key] = like
+                if key in values:
+                    made[key] = nn.Parameter(shard_like(like, values[key]), requires_grad=like.requires_grad)
             copy._parameters[name] = made[key]
         self._structure = self._ids()
         self._hold(made)
@@ -336,7 +345,7 @@ class ShardedChain(ShardedModel):
         return activations
 
     def _whole(self, microbatch: Microbatch) -> Activations:
-        found: Activations = self._row(microbatch) if self.shards.dp is not None else self._through(microbatch)
+        found: Activations = self._row(microbatch)
         return found
 
     def loss(self, activations: Activations, microbatch: Microbatch) -> Tensor:
@@ -347,10 +356,37 @@ class _Listed(nn.Module):
     """The parameters of a unit that is no module."""
 
 
+class _InStages(TransformersModel):
+    """The model `plain` with other modules, whose layers take and return what its own do."""
+
+    def __init__(self, plain: TransformersModel, root: nn.Module, layers: Any, units: tuple[nn.Module, ...]) -> None:
+        self.__dict__.update(vars(plain))
+        self.root, self.layers, self.units, self._latest = root, layers, units, None
+        self.skeleton, self._known, self._outputs = Skeleton(root, layers, plain.device), {}, {}
+
+    def _shapes_of(self, layer: int, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+        """Without hooks: those of tensor parallelism want shards."""
+        return output_of(self.layers[layer], args, kwargs, self.device, hooks=lambda kind: None)
+
+
 class ShardedTransformers(ShardedModel):
-    """A transformers model as shards: its own forward runs whole, as the first unit."""
+    """A transformers model as shards: in stages, or its own forward whole as the first unit."""
 
     plain: TransformersModel
+
+    def __init__(self, plain: TransformersModel, *others: Any) -> None:
+        super().__init__(plain, *others)
+        self._stages = _InStages(plain, self.root, self.copy.of(plain.layers), self.units) if self.in_stages else None
+
+    def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
+        if self._stages is not None:
+            return self._stages.run(unit, activations, microbatch)
+        return super().run(unit, activations, microbatch)
+
+    def activations(self, microbatch: Microbatch) -> list[Activations]:
+        if self._stages is not None:
+            return self._stages.activations(microbatch)
+        return super().activations(microbatch)
 
     def _units(self) -> tuple[nn.Module, ...]:
         return (_Listed(), *(self.copy.of(layer) for layer in self.plain.layers), _Listed())
@@ -364,6 +400,8 @@ class ShardedTransformers(ShardedModel):
                 unit.register_parameter(name, made[id(parameter)])
 
     def _draw_by_unit(self) -> None:
+        if self.in_stages:
+            return
         layers = self.units[1:-1]
         for number, layer in enumerate(layers, start=1):
             layer.register_forward_pre_hook(lambda *_, unit=number: self._draw(unit), prepend=True)

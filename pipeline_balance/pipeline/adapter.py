@@ -302,8 +302,11 @@ class TransformersModel(PipelineModel):
         )
         if key not in self._outputs:
             args, kwargs = tree_unflatten(leaves, structure)
-            self._outputs[key] = shapes.output_of(self.layers[layer], args, kwargs, self.device)
+            self._outputs[key] = self._shapes_of(layer, args, kwargs)
         return self._outputs[key]
+
+    def _shapes_of(self, layer: int, args: Any, kwargs: Any) -> tuple[list[Any], TreeSpec]:
+        return shapes.output_of(self.layers[layer], args, kwargs, self.device)
 
     def _stand_ins(self, layer: int, leaves: list[Any]) -> list[Any]:
         """What stands for a layer's output: nobody but the next layer may read it."""

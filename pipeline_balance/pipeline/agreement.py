@@ -240,7 +240,7 @@ def agree_on_batch(
     first_of = {
         "all": [0 for _ in ranks],
         "replica": [grid.first_with_data(r) for r in ranks],
-        "column": [(grid.column(grid.pipeline_rank_of(r)) or (r,))[0] for r in ranks],
+        "column": [grid.first_alike(r) for r in ranks],
     }
     for column, (what, among) in enumerate(_COMPARED, start=1):
         said = every[:, column].tolist()

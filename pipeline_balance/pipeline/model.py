@@ -95,7 +95,7 @@ class PipelineModel(ABC):
     units: tuple[nn.Module, ...]
     slicing: Slicing | None = None
     metered: bool = True
-    """Whether its units are run one by one, so that their times and memory can be told apart."""
+    """Whether times and memory of its units are measured."""
     leads: bool = True
     """Whether this process tells the loss, of those that compute the same."""
 

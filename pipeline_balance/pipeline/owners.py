@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.ownership import Ownership, local
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.stages import PipelineGroups
 from pipeline_balance.spec import StageMap
@@ -24,12 +24,12 @@ from prophet.state.layout import zero_owners
 
 
 class Owners:
-    """Who updates what under a stage map and a grid, `zero` 0 (every holder) or 1 (one owner per column).
+    """Who updates what under a stage map and a grid, `zero` 0 (every holder), 1 (one owner per column), 2 or 3.
 
-    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later. `sharded` says that
-    parameters are shards of tensors (`DTensor`), which every holder updates. Where replicas share experts, each part
-    of them has an owner among its copies; `shapes` are then those of whole parameters, where they differ from the
-    parts in force.
+    The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later. With 2 and 3 every
+    replica has other shards, and updates those. `shards` says into how many others are cut; None: parameters are no
+    shards (`DTensor`). Where replicas share experts, each part of them has an owner among its copies; `shapes` are then
+    those of whole parameters, where they differ from the parts in force.
     """
 
     def __init__(
@@ -39,20 +39,21 @@ class Owners:
         stage_map: StageMap | None,
         zero: int,
         *,
-        sharded: bool = False,
+        shards: Mapping[str, int] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        self.sharded = sharded
+        self.sharded = shards is not None
         self.owned, self.grid, self.stage_map = owned, grid, stage_map
         self.zero = zero if grid.replicas > 1 else 0
         self._owner: list[dict[str, int]] = []  # by parameter: its owner's place among those that have the same
-        if self.zero and stage_map is not None:
+        if self.zero == 1 and stage_map is not None:
             for rank in range(grid.pipeline_ranks):
                 trained = [n for n in owned.of(stage_map.layers_on(rank)) if owned.parameters[n].requires_grad]
                 self._owner.append({})
                 for every in (1, grid.ep) if grid.ep > 1 else (1,):
                     names = [n for n in trained if self._every(n) == every]
-                    sizes = [math.prod((shapes or {}).get(n, owned.parameters[n].shape)) for n in names]
+                    whole = [(shapes or {}).get(n, owned.parameters[n].shape) for n in names]
+                    sizes = [math.prod(x) // (shards or {}).get(n, 1) for n, x in zip(names, whole, strict=True)]
                     found = zero_owners(sizes, grid.replicas // every)
                     self._owner[-1] |= dict(zip(names, found.tolist(), strict=True))
 
@@ -63,11 +64,11 @@ class Owners:
     def updaters(self, name: str, pipeline_rank: int) -> tuple[int, ...]:
         """The processes of a column that update a parameter of its stages and keep the optimizer's state; none of P."""
         column = self.grid.column(pipeline_rank)
-        if not self.zero or not column:
-            return column
-        every = self._every(name)
-        first = self._owner[pipeline_rank].get(name, 0) * every
-        return column[first : first + every]
+        return tuple(p for r, p in enumerate(column) if self.updates(name, pipeline_rank, r))
+
+    def updates(self, name: str, pipeline_rank: int, replica: int) -> bool:
+        """Whether this replica updates a parameter of a pipeline rank's stages."""
+        return self.zero != 1 or self._owner[pipeline_rank].get(name, 0) == replica // self._every(name)
 
     def drop_others(self, groups: PipelineGroups) -> None:
         """Before the optimizers' step: forget gradients of parameters that other replicas own."""
@@ -81,7 +82,7 @@ class Owners:
         flat: dict[tuple[int, int], list[Tensor]] = {}
         for every, owner, parameter in self._mine(groups):
             if parameter.requires_grad:
-                flat.setdefault((every, owner), []).append(parameter)
+                flat.setdefault((every, owner), []).append(local(parameter))
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         came: list[tuple[Tensor, list[Tensor]]] = []
@@ -107,7 +108,7 @@ class Owners:
 
         Nothing without owners.
         """
-        if self.zero and not groups.spare:
+        if self.zero == 1 and not groups.spare:
             owner = self._owner[groups.rank]
             assert self.stage_map is not None
             for name in self.owned.of(self.stage_map.layers_on(groups.rank)):

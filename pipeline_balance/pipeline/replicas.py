@@ -33,12 +33,12 @@ _WRAPPERS = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParalle
 class Grid:
     """R x P processes: `rows` [R][P] has those of every replica, by pipeline rank.
 
-    `beside` [R][...] has the processes that are given a replica's data without being in its row, as of tensor shards.
+    `beside` [...][R][P] are other grids of the same size, which compute the same with other shards of the tensors.
     `ep` neighbouring replicas share the experts of their layers: replica r has part r mod ep of all.
     """
 
     rows: tuple[tuple[int, ...], ...]
-    beside: tuple[tuple[int, ...], ...] = ()
+    beside: tuple[tuple[tuple[int, ...], ...], ...] = ()
     ep: int = 1
 
     @classmethod
@@ -62,19 +62,27 @@ class Grid:
 
     def replica_of(self, process: int) -> int:
         """R for a spare process."""
-        return next((r for r, row in enumerate(self.rows) if process in row), self.replicas)
+        return next((r for rows in self.every for r, row in enumerate(rows) if process in row), self.replicas)
 
     def pipeline_rank_of(self, process: int) -> int:
         """P for a spare process."""
-        return next((row.index(process) for row in self.rows if process in row), self.pipeline_ranks)
+        found = (row.index(process) for rows in self.every for row in rows if process in row)
+        return next(found, self.pipeline_ranks)
+
+    @property
+    def every(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """The rows of this grid and of those beside it, [...][R][P], in the same order on all processes."""
+        return tuple(sorted((self.rows, *self.beside)))
 
     def first_with_data(self, process: int) -> int:
         """The first process that is given the same data as this one."""
-        for number, row in enumerate(self.rows):
-            alike = (*row, *(self.beside[number] if self.beside else ()))
-            if process in alike:
-                return min(alike)
-        return process
+        number = self.replica_of(process)
+        return min(r for rows in self.every for r in rows[number]) if number < self.replicas else process
+
+    def first_alike(self, process: int) -> int:
+        """The first process with the same shards of the same layers as this one."""
+        number = self.pipeline_rank_of(process)
+        return next((rows[0][number] for rows in self.every for row in rows if process in row), process)
 
     def replica(self, number: int) -> tuple[int, ...]:
         """The processes of a replica, by pipeline rank [P]; none of number R."""

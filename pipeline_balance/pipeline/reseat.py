@@ -138,7 +138,7 @@ class Reseater:
             self.mover.builder.check_map(target.stage_map, target.seats.grid)
             if self.passes.progress.parts:
                 raise SpecError("an update is under way: switch after step(update=True)")
-            ties = () if self.passes.owners.sharded else ties_of(self.mover.owned)
+            ties = ties_of(self.mover.owned) if self.passes.owners.zero < 2 else ()  # else all have other shards
             # moments of one owner are compared with nobody's
             state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
             return tie_digests(ties, now, groups.rank, state)

@@ -32,20 +32,25 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 
 
 def output_of(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: torch.device,
+    *,
+    hooks: Callable[[str], Callable[[], bool] | None] = only_before,
 ) -> tuple[list[Any], TreeSpec]:
     """What `module` returns for these arguments, as leaves and structure, with tensors on `meta`.
 
     A copy of the module runs on fake tensors, under the autocast that is in force, so it makes no difference where the
     module's parameters are, and nothing of it changes. A part of it that branches on values is taken to keep the shape
-    and type of its first floating-point argument.
+    and type of its first floating-point argument. `hooks` are those that run, as `copy_of` takes them.
     """
     with torch.no_grad(), _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
 
         def fake(tensor: Tensor) -> Tensor:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
-        copy = copy_of(module, lambda name, parameter: fake(parameter), {}, hooks=only_before)
+        copy = copy_of(module, lambda name, parameter: fake(parameter), {}, hooks=hooks)
         for part in copy.modules():
             part.__dict__["_buffers"] = {n: None if b is None else fake(b) for n, b in part._buffers.items()}
             part.__dict__.update({n: fake(t) for n, t in part.__dict__.items() if isinstance(t, Tensor)})

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.pipeline.ownership import Ownership, digest_of
+from pipeline_balance.pipeline.ownership import Ownership, digest_of, local
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.spec import StageMap
 from prophet.errors import TransitionError
@@ -74,19 +75,17 @@ def sum_tied_gradients(ties: Sequence[Tie], stage_map: StageMap, pipeline: Colle
             total += part
         if total[0] > 0:
             p = tie.parameter
-            summed = total[1:].view(p.shape)
-            if p.grad is None:
-                p.grad = summed.clone()
-            else:
-                p.grad.copy_(summed)
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            local(p.grad).copy_(total[1:].view(local(p.grad).shape))
 
 
 def _with_presence(p: nn.Parameter) -> Tensor:
     """Whether there is a gradient, one or zero, and then its elements: that needs no message by itself."""
-    flat = p.new_zeros(1 + p.numel())
+    here = local(p)
+    flat = here.new_zeros(1 + here.numel())
     if p.grad is not None:
         flat[0] = 1.0
-        flat[1:] = p.grad.reshape(-1)
+        flat[1:] = local(p.grad).reshape(-1)
     return flat
 
 
@@ -138,8 +137,8 @@ def refuse_untied(
 
     It names the parameter, the processes, and whether weights or optimizer state have come apart.
     """
-    for tie in ties:
-        holders = sorted(process for rank in tie.holders(stage_map) for process in grid.column(rank))
+    for tie, rows in product(ties, grid.every):
+        holders = sorted(row[rank] for rank in tie.holders(stage_map) for row in rows)
         first, *_ = (said[process][tie.name] for process in holders)
         for i, what in enumerate(("weights", "optimizer state")):
             differ = [process for process in holders if said[process][tie.name][i] != first[i]]

@@ -17,7 +17,7 @@ from tests.helpers.sliced_models import adam, batch_of, model_of
 
 KINDS = ("plain", "packed", "padded")
 TWO = ("dp2", "dp2,zero3", "tp2", "pp2", "dp2,zero2", "tp2", "dp2,zero1")
-FOUR = ("dp2,tp2", "pp2,dp2", "dp2,tp2,zero3", "dp4,zero2", "dp2,tp2,zero2", "tp2", "pp4")
+FOUR = ("dp2,tp2", "pp2,tp2", "dp2,tp2,zero3", "dp2,tp2,zero1", "pp2,dp2", "dp4,zero2", "pp2,tp2,order3:1:0:2", "tp2")
 
 
 def _whole(job: elastic.Job) -> dict[str, Tensor]:
