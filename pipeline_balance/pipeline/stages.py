@@ -54,11 +54,15 @@ class PipelineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Seats:
-    """Which process runs which stages of which replica, and this one's communicators: see `PipelineGroups`."""
+    """Which process runs which stages of which replica, and this one's communicators: see `PipelineGroups`.
+
+    `shards` are those that modules use by themselves.
+    """
 
     grid: Grid
     collective: Collective
     column: Collective
+    shards: tuple[Collective, ...] = ()
 
 
 def alone(rank: int = 0) -> Collective:
@@ -108,7 +112,7 @@ class PipelineGroups:
         self.replicas = seats.grid.replicas
         self.replica = seats.grid.replica_of(self.world.rank)
         self.rank = seats.grid.pipeline_rank_of(self.world.rank)
-        for collective in (seats.collective, seats.column):
+        for collective in (seats.collective, seats.column, *seats.shards):
             self.include(collective)
 
     @property
