@@ -93,6 +93,17 @@ def test_shards_train_as_one_process(ranks: int, layouts: tuple[str, ...], optio
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
+TEN = ("dp4,zero3", "pp2,tp2,dp2,zero1", "dp2,tp2,zero2", "pp4,dp2", "pp2,tp2,dp2", "dp1")
+TEN = (*TEN, "tp2,dp4,zero3", "pp3,dp2,zero1", "pp4,tp2", "tp2,dp4,zero1")
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_over_ten_layouts_are_those_of_one_process() -> None:
+    expected = _alone(200, {"family": "llama"})
+    for losses in run_gloo(_tour, 8, TEN, {"family": "llama"}, 20, timeout_s=240.0):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
 CHAIN = ("pp2,dp2", "dp4,zero3", "dp3,zero2", "pp3", "dp2,zero3,order3:1", "dp4,zero2", "dp2,zero1")
 
 
