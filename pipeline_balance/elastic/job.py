@@ -405,7 +405,8 @@ class Job:
         stages, replicas = self._groups.get(row, "stages"), self._groups.get(column, "replicas")
         if layout.zero > 1:  # torch averages what it shards
             replicas = alone()
-        return Seats(grid=grid, collective=stages, column=replicas, **experts)
+        shards = tuple(self._groups.get(layout.group(axis, here), "shards") for axis in mesh_axes(layout))
+        return Seats(grid=grid, collective=stages, column=replicas, shards=shards, **experts)
 
     def close(self) -> None:
         """End the job's threads and balancing. Its groups stay until the process group is destroyed."""

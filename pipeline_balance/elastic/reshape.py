@@ -112,7 +112,7 @@ class Remodel(Change):
 
     def make(self) -> None:
         if self.leaves is not None:
-            self.leaves.copy.unmake()
+            self.leaves.leave()
         if self.enters is not None:
             self.enters.copy.make()
         super().make()

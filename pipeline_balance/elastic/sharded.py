@@ -33,6 +33,7 @@ from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.experts import collective_of
 from pipeline_balance.pipeline.generators import unit_seed
 from pipeline_balance.pipeline.model import Activations, Inputs, Microbatch, ModuleChain, PipelineModel, zero_of
+from pipeline_balance.pipeline.ownership import like_meta
 from pipeline_balance.pipeline.shapes import output_of
 from pipeline_balance.pipeline.skeleton import Skeleton
 from prophet.errors import SpecError
@@ -262,6 +263,14 @@ class ShardedModel(PipelineModel):
         self._structure = self._ids()
         self._hold(made)
         return made
+
+    def leave(self) -> None:
+        """Give hooks and attributes back. Who still refers to this model finds no values, rather than old ones."""
+        self.copy.unmake()
+        for _, copy, name in self.copy.slots():
+            parameter = copy._parameters[name]
+            assert parameter is not None
+            copy._parameters[name] = like_meta(parameter)
 
     def _hold(self, made: Mapping[int, nn.Parameter]) -> None:
         """Parameters that units list without being their modules."""

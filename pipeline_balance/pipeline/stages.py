@@ -56,8 +56,8 @@ class PipelineConfig:
 class Seats:
     """Which process runs which stages of which replica, and this one's communicators: see `PipelineGroups`.
 
-    Where the grid's `ep` replicas share experts, `experts` is over these processes of this stage, and `copies` over
-    those with the same experts.
+    `shards` are those that modules use by themselves. Where the grid's `ep` replicas share experts, `experts` is over
+    these processes of this stage, and `copies` over those with the same experts.
     """
 
     grid: Grid
@@ -65,6 +65,7 @@ class Seats:
     column: Collective
     experts: Collective | None = None
     copies: Collective | None = None
+    shards: tuple[Collective, ...] = ()
 
 
 def alone(rank: int = 0) -> Collective:
@@ -114,7 +115,7 @@ class PipelineGroups:
         self.replicas = seats.grid.replicas
         self.replica = seats.grid.replica_of(self.world.rank)
         self.rank = seats.grid.pipeline_rank_of(self.world.rank)
-        for collective in (seats.collective, seats.column, seats.experts, seats.copies):
+        for collective in (seats.collective, seats.column, seats.experts, seats.copies, *seats.shards):
             if collective is not None:
                 self.include(collective)
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline_balance import elastic
-from prophet.errors import SpecError, TransitionError
-from tests.helpers.elastic_jobs import build, dataset, plain_losses, start, train
+from pipeline_balance.elastic import reshape
+from prophet.errors import SpecError, StageFailed, TransitionError
+from tests.helpers.elastic_jobs import batches, build, dataset, plain_losses, start, train
 from tests.helpers.launch import run_gloo
 from tests.helpers.sliced_models import adam, batch_of, model_of
 
@@ -37,29 +38,31 @@ def _whole(job: elastic.Job) -> dict[str, Tensor]:
     return found
 
 
-def _tour(rank: int, size: int, layouts: tuple[str, ...], family: str, tied: bool) -> list[float]:
-    data = [batch_of(kind) for kind in KINDS] * 3
+def _tour(rank: int, size: int, layouts: tuple[str, ...], options: dict[str, Any], steps: int = 1) -> list[float]:
+    """With several steps per layout, each switch also goes back and there again."""
+    data = [batch_of(kind) for kind in KINDS]
     first, *others = map(elastic.Parallelism.parse, layouts)
-    job = elastic.Job(
-        lambda: model_of(family, tied=tied), adam, first, data=data, microbatches=4, seed=3, timeout_s=60.0
-    )
+    job = elastic.Job(lambda: model_of(**options), adam, first, data=data, microbatches=4, seed=3, timeout_s=60.0)
     optimizer = job.optimizer
-    losses = [job.step(max_norm=0.5)]
+    losses = [job.step(max_norm=0.5) for _ in range(steps)]
     for layout in others:
-        before = _whole(job)
-        job.switch(layout)
-        after = _whole(job)
-        assert before.keys() == after.keys()
-        assert not [n for n in before if not torch.equal(before[n], after[n])], str(layout)
+        before, drawn, position, now = _whole(job), torch.get_rng_state(), job.data.position, job.layout
+        for there in (layout, now, layout) if steps > 1 else (layout,):
+            job.switch(there)
+            after = _whole(job)
+            assert before.keys() == after.keys()
+            assert not [n for n in before if not torch.equal(before[n], after[n])], str(there)
+            assert torch.equal(torch.get_rng_state(), drawn)
+            assert job.data.position == position
         assert job.optimizer is optimizer
-        losses.append(job.step(max_norm=0.5))
+        losses += [job.step(max_norm=0.5) for _ in range(steps)]
     losses.append(job.evaluate(*batch_of("packed")))
     job.close()
     return losses
 
 
-def _alone(steps: int, family: str, tied: bool) -> list[float]:
-    model = model_of(family, tied=tied)
+def _alone(steps: int, options: dict[str, Any]) -> list[float]:
+    model = model_of(**options)
     optimizer = adam(model.named_parameters())
     losses = []
     for step in range(steps):
@@ -77,12 +80,27 @@ def _alone(steps: int, family: str, tied: bool) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layouts", "family", "tied"),
-    [(2, TWO, "llama", False), (2, TWO[:4], "qwen3", True), (4, FOUR, "llama", True)],
+    ("ranks", "layouts", "options"),
+    [
+        (2, TWO, {"family": "llama", "attention_bias": True, "mlp_bias": True}),
+        (2, TWO[:4], {"family": "qwen3", "tied": True}),
+        (4, FOUR, {"family": "llama", "tied": True}),
+    ],
 )
-def test_shards_train_as_one_process(ranks: int, layouts: tuple[str, ...], family: str, tied: bool) -> None:
-    expected = _alone(len(layouts), family, tied)
-    for losses in run_gloo(_tour, ranks, layouts, family, tied, timeout_s=150.0):
+def test_shards_train_as_one_process(ranks: int, layouts: tuple[str, ...], options: dict[str, Any]) -> None:
+    expected = _alone(len(layouts), options)
+    for losses in run_gloo(_tour, ranks, layouts, options, timeout_s=150.0):
+        assert losses == pytest.approx(expected, rel=1e-9)
+
+
+TEN = ("dp4,zero3", "pp2,tp2,dp2,zero1", "dp2,tp2,zero2", "pp4,dp2", "pp2,tp2,dp2", "dp1")
+TEN = (*TEN, "tp2,dp4,zero3", "pp3,dp2,zero1", "pp4,tp2", "tp2,dp4,zero1")
+
+
+@pytest.mark.slow
+def test_two_hundred_steps_over_ten_layouts_are_those_of_one_process() -> None:
+    expected = _alone(200, {"family": "llama"})
+    for losses in run_gloo(_tour, 8, TEN, {"family": "llama"}, 20, timeout_s=240.0):
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
@@ -159,6 +177,98 @@ def test_frozen_layers_and_a_scaler_go_through_shards() -> None:
     assert losses[-1] < losses[0]
 
 
+def _fails_within(rank: int, size: int) -> str:
+    job = elastic.Job(
+        lambda: model_of("llama"), adam, elastic.Parallelism(tp=2), data=[batch_of()], microbatches=2, timeout_s=300.0
+    )
+    job.step()
+    if rank == 1:
+        job.model.model.layers[1].mlp.register_forward_pre_hook(_out_of_memory)
+    with pytest.raises(StageFailed) as caught:
+        job.step()
+    return str(caught.value)
+
+
+def test_a_failure_between_cut_modules_is_one_of_all_processes() -> None:
+    for words in run_gloo(_fails_within, 2, timeout_s=100.0):
+        assert "rank 1 (stage 0) failed in step 1" in words
+        assert "no memory is left" in words
+
+
+def _optimizers() -> dict[str, Any]:
+    torchs = torch.optim
+    return {
+        "momentum": lambda named: torchs.SGD([p for _, p in named], lr=1e-2, momentum=0.9, nesterov=True),
+        "rmsprop": lambda named: torchs.RMSprop([p for _, p in named], lr=1e-3, momentum=0.9, centered=True),
+        "nadam": lambda named: torchs.NAdam([p for _, p in named], lr=1e-2),
+        "amsgrad": lambda named: torchs.Adam([p for _, p in named], lr=1e-2, amsgrad=True),
+    }
+
+
+def _kinds(rank: int, size: int) -> None:
+    for kind, make in _optimizers().items():
+        losses = []
+        for layouts in (("dp2", "dp2,zero3", "pp2", "dp2,zero2"), ("dp2",) * 4):
+            job = elastic.Job(
+                build,
+                make,
+                elastic.Parallelism(dp=2),
+                data=batches(),
+                loss_fn=nn.functional.cross_entropy,
+                microbatches=12,
+                seed=3,
+                timeout_s=60.0,
+            )
+            losses.append(train(job, 1))
+            for text in layouts[1:]:
+                before = _whole(job)
+                job.switch(elastic.Parallelism.parse(text))
+                after = _whole(job)
+                assert before.keys() == after.keys(), kind
+                assert not [n for n in before if not torch.equal(before[n], after[n])], f"{kind} {text}"
+                losses[-1] += train(job, 1)
+            job.close()
+        assert losses[0] == pytest.approx(losses[1], rel=1e-9), kind
+
+
+def test_what_other_optimizers_keep_goes_through_shards() -> None:
+    run_gloo(_kinds, 2, timeout_s=100.0)
+
+
+def _references(rank: int, size: int) -> None:
+    job = start("dp2")
+    plain = job.model
+    job.switch(elastic.Parallelism.parse("dp2,zero3"))
+    shards = job.model
+    assert all(p.is_meta for p in plain.parameters())  # nobody evaluates or saves what was there before
+    train(job, 1)
+    shards[1].requires_grad_(False)
+    before = _whole(job)
+    train(job, 1)
+    assert not _trained(before, _whole(job))
+    job.switch(elastic.Parallelism.parse("pp2"))
+    assert job.model is plain
+    assert all(p.is_meta for p in shards.parameters())
+    assert not any(p.requires_grad for p in plain[1].parameters())
+    plain[1].requires_grad_(True)
+    before = _whole(job)
+    train(job, 1)
+    assert _trained(before, _whole(job))
+    job.close()
+
+
+def _trained(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    """Whether layer 1 has changed, all of it or nothing; all others must have."""
+    changed = {n: not torch.equal(before[n], after[n]) for n in before if "@" not in n}
+    assert all(here for n, here in changed.items() if not n.startswith("1."))
+    (found,) = {here for n, here in changed.items() if n.startswith("1.")}
+    return found
+
+
+def test_references_from_before_find_nothing_old_and_freezing_goes_through() -> None:
+    run_gloo(_references, 2, timeout_s=100.0)
+
+
 def _refused(rank: int, size: int) -> list[str]:
     job = start("dp2")
     train(job, 1)
@@ -180,20 +290,41 @@ def _refused(rank: int, size: int) -> list[str]:
     job.model[3].friend = [job.model[2]]
     told(TransitionError, "dp2,zero3")
     del job.model[3].friend
+    real = reshape.sharded
+    reshape.sharded = _out_of_memory if rank == 1 else real
+    told(TransitionError, "dp2,zero3")
+    reshape.sharded = real
     told(SpecError, "tp2")
     job.switch(elastic.Parallelism.parse("dp2,zero3"))
     for what in (job.state_dict, job.pipeline.measure):
         with pytest.raises(SpecError, match="in shards"):
             what()
     train(job, 1)
+    before, allocate = _whole(job), job.pipeline.mover.allocate
+    job.pipeline.mover.allocate = _out_of_memory if rank == 0 else allocate
+    told(TransitionError, "pp2")
+    job.pipeline.mover.allocate = allocate
+    losses = [*train(job, 1), *_after(job, "pp2")]
+    assert losses == pytest.approx(plain_losses(4)[2:], abs=1e-9)
     job.close()
     return said
+
+
+def _out_of_memory(*_: Any) -> Any:
+    raise MemoryError("no memory is left")
+
+
+def _after(job: elastic.Job, text: str) -> list[float]:
+    job.switch(elastic.Parallelism.parse(text))
+    return train(job, 1)
 
 
 def test_what_cannot_go_over_is_refused_on_all_and_the_job_goes_on() -> None:
     every = run_gloo(_refused, 2, timeout_s=100.0)
     assert every[0][:2] == every[1][:2]
-    hook, friend, plan = every[0]
+    hook, friend, making, plan, moving = every[0]
+    assert "no memory is left" in every[1][2]
+    assert all("goes on" in words or "whole" in words for words in (making, moving))
     assert "rank 1: 2.up.weight has a hook on the tensor" in hook
     assert "3.friend refers to a module" in friend
     assert "no tensor-parallel plan" in plan
