@@ -36,10 +36,11 @@ _OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 class Live:
     """A model with its optimizer. `root` is without its DDP `wrapper`; tied parameters have the first of their names.
 
-    Raises `SpecError` for a kind of model that cannot be resharded, and where the optimizer has other parameters.
+    `device` is where a process works that has nothing of the model. Raises `SpecError` for a kind of model that cannot
+    be resharded, and where the optimizer has other parameters.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device) -> None:
         self.wrapper = model if isinstance(model, DistributedDataParallel) else None
         self.root: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         for name, module in self.root.named_modules():
@@ -52,6 +53,7 @@ class Live:
         self.names = {id(p): name for name, p in self.parameters.items()}
         self.first = {n: self.names[id(p)] for n, p in self.root.named_parameters(remove_duplicate=False)}
         self.buffers = dict(self.root.named_buffers())
+        self.device = next((local(p).device for p in self.parameters.values() if not p.is_meta), device)
         self.optimizers = Optimizers(lambda _: optimizer, self.parameters)
         for number, group in enumerate(g for o in self.optimizers.all for g in o.param_groups):
             if any(id(p) not in self.names for p in group["params"]):
@@ -59,11 +61,6 @@ class Live:
                     f"group {number} of the optimizer has a parameter that the model does not have, so it would train "
                     "nothing: make the optimizer after the model was sharded"
                 )
-
-    @property
-    def device(self) -> torch.device:
-        """Where its parameters are."""
-        return next((local(p).device for p in self.parameters.values() if not p.is_meta), torch.device("cpu"))
 
     def groups(self) -> list[list[str]]:
         """The names of the parameters of every group of the optimizers."""

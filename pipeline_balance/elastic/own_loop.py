@@ -45,6 +45,7 @@ def reshard(
     after: Parallelism,
     build: Callable[[], nn.Module],
     *,
+    device: torch.device | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     budget_bytes: int = 64 << 20,
 ) -> nn.Module:
@@ -58,8 +59,8 @@ def reshard(
 
     Modules and parameters are other objects afterwards: own lists of them must be taken anew, and the old model
     refuses to run. Hooks and attributes of modules, `training`, attributes of parameters, registered tensors,
-    schedulers, scalers and step hooks go on. Buffers are those of the first rank of `before`. `budget_bytes` bounds
-    the buffers of the move, `timeout_s` every wait.
+    schedulers, scalers and step hooks go on. Buffers are those of the first rank of `before`. `device` (None: the CPU)
+    is of ranks that have the model on `meta`. `budget_bytes` bounds the buffers of the move, `timeout_s` every wait.
 
     Raises `SpecError` on all ranks for what cannot be resharded: other layouts than dp with zero 0, 2 and 3, tp, and dp
     x tp with zero 2 and 3; a model that is not in the layout `before`; hooks on parameters that become shards; copies
@@ -68,7 +69,8 @@ def reshard(
     found: list[_Own] = []
 
     def begin() -> str:
-        found.append(_Own(model, optimizer, before, after, build, timeout_s, budget_bytes))
+        at = device if device is not None else torch.device("cpu")
+        found.append(_Own(model, optimizer, before, after, build, at, timeout_s, budget_bytes))
         return ""
 
     met("resharding", begin, timeout_s)
@@ -94,6 +96,7 @@ class _Own:
     before: Parallelism
     after: Parallelism
     build: Callable[[], nn.Module]
+    device: torch.device
     timeout_s: float
     budget_bytes: int
     live: Live = field(init=False)
@@ -106,7 +109,7 @@ class _Own:
         self.groups = groups_of_world(self.timeout_s)
         for name, layout in (("before", self.before), ("after", self.after)):
             _check_layout(name, layout)
-        self.live = live = Live(self.model, self.optimizer)
+        self.live = live = Live(self.model, self.optimizer, self.device)
         live.compare(self.before, rank)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             built = self.build()
@@ -142,7 +145,7 @@ class _Own:
         met("making process groups", lambda: self.groups.make(wanted), self.timeout_s)
         try:
             return self._moved(self.groups.get(*state))
-        except TransitionError:
+        except (TransitionError, CollectiveError):
             self.groups.drop([state])  # it may be of no more use
             raise
 

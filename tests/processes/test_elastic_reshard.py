@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from pipeline_balance import elastic
@@ -178,8 +178,16 @@ def _refused(rank: int, size: int) -> tuple[list[str], list[float]]:
 
 
 def _alone_in_it(rank: int, size: int) -> list[str]:
-    """Copies that differ; an optimizer from before `fully_shard`; a process that stays away."""
-    dp4, said = elastic.Parallelism(dp=4), []
+    """Copies that differ; an optimizer from before `fully_shard`; other types; a process that stays away."""
+    dp4, said, seen = elastic.Parallelism(dp=4), [], []
+    model: Any = build()
+    optimizer = adamw(model.parameters())
+    handle = model.head.weight.register_hook(lambda grad: seen.append(1))
+    model = elastic.reshard(model, optimizer, dp4, dp4, build).module  # its own way is DDP's afterwards
+    train_step(model, optimizer, dp4, 0)
+    handle.remove()
+    train_step(model, optimizer, dp4, 1)
+    assert seen == [1]
     model = build()
     optimizer = adamw(model.parameters())
     with torch.no_grad():
@@ -187,10 +195,11 @@ def _alone_in_it(rank: int, size: int) -> list[str]:
     with pytest.raises(SpecError) as caught:
         elastic.reshard(model, optimizer, dp4, elastic.Parallelism(dp=2, tp=2, zero=3), build)
     said.append(str(caught.value))
-    fully_shard(model, mesh=_mesh(size))
-    with pytest.raises(SpecError) as caught:
-        elastic.reshard(model, optimizer, elastic.Parallelism(dp=4, zero=3), dp4, build)
-    said.append(str(caught.value))
+    fully_shard(model, mesh=_mesh(size), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for wrong in (optimizer, adamw(model.parameters())):
+        with pytest.raises(SpecError) as caught:
+            elastic.reshard(model, wrong, elastic.Parallelism(dp=4, zero=3), dp4, build)
+        said.append(str(caught.value))
     if rank != 3:
         with pytest.raises(CollectiveError) as late:
             elastic.reshard(build(), optimizer, dp4, dp4, build, timeout_s=2.0)
@@ -231,5 +240,6 @@ NAMED = (
     "rank 2: no memory for buffers; the model and the optimizer are as they were",
     "ranks 0 and 2 have copies of head.weight that differ",
     "group 0 of the optimizer has a parameter that the model does not have",
+    "FSDP2's MixedPrecisionPolicy",
     "resharding",
 )
