@@ -153,7 +153,8 @@ class Bank(nn.Module):
 
         Raises ValueError for experts that cannot be shared anew.
         """
-        raise ValueError(f"{type(self).__name__}: experts that are modules stay on their ranks")
+        if (rank * self.experts, ranks) != (self.first_expert, self.ep_size):
+            raise ValueError(f"{type(self).__name__}: experts that are modules stay on their ranks")
 
     # --- names ---
 

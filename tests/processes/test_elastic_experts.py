@@ -16,7 +16,14 @@ from pipeline_balance import elastic
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
 from prophet.errors import SpecError, TransitionError
-from tests.helpers.elastic_experts import build, build_lopsided, build_on_meta, plain_losses, start, whole
+from tests.helpers.elastic_experts import (
+    build,
+    build_lopsided,
+    build_on_meta,
+    plain_losses,
+    start,
+    whole,
+)
 from tests.helpers.elastic_jobs import broken, check_held, dataset, same, train
 from tests.helpers.launch import run_gloo
 from tests.helpers.support import RandomPlanner
@@ -84,10 +91,11 @@ def _balanced(rank: int, size: int, layouts: tuple[str, ...], every: int) -> tup
     losses = train(job, every)
     copies, balanced_steps = [], every if job.layout.ep > 1 else 0
     for text in layouts[1:]:
-        state, before, known = whole(job), job.layout, _remembered(job)
+        state, before, known, engine = whole(job), job.layout, _remembered(job), job.engine
         job.switch(Parallelism.parse(text))
         assert same(whole(job), state)
         check_held(job)
+        assert engine is None or engine._closed
         if (before.ep, before.edp) == (job.layout.ep, job.layout.edp):
             assert _remembered(job) == known
         losses += train(job, 1)
