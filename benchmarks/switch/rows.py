@@ -138,7 +138,7 @@ def job_rows(parts: Sequence[Mapping[str, Any]], options: Mapping[str, int], *, 
 
 
 def beside_row(parts: Sequence[Mapping[str, Any]]) -> Row:
-    """How much of preparing was hidden behind steps, and what it did to them; sums over preparations, worst rank."""
+    """How much of preparing was hidden behind steps, and what it did to them; of the worst rank; steps of all."""
     found = []
     for part in parts:
         rows = part["beside"]
@@ -157,7 +157,7 @@ def beside_row(parts: Sequence[Mapping[str, Any]]) -> Row:
                 "slowed_by": meanwhile_s / before_s - 1,
             }
         )
-    return min(found, key=lambda r: r["hidden_share"]) | {"slowed_by": max(r["slowed_by"] for r in found)}
+    return min(found, key=lambda r: r["hidden_share"]) | {"slowed_by": statistics.fmean(r["slowed_by"] for r in found)}
 
 
 # --- targets ---

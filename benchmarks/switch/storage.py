@@ -83,7 +83,7 @@ class Storage(socketserver.ThreadingTCPServer):
         self.ended = threading.Event()
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.shutdown()
         super().__exit__(*error)
 
