@@ -47,7 +47,7 @@ from pipeline_balance.pipeline.training_state import gather_json
 from pipeline_balance.spec import StageMap
 from prophet.engine.engine import Engine
 from prophet.errors import SpecError, TransitionError
-from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
+from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
 from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.ranks.waiting import joined
 from prophet.state.transition import Mode
@@ -394,7 +394,7 @@ class Job:
         grid = Grid(
             rows=rows_of_shard(tp), beside=tuple(rows_of_shard(t) for t in range(layout.tp) if t != tp), ep=layout.ep
         )
-        experts: dict[str, Collective] = {}
+        experts: dict[str, Any] = {}
         if layout.ep > 1:
             group, same = layout.group("ep", here), layout.group("edp", here)
             experts["experts"] = self._groups.get(group, "experts") if group else nobody(layout.ep)
