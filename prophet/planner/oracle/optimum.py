@@ -233,7 +233,7 @@ def solve_exactly(
     if within is not None and (within.experts, within.ranks) != (context.experts, context.ranks):
         raise SpecError(f"`within` is for {within.experts} experts x {within.ranks} ranks, load is {list(load.shape)}")
     best: Optimum | None = None
-    for forms in itertools.product((False, True), repeat=2):
+    for forms in itertools.product((False, True), (False, True)):
         program, copy = _build(load, context, forms)
         if within is not None:
             for (e, r), v in copy.items():
