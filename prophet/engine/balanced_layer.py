@@ -183,9 +183,9 @@ class BalancedLayer:
         engine = self._engine
         if not engine.planner.withdraws:
             return True
-        trans_s, agg_s = self._forms.cheapest(self.placement, self.context)
+        trans, agg = self._forms.prepare(self.placement, self.context)
         microbatches = engine.config.accumulation_steps
-        return pays(load, split, self.context, trans_s, agg_s, ahead=self._ahead, microbatches=microbatches)
+        return pays(load, split, self.context, trans, agg, ahead=self._ahead, microbatches=microbatches)
 
     # --- the next placement ---
 

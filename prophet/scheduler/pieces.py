@@ -249,13 +249,20 @@ def _exchange(phase: Phase, rank: int, pieces: Iterator[Piece]) -> Exchange:
     return Exchange(phase, tuple(sends), tuple(recvs))
 
 
-def held_back(cut: Sequence[int], share: float) -> tuple[int, ...]:
+def held_back(cut: Sequence[int], share: float, *, two_phase: bool = False) -> tuple[int, ...]:
     """`cut` with one chunk more at its end, of `share` of the whole; the others keep their proportions.
 
-    In the two-phase form the first phase is never held back, since the second one has to wait for it.
+    In the two-phase form it is a share of the second phase: the first is never held back, since the second has to wait
+    for it. The phases then meet in the middle, where they stay.
     """
-    sent = GRAIN - int(GRAIN * share)
-    return (*(b * sent // GRAIN for b in check_cut(cut)), GRAIN)
+    bounds, kept = check_cut(cut), GRAIN - int(GRAIN * share)
+    if not two_phase:
+        return (*(b * kept // GRAIN for b in bounds), GRAIN)
+    half, met = GRAIN // 2, meeting(bounds)
+    middle = _middle(bounds) if len(bounds) > 2 else 1
+    first = (b * half // max(met, 1) for b in bounds[:middle])
+    second = ((b - met) * half // max(GRAIN - met, 1) * kept // GRAIN for b in bounds[middle + 1 :])
+    return (*first, half, *(half + b for b in second), GRAIN)
 
 
 def cut_by_weights(weights: Sequence[int]) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The values that flow between the rooms: frozen, validated when built, free of torch and of any process group."""
 
 from prophet.spec.arrays import BoolArray, FloatArray, IntArray, digest, odd_ones_out
-from prophet.spec.cost import LayerShape, Link, PlanContext, StepCost, Topology, Windows
+from prophet.spec.cost import Cover, LayerShape, Link, PlanContext, StepCost, Topology, TransferSeconds, Windows
 from prophet.spec.feed_forward import (
     ACTIVATION_PARTS,
     ACTIVATIONS,
@@ -23,6 +23,7 @@ __all__ = [
     "ActivationParts",
     "Bias",
     "BoolArray",
+    "Cover",
     "FloatArray",
     "Function",
     "IntArray",
@@ -33,6 +34,7 @@ __all__ = [
     "Split",
     "StepCost",
     "Topology",
+    "TransferSeconds",
     "Windows",
     "bias_of",
     "check_experts_per_rank",

@@ -6,6 +6,7 @@ Shape legend: R ranks.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -78,6 +79,56 @@ class LayerShape:
         return self.expert_bytes + self.expert_grad_bytes
 
 
+class Cover(NamedTuple):
+    """Seconds of compute under the first and the second phase of a transfer; a direct one has both.
+
+    A phase starts in its own window, since the second sends on what the first has brought.
+    """
+
+    first: float = 0.0
+    second: float = 0.0
+
+
+class TransferSeconds(NamedTuple):
+    """What a Trans or an Agg takes directly, and in each phase of its two-phase form; infinite where it may not.
+
+    By how much it lengthens a step is said here alone: by what its windows do not cover, and by `overlap_cost` times
+    what they do. The form is chosen that lengthens it less, and of two alike the one that takes fewer seconds.
+    """
+
+    direct: float
+    first: float
+    second: float
+
+    def seconds(self, two_phase: bool) -> float:
+        """All of it in one form."""
+        return self.first + self.second if two_phase else self.direct
+
+    def exposed(self, cover: Cover, two_phase: bool) -> float:
+        """Seconds of it in one form that its windows do not cover."""
+        if two_phase:
+            return max(0.0, self.first - cover.first) + max(0.0, self.second - cover.second)
+        return max(0.0, self.direct - (cover.first + cover.second))
+
+    def hidden(self, cover: Cover, two_phase: bool) -> float:
+        """Seconds of it in one form that its windows cover."""
+        if two_phase:
+            return min(self.first, cover.first) + min(self.second, cover.second)
+        return min(self.direct, cover.first + cover.second)
+
+    def felt(self, cover: Cover, overlap_cost: float) -> float:
+        """By how many seconds it lengthens the step (Eq. 8 takes the hidden part for free)."""
+        return min(self._felt(cover, overlap_cost, False), self._felt(cover, overlap_cost, True))
+
+    def two_phase(self, cover: Cover, overlap_cost: float) -> bool:
+        """Whether it takes the two-phase form."""
+        phases_s, direct_s = (self._felt(cover, overlap_cost, form) for form in (True, False))
+        return (phases_s, self.first + self.second) < (direct_s, self.direct)
+
+    def _felt(self, cover: Cover, overlap_cost: float, two_phase: bool) -> float:
+        return self.exposed(cover, two_phase) + overlap_cost * self.hidden(cover, two_phase)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Windows:
     """Compute under which a block's Trans and Agg are hidden (paper, Eq. 8): that of the block before.
@@ -93,13 +144,13 @@ class Windows:
     def __post_init__(self) -> None:
         check_not_negative(self, "fnec_s", "bnec_s")
 
-    def forward_s(self, experts_s: float) -> float:
-        """Seconds that hide Trans, where experts compute for `experts_s` forward."""
-        return self.fnec_s + (experts_s if self.experts else 0.0)
+    def over_trans(self, experts_s: float) -> Cover:
+        """What hides Trans, where experts compute for `experts_s` seconds forward: they come first."""
+        return Cover(experts_s, self.fnec_s) if self.experts else Cover(self.fnec_s, 0.0)
 
-    def backward_s(self, experts_s: float) -> float:
-        """Seconds that hide Agg, where experts compute for `experts_s` forward, and twice as long backward (Eq. 3)."""
-        return self.bnec_s + (2.0 * experts_s if self.experts else 0.0)
+    def over_agg(self, experts_s: float) -> Cover:
+        """What hides Agg, where experts compute for `experts_s` seconds forward, and twice that backward (Eq. 3)."""
+        return Cover(self.bnec_s, 2.0 * experts_s if self.experts else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

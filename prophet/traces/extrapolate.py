@@ -231,9 +231,9 @@ def _group_step(
         chooser = FormChooser()
         forms.append(chooser.form_under(schedule, i, placement, here, weights))
         # what has been sent of a Trans by then is not played: it ran beside compute
-        trans_s, agg_s = chooser.cheapest(placement, here)
+        trans, agg = chooser.prepare(placement, here)
         withdraws = planner.withdraws and not placement.is_static
-        if withdraws and not pays(present[i], splits[i], here, trans_s, agg_s, ahead=runs_ahead(schedule, i)):
+        if withdraws and not pays(present[i], splits[i], here, trans, agg, ahead=runs_ahead(schedule, i)):
             placements[i] = context.homes_only()
             splits[i] = Split.to_homes(present[i], placements[i])
     durations = predicted_durations(

@@ -16,7 +16,7 @@ from prophet.scheduler.pieces import GRAIN, Form, held_back, phase_shares
 from prophet.scheduler.replicas import BlockReplicas
 from prophet.scheduler.schedules import block_wise, blocking, cover_of, runs_ahead
 from prophet.scheduler.transfers import Trans
-from prophet.spec import IntArray, LayerShape, Link, Placement, PlanContext, Split, Topology
+from prophet.spec import Cover, IntArray, LayerShape, Link, Placement, PlanContext, Split, Topology, TransferSeconds
 from tests.helpers.support import FixedPlanner, everywhere, on_threads
 from tests.helpers.training import Case, Run, Step, compare, expected
 
@@ -93,13 +93,14 @@ def test_every_mixture_of_used_and_withdrawn_replicas_gives_the_same_gradients(
         load: IntArray,
         split: Split,
         context: PlanContext,
-        trans_s: float,
-        agg_s: float,
+        trans: TransferSeconds,
+        agg: TransferSeconds,
         *,
         ahead: bool,
         microbatches: int,
     ) -> bool:
-        assert min(trans_s, agg_s) > 0
+        assert trans.felt(Cover(), 0.0) > 0
+        assert agg.felt(Cover(), 0.0) > 0
         assert ahead == (name != "blocking")
         assert microbatches == CASES[name].microbatches
         return int((load * np.arange(1, load.size + 1).reshape(load.shape)).sum()) % 3 != 0
@@ -209,18 +210,30 @@ def test_where_windows_are_not_known_nothing_is_held_back() -> None:
 
 
 def test_a_first_phase_is_never_held_back() -> None:
-    found = form(2.0, "two-phase")
-    assert found.trans_cut == (0, GRAIN // 8, GRAIN // 4, GRAIN)
-    assert phase_shares(found.trans_cut) == [(0.5, 0.0), (0.5, 0.0), (0.0, 1.0)]
+    """Of one of two receivers' halves the second phase takes 4 s; its window is a quarter of the cover."""
+    two = Placement.with_replicas((0, 1, 2), 3, [(0, 1), (0, 2)])
+    three = Topology.uniform(3, intra=Link(bytes_per_s=100.0))
+    context = replace(slow_pair(), topology=three, home=(0, 1, 2))
+    cut = (0, GRAIN * 3 // 4, GRAIN)
+    found = chooser("two-phase").form(two, context, trans_cut=cut, trans_cover_s=12.0)
+    assert found.trans_cut == (0, GRAIN // 2, GRAIN * 7 // 8, GRAIN)
+    assert phase_shares(found.trans_cut) == [(1.0, 0.0), (0.0, 0.75), (0.0, 0.25)]
+    found = chooser("two-phase").form(two, context, trans_cut=cut, trans_cover_s=16.0)
+    assert found.trans_cut == cut
+    first_block = chooser("two-phase").form(two, context, trans_cut=(0, GRAIN, GRAIN), trans_cover_s=16.0)
+    assert phase_shares(first_block.trans_cut) == [(1.0, 0.0), (0.0, 0.0), (0.0, 1.0)]
 
 
 def test_the_decision_goes_by_what_transfers_take_alone() -> None:
     for transfers in ("auto", "direct", "two-phase"):
-        assert chooser(transfers).cheapest(ONE_COPY, slow_pair()) == (pytest.approx(8.0), pytest.approx(8.0))
+        there, back = chooser(transfers).prepare(ONE_COPY, slow_pair())
+        assert there.felt(Cover(), 0.0) == back.felt(Cover(), 0.0) == pytest.approx(8.0)
     many = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1), (0, 2), (0, 3)])
     context = replace(slow_pair(), topology=replace(SLOW, ranks=4, ranks_per_node=4, flops_per_s=(1.0,) * 4,
                       free_bytes=(1,) * 4), home=(0, 1, 2, 3))  # fmt: skip
-    direct_s, two_phase_s, auto_s = (chooser(t).cheapest(many, context)[0] for t in ("direct", "two-phase", "auto"))
+    direct_s, two_phase_s, auto_s = (
+        chooser(t).prepare(many, context)[0].felt(Cover(), 0.0) for t in ("direct", "two-phase", "auto")
+    )
     assert auto_s == two_phase_s < direct_s
 
 
@@ -257,6 +270,15 @@ def test_a_run_repeats_its_decisions_and_a_resumed_one_goes_on_with_them() -> No
 def test_held_back_chunks_keep_the_proportions_of_the_others() -> None:
     assert held_back((0, GRAIN // 4, GRAIN), 0.5) == (0, GRAIN // 8, GRAIN // 2, GRAIN)
     assert held_back((0, GRAIN), 1.0) == (0, 0, GRAIN)
+
+
+def test_the_phases_of_a_transfer_that_is_held_back_meet_where_they_met() -> None:
+    third, half = GRAIN // 3, GRAIN // 2
+    for cut in ((0, 100, GRAIN), (0, 1000, GRAIN), (0, 0, GRAIN), (0, 9, 300, 700, GRAIN)):
+        for share in (0.25, 0.75, 1.0):
+            before, after = phase_shares(cut), phase_shares(held_back(cut, share, two_phase=True))
+            assert [f for f, _ in after[:-1]] == pytest.approx([f for f, _ in before], abs=4 / half)
+            assert [s for _, s in after] == pytest.approx([(1 - share) * s for _, s in before] + [share], abs=9 / third)
 
 
 def test_a_block_does_not_hide_its_own_parameters() -> None:

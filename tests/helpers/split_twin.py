@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prophet.planner.model.machine import Machine
-from prophet.spec import IntArray, Placement
+from prophet.spec import IntArray, Placement, TransferSeconds
 
 LEVELS, MOST_SWEEPS, SETTLE_S = 9, 36, 3e-8
 WORTH_IT, FAR, LEVELLED, LEVEL_PRICES, LEAST_S = 0.01, 0.1, 1e-3, 0.01, 1e-30
@@ -79,7 +79,7 @@ class Twin:
         for holders in self.holders.values():
             for d in reversed(holders[1:]):
                 self.base[0][d] += self.f.overhead_s
-        self.trans_s, self.agg_s = (self.transfer_s(n) for n in (self.f.param_bytes, self.f.grad_bytes))
+        self.trans, self.agg = self.transfer(self.f.param_bytes), self.transfer(self.f.grad_bytes, agg=True)
 
     # ------------------------------------------------------------------------------------------------- cost
 
@@ -104,8 +104,8 @@ class Twin:
         far_s = self.f.far_latency_s + far * n_bytes / self.f.far_bytes_per_s if far > 0 else 0.0
         return max(near_s, far_s)
 
-    def transfer_s(self, n_bytes: float) -> float:
-        """Trans or Agg in its cheaper form."""
+    def transfer(self, n_bytes: float, *, agg: bool = False) -> TransferSeconds:
+        """Trans or Agg in either form."""
         sent, received = ([[0.0] * self.ranks for _ in range(6)] for _ in range(2))
         for holders in self.holders.values():
             home, others = holders[0], holders[1:]
@@ -120,17 +120,25 @@ class Twin:
                     side[4][d] += (near - 1) * part
                     side[5][d] += (len(others) - near) * part
         most = [max(0.0, *sent[kind], *received[kind]) for kind in range(6)]
-        two_phase_s = self.exchange_s(most[2], most[3], n_bytes) + self.exchange_s(most[4], most[5], n_bytes)
-        return min(self.exchange_s(most[0], most[1], n_bytes), two_phase_s)
+        direct_s, scatter_s, gather_s = (self.exchange_s(*most[k : k + 2], n_bytes) for k in (0, 2, 4))
+        return TransferSeconds(direct_s, *((gather_s, scatter_s) if agg else (scatter_s, gather_s)))
+
+    def covers(self, forward_s: float) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Windows of the two phases of Trans and of Agg."""
+        beside_s = (1.0 - self.f.no_experts) * forward_s
+        trans = (self.f.fnec_s, 0.0) if self.f.no_experts else (beside_s, self.f.fnec_s)
+        return trans, (self.f.bnec_s, 2.0 * beside_s)
+
+    def felt_by_form(self, t: TransferSeconds, cover: tuple[float, float]) -> tuple[float, float]:
+        """Directly and in two phases."""
+        window_s, c = cover[0] + cover[1], self.f.overlap_cost
+        direct_s = max(0.0, t.direct - window_s) + c * min(t.direct, window_s)
+        exposed_s = max(0.0, t.first - cover[0]) + max(0.0, t.second - cover[1])
+        return direct_s, exposed_s + c * (min(t.first, cover[0]) + min(t.second, cover[1]))
 
     def felt(self, forward_s: float) -> tuple[float, float]:
-        beside_s = (1.0 - self.f.no_experts) * forward_s
-        windows = (beside_s + self.f.fnec_s, 2.0 * beside_s + self.f.bnec_s)
-        trans_s, agg_s = (
-            max(0.0, s - w) + self.f.overlap_cost * min(s, w)
-            for s, w in zip((self.trans_s, self.agg_s), windows, strict=True)
-        )
-        return trans_s, agg_s
+        there, back = self.covers(forward_s)
+        return min(self.felt_by_form(self.trans, there)), min(self.felt_by_form(self.agg, back))
 
     def step_s(self, tokens: IntArray) -> tuple[float, float]:
         """Seconds of the step, and of its all-to-alls."""
@@ -186,12 +194,13 @@ class Twin:
 
     def prices(self, busy: Table, q: int) -> None:
         longest, longest_q, forward, forward_q, work = self.norms(busy, q)
-        beside_s = (1.0 - self.f.no_experts) * forward
         hidden = 0.0
-        if self.trans_s > beside_s + self.f.fnec_s:
-            hidden += 1.0
-        if self.agg_s > 2.0 * beside_s + self.f.bnec_s:
-            hidden += 2.0
+        both = zip((self.trans, self.agg), self.covers(forward), strict=True)
+        for phase, (t, cover) in enumerate(both):
+            direct_s, phases_s = self.felt_by_form(t, cover)
+            # under products run the first phase of Trans and the second of Agg
+            longer = t[1 + phase] > cover[phase] if phases_s < direct_s else t.direct > cover[0] + cover[1]
+            hidden += (phase + 1.0) * longer
         hidden = hidden * (1.0 - self.f.no_experts) * (1.0 - self.f.overlap_cost)
         self.reference = [max(forward, LEAST_S), *[max(longest, LEAST_S)] * 4]
         weight = max(3.0 - hidden, 0.1)

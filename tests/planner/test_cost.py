@@ -9,8 +9,8 @@ import pytest
 
 from prophet.errors import SpecError
 from prophet.planner.core.sources import sources
-from prophet.planner.model.cost import exchange_seconds, mean_bandwidth, paper_cost, step_cost, transfer_cost
-from prophet.spec import LayerShape, Link, Placement, PlanContext, Split, Topology, Windows
+from prophet.planner.model.cost import exchange_seconds, mean_bandwidth, paper_cost, step_cost, transfer_seconds
+from prophet.spec import Cover, LayerShape, Link, Placement, PlanContext, Split, Topology, TransferSeconds, Windows
 
 SHAPE = LayerShape.feed_forward(
     dim=10, hidden=20, bias=False
@@ -80,13 +80,30 @@ def test_exchange_takes_the_busiest_rank_of_the_slowest_level() -> None:
 def test_two_phase_transfer_is_taken_where_it_is_cheaper() -> None:
     one_node = Topology.uniform(4, intra=Link(bytes_per_s=1600.0, latency_s=0.25))
     everywhere = Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1), (0, 2), (0, 3)])
-    cost = transfer_cost(everywhere, one_node, 1600)
-    assert cost.two_phase
-    assert cost.seconds == pytest.approx(0.25 + 1 + 0.25 + 2 / 3)  # direct: 0.25 + 3
-    single = transfer_cost(Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1)]), one_node, 1600)
-    assert not single.two_phase
-    assert single.seconds == pytest.approx(1.25)
-    assert transfer_cost(Placement.homes_only(4, 4), one_node, 1600).seconds == 0.0
+    trans = transfer_seconds(everywhere, one_node, 1600)
+    assert trans == pytest.approx((0.25 + 3, 0.25 + 1, 0.25 + 2 / 3))
+    assert transfer_seconds(everywhere, one_node, 1600, agg=True) == (trans.direct, trans.second, trans.first)
+    assert trans.two_phase(Cover(), 0.0)
+    single = transfer_seconds(Placement.with_replicas((0, 1, 2, 3), 4, [(0, 1)]), one_node, 1600)
+    assert single == pytest.approx((1.25, 1.25, 0.0))
+    assert not single.two_phase(Cover(), 0.0)
+    assert transfer_seconds(Placement.homes_only(4, 4), one_node, 1600) == (0.0, 0.0, 0.0)
+
+
+def test_a_form_that_takes_less_but_shows_more_is_not_taken() -> None:
+    """Each phase is hidden by its own window; a direct transfer by both."""
+    transfer = TransferSeconds(direct=10.0, first=3.0, second=4.0)
+    for cover, overlap_cost, felt_s, two_phase in (
+        (Cover(0.0, 0.0), 0.0, 7.0, True),
+        (Cover(3.0, 4.0), 0.0, 0.0, True),
+        (Cover(1.0, 8.0), 0.0, 1.0, False),
+        (Cover(8.0, 1.0), 0.0, 1.0, False),
+        (Cover(1.0, 7.0), 0.0, 2.0, True),  # alike, but fewer seconds
+        (Cover(1.0, 8.0), 0.5, 2.0 + 0.5 * 5.0, True),  # a direct one would cost 1 + 4.5
+        (Cover(20.0, 0.0), 0.0, 0.0, False),
+    ):
+        assert transfer.two_phase(cover, overlap_cost) == two_phase
+        assert transfer.felt(cover, overlap_cost) == felt_s
 
 
 def test_step_cost_counts_groups_windows_and_slow_ranks() -> None:

@@ -22,7 +22,7 @@ def context() -> PlanContext:
         topology=Topology.uniform(RANKS, ranks_per_node=4, flops_per_s=1e12, **links),
         shape=LayerShape.feed_forward(dim=256, hidden=512),
         home=tuple(e * RANKS // EXPERTS for e in range(EXPERTS)),
-        windows=Windows(fnec_s=0.02, bnec_s=0.04),
+        windows=Windows(fnec_s=0.04, bnec_s=0.08),
         slots_per_rank=2,
     )
 

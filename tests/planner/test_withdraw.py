@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.planner import get_planner
 from prophet.planner.model.cost import compute_seconds, step_cost
 from prophet.planner.model.withdraw import pays, settled_cost, split_seconds, unhidden_seconds
-from prophet.spec import IntArray, PlanContext, Split, Windows
+from prophet.spec import IntArray, PlanContext, Split, TransferSeconds, Windows
 
 
 def hot(ranks: int, experts: int, expert: int) -> IntArray:
@@ -27,6 +28,10 @@ def slow_links(preset: str = "ethernet-25g:Mixtral-8x7B") -> PlanContext:
     return get_preset(preset).context(8, 8, routed_per_rank=4096, slots_per_rank=2)
 
 
+def direct(seconds: float) -> TransferSeconds:
+    return TransferSeconds(seconds, math.inf, math.inf)
+
+
 def test_what_a_split_takes_is_what_the_model_says_of_it() -> None:
     context, load = slow_links(), hot(8, 8, 3)
     homes = context.homes_only()
@@ -36,7 +41,7 @@ def test_what_a_split_takes_is_what_the_model_says_of_it() -> None:
 
 def test_nothing_left_to_pay_always_pays() -> None:
     context, load = slow_links(), hot(8, 8, 3)
-    assert pays(load, Split.to_homes(load, context.homes_only()), context, 0.0, 0.0)
+    assert pays(load, Split.to_homes(load, context.homes_only()), context, direct(0.0), direct(0.0))
 
 
 def test_replicas_pay_up_to_what_they_save() -> None:
@@ -48,9 +53,9 @@ def test_replicas_pay_up_to_what_they_save() -> None:
     split = planner.split(load, placement, context)
     saved_s = split_seconds(Split.to_homes(load, context.homes_only()), context) - split_seconds(split, context)
     assert saved_s > 0
-    assert pays(load, split, context, 0.5 * saved_s, 0.499 * saved_s, ahead=False)
-    assert not pays(load, split, context, 0.5 * saved_s, 0.501 * saved_s, ahead=False)
-    assert pays(load, split, context, 1.5 * saved_s, 1.499 * saved_s, ahead=False, microbatches=3)
+    assert pays(load, split, context, direct(0.5 * saved_s), direct(0.499 * saved_s), ahead=False)
+    assert not pays(load, split, context, direct(0.5 * saved_s), direct(0.501 * saved_s), ahead=False)
+    assert pays(load, split, context, direct(1.5 * saved_s), direct(1.499 * saved_s), ahead=False, microbatches=3)
 
 
 @pytest.mark.parametrize("experts", [True, False])
@@ -62,12 +67,28 @@ def test_what_is_left_to_pay_is_what_no_window_hides(experts: bool, overlap_cost
     context = dataclasses.replace(context, topology=topology, windows=Windows(fnec_s=2.0, bnec_s=3.0, experts=experts))
     split = Split.to_homes(load, context.homes_only())
     forward_s = compute_seconds(split.tokens.sum(axis=0), context) if experts else 0.0
-    assert unhidden_seconds(split, context, 1.9, 0.0) == 0.0
-    assert unhidden_seconds(split, context, 2.5 + forward_s, 0.0) == pytest.approx(0.5)
-    assert unhidden_seconds(split, context, 0.0, 2.0) == pytest.approx(overlap_cost * 2.0)
+    assert unhidden_seconds(split, context, direct(1.9), direct(0.0)) == 0.0
+    assert unhidden_seconds(split, context, direct(2.5 + forward_s), direct(0.0)) == pytest.approx(0.5)
+    assert unhidden_seconds(split, context, direct(0.0), direct(2.0)) == pytest.approx(overlap_cost * 2.0)
     window_s = 3.0 + 2.0 * forward_s
-    assert unhidden_seconds(split, context, 0.0, 0.75 + window_s) == pytest.approx(0.75 + overlap_cost * window_s)
-    assert unhidden_seconds(split, context, 1.0, 2.0, ahead=False) == 3.0
+    left_s = unhidden_seconds(split, context, direct(0.0), direct(0.75 + window_s))
+    assert left_s == pytest.approx(0.75 + overlap_cost * window_s)
+    assert unhidden_seconds(split, context, direct(1.0), direct(2.0), ahead=False) == 3.0
+
+
+def test_of_a_two_phase_transfer_each_phase_is_left_beyond_its_own_window() -> None:
+    """The windows together are long enough; the second phase of Trans and the first of Agg are longer than theirs."""
+    context, load = slow_links(), hot(8, 8, 3)
+    context = dataclasses.replace(context, windows=Windows(fnec_s=2.0, bnec_s=3.0))
+    split = Split.to_homes(load, context.homes_only())
+    forward_s = compute_seconds(split.tokens.sum(axis=0), context)
+    none = TransferSeconds(0.0, 0.0, 0.0)
+    trans = TransferSeconds(9.0 + forward_s, 0.5 * forward_s, 2.25)
+    agg = TransferSeconds(9.0 + 2.0 * forward_s, 3.5, forward_s)
+    assert unhidden_seconds(split, context, trans, none) == pytest.approx(0.25)
+    assert unhidden_seconds(split, context, none, agg) == pytest.approx(0.5)
+    assert not pays(load, split, context, trans, none)
+    assert unhidden_seconds(split, context, trans, none, ahead=False) == 0.5 * forward_s + 2.25
 
 
 @pytest.mark.parametrize("overlap_cost", [0.0, 0.2])
@@ -83,12 +104,12 @@ def test_layers_that_need_no_closer_look_are_decided_alike(experts: bool, overla
     load[0] += 8
     split = Split.to_homes(load, context.homes_only())
     forward_s = compute_seconds(split.tokens.sum(axis=0), context)
-    there_s, back_s = context.windows.forward_s(forward_s), context.windows.backward_s(forward_s)
+    there_s, back_s = sum(context.windows.over_trans(forward_s)), sum(context.windows.over_agg(forward_s))
     answers = set()
     for share in (0.0, 0.5, 0.99, 1.01, 1.1, 2.0):
-        for trans_s, agg_s in ((share * there_s, 0.0), (0.0, share * back_s)):
-            left_s = unhidden_seconds(split, context, trans_s, agg_s)
-            assert pays(load, split, context, trans_s, agg_s) == (left_s <= 0.0)
+        for trans, agg in ((share * there_s, 0.0), (0.0, share * back_s)):
+            left_s = unhidden_seconds(split, context, direct(trans), direct(agg))
+            assert pays(load, split, context, direct(trans), direct(agg)) == (left_s <= 0.0)
             answers.add(left_s <= 0.0)
     assert answers == {True, False}
 

@@ -9,10 +9,32 @@ namespace {
 constexpr double LEAST_S = 1e-30;  // seconds that stand for none where they divide
 constexpr double LEAST_WEIGHT = 0.1;
 
-// Seconds of Trans and of Agg, or of the compute beside them.
+// Seconds of a Trans or an Agg: directly, and in each phase of its two-phase form.
+struct Transfer {
+    double direct_s;
+    double first_s;
+    double second_s;
+};
 struct Transfers {
+    Transfer trans;
+    Transfer agg;
+};
+
+// Seconds of compute under a transfer's first and second phase. A direct one has both.
+struct Cover {
+    double first_s;
+    double second_s;
+};
+struct Windows {
+    Cover trans;
+    Cover agg;
+};
+
+// Seconds by which transfers lengthen a step.
+struct Felt {
     double trans_s;
     double agg_s;
+    double both() const { return trans_s + agg_s; }
 };
 
 // Seconds to move `units` pieces of `n_bytes` over a link; nothing to move takes no time.
@@ -26,38 +48,55 @@ double exchange_seconds(double near_units, double far_units, double n_bytes, con
     return std::max(link_seconds(near_units, n_bytes, figures.intra), link_seconds(far_units, n_bytes, figures.inter));
 }
 
-double cheaper_form_seconds(const Busiest& busiest, double n_bytes, const Figures& figures) {
-    const double* units = busiest.units;
-    double direct_s = exchange_seconds(units[DIRECT_NEAR], units[DIRECT_FAR], n_bytes, figures);
-    double scatter_s = exchange_seconds(units[SCATTER_NEAR], units[SCATTER_FAR], n_bytes, figures);
-    return std::min(direct_s, scatter_s + exchange_seconds(units[GATHER_NEAR], units[GATHER_FAR], n_bytes, figures));
+// `near` and what follows it are a kind of copies, within and between nodes.
+double phase_seconds(const Busiest& busiest, Int near, double n_bytes, const Figures& figures) {
+    return exchange_seconds(busiest.units[near], busiest.units[near + 1], n_bytes, figures);
 }
 
 Transfers transfer_seconds(const Busiest& busiest, const Figures& figures) {
-    return {cheaper_form_seconds(busiest, figures.param_bytes, figures),
-            cheaper_form_seconds(busiest, figures.grad_bytes, figures)};
+    const auto phase_s = [&](Int near, double n_bytes) { return phase_seconds(busiest, near, n_bytes, figures); };
+    double params = figures.param_bytes, grads = figures.grad_bytes;
+    return {{phase_s(DIRECT_NEAR, params), phase_s(SCATTER_NEAR, params), phase_s(GATHER_NEAR, params)},
+            {phase_s(DIRECT_NEAR, grads), phase_s(GATHER_NEAR, grads), phase_s(SCATTER_NEAR, grads)}};
 }
 
-Transfers windows(double forward_s, const Figures& figures) {
+Windows windows(double forward_s, const Figures& figures) {
     double beside_s = figures.windows_have_experts * forward_s;
-    return {beside_s + figures.fnec_s, 2.0 * beside_s + figures.bnec_s};
+    bool experts_first = figures.windows_have_experts > 0.0;
+    return {experts_first ? Cover{beside_s, figures.fnec_s} : Cover{figures.fnec_s, 0.0},
+            {figures.bnec_s, 2.0 * beside_s}};
 }
 
-// By how much transfers lengthen a step beside so many seconds of products.
-Transfers felt(Transfers moved, double forward_s, const Figures& figures) {
-    Transfers window = windows(forward_s, figures);
-    const auto felt_s = [&](double transfer_s, double window_s) {
-        return std::max(0.0, transfer_s - window_s) + figures.overlap_cost * std::min(transfer_s, window_s);
+// By how much a transfer of one form lengthens a step, and the same of a form of two phases.
+double direct_felt(const Transfer& t, Cover cover, double overlap_cost) {
+    double window_s = cover.first_s + cover.second_s;
+    return std::max(0.0, t.direct_s - window_s) + overlap_cost * std::min(t.direct_s, window_s);
+}
+double phases_felt(const Transfer& t, Cover cover, double overlap_cost) {
+    double exposed_s = std::max(0.0, t.first_s - cover.first_s) + std::max(0.0, t.second_s - cover.second_s);
+    return exposed_s + overlap_cost * (std::min(t.first_s, cover.first_s) + std::min(t.second_s, cover.second_s));
+}
+
+// By how much transfers lengthen a step beside so many seconds of products, each in the form that does so less.
+Felt felt(const Transfers& moved, double forward_s, const Figures& figures) {
+    Windows under = windows(forward_s, figures);
+    const auto felt_s = [&](const Transfer& t, Cover cover) {
+        return std::min(direct_felt(t, cover, figures.overlap_cost), phases_felt(t, cover, figures.overlap_cost));
     };
-    return {felt_s(moved.trans_s, window.trans_s), felt_s(moved.agg_s, window.agg_s)};
+    return {felt_s(moved.trans, under.trans), felt_s(moved.agg, under.agg)};
 }
 
 // Seconds of transfers that one more second of forward products would hide.
-double hiding(Transfers moved, double forward_s, const Figures& figures) {
-    Transfers window = windows(forward_s, figures);
+double hiding(const Transfers& moved, double forward_s, const Figures& figures) {
+    Windows under = windows(forward_s, figures);
+    const auto grows = [&](const Transfer& t, Cover cover, double phase_s, double window_s) {
+        double direct_s = direct_felt(t, cover, figures.overlap_cost);
+        if (phases_felt(t, cover, figures.overlap_cost) < direct_s) return phase_s > window_s;
+        return t.direct_s > cover.first_s + cover.second_s;
+    };
     double seconds = 0.0;
-    if (moved.trans_s > window.trans_s) seconds += 1.0;
-    if (moved.agg_s > window.agg_s) seconds += 2.0;
+    if (grows(moved.trans, under.trans, moved.trans.first_s, under.trans.first_s)) seconds += 1.0;
+    if (grows(moved.agg, under.agg, moved.agg.second_s, under.agg.second_s)) seconds += 2.0;
     return seconds * figures.windows_have_experts * (1.0 - figures.overlap_cost);
 }
 
@@ -233,7 +272,8 @@ Seconds reprice(Flow& flow, Int q) {
         }
         for (Int r = 0; r < work.size; r++) norm_s[group_of(k)] += counts(k, r) ? work[r] : 0.0;
     }
-    Transfers moved = transfer_seconds(flow.busiest, figures), exposed = felt(moved, longest_s[0], figures);
+    Transfers moved = transfer_seconds(flow.busiest, figures);
+    Felt exposed = felt(moved, longest_s[0], figures);
     // Longer products hide more of an exposed transfer, and weigh less for it.
     scale.weight[0] = std::max(FORWARD_AND_BACKWARD - hiding(moved, longest_s[0], figures), LEAST_WEIGHT);
     scale.weight[1] = A2A_PER_STEP;
@@ -250,7 +290,7 @@ Seconds reprice(Flow& flow, Int q) {
     const auto step_s = [&](const double* part_s) {
         return A2A_PER_STEP * part_s[1] + FORWARD_AND_BACKWARD * part_s[0] + exposed.trans_s + exposed.agg_s;
     };
-    return {step_s(longest_s), step_s(norm_s), longest_s[0], exposed.trans_s + exposed.agg_s};
+    return {step_s(longest_s), step_s(norm_s), longest_s[0], exposed.both()};
 }
 
 double exposed_with(const Flow& flow, Int j, Int rank, Int copies, bool together, double forward_s) {
@@ -270,8 +310,7 @@ double exposed_with(const Flow& flow, Int j, Int rank, Int copies, bool together
         raise(gather, flow.sent[gather][rank] + static_cast<double>(copies) * share, 0.0);
     }
     const Figures& figures = flow.problem->figures;
-    Transfers exposed = felt(transfer_seconds(with, figures), forward_s, figures);
-    return exposed.trans_s + exposed.agg_s;
+    return felt(transfer_seconds(with, figures), forward_s, figures).both();
 }
 
 Cost cost_of(const Flow& flow, ConstInts groups_R) {
@@ -286,7 +325,7 @@ Cost cost_of(const Flow& flow, ConstInts groups_R) {
     }
     double a2a_s = A2A_PER_STEP * exchange_seconds(near, far, figures.token_bytes, figures);
     double expert_s = FORWARD_AND_BACKWARD * forward_s;
-    Transfers exposed = felt(transfer_seconds(flow.busiest, figures), forward_s, figures);
+    Felt exposed = felt(transfer_seconds(flow.busiest, figures), forward_s, figures);
     return {a2a_s + expert_s + exposed.trans_s + exposed.agg_s, a2a_s, expert_s, exposed.trans_s, exposed.agg_s};
 }
 

@@ -4,34 +4,35 @@ Shape legend: R ranks (D of the paper), E experts, D destination ranks (equal to
 
 Both models count four all-to-alls (dispatch and combine, forward and backward), one forward and one backward
 product of the experts (the backward takes twice the forward), one Trans and one Agg. The paper's form knows
-one bandwidth and one throughput; `step_cost` knows the levels of the network, what each rank sends and
-receives, each rank's speed, and a fixed cost for every expert that a rank computes.
+one one bandwidth and one throughput; `step_cost` knows the levels of the network, what each rank sends and
+receives, each rank's speed, and a fixed cost for every expert that a rank computes. By how much a transfer
+lengthens the step, in either form, is said by `prophet.spec.TransferSeconds`.
 
 This file is the definition; `core/cost.cpp` is the compiled twin, the only place of the core that counts seconds.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from prophet.errors import SpecError
-from prophet.spec import FloatArray, IntArray, Link, Placement, PlanContext, Split, StepCost, Topology
+from prophet.spec import (
+    FloatArray,
+    IntArray,
+    Link,
+    Placement,
+    PlanContext,
+    Split,
+    StepCost,
+    Topology,
+    TransferSeconds,
+)
 
 A2A_PER_STEP = 4
 FORWARD_AND_BACKWARD = 3  # the backward product of an expert takes twice its forward product (paper, Eq. 3)
 
 Traffic = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class TransferCost:
-    """Seconds of a Trans (or Agg) and the form that takes them."""
-
-    seconds: float
-    two_phase: bool
 
 
 def mean_bandwidth(topology: Topology) -> float:
@@ -108,12 +109,11 @@ def link_seconds(link: Link, sent: Traffic, received: Traffic) -> float:
     return link.seconds(float(max(sent.max(), received.max())))
 
 
-def transfer_cost(placement: Placement, topology: Topology, n_bytes: float) -> TransferCost:
-    """Seconds to bring `n_bytes` of every replicated expert to its replicas: Trans, and mirrored in time,
-        Agg.
+def transfer_seconds(placement: Placement, topology: Topology, n_bytes: float, *, agg: bool = False) -> TransferSeconds:
+    """Seconds to bring `n_bytes` of every replicated expert to its replicas: Trans; or Agg, which mirrors it in time.
 
     Direct: the home sends every replica a whole copy. Two-phase: it scatters one copy over its n replicas,
-    which then exchange their n-th parts among themselves. The cheaper form is taken for the layer as a whole.
+    which then exchange their n-th parts among themselves. A layer takes one form as a whole.
     """
     ranks = placement.ranks
     direct = np.zeros((ranks, ranks))
@@ -128,16 +128,8 @@ def transfer_cost(placement: Placement, topology: Topology, n_bytes: float) -> T
         scatter[home, receivers] += part
         gather[np.ix_(receivers, receivers)] += part
     np.fill_diagonal(gather, 0.0)
-    direct_s = exchange_seconds(direct, topology)
-    two_phase_s = exchange_seconds(scatter, topology) + exchange_seconds(gather, topology)
-    return TransferCost(min(direct_s, two_phase_s), two_phase_s < direct_s)
-
-
-def felt_seconds(transfer_s: float, window_s: float, overlap_cost: float) -> float:
-    """By how much a transfer under a window of compute lengthens the step: what the window does not cover, and what
-    the covered part costs (Eq. 8 takes that for free).
-    """
-    return max(0.0, transfer_s - window_s) + overlap_cost * min(transfer_s, window_s)
+    direct_s, scatter_s, gather_s = (exchange_seconds(pairs, topology) for pairs in (direct, scatter, gather))
+    return TransferSeconds(direct_s, *((gather_s, scatter_s) if agg else (scatter_s, gather_s)))
 
 
 def compute_seconds(load_ED: IntArray, context: PlanContext) -> float:
@@ -162,13 +154,14 @@ def step_cost(split: Split, placement: Placement, context: PlanContext) -> StepC
         )
     pairs = split.tokens.sum(axis=1).astype(np.float64) * shape.token_bytes
     forward_s = compute_seconds(split.tokens.sum(axis=0), context)
-    trans_s = transfer_cost(placement, topology, context.trans_bytes).seconds
-    agg_s = transfer_cost(placement, topology, context.agg_bytes).seconds
+    windows, taken = context.windows, topology.overlap_cost
+    trans, over_trans = transfer_seconds(placement, topology, context.trans_bytes), windows.over_trans(forward_s)
+    agg, over_agg = transfer_seconds(placement, topology, context.agg_bytes, agg=True), windows.over_agg(forward_s)
     return StepCost(
         a2a_s=A2A_PER_STEP * exchange_seconds(pairs, topology),
         expert_s=FORWARD_AND_BACKWARD * forward_s,
-        exposed_trans_s=felt_seconds(trans_s, context.windows.forward_s(forward_s), topology.overlap_cost),
-        exposed_agg_s=felt_seconds(agg_s, context.windows.backward_s(forward_s), topology.overlap_cost),
-        trans_s=trans_s,
-        agg_s=agg_s,
+        exposed_trans_s=trans.felt(over_trans, taken),
+        exposed_agg_s=agg.felt(over_agg, taken),
+        trans_s=trans.seconds(trans.two_phase(over_trans, taken)),
+        agg_s=agg.seconds(agg.two_phase(over_agg, taken)),
     )

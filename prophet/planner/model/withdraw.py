@@ -15,10 +15,10 @@ from prophet.planner.model.cost import (
     FORWARD_AND_BACKWARD,
     compute_seconds,
     exchange_seconds,
-    felt_seconds,
     step_cost,
+    transfer_seconds,
 )
-from prophet.spec import IntArray, Placement, PlanContext, Split, StepCost
+from prophet.spec import Cover, IntArray, Placement, PlanContext, Split, StepCost, TransferSeconds
 
 
 def split_seconds(split: Split, context: PlanContext) -> float:
@@ -28,41 +28,44 @@ def split_seconds(split: Split, context: PlanContext) -> float:
     return A2A_PER_STEP * exchange_s + FORWARD_AND_BACKWARD * compute_seconds(split.tokens.sum(axis=0), context)
 
 
-def unhidden_seconds(split: Split, context: PlanContext, trans_s: float, agg_s: float, *, ahead: bool = True) -> float:
+def unhidden_seconds(
+    split: Split, context: PlanContext, trans: TransferSeconds, agg: TransferSeconds, *, ahead: bool = True
+) -> float:
     """What is left to pay for replicas once the counts are known, of a Trans and an Agg that take so long.
 
     ahead: whether Trans has started by then, so that what its windows hide is paid.
     """
     if not ahead:
-        return trans_s + agg_s
+        return trans.felt(Cover(), 0.0) + agg.felt(Cover(), 0.0)
     windows, taken = context.windows, context.topology.overlap_cost
     forward_s = compute_seconds(split.tokens.sum(axis=0), context)
-    exposed_s = max(0.0, trans_s - windows.forward_s(forward_s))
-    return exposed_s + felt_seconds(agg_s, windows.backward_s(forward_s), taken)
+    over_trans = windows.over_trans(forward_s)
+    exposed_s = trans.exposed(over_trans, trans.two_phase(over_trans, taken))
+    return exposed_s + agg.felt(windows.over_agg(forward_s), taken)
 
 
 def pays(
     load: IntArray,
     split: Split,
     context: PlanContext,
-    trans_s: float,
-    agg_s: float,
+    trans: TransferSeconds,
+    agg: TransferSeconds,
     *,
     ahead: bool = True,
     microbatches: int = 1,
 ) -> bool:
     """Whether `split` of the exact `load` [R, E] saves, over homes alone, what is left to pay for its replicas.
 
-    trans_s, agg_s, ahead: as of `unhidden_seconds`. microbatches: of a step; the others are taken to be like this one.
+    trans, agg, ahead: as of `unhidden_seconds`. microbatches: of a step; the others are taken to be like this one.
     Follows from values that all ranks share, and from no clock: a run repeats bit by bit.
     """
     topology, windows = context.topology, context.windows
     if ahead and topology.overlap_cost == 0.0:
         # products take at least this long; most layers need no closer look, which costs a pass over the split
         even_s = float(load.sum()) * context.shape.forward_flops_per_token / sum(topology.flops_per_s)
-        if trans_s <= windows.forward_s(even_s) and agg_s <= windows.backward_s(even_s):
+        if trans.felt(windows.over_trans(even_s), 0.0) <= 0.0 and agg.felt(windows.over_agg(even_s), 0.0) <= 0.0:
             return True
-    unhidden_s = unhidden_seconds(split, context, trans_s, agg_s, ahead=ahead)
+    unhidden_s = unhidden_seconds(split, context, trans, agg, ahead=ahead)
     if unhidden_s <= 0.0:
         return True
     homes = Split.to_homes(load, context.homes_only())
@@ -78,17 +81,21 @@ def settled_cost(
     nothing, which lengthens the step by what hiding costs.
     """
     cost = step_cost(split, placement, context)
-    if pays(load, split, context, cost.trans_s, cost.agg_s, microbatches=microbatches):
+    topology = context.topology
+    trans = transfer_seconds(placement, topology, context.trans_bytes)
+    agg = transfer_seconds(placement, topology, context.agg_bytes, agg=True)
+    if pays(load, split, context, trans, agg, microbatches=microbatches):
         return split, cost
-    window_s = context.windows.forward_s(cost.expert_s / FORWARD_AND_BACKWARD)
+    cover = context.windows.over_trans(cost.expert_s / FORWARD_AND_BACKWARD)
+    sent_s = trans.hidden(cover, trans.two_phase(cover, topology.overlap_cost))
     homes = context.homes_only()
     alone = Split.to_homes(load, homes)
     without = step_cost(alone, homes, context)
     return alone, StepCost(
         a2a_s=without.a2a_s,
         expert_s=without.expert_s,
-        exposed_trans_s=felt_seconds(min(cost.trans_s, window_s), window_s, context.topology.overlap_cost),
+        exposed_trans_s=topology.overlap_cost * sent_s,
         exposed_agg_s=0.0,
-        trans_s=min(cost.trans_s, window_s),
+        trans_s=sent_s,
         agg_s=0.0,
     )

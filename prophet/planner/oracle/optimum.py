@@ -162,19 +162,23 @@ def _build(
     for variable in a2a:
         program.price[variable] = 4.0
     direct, scatter, gather = _transfers(program, copy, context, any(forms))
-    experts = float(context.windows.experts)
-    windows = ((experts, context.windows.fnec_s), (2.0 * experts, context.windows.bnec_s))
-    sizes = (context.trans_bytes, context.agg_bytes)
-    most = float(max(1, len(copy))) * ranks
-    for two_phase, n_bytes, (factor, window_s) in zip(forms, sizes, windows, strict=True):
-        exposed = program.variable(price=1.0)
-        phases = (scatter, gather) if two_phase else (direct,)
-        time = _plus(*((_exchange(program, phase, context, n_bytes, most), 1.0) for phase in phases))
-        taken = topology.overlap_cost
-        cover = {forward: factor * (1.0 - taken), exposed: 1.0}
-        program.require(_plus((time, 1.0), (cover, -1.0)), high=window_s * (1.0 - taken))
-        if taken > 0:
-            program.require(_plus((time, taken), ({exposed: 1.0}, -1.0)), high=0.0)
+    under = context.windows
+    beside = float(under.experts)  # of the forward products: how much of them runs beside Trans
+    whole = ((direct, beside, under.fnec_s),), ((direct, 2.0 * beside, under.bnec_s),)
+    first, second = ((beside, 0.0), (0.0, under.fnec_s)) if under.experts else ((0.0, under.fnec_s), (0.0, 0.0))
+    phases = (
+        ((scatter, *first), (gather, *second)),
+        ((gather, 0.0, under.bnec_s), (scatter, 2.0 * beside, 0.0)),
+    )
+    most, taken = float(max(1, len(copy))) * ranks, topology.overlap_cost
+    for i, n_bytes in enumerate((context.trans_bytes, context.agg_bytes)):
+        for pieces, factor, window_s in phases[i] if forms[i] else whole[i]:
+            exposed = program.variable(price=1.0)
+            time = _exchange(program, pieces, context, n_bytes, most)
+            cover = {forward: factor * (1.0 - taken), exposed: 1.0}
+            program.require(_plus((time, 1.0), (cover, -1.0)), high=window_s * (1.0 - taken))
+            if taken > 0:
+                program.require(_plus((time, taken), ({exposed: 1.0}, -1.0)), high=0.0)
     return program, copy
 
 
@@ -228,10 +232,8 @@ def solve_exactly(
         raise SpecError(f"load must be [{context.ranks}, {context.experts}], got {list(load.shape)}")
     if within is not None and (within.experts, within.ranks) != (context.experts, context.ranks):
         raise SpecError(f"`within` is for {within.experts} experts x {within.ranks} ranks, load is {list(load.shape)}")
-    same = context.trans_bytes == context.agg_bytes
-    choices = [(False, False), (True, True)] if same else [(a, b) for a in (False, True) for b in (False, True)]
     best: Optimum | None = None
-    for forms in choices:
+    for forms in itertools.product((False, True), (False, True)):
         program, copy = _build(load, context, forms)
         if within is not None:
             for (e, r), v in copy.items():
