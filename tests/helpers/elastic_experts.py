@@ -21,14 +21,14 @@ EXPERTS, TOP_K = 12, 2
 
 
 class Block(nn.Module):
-    """Experts beside a residual; a dense layer in front, with dropout."""
+    """Experts beside a residual; a dense layer in front, with dropout. `options` are of the experts."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.mix, self.drop = nn.Linear(DIM, DIM), nn.Dropout(0.2)
-        self.moe = prophet.MoE(
-            DIM, 8, EXPERTS, TOP_K, group=ThreadWorld(1).collective(0), activation="swiglu", impl="naive", **options
-        )
+        kind = options or {"hidden": 8, "activation": "swiglu"}
+        alone = ThreadWorld(1).collective(0)
+        self.moe = prophet.MoE(DIM, num_experts=EXPERTS, top_k=TOP_K, group=alone, impl="naive", **kind)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.drop(torch.tanh(self.mix(x)))
@@ -52,6 +52,11 @@ def build_lopsided() -> nn.Sequential:
         if isinstance(module, prophet.MoE):
             nn.init.zeros_(module.gate.weight).requires_grad_(False)
     return made
+
+
+def build_modules() -> nn.Sequential:
+    """Experts that are modules of one's choice."""
+    return build(expert=lambda: nn.Linear(DIM, DIM))
 
 
 def build_on_meta() -> nn.Sequential:

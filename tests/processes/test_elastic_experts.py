@@ -19,6 +19,7 @@ from prophet.errors import SpecError, TransitionError
 from tests.helpers.elastic_experts import (
     build,
     build_lopsided,
+    build_modules,
     build_on_meta,
     plain_losses,
     start,
@@ -138,6 +139,23 @@ def _lopsided(rank: int, size: int) -> list[float]:
 def test_experts_that_no_token_visits_are_updated_as_in_one_process() -> None:
     for losses in run_gloo(_lopsided, 4):
         assert losses == pytest.approx(plain_losses(4, build_lopsided), abs=1e-9)
+
+
+def _modules(rank: int, size: int) -> list[float]:
+    job = start("pp2,dp2,zero1", build_modules)
+    losses = train(job, 2)
+    for text in ("dp4", "pp3", "dp2,zero1"):
+        before = whole(job)
+        job.switch(Parallelism.parse(text))
+        assert same(whole(job), before)
+        losses += train(job, 2)
+    return losses
+
+
+@pytest.mark.slow
+def test_experts_that_are_modules_go_through_layouts_that_have_them_whole() -> None:
+    for losses in run_gloo(_modules, 4):
+        assert losses == pytest.approx(plain_losses(8, build_modules), abs=1e-9)
 
 
 def _on_meta(rank: int, size: int) -> list[dict[str, torch.Tensor]]:
