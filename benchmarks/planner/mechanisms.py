@@ -112,8 +112,8 @@ MECHANISMS = (
     _without(
         "transfers in two phases",
         "cost.cpp",
-        "return std::min(direct_s, scatter_s +",
-        "return std::min(direct_s, 1e6 * direct_s + scatter_s +",
+        "double exposed_s = std::max(0.0, t.first_s",
+        "double exposed_s = 1e6 * t.direct_s + std::max(0.0, t.first_s",
     ),
     Mechanism("replicas withdrawn", withdraw=False),
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks.switch import paper, plan
 from benchmarks.switch.__main__ import main
+from pipeline_balance.elastic import switch
 from pipeline_balance.elastic.models import NAMES
 
 
@@ -24,7 +26,8 @@ def test_a_plan_is_measured_with_its_bound() -> None:
     row = plan.measured("llama2-7b", 64, "tp2,pp4", "tp2,pp2")
     assert row["ranks"] == 64
     assert 0 < row["bound_s"] <= row["direct_bound_s"] * 1.001
-    assert row["port_over_direct_bound"] == pytest.approx(1.0, abs=0.05)
+    assert row["port_over_direct_bound"] < 0.5  # ranks forward, which that bound does not allow
+    assert row["bound_s"] * 0.999 <= row["port_s"]
     assert row["plan_s"] >= row["layouts_s"] + row["order_s"] + row["routes_s"] > 0
 
 
@@ -36,11 +39,14 @@ def test_the_papers_rows_are_not_slower_at_the_stated_bandwidths(row: paper.Pape
     assert found["wire_bytes"] <= found["given_bytes"]
 
 
-# the port bounds that an independent sketch found with ranks in the order as given
+# the port bounds that an independent sketch, which knows no forwarding, found with ranks in the order as given
 @pytest.mark.parametrize(
     ("number", "seconds"), [(0, 0.472), (1, 0.539), (2, 0.534), (3, 0.467), (4, 0.617), (5, 0.706), (10, 0.101)]
 )
-def test_seconds_in_the_order_as_given_are_those_of_the_sketch(number: int, seconds: float) -> None:
+def test_seconds_in_the_order_as_given_are_those_of_the_sketch(
+    number: int, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(switch, "route", partial(switch.route, forward=False))
     assert paper.predicted(paper.ROWS[number])["as_given_s"] == pytest.approx(seconds, rel=0.01)
 
 
