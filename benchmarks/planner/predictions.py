@@ -38,9 +38,10 @@ def row_of(
             placement = walk.place(case)
             split, us = timed(lambda p=planner, c=case, at=placement: p.split(c.present, at, context))
             split_us.append(us)
-        cost = step_cost(split, placement, context)
         if planner is not None and planner.withdraws:
             split, cost = settled_cost(case.present, split, placement, context)
+        else:
+            cost = step_cost(split, placement, context)
         max_mean.append(split.max_mean())
         copies.append(float(placement.copies_per_rank().mean()))
         seconds.append(cost.total_s)

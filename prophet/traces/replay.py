@@ -112,12 +112,13 @@ def replay(trace: RoutingTrace, planner: Planner, context: PlanContext, pairs: S
             for step in range(now.start, now.stop):
                 load = trace.load(step, layer)
                 split = planner.split(load, placement, here)
-                cost = step_cost(split, placement, here)
                 if planner.withdraws and step == now.start:
                     microbatches = now.stop - now.start
                     settled, cost = settled_cost(load, split, placement, here, microbatches=microbatches)
                     if settled is not split:
                         split, placement = settled, here.homes_only()
+                else:
+                    cost = step_cost(split, placement, here)
                 max_mean.append(split.max_mean())
                 rank_load[layer] += split.rank_load()
                 seconds += (

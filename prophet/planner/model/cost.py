@@ -4,7 +4,7 @@ Shape legend: R ranks (D of the paper), E experts, D destination ranks (equal to
 
 Both models count four all-to-alls (dispatch and combine, forward and backward), one forward and one backward
 product of the experts (the backward takes twice the forward), one Trans and one Agg. The paper's form knows
-one one bandwidth and one throughput; `step_cost` knows the levels of the network, what each rank sends and
+one bandwidth and one throughput; `step_cost` knows the levels of the network, what each rank sends and
 receives, each rank's speed, and a fixed cost for every expert that a rank computes. By how much a transfer
 lengthens the step, in either form, is said by `prophet.spec.TransferSeconds`.
 
@@ -143,9 +143,20 @@ def compute_seconds(load_ED: IntArray, context: PlanContext) -> float:
     return slowest_s + (context.topology.call_overhead_s if groups.any() else 0.0)
 
 
-def step_cost(split: Split, placement: Placement, context: PlanContext) -> StepCost:
+def transfers_of(placement: Placement, context: PlanContext) -> tuple[TransferSeconds, TransferSeconds]:
+    """Seconds of a layer's Trans and of its Agg."""
+    trans = transfer_seconds(placement, context.topology, context.trans_bytes)
+    return trans, transfer_seconds(placement, context.topology, context.agg_bytes, agg=True)
+
+
+def step_cost(
+    split: Split,
+    placement: Placement,
+    context: PlanContext,
+    transfers: tuple[TransferSeconds, TransferSeconds] | None = None,
+) -> StepCost:
     """Predicted seconds of one layer-step under `split` and `placement` (the shape of Eq. 8, with real
-    terms).
+    terms). `transfers`: what `transfers_of` says, where it is known.
     """
     topology, shape = context.topology, context.shape
     if split.ranks != topology.ranks or placement.ranks != topology.ranks:
@@ -154,9 +165,9 @@ def step_cost(split: Split, placement: Placement, context: PlanContext) -> StepC
         )
     pairs = split.tokens.sum(axis=1).astype(np.float64) * shape.token_bytes
     forward_s = compute_seconds(split.tokens.sum(axis=0), context)
-    windows, taken = context.windows, topology.overlap_cost
-    trans, over_trans = transfer_seconds(placement, topology, context.trans_bytes), windows.over_trans(forward_s)
-    agg, over_agg = transfer_seconds(placement, topology, context.agg_bytes, agg=True), windows.over_agg(forward_s)
+    trans, agg = transfers_of(placement, context) if transfers is None else transfers
+    over_trans, over_agg = context.windows.over_trans(forward_s), context.windows.over_agg(forward_s)
+    taken = topology.overlap_cost
     return StepCost(
         a2a_s=A2A_PER_STEP * exchange_seconds(pairs, topology),
         expert_s=FORWARD_AND_BACKWARD * forward_s,

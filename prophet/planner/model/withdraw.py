@@ -16,7 +16,7 @@ from prophet.planner.model.cost import (
     compute_seconds,
     exchange_seconds,
     step_cost,
-    transfer_seconds,
+    transfers_of,
 )
 from prophet.spec import Cover, IntArray, Placement, PlanContext, Split, StepCost, TransferSeconds
 
@@ -80,10 +80,9 @@ def settled_cost(
     load, split: of the first of a step's microbatches. Without the replicas the hidden part of Trans has been sent for
     nothing, which lengthens the step by what hiding costs.
     """
-    cost = step_cost(split, placement, context)
     topology = context.topology
-    trans = transfer_seconds(placement, topology, context.trans_bytes)
-    agg = transfer_seconds(placement, topology, context.agg_bytes, agg=True)
+    trans, agg = transfers_of(placement, context)
+    cost = step_cost(split, placement, context, (trans, agg))
     if pays(load, split, context, trans, agg, microbatches=microbatches):
         return split, cost
     cover = context.windows.over_trans(cost.expert_s / FORWARD_AND_BACKWARD)
