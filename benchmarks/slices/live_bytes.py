@@ -12,7 +12,7 @@ from torch import Tensor
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.model import Activations, Microbatch
 from pipeline_balance.slices.parts import Sliced
-from pipeline_balance.slices.store import Chunk, ChunkStore
+from pipeline_balance.slices.store import ChunkStore, Unit
 
 
 class _Kept:
@@ -76,9 +76,9 @@ class LiveBytes(SavedBytes):
         self.unit = self.peak_chunks = self.peak_gradients = 0
         self.store = model.store if isinstance(model, Sliced) else ChunkStore()
         self._parameters = list(model.root.parameters())
-        self._run, self._gradients = model.run, self.store.gradients
+        self._run, self._pop = model.run, self.store.pop
         model.run = self.run  # type: ignore[method-assign]
-        self.store.gradients = self.of_chunk  # type: ignore[method-assign]
+        self.store.pop = self.pop  # type: ignore[method-assign]
 
     def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
         if not torch.is_grad_enabled() or not 0 < unit <= len(self.model.layers):
@@ -92,34 +92,25 @@ class LiveBytes(SavedBytes):
             self.unit = self.now()  # grows with the stage's layers
         return out
 
-    def of_chunk(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        found = self._gradients(chunk)
-        self.look()
-        return found
+    def pop(self, layer: int, unit: Unit) -> None:
+        self.look()  # before a backward frees anything
+        self._pop(layer, unit)
 
     def look(self) -> None:
         super().look()
-        kept = [(c.key, c.value) for c in self._chunks()]
-        gradients = [(c.key_grad, c.value_grad) for c in self._chunks()]
-        self.peak_chunks = max(self.peak_chunks, sum(_bytes(t) for pair in kept for t in pair))
-        self.peak_gradients = max(self.peak_gradients, sum(_bytes(t) for pair in gradients for t in pair))
+        self.peak_chunks = max(self.peak_chunks, self.store.used_bytes)
+        self.peak_gradients = max(self.peak_gradients, self.store.gradient_bytes)
 
     def end(self) -> None:
         """Count no longer."""
         self.model.run = self._run  # type: ignore[method-assign]
-        self.store.gradients = self._gradients  # type: ignore[method-assign]
-
-    def _chunks(self) -> list[Chunk]:
-        return [chunk for of_layer in self.store._chunks.values() for chunk in of_layer.values()]
+        self.store.pop = self._pop  # type: ignore[method-assign]
 
     def now(self) -> int:
         found = {key: entry[1] for key, entry in self._live.items()}
-        for chunk in self._chunks():
-            for tensor in (chunk.key, chunk.value, chunk.out, chunk.lse, chunk.key_grad, chunk.value_grad):
-                if tensor is not None:
-                    found[tensor.untyped_storage().data_ptr()] = _bytes(tensor)
-        return sum(found.values())
-
-
-def _bytes(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.untyped_storage().nbytes()
+        for line in self.store._lines.values():
+            for chunk in line.chunks:
+                for tensor in (chunk.out, chunk.lse):
+                    if tensor is not None:
+                        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return sum(found.values()) + self.store.used_bytes + self.store.gradient_bytes

@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipeline_balance.schedules.sliced import BLOCK, LONG
+from pipeline_balance.schedules.sliced import BLOCK
 from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, current
 from prophet.errors import SpecError
+
+CUT = 512  # tokens of a triangle from which on cutting it saves more time than further calls take
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -70,69 +72,97 @@ class _Place:
     pending: bool
 
     def blocks(self, query: Tensor) -> Iterator[_Block]:
-        """What tokens of the slice attend to, chunk by chunk; chunks that none may attend to are left out."""
+        """What tokens of the slice attend to: its own triangle, diagonal parts ahead, then the chunks before it."""
         unit = self.unit
-        mine = unit.documents_of(unit.slice)
-        for number, chunk in sorted(self.store.chunks(self.layer, unit.microbatch).items()):
-            if number > unit.slice:
-                break
-            own = number == unit.slice
-            mask = None
-            theirs = unit.documents_of(number)
-            if mine is not None and theirs is not None:
-                same = mine[:, :, None] == theirs[:, None, :]
-                if own:
-                    same = same.tril()
-                elif not same.any():
-                    continue
-                if own or not same.all():
-                    mask = torch.zeros(same.shape, dtype=query.dtype).masked_fill_(~same, float("-inf"))[:, None]
-            parts = _triangle(0, query.shape[2]) if own else [(slice(None), slice(None), False)]
-            for rows, columns, causal in parts:
-                part = mask[:, :, rows, columns] if mask is not None else None
-                yield _Block(chunk, own, rows, columns, causal and mask is None, part)
+        *before, own = self.store.chunks(self.layer, unit.microbatch)[: unit.slice + 1]
+        seen = self._seen(unit.slice)
+        mask = _mask(seen.tril(), query.dtype) if seen is not None else None
+        for rows, columns, diagonal in _triangle(0, query.shape[2]):
+            part = mask[:, :, rows, columns] if mask is not None else None
+            yield _Block(own, own.place, rows, columns, diagonal, part)
+        for first, place, seen in self._runs(before):
+            mask = _mask(seen, query.dtype) if seen is not None else None
+            yield _Block(first, place, slice(None), slice(None), False, mask)
+
+    def _runs(self, before: list[Chunk]) -> Iterator[tuple[Chunk, tuple[int, int], Tensor | None]]:
+        """Chunks that lie side by side and are read at once, by the first of them and their place.
+
+        With them comes which of their tokens are seen, if not all are. Chunks that no token sees are left out.
+        """
+        run: list[Chunk] = []
+        start = stop = 0
+        for number, chunk in enumerate(before):
+            a, b = chunk.place
+            seen = self._seen(number)
+            whole = seen is None or bool(seen.all())
+            if run and not (whole and chunk.pending == run[0].pending and (a == stop or b == start)):
+                yield run[0], (start, stop), None
+                run = []
+            if whole:
+                start, stop = (min(a, start), max(b, stop)) if run else (a, b)
+                run.append(chunk)
+            elif seen is not None and seen.any():
+                yield chunk, chunk.place, seen
+        if run:
+            yield run[0], (start, stop), None
+
+    def _seen(self, number: int) -> Tensor | None:
+        """Which tokens of slice `number` are in a token's document, [B, T, S]; None without documents."""
+        mine, theirs = self.unit.documents_of(self.unit.slice), self.unit.documents_of(number)
+        return None if mine is None or theirs is None else mine[:, :, None] == theirs[:, None, :]
+
+
+def _mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores, [B, 1, T, S]."""
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))[:, None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Tokens `rows` of the slice and tokens `columns` of a chunk that some of them attend to.
+    """Tokens `rows` of the slice and tokens `columns` of a place, whose first chunk is `first`.
 
-    Not all of them may attend to all where it is `causal` or has a mask [B, 1, rows, columns].
+    On the diagonal, a token attends to those up to itself; every row is in one such block. A mask is [B, 1, rows,
+    columns].
     """
 
-    chunk: Chunk
-    own: bool
+    first: Chunk
+    place: tuple[int, int]
     rows: slice
     columns: slice
-    causal: bool
+    diagonal: bool
     mask: Tensor | None
+
+    @property
+    def causal(self) -> bool:
+        """Whether the kernel is to hide what comes later; a mask does so itself."""
+        return self.diagonal and self.mask is None
 
     def of_rows(self, tensor: Tensor) -> Tensor:
         """Of a tensor [B, Hq, T, ...], the part of the slice's tokens."""
         return tensor[:, :, self.rows]
 
-    def of_columns(self, tensor: Tensor) -> Tensor:
-        """Of a tensor [B, Hkv, S, D], the part of the chunk's tokens."""
-        return tensor[:, :, self.columns]
+    def of_columns(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Of tensors [B, Hkv, S, D], the part of the tokens that are attended to."""
+        return [t[:, :, self.columns] for t in tensors]
 
 
 def _triangle(start: int, stop: int) -> Iterator[tuple[slice, slice, bool]]:
-    """A slice's own triangle in two triangles and a square: rows, columns, and whether the block is a triangle.
+    """A slice's own triangle in triangles on the diagonal, then squares: rows, columns, and whether it is a triangle.
 
     torch's kernel computes the hidden half of a triangle of 512 tokens as well.
     """
-    middle = start + (stop - start) // (2 * BLOCK) * BLOCK
-    if stop - start < LONG:
+    if stop - start < CUT:
         yield slice(start, stop), slice(start, stop), True
         return
+    middle = start + (stop - start) // (2 * BLOCK) * BLOCK
     yield from _triangle(start, middle)
-    yield slice(middle, stop), slice(start, middle), False
     yield from _triangle(middle, stop)
+    yield slice(middle, stop), slice(start, middle), False
 
 
 def _by_token(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros [B, H, T, D] in the order [B, T, H, D] of memory, which kernels and layers both use."""
-    return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype).zero_()
+    """[B, H, T, D], undefined, in the order [B, T, H, D] of memory, which kernels and layers both use."""
+    return torch.empty_permuted(shape, (0, 2, 1, 3), dtype=dtype)
 
 
 class _Attend(torch.autograd.Function):
@@ -143,10 +173,11 @@ class _Attend(torch.autograd.Function):
         store, layer, unit = place.store, place.layer, place.unit
         ctx.place = place
         ctx.save_for_backward(query)
-        known = store.chunks(layer, unit.microbatch).get(unit.slice)
-        if known is not None and known.out is not None and torch._C._current_graph_task_id() != -1:
-            # a layer that is computed again for its backward finds what it computed before
-            return known.out.detach()
+        if torch._C._current_graph_task_id() != -1:
+            for known in store.chunks(layer, unit.microbatch)[unit.slice : unit.slice + 1]:
+                if known.out is not None:
+                    # a layer that is computed again for its backward finds what it computed before
+                    return known.out.detach()
         chunk = store.append(layer, unit, key, value, pending=place.pending)
         out, lse = _merged(query, place)
         if place.pending:
@@ -167,49 +198,63 @@ class _Attend(torch.autograd.Function):
         grad_out = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
         wide = torch.promote_types(query.dtype, torch.float32)
         query_grad = _by_token(query.shape, wide)
-        own_grads = _by_token(own.key.shape, wide), _by_token(own.value.shape, wide)
-        if own.key_grad is not None and own.value_grad is not None:
-            own_grads[0].copy_(own.key_grad)
-            own_grads[1].copy_(own.value_grad)
+        line = store.line(layer, unit.microbatch)
+        own_grads = [_by_token(t.shape, wide) for t in line.room.tokens(*own.place)]
+        later = line.summed(own)
+        for total, part in zip(own_grads, later, strict=False):
+            total.copy_(part)
         for block in place.blocks(query):
             found = _backward(
                 *(block.of_rows(t) for t in (grad_out, query)),
-                *(block.of_columns(t) for t in (block.chunk.key, block.chunk.value)),
+                *block.of_columns(line.room.tokens(*block.place)),
                 *(block.of_rows(t) for t in (own.out, own.lse)),
                 0.0,
                 block.causal,
                 attn_mask=block.mask,
                 scale=place.scale,
             )
-            block.of_rows(query_grad).add_(found[0])
-            if block.own or block.chunk.pending:
-                sums = own_grads if block.own else store.gradients(block.chunk)
-                for total, part in zip(sums, found[1:], strict=True):
-                    block.of_columns(total).add_(part)
+            _gather(block.of_rows(query_grad), found[0], first=block.diagonal)
+            if block.first is own:
+                for total, part in zip(block.of_columns(own_grads), found[1:], strict=True):
+                    _gather(total, part, first=block.diagonal and not later)
+            elif block.first.pending:
+                for total, part in zip(line.gradients(*block.place), found[1:], strict=True):
+                    total.add_(part)
         store.pop(layer, unit)
         key_grad, value_grad = own_grads
         return query_grad.to(query.dtype), key_grad.to(query.dtype), value_grad.to(query.dtype), None
+
+
+def _gather(total: Tensor, part: Tensor, *, first: bool) -> None:
+    """Add `part` to `total`, which holds nothing yet if it is the first."""
+    if first:
+        total.copy_(part)
+    else:
+        total.add_(part)
 
 
 def _merged(query: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
     """Attention to all that the slice sees, [B, Hq, T, D], and its log-sum-exp, [B, Hq, T]."""
     wide = torch.promote_types(query.dtype, torch.float32)
     out = _by_token(query.shape, wide)
-    lse = torch.full(query.shape[:3], float("-inf"), dtype=wide)
+    lse = torch.empty(query.shape[:3], dtype=wide)
+    room = place.store.line(place.layer, place.unit.microbatch).room
     for block in place.blocks(query):
-        key, value = block.of_columns(block.chunk.key), block.of_columns(block.chunk.value)
+        keys, values = block.of_columns(room.tokens(*block.place))
         part, part_lse = _forward(
-            block.of_rows(query), key, value, 0.0, block.causal, attn_mask=block.mask, scale=place.scale
+            block.of_rows(query), keys, values, 0.0, block.causal, attn_mask=block.mask, scale=place.scale
         )
+        if block.diagonal:  # every token sees itself
+            block.of_rows(out).copy_(part)
+            block.of_rows(lse).copy_(part_lse)
+            continue
         if block.mask is not None:
             # a row without a visible token has the log-sum-exp 0 here, and must not weigh anything
             empty = torch.isinf(block.mask).all(dim=-1)
             part_lse = part_lse.masked_fill(empty, float("-inf"))
         before = block.of_rows(lse)
-        # the share of this block, exp(part_lse) / (exp(before) + exp(part_lse)), and 0 where neither has seen anything
+        # the share of this block: exp(part_lse) / (exp(before) + exp(part_lse))
         share = torch.sigmoid(part_lse - before)
-        if block.mask is not None:
-            share.nan_to_num_(0.0)
         torch.logaddexp(before, part_lse, out=before)
         block.of_rows(out).lerp_(part.to(wide), share.unsqueeze(-1))
     return out.to(query.dtype), lse

@@ -1,12 +1,13 @@
 """Keys and values of the slices that went before, kept in chunks until the backward pass has used them.
 
 Shape legend: B sequences, Hq and Hkv heads, T tokens of a slice, D head dim, N slices of a microbatch. A chunk is the
-keys and values of one slice, layer and microbatch. Chunks are never joined: attention reads them one by one. Their
-memory goes back to a pool, so that a training step with the shapes of the last one allocates none.
+keys and values of one slice, layer and microbatch. Those of one microbatch lie side by side (`pipeline_balance.slices.
+memory`), so that attention reads many of them at once and nothing is copied for it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline_balance.pipeline.buffers import BufferPool
+from pipeline_balance.slices.memory import Room
 from prophet.errors import SpecError
 
 
@@ -43,71 +45,137 @@ class Unit:
         return self.documents[:, self.starts[number] : self.starts[number + 1]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Chunk:
-    """Keys and values [B, Hkv, T, D] of one slice, and what its own attention gave: out [B, Hq, T, D], lse [B, Hq, T].
+    """Keys and values of one slice, and what its own attention gave: out [B, Hq, T, D] and lse [B, Hq, T].
 
-    `key_grad` and `value_grad` appear with the first later slice's backward. `pending` says that a backward will come.
-    `version` is torch's count of changes in place of `out`.
+    `place` is where its tokens are in the layer's room. `pending` says that a backward will come. `version` is torch's
+    count of changes in place of `out`.
     """
 
-    key: Tensor
-    value: Tensor
+    place: tuple[int, int]
     pending: bool
     out: Tensor | None = None
     lse: Tensor | None = None
     version: int = 0
-    key_grad: Tensor | None = None
-    value_grad: Tensor | None = None
+
+
+class Line:
+    """The chunks of one layer and microbatch by slice, and the sums of their gradients."""
+
+    def __init__(self, room: Room, pool: BufferPool) -> None:
+        self.chunks: list[Chunk] = []
+        self.room, self._pool = room, pool
+        self._sums: tuple[Tensor, ...] = ()
+        self._first = 0  # the token of the room with the first gradients
+
+    def append(self, key: Tensor, value: Tensor, pending: bool) -> Chunk:
+        """Keep a slice's keys and values, [B, Hkv, T, D]."""
+        places = [chunk.place for chunk in self.chunks]
+        near = (min(a for a, _ in places), max(b for _, b in places)) if places else None
+        self.chunks.append(Chunk(self.room.take(near, key, value), pending))
+        return self.chunks[-1]
+
+    def gradients(self, start: int, stop: int) -> tuple[Tensor, ...]:
+        """Sums of the gradients of the room's keys and values from `start` to `stop`, in float32 or better.
+
+        They are zero at first. All chunks but the last one get them, from the first one that needs them on.
+        """
+        if not self._sums:
+            places = [chunk.place for chunk in self.chunks[:-1] if chunk.pending]
+            self._first, end = min(a for a, _ in places), max(b for _, b in places)
+            like = self.room.tokens(self._first, end)
+            wide = torch.promote_types(like[0].dtype, torch.float32)
+            self._sums = tuple(self._pool.take(t.transpose(1, 2), wide).zero_() for t in like)
+        return tuple(t[:, start - self._first : stop - self._first].transpose(1, 2) for t in self._sums)
+
+    def summed(self, chunk: Chunk) -> tuple[Tensor, ...]:
+        """The chunk's gradients by later slices, if there are any."""
+        return self.gradients(*chunk.place) if self._sums else ()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What the sums take."""
+        return sum(t.nbytes for t in self._sums)
+
+    def pop(self) -> None:
+        """Free the last chunk."""
+        self.room.give(self.chunks.pop().place)
+
+    def free(self) -> None:
+        """Free all chunks."""
+        while self.chunks:
+            self.pop()
+        for tensor in self._sums:
+            self._pool.give(tensor)
+        self._sums = ()
 
 
 class ChunkStore:
     """The chunks of one rank, by layer and microbatch."""
 
     def __init__(self) -> None:
-        self.pool = BufferPool()
-        self._chunks: dict[tuple[int, int], dict[int, Chunk]] = {}
+        self.pool = BufferPool()  # of sums of gradients
+        self.rooms: dict[int, list[Room]] = defaultdict(list)
+        self._lines: dict[tuple[int, int], Line] = {}
 
     def __len__(self) -> int:
         """Chunks that are alive."""
-        return sum(len(of_layer) for of_layer in self._chunks.values())
+        return sum(len(line.chunks) for line in self._lines.values())
 
-    def chunks(self, layer: int, microbatch: int) -> dict[int, Chunk]:
-        """The chunks of one layer and microbatch by slice."""
-        return self._chunks.get((layer, microbatch), {})
+    @property
+    def n_bytes(self) -> int:
+        """Memory of keys, values and their gradients, in use or kept for the next step."""
+        return self.pool.n_bytes + sum(room.n_bytes for rooms in self.rooms.values() for room in rooms)
+
+    @property
+    def used_bytes(self) -> int:
+        """What the keys and values of all chunks take."""
+        return sum(room.used_bytes for rooms in self.rooms.values() for room in rooms)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """What the sums of their gradients take."""
+        return sum(line.gradient_bytes for line in self._lines.values())
+
+    def line(self, layer: int, microbatch: int) -> Line:
+        """The chunks of one layer and microbatch, of which there are some."""
+        return self._lines[layer, microbatch]
+
+    def chunks(self, layer: int, microbatch: int) -> list[Chunk]:
+        """The same by slice; none if there are none."""
+        line = self._lines.get((layer, microbatch))
+        return line.chunks if line is not None else []
 
     def append(self, layer: int, unit: Unit, key: Tensor, value: Tensor, *, pending: bool) -> Chunk:
         """Keep a slice's keys and values. Raises `SliceError` unless all slices before it are there, and only they.
 
         Where its own are there already, two attentions have the same `layer`.
         """
-        known = self._chunks.setdefault((layer, unit.microbatch), {})
-        if unit.slice in known:
+        known = len(self.chunks(layer, unit.microbatch))
+        if unit.slice < known:
             raise SliceError(
                 f"two attentions of one pass call themselves layer {layer}: give each a `layer` of its own"
             )
-        if sorted(known) != list(range(unit.slice)):
+        if unit.slice > known:
             raise SliceError(
                 f"layer {layer}, microbatch {unit.microbatch}: slice {unit.slice} goes forward with chunks of slices "
-                f"{sorted(known)}, expected those of all slices before it"
+                f"{list(range(known))}, expected those of all slices before it"
             )
-        chunk = Chunk(self.pool.take(key), self.pool.take(value), pending)
-        chunk.key.copy_(key.detach())
-        chunk.value.copy_(value.detach())
-        known[unit.slice] = chunk
-        return chunk
+        if not known:
+            self._lines[layer, unit.microbatch] = Line(self._room(layer, key, value), self.pool)
+        return self.line(layer, unit.microbatch).append(key, value, pending)
 
-    def gradients(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        """The sums of a chunk's gradients so far, in float32 or better; zero at first."""
-        if chunk.key_grad is None or chunk.value_grad is None:
-            wide = torch.promote_types(chunk.key.dtype, torch.float32)
-            chunk.key_grad = self.pool.take(chunk.key, wide).zero_()
-            chunk.value_grad = self.pool.take(chunk.value, wide).zero_()
-        return chunk.key_grad, chunk.value_grad
+    def _room(self, layer: int, *given: Tensor) -> Room:
+        for room in self.rooms[layer]:
+            if room.fits(*given):
+                return room
+        self.rooms[layer].append(Room())
+        return self.rooms[layer][-1]
 
     def check_last(self, layer: int, unit: Unit) -> None:
         """Raise `SliceError` unless `unit`'s slice is the last that is alive, which its backward asks for."""
-        last = max(self.chunks(layer, unit.microbatch), default=-1)
+        last = len(self.chunks(layer, unit.microbatch)) - 1
         if last != unit.slice:
             alive = f"slice {last} comes first" if last > unit.slice else "its chunk is gone"
             raise SliceError(
@@ -116,8 +184,7 @@ class ChunkStore:
 
     def pop(self, layer: int, unit: Unit) -> None:
         """Free a slice's chunk after its backward, and those before it if no backward will come for any of them."""
-        known = self._chunks[layer, unit.microbatch]
-        self._free(known.pop(unit.slice))
+        self.line(layer, unit.microbatch).pop()
         self._tidy(layer, unit.microbatch)
 
     def passed(self, layer: int, unit: Unit) -> None:
@@ -126,24 +193,21 @@ class ChunkStore:
             self._tidy(layer, unit.microbatch)
 
     def clear(self) -> None:
-        """Free all chunks, after an error or at the end of a step; buffers of shapes that it has not had are let go."""
-        for of_layer in self._chunks.values():
-            for chunk in of_layer.values():
-                self._free(chunk)
-        self._chunks.clear()
+        """Free all chunks, after an error or at the end of a step; memory that it has not needed is let go."""
+        for line in self._lines.values():
+            line.free()
+        self._lines.clear()
         self.pool.trim()
+        for layer, rooms in list(self.rooms.items()):
+            for room in rooms:
+                room.trim()
+            self.rooms[layer] = [room for room in rooms if room.n_bytes]
 
     def _tidy(self, layer: int, microbatch: int) -> None:
-        known = self._chunks[layer, microbatch]
-        if any(chunk.pending for chunk in known.values()):
-            return
-        for chunk in known.values():
-            self._free(chunk)
-        del self._chunks[layer, microbatch]
-
-    def _free(self, chunk: Chunk) -> None:
-        for tensor in (chunk.key, chunk.value, chunk.key_grad, chunk.value_grad):
-            self.pool.give(tensor)
+        line = self.line(layer, microbatch)
+        if not any(chunk.pending for chunk in line.chunks):
+            line.free()
+            del self._lines[layer, microbatch]
 
 
 _active: list[tuple[ChunkStore, Unit]] = []

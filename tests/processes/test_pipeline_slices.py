@@ -252,9 +252,9 @@ def _failing(rank: int, size: int) -> tuple[int, int, int]:
     )
     pipe.step(*own.batch(0, 0))
     assert isinstance(pipe.model, Sliced)
-    before = pipe.model.store.pool.allocated
+    before = pipe.model.store.n_bytes
     pipe.step(*own.batch(1, 0))
-    after = pipe.model.store.pool.allocated
+    after = pipe.model.store.n_bytes
     model[own.BLOCKS].fails = True
     with pytest.raises(StageFailed, match="asked to fail"):
         pipe.step(*own.batch(2, 0))

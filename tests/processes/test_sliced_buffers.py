@@ -44,11 +44,12 @@ def _buffers(rank: int, size: int, slices: int, order: Any, stages: int = 1) -> 
 
 
 def _check_chunks(pipe: ElasticPipeline, peak: int, slices: int, stages: int) -> None:
-    """Two buffers for each slice that a layer holds, and two for the gradients of all but one slice."""
+    """Keys and values of each slice that a layer holds, and the gradients of all but one slice of a microbatch."""
     assert isinstance(pipe.model, Sliced)
     layers = sum(isinstance(layer, own.Block) for layer in pipe.layers.values())
+    each = own.ROWS * (own.TOKENS // slices) * own.DIM // 2 * 8  # bytes of a slice's keys, in float64
     if stages == 1:
-        assert 0 < pipe.model.store.pool.allocated <= layers * 2 * (peak + slices - 1) or not layers
+        assert pipe.model.store.n_bytes == layers * 2 * (peak + slices - 1) * each
 
 
 @pytest.mark.parametrize(
