@@ -106,14 +106,14 @@ MECHANISMS = (
     _without(
         "hidden transfers in the price",
         "cost.cpp",
-        "FORWARD_AND_BACKWARD - hiding(",
-        "FORWARD_AND_BACKWARD - 0.0 * hiding(",
+        "FORWARD_AND_BACKWARD - exposed.hidden",
+        "FORWARD_AND_BACKWARD - 0.0 * exposed.hidden",
     ),
     _without(
         "transfers in two phases",
         "cost.cpp",
-        "double exposed_s = std::max(0.0, t.first_s",
-        "double exposed_s = 1e6 * t.direct_s + std::max(0.0, t.first_s",
+        "const double in_two_s = exposed_s",
+        "const double in_two_s = 1e6 * direct_s + exposed_s",
     ),
     Mechanism("replicas withdrawn", withdraw=False),
 )

@@ -129,11 +129,10 @@ def test_first_plans_and_a_mechanism_are_compared_with_compiled_cores(tmp_path: 
     today = [r for r in firsts if r["burst"] == TODAY]
     assert all(r["step_worst"] >= 1.0 - 1e-9 for r in today)  # the search starts from this plan, and only shortens
     assert len(list(cores.glob("*.o"))) == objects + len(BURSTS)  # one edited file each, and the search's; not today's
-    rows = list(
-        mechanisms.study_rows(paths, [IB], slots=4, folder=cores, iterations=2, processes=1, only="first plan: growth")
-    )
-    assert [(r["without"], r["preset"]) for r in rows] == [("first plan: growth", IB)]
-    assert rows[0]["step"] > 1.0
+    name = "tries and growth"  # with both, a placement only ever changes to one of a shorter predicted step
+    rows = list(mechanisms.study_rows(paths, [IB], slots=4, folder=cores, iterations=2, processes=1, only=name))
+    assert [(r["without"], r["preset"]) for r in rows] == [(name, IB)]
+    assert rows[0]["step"] > 1.01
 
 
 # --- tables ---

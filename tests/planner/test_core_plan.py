@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from prophet.machine.presets import get_preset
 from prophet.planner.core import native
 from prophet.planner.model.machine import Machine
+from prophet.planner.split.exact import NOT_DENSE
 
 
 def arguments() -> list[Any]:
@@ -58,3 +60,55 @@ def test_values_that_would_lead_outside_are_refused() -> None:
     given[7] = np.zeros((8, 4), np.bool_)
     with pytest.raises(ValueError, match="every home must hold its expert"):
         native.plan(*given)
+
+
+# What `native.plan` and `native.split` make of the counts of `drawn`, by machine. Every processor and compiler has to
+# arrive at these bits. Whoever changes what the planner does writes the new ones here; nobody else may have to.
+SMALL, TWO_NODES, MANY = (8, 16, 8), (12, 24, 6), (72, 72, 8)  # ranks, experts, ranks per node
+SLOW_LINKS = (8192, 1e9, 1e-5, 1e8, 2e-5, 2e5, 4e5, 1e-4, 2e-4, 1e-6, 0.25, 0.0)  # as in `Machine`
+NO_WINDOWS = (8192, 1e10, 1e-5, 2e9, 2e-5, 1e6, 2e6, 0.0, 0.0, 0.0, 0.0, 1.0)
+SHORT_WINDOWS = (4096, 1e9, 0.0, 1e9, 0.0, 1e5, 1e5, 2e-3, 1e-3, 0.0, 0.0, 1.0)
+BITS = {
+    (SMALL, SLOW_LINKS): "165ae2ad5b2e4cac",
+    (SMALL, NO_WINDOWS): "42d11ca9d087a027",
+    (SMALL, SHORT_WINDOWS): "c6db9b04ffb31979",
+    (TWO_NODES, SLOW_LINKS): "1ed9a69121254a4d",
+    (TWO_NODES, NO_WINDOWS): "08c6c1c528d846c3",
+    (TWO_NODES, SHORT_WINDOWS): "02063cdab9c8b710",
+    (MANY, SLOW_LINKS): "42b01320c3322fb5",
+    (MANY, NO_WINDOWS): "a31402bcdf0ff839",
+    (MANY, SHORT_WINDOWS): "56f09393443b2aad",
+}
+
+
+def drawn(ranks: int, experts: int, seed: int) -> np.ndarray:
+    """Counts without any library's arithmetic: skewed bytes, of which every rank has some of its own."""
+    stream = np.frombuffer(hashlib.shake_128(b"%d" % seed).digest(experts + ranks * experts), np.uint8).astype(np.int64)
+    popular, own = stream[:experts] ** 4 >> 20, stream[experts:].reshape(ranks, experts)
+    return popular * own >> 6
+
+
+def bits(shape: tuple[int, int, int], figures: tuple[float, ...]) -> str:
+    """The digest of ten calls, each with the last one's placement in force, and of their splits."""
+    ranks, experts, per_node = shape
+    home, node = np.arange(experts) * ranks // experts, np.arange(ranks) // per_node
+    speed = np.where(np.arange(ranks) % 5 == 3, 0.5, 1.0)
+    machine = (home, node, speed, 2.0**-23 / speed, np.array(figures))
+    holds = np.zeros((0, 0), np.bool_)
+    found = hashlib.blake2b(digest_size=8)
+    for call in range(10):
+        load, following = drawn(ranks, experts, call // 5 * 100 + call), np.zeros((experts, ranks), np.bool_)
+        options = np.array([0.002, 0.01, 8.0, 0.02, 0.5, 1e-3, 0.06])
+        native.plan(load, *machine, np.full(ranks, 4), holds, options, following)
+        holds = following
+        rows, rank_load, level, cost = native.split(load, holds, *machine, 0.06, NOT_DENSE)[1:]
+        for array in (holds, rows, rank_load, np.array([level, *cost])):
+            found.update(array.tobytes())
+    return found.hexdigest()
+
+
+@pytest.mark.parametrize(("shape", "figures"), BITS)
+def test_plans_and_splits_have_the_same_bits_everywhere(
+    shape: tuple[int, int, int], figures: tuple[float, ...]
+) -> None:
+    assert bits(shape, figures) == BITS[shape, figures]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prophet.errors import SpecError
+from prophet.machine.presets import get_preset
 from prophet.planner.core import native
 from prophet.planner.model.machine import Machine
 from prophet.planner.split.exact import NOT_DENSE, exact_split
@@ -78,6 +80,28 @@ def test_the_timed_split_is_its_naive_twin_bit_by_bit(case: Case, effort: float)
     tokens = room_for(case)
     assert native.split(**arguments(case), effort=effort, out_tokens_RED=tokens)[-1][0] == wanted_s
     assert np.array_equal(tokens, wanted)
+
+
+@pytest.mark.parametrize("overlap_cost", [0.0, 0.6])
+@pytest.mark.parametrize("agg_bytes", [1e5, 3e5, 3e6])
+@pytest.mark.parametrize("trans_bytes", [1e5, 3e5, 3e6])
+def test_products_that_hide_transfers_weigh_less(trans_bytes: float, agg_bytes: float, overlap_cost: float) -> None:
+    """Transfers longer than their windows, of both forms: longer products hide more of them, which prices count."""
+    any_context = get_preset("h100-ib:Qwen3-30B-A3B").context(8, 16, routed_per_rank=1, slots_per_rank=8)
+    for seed in range(3):
+        given_ = skewed(8, 16, seed)
+        figures = given_["figures"]  # in the order of `Machine`
+        figures[1:5] = 1e9, 1e-6, 1e9, 1e-6
+        figures[5:9] = trans_bytes, agg_bytes, 1e-5, 1e-5
+        figures[10] = overlap_cost
+        arrays = {"node": given_["node_R"], "seconds_per_token": given_["seconds_per_token_R"], "figures": figures}
+        machine = dataclasses.replace(Machine.of(any_context), speed=np.ones(8), **arrays)
+        exact, tokens = np.empty((2, 8, 16, 8), np.int64)
+        native.split(**given_, effort=0.0, out_tokens_RED=exact)
+        placement = Placement.trusted(given_["home_E"], given_["holds_ER"])
+        wanted, wanted_s = Twin(given_["load_RE"], placement, machine).split(exact, 100.0)
+        assert native.split(**given_, effort=100.0, out_tokens_RED=tokens)[-1][0] == wanted_s
+        assert np.array_equal(tokens, wanted)
 
 
 @settings(max_examples=60, deadline=None)

@@ -25,7 +25,7 @@ def split(
     out_tokens_RED: IntArray,
 ) -> tuple[IntArray, IntArray, IntArray, float, _Seconds]:
     """The split of the shortest step: shared experts [M], their rows [F, 4] as of `Flows`, rank loads [R], the
-    bottleneck, the cost.
+    lowest bottleneck of any split, the cost.
 
     `figures` are those of `model.machine.Machine`; `effort` is the share of what could be saved on exchanges that may
     be spent on saving it. With 0 it is the exact split. Where `out_tokens_RED` has rows, a `Split`'s tokens are written

@@ -5,7 +5,11 @@ namespace prophet {
 Given checked(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R, const FloatArray& speed_R,
               const FloatArray& seconds_per_token_R, const FloatArray& figures) {
     require(figures.shape(0) == Figures::COUNT, "figures must have one entry per figure of a machine");
-    Given given{view(load_RE), view(home_E), view(node_R), view(speed_R), view(seconds_per_token_R),
+    Given given{view(load_RE),
+                view(home_E),
+                view(node_R),
+                view(speed_R),
+                view(seconds_per_token_R),
                 Figures::from(view(figures))};
     Int ranks = given.ranks();
     require(given.node_R.size == ranks, "node_R must be [R], with load_RE [R, E]");

@@ -9,31 +9,17 @@ namespace {
 constexpr double LEAST_S = 1e-30;  // seconds that stand for none where they divide
 constexpr double LEAST_WEIGHT = 0.1;
 
-// Seconds of a Trans or an Agg: directly, and in each phase of its two-phase form.
-struct Transfer {
-    double direct_s;
-    double first_s;
-    double second_s;
-};
-struct Transfers {
-    Transfer trans;
-    Transfer agg;
+// Seconds of compute under one phase of a transfer, and how many of them a second of forward products adds.
+struct Window {
+    double seconds;
+    double growth;
 };
 
-// Seconds of compute under a transfer's first and second phase. A direct one has both.
-struct Cover {
-    double first_s;
-    double second_s;
-};
-struct Windows {
-    Cover trans;
-    Cover agg;
-};
-
-// Seconds by which transfers lengthen a step.
+// Seconds by which transfers lengthen a step, and how many of them one more second of forward products would hide.
 struct Felt {
     double trans_s;
     double agg_s;
+    double hidden;
     double both() const { return trans_s + agg_s; }
 };
 
@@ -48,56 +34,37 @@ double exchange_seconds(double near_units, double far_units, double n_bytes, con
     return std::max(link_seconds(near_units, n_bytes, figures.intra), link_seconds(far_units, n_bytes, figures.inter));
 }
 
-// `near` and what follows it are a kind of copies, within and between nodes.
-double phase_seconds(const Busiest& busiest, Int near, double n_bytes, const Figures& figures) {
-    return exchange_seconds(busiest.units[near], busiest.units[near + 1], n_bytes, figures);
-}
-
-Transfers transfer_seconds(const Busiest& busiest, const Figures& figures) {
-    const auto phase_s = [&](Int near, double n_bytes) { return phase_seconds(busiest, near, n_bytes, figures); };
-    double params = figures.param_bytes, grads = figures.grad_bytes;
-    return {{phase_s(DIRECT_NEAR, params), phase_s(SCATTER_NEAR, params), phase_s(GATHER_NEAR, params)},
-            {phase_s(DIRECT_NEAR, grads), phase_s(GATHER_NEAR, grads), phase_s(SCATTER_NEAR, grads)}};
-}
-
-Windows windows(double forward_s, const Figures& figures) {
-    double beside_s = figures.windows_have_experts * forward_s;
-    bool experts_first = figures.windows_have_experts > 0.0;
-    return {experts_first ? Cover{beside_s, figures.fnec_s} : Cover{figures.fnec_s, 0.0},
-            {figures.bnec_s, 2.0 * beside_s}};
-}
-
-// By how much a transfer of one form lengthens a step, and the same of a form of two phases.
-double direct_felt(const Transfer& t, Cover cover, double overlap_cost) {
-    double window_s = cover.first_s + cover.second_s;
-    return std::max(0.0, t.direct_s - window_s) + overlap_cost * std::min(t.direct_s, window_s);
-}
-double phases_felt(const Transfer& t, Cover cover, double overlap_cost) {
-    double exposed_s = std::max(0.0, t.first_s - cover.first_s) + std::max(0.0, t.second_s - cover.second_s);
-    return exposed_s + overlap_cost * (std::min(t.first_s, cover.first_s) + std::min(t.second_s, cover.second_s));
-}
-
-// By how much transfers lengthen a step beside so many seconds of products, each in the form that does so less.
-Felt felt(const Transfers& moved, double forward_s, const Figures& figures) {
-    Windows under = windows(forward_s, figures);
-    const auto felt_s = [&](const Transfer& t, Cover cover) {
-        return std::min(direct_felt(t, cover, figures.overlap_cost), phases_felt(t, cover, figures.overlap_cost));
+// What transfers do to a step beside so many seconds of products, each in the form that lengthens it less. A direct one
+// has the windows of both phases.
+Felt felt(const Busiest& busiest, double forward_s, const Figures& figures) {
+    const double experts = figures.windows_have_experts, beside_s = experts * forward_s;
+    double hidden = 0.0;
+    const auto felt_s = [&](double n_bytes, Copies first, Window under_first, Copies second, Window under_second) {
+        const auto moved_s = [&](Int near) {  // the next kind of copies are those between nodes
+            return exchange_seconds(busiest.units[near], busiest.units[near + 1], n_bytes, figures);
+        };
+        const double direct_s = moved_s(DIRECT_NEAR), first_s = moved_s(first), second_s = moved_s(second);
+        const double window_s = under_first.seconds + under_second.seconds;
+        const double in_one_s =
+            std::max(0.0, direct_s - window_s) + figures.overlap_cost * std::min(direct_s, window_s);
+        const double exposed_s =
+            std::max(0.0, first_s - under_first.seconds) + std::max(0.0, second_s - under_second.seconds);
+        const double covered_s = std::min(first_s, under_first.seconds) + std::min(second_s, under_second.seconds);
+        const double in_two_s = exposed_s + figures.overlap_cost * covered_s;
+        if (in_two_s >= in_one_s) {
+            hidden += direct_s > window_s ? under_first.growth + under_second.growth : 0.0;
+            return in_one_s;
+        }
+        hidden += first_s > under_first.seconds ? under_first.growth : 0.0;
+        hidden += second_s > under_second.seconds ? under_second.growth : 0.0;
+        return in_two_s;
     };
-    return {felt_s(moved.trans, under.trans), felt_s(moved.agg, under.agg)};
-}
-
-// Seconds of transfers that one more second of forward products would hide.
-double hiding(const Transfers& moved, double forward_s, const Figures& figures) {
-    Windows under = windows(forward_s, figures);
-    const auto grows = [&](const Transfer& t, Cover cover, double phase_s, double window_s) {
-        double direct_s = direct_felt(t, cover, figures.overlap_cost);
-        if (phases_felt(t, cover, figures.overlap_cost) < direct_s) return phase_s > window_s;
-        return t.direct_s > cover.first_s + cover.second_s;
-    };
-    double seconds = 0.0;
-    if (grows(moved.trans, under.trans, moved.trans.first_s, under.trans.first_s)) seconds += 1.0;
-    if (grows(moved.agg, under.agg, moved.agg.second_s, under.agg.second_s)) seconds += 2.0;
-    return seconds * figures.windows_have_experts * (1.0 - figures.overlap_cost);
+    const Window alone{figures.fnec_s, 0.0}, products{beside_s, experts}, none{0.0, 0.0};
+    const double trans_s = felt_s(figures.param_bytes, SCATTER_NEAR, experts > 0.0 ? products : alone, GATHER_NEAR,
+                                  experts > 0.0 ? alone : none);
+    const double agg_s =
+        felt_s(figures.grad_bytes, GATHER_NEAR, {figures.bnec_s, 0.0}, SCATTER_NEAR, {2.0 * beside_s, 2.0 * experts});
+    return {trans_s, agg_s, hidden * (1.0 - figures.overlap_cost)};
 }
 
 // Calls `use(arc, rank)` for the replicas of expert j.
@@ -272,10 +239,9 @@ Seconds reprice(Flow& flow, Int q) {
         }
         for (Int r = 0; r < work.size; r++) norm_s[group_of(k)] += counts(k, r) ? work[r] : 0.0;
     }
-    Transfers moved = transfer_seconds(flow.busiest, figures);
-    Felt exposed = felt(moved, longest_s[0], figures);
+    Felt exposed = felt(flow.busiest, longest_s[0], figures);
     // Longer products hide more of an exposed transfer, and weigh less for it.
-    scale.weight[0] = std::max(FORWARD_AND_BACKWARD - hiding(moved, longest_s[0], figures), LEAST_WEIGHT);
+    scale.weight[0] = std::max(FORWARD_AND_BACKWARD - exposed.hidden, LEAST_WEIGHT);
     scale.weight[1] = A2A_PER_STEP;
     for (Int group = 0; group < 2; group++) {
         for (Int n = q; n > 1; n >>= 1) norm_s[group] = std::sqrt(norm_s[group]);
@@ -309,8 +275,7 @@ double exposed_with(const Flow& flow, Int j, Int rank, Int copies, bool together
         Int gather = together && level == 0 ? Int{GATHER_NEAR} : Int{GATHER_FAR};
         raise(gather, flow.sent[gather][rank] + static_cast<double>(copies) * share, 0.0);
     }
-    const Figures& figures = flow.problem->figures;
-    return felt(transfer_seconds(with, figures), forward_s, figures).both();
+    return felt(with, forward_s, flow.problem->figures).both();
 }
 
 Cost cost_of(const Flow& flow, ConstInts groups_R) {
@@ -325,7 +290,7 @@ Cost cost_of(const Flow& flow, ConstInts groups_R) {
     }
     double a2a_s = A2A_PER_STEP * exchange_seconds(near, far, figures.token_bytes, figures);
     double expert_s = FORWARD_AND_BACKWARD * forward_s;
-    Felt exposed = felt(transfer_seconds(flow.busiest, figures), forward_s, figures);
+    Felt exposed = felt(flow.busiest, forward_s, figures);
     return {a2a_s + expert_s + exposed.trans_s + exposed.agg_s, a2a_s, expert_s, exposed.trans_s, exposed.agg_s};
 }
 
@@ -378,14 +343,6 @@ double even_products(const Problem& problem) {
         tokens_per_s += 1.0 / problem.seconds_per_token_R[r];
     }
     return FORWARD_AND_BACKWARD * tokens / tokens_per_s;
-}
-
-double bottleneck_of(const Flow& flow) {
-    double level = 0.0;
-    for (Int r = 0; r < flow.ranks(); r++) {
-        level = std::max(level, flow.busy[PRODUCTS][r] / flow.problem->speed_R[r]);
-    }
-    return level;
 }
 
 }  // namespace prophet

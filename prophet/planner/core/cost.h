@@ -178,7 +178,4 @@ double a2a_floor(const Flow& flow);
 // Seconds of products on ranks that all take equally long.
 double even_products(const Problem& problem);
 
-// The largest load of a rank over its speed.
-double bottleneck_of(const Flow& flow);
-
 }  // namespace prophet

@@ -180,22 +180,19 @@ class Solver {
         }
         for (Int i = 0; i < groups_; i++) {
             Int g = group_order_[i], first = group_first_[g], last = group_first_[g + 1];
-            Int rest = supply_[g];
-            for (Int k = first; k < last; k++) rest -= tokens_[k];
-            pour(rest, first, last);
+            pour(supply_[g], first, last);
         }
         for (Int i = 0; i < holders_.experts() && problem_.nodes() > 1; i++) {
             Int j = expert_order_[i], first = holders_.start[j], last = holders_.start[j + 1];
-            Int rest = problem_.total_E[holders_.expert_M[j]];
-            for (Int k = first; k < last; k++) rest -= tokens_[k];
-            pour(rest, first, last);
+            pour(problem_.total_E[holders_.expert_M[j]], first, last);
         }
         held_.fill(0);
         for (Int k = 0; k < holders_.arcs(); k++) held_[group_[k]] += tokens_[k];
     }
 
-    // Give tokens to the arcs first .. last - 1, each time to the roomiest rank, the lower one on ties.
+    // Give the arcs first .. last - 1 what they lack of `tokens`, each time the roomiest rank, the lower one on ties.
     void pour(Int tokens, Int first, Int last) {
+        for (Int k = first; k < last; k++) tokens -= tokens_[k];
         while (tokens > 0) {
             Int best = first, best_room = -FAR;
             for (Int k = first; k < last; k++) {

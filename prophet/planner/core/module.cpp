@@ -26,7 +26,8 @@ void plan_entry(const IntArray2D& load_RE, const IntArray& home_E, const IntArra
     plan(problem, view(limit_R), view(previous_ER), Options::from(view(options)), view(out_holds_ER), room);
 }
 
-// Returns the split in sparse form, and its cost. Where `out_tokens_RED` has rows, it is written out there, too.
+// Returns the split in sparse form, the lowest bottleneck, and the cost. Where `out_tokens_RED` has rows, it is written
+// out there, too.
 nb::tuple split_entry(const IntArray2D& load_RE, const BoolArray2D& holds_ER, const IntArray& home_E,
                       const IntArray& node_R, const FloatArray& speed_R, const FloatArray& seconds_per_token_R,
                       const FloatArray& figures, double effort, const OutInts3D& out_tokens_RED) {
@@ -59,7 +60,7 @@ nb::tuple split_entry(const IntArray2D& load_RE, const BoolArray2D& holds_ER, co
     }
     const Cost& cost = split.cost;
     return nb::make_tuple(new_array(holders.expert_M), new_array(std::move(rows), {static_cast<std::size_t>(many), 4}),
-                          new_array(load_R), split.bottleneck,
+                          new_array(load_R), split.exact.bottleneck,
                           nb::make_tuple(cost.total, cost.a2a, cost.expert, cost.exposed_trans, cost.exposed_agg));
 }
 

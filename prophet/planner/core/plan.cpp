@@ -136,7 +136,7 @@ class Planning {
         return step_seconds(problem_, placement.holds_ER, options_.split_effort, true, room_);
     }
     double full_s(const Placement& placement) const {
-        return step_seconds(problem_, placement.holds_ER, options_.split_effort, options_.split_effort <= 0.0, room_);
+        return step_seconds(problem_, placement.holds_ER, options_.split_effort, false, room_);
     }
     // Changes this placement in one way where a step gets shorter by it: grows replicas from none (`fresh`), or takes
     // up to three away, puts one elsewhere and then lets grow what is worth it. Both placements are compared by the

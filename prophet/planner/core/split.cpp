@@ -139,7 +139,6 @@ void descend(const Problem& problem, const Holders& holders, BestSplit& split, d
     Cost found = cost_of(flow, room);
     if (found.total < cost.total) {
         split.cost = found;
-        split.bottleneck = bottleneck_of(flow);
         split.by_arcs = true;
     } else {
         flow.busy.flat().copy_from(busy);
@@ -149,12 +148,8 @@ void descend(const Problem& problem, const Holders& holders, BestSplit& split, d
 }  // namespace
 
 BestSplit best_split(const Problem& problem, const Holders& holders, double effort, bool quick, Workspace& room) {
-    BestSplit split{make_flow(problem, holders.expert_M, holders.replicas(), room),
-                    exact_split(problem, holders, room),
-                    room.ints(holders.arcs()),
-                    {},
-                    0.0,
-                    false};
+    BestSplit split{make_flow(problem, holders.expert_M, holders.replicas(), room), exact_split(problem, holders, room),
+                    room.ints(holders.arcs()), Cost{}, false};
     Flow& flow = split.flow;
     const Exact& exact = split.exact;
     Ints groups_R = room.ints(problem.ranks());  // experts with tokens
@@ -173,12 +168,10 @@ BestSplit best_split(const Problem& problem, const Holders& holders, double effo
     const Cost at_home = cost_of(flow, problem.home_groups);
     count_exact(problem, holders, exact, flow.busy, room, [](Int) { return true; });
     split.cost = cost_of(flow, groups_R);
-    split.bottleneck = exact.bottleneck;
     if (!quick && effort > 0.0) descend(problem, holders, split, effort, room);
     if (effort > 0.0 && at_home.total < split.cost.total) {  // planned for other routing, replicas can be in the way
         split.cost = at_home;
         split.flow = make_flow(problem, holders.expert_M, 0, room);
-        split.bottleneck = bottleneck_of(split.flow);
         split.by_arcs = true;
         if (!quick) fill_homes(split.flow);
     }

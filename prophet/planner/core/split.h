@@ -11,9 +11,9 @@
 namespace prophet {
 
 struct Exact {
-    Ints tokens_A;  // by arc
-    Ints have_A;    // tokens that every arc's own rank routes
-    double bottleneck;  // the largest load of a rank over its speed, roughly: the T of the caps
+    Ints tokens_A;      // by arc
+    Ints have_A;        // tokens that every arc's own rank routes
+    double bottleneck;  // the lowest there is, roughly: the T of the caps
 
     Int local(Int arc) const { return std::min(tokens_A[arc], have_A[arc]); }
 };
@@ -45,7 +45,6 @@ struct BestSplit {
     Exact exact;
     Ints arc_A;  // the arc of `flow` for every one of the holders'
     Cost cost;
-    double bottleneck;  // T
     bool by_arcs;  // whether the tokens of `flow` are the split; else it is the exact one
 };
 
