@@ -11,8 +11,11 @@ from typing import Any
 from benchmarks.cluster.testbed import TestbedError, unwound_when_ended
 from benchmarks.common import environment, write_json
 from benchmarks.switch import measured, paper, plan
+from benchmarks.switch.universal import UNIVERSAL
 from benchmarks.switch.ways import OURS, USUAL, WAYS
 from prophet.errors import RankFailed
+
+PEERS = (*WAYS, UNIVERSAL)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--link-mbit-per-s", type=float, default=200.0, help="of every host (default: %(default)s)")
     p.add_argument("--loopback", action="store_true", help="no hosts, as without root")
     p.add_argument("--cases", default="", help="beginnings of names, comma-separated; default: all")
-    p.add_argument("--ways", default=",".join(USUAL), help=f"beside ours, of {', '.join(WAYS)}")
+    p.add_argument("--ways", default=",".join((*USUAL, UNIVERSAL)), help=f"beside ours, of {', '.join(PEERS)}")
     p.add_argument("--no-jobs", action="store_true", help="no whole switches of a training job")
     p.add_argument("--repetitions", type=int, default=measured.Sizes().repetitions)
     p.add_argument("--smoke", action="store_true", help="tiny models, one repetition: no figure means anything")
@@ -55,9 +58,9 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    unknown = {n for n in args.ways.split(",") if n} - {*WAYS}
+    unknown = {n for n in args.ways.split(",") if n} - {*PEERS}
     if unknown or args.repetitions < 1:
-        parser().error(f"--ways must be of {', '.join(WAYS)}, --repetitions at least 1")
+        parser().error(f"--ways must be of {', '.join(PEERS)}, --repetitions at least 1")
     found: dict[str, Any] = {}
     if args.paper:
         found["paper"] = []

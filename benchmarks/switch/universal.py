@@ -60,6 +60,7 @@ def measured(cases: Sequence[Case], repetitions: int, folder: Path) -> list[dict
     found: list[dict[str, Any]] = [{"reason": reason(case)} for case in cases]
     covered = [k for k, row in enumerate(found) if not row["reason"]]
     if covered:
+        folder.mkdir(parents=True, exist_ok=True)
         words = {"cases": [asdict(cases[k]) for k in covered], "repetitions": repetitions}
         with tempfile.TemporaryDirectory(prefix="universal-", dir=folder) as scratch:
             out = Path(scratch) / "out.json"
