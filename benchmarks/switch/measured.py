@@ -128,7 +128,10 @@ def _rows(
     made: list[Row] = []
     beside: list[Row] = []
     if results[0]["jobs"] is not None:
-        made, beside = job_rows([r["jobs"] for r in results], bytes_per_s=rate), beside_rows([r["jobs"] for r in results])
+        made, beside = (
+            job_rows([r["jobs"] for r in results], bytes_per_s=rate),
+            beside_rows([r["jobs"] for r in results]),
+        )
         for row in beside:
             moves = [r["blocked_s"] for r in made if r["case"].startswith(row["job"]) and r["wire_bytes"]]
             hidden_s = row["groups_s"] + row["routes_s"] - row["exposed_s"]

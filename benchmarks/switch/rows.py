@@ -24,6 +24,9 @@ from prophet.state.route import route
 
 Row = dict[str, Any]
 AND_RESTART = f"{DCP}, and restart"
+BUSIEST, ORDER = "busiest port of the plan / bound", "bytes in the chosen order / as given"
+HIDDEN, SLOWED = "groups and routes: hidden share", "steps slowed meanwhile"
+ONE_OVER_OURS = "one message per tensor / ours"
 
 
 def _spread(seconds: Sequence[Sequence[float]]) -> tuple[float, float, float]:
@@ -194,14 +197,10 @@ def _of_move(row: Row) -> Iterator[Row]:
         limit_s = 1.25 * row["bound_s"] + 0.15
         yield _target("blocked s, at most 1.25 x bound + 0.15 s", row, row["blocked_s"], limit_s, most=True)
     if row["least_port_bytes"]:
-        yield _target(
-            "busiest port of the plan / bound", row, row["port_bytes"] / row["least_port_bytes"], 1.05, most=True
-        )
+        yield _target(BUSIEST, row, row["port_bytes"] / row["least_port_bytes"], 1.05, most=True)
     one_dimension = row["case"].split()[0] in ("dp", "tp", "pp")
     if one_dimension and row.get("given_bytes"):
-        yield _target(
-            "bytes in the chosen order / as given", row, row["wire_bytes"] / row["given_bytes"], 0.7, most=True
-        )
+        yield _target(ORDER, row, row["wire_bytes"] / row["given_bytes"], 0.7, most=True)
 
 
 def _of_job(row: Row) -> Iterator[Row]:
@@ -215,7 +214,7 @@ def _of_peer(row: Row) -> Iterator[Row]:
         return
     times, by_bytes = row["peer_s"] / row["blocked_s"], (row["peer_bytes"] or 0) / row["port_bytes"]
     if row["peer"] == ONE_BY_ONE:
-        yield _target("one message per tensor / ours", row, times, 1.25, most=False, possible=row["possible"])
+        yield _target(ONE_OVER_OURS, row, times, 1.25, most=False, possible=row["possible"])
     if row["peer"] == GATHER:
         yield _target("gather-and-cut / ours, of the ratio of bytes", row, times / by_bytes, 0.8, most=False)
     if row["peer"] == DCP:
@@ -236,8 +235,8 @@ def targets(rows: Sequence[Row], jobs: Sequence[Row], beside: Sequence[Row]) -> 
     found += [t for row in rows for t in _of_peer(row)]
     for row in beside:
         at = {"case": row["job"], "from": "", "to": ""}
-        found.append(_target("groups and routes: hidden share", at, row["hidden_share"], 0.95, most=False))
-        found.append(_target("steps slowed meanwhile", at, row["slowed_by"], 0.05, most=True))
+        found.append(_target(HIDDEN, at, row["hidden_share"], 0.95, most=False))
+        found.append(_target(SLOWED, at, row["slowed_by"], 0.05, most=True))
     errors = [r["predicted_s"] / r["blocked_s"] - 1 for r in moves if r["wire_bytes"]]
     if errors:
         found.append(_target("predicted: mean error", None, statistics.fmean(map(abs, errors)), 0.08, most=True))
