@@ -49,7 +49,8 @@ def _made(documents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     first = documents[0]["environment"]
     commits = ", ".join(dict.fromkeys(d["environment"]["commit"] for d in documents))
     yield f"- Commit: {commits}."
-    yield f"  One machine with {first['cores']} cores plays all hosts. Python {first['python']}, torch {first['torch']}."
+    yield f"  One machine with {first['cores']} cores plays all hosts."
+    yield f"  Python {first['python']}, torch {first['torch']}."
     for document in documents:
         at = document["environment"]
         yield f"- Command: `{at['command']}`. Load average before: {at['load_before']:.2f}."

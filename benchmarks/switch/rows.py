@@ -57,7 +57,9 @@ def case_rows(
     demand = demand_of(plan.route.atoms, space.item_bytes)
     nodes, rates = np.arange(hosts), Rates(intra_bytes_per_s=bytes_per_s, inter_bytes_per_s=bytes_per_s)
     bound_s = least_s(demand, nodes, rates)
-    seen = Rates(intra_bytes_per_s=probe["bytes_per_s"], inter_bytes_per_s=probe["bytes_per_s"])
+    host = {k: probe[k] for k in ("box_s", "copied_byte_s")}
+    seen = Rates(intra_bytes_per_s=probe["bytes_per_s"], inter_bytes_per_s=probe["bytes_per_s"], **host)
+    simulated = simulate(plan.route, seen)
     empty_s = statistics.median(max(at) for at in zip(*(p["empty_s"] for p in parts), strict=True))
     blocked_s, least, most = _spread([p["ways"][OURS]["seconds"] for p in parts])
     own = [p["ways"][OURS] for p in parts]
@@ -83,7 +85,8 @@ def case_rows(
         "hidden_s": None,
         "messages": sum(p["messages"] for p in own),
         "peak_bytes": max(p["peak_bytes"] for p in own),
-        "predicted_s": simulate(plan.route, seen).seconds + empty_s,
+        "predicted_s": simulated.seconds + (probe["start_s"] if plan.route.wire_bytes else 0.0) + empty_s,
+        "host_s": simulated.host_s,
         "empty_s": empty_s,
     }
     rows = []
