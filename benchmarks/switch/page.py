@@ -39,8 +39,10 @@ def _read(file: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         if not {"measured", "paper", "plan"} & found.keys():
             raise SpecError(f"{file} has none of measured, paper and plan: expected what --json wrote")
-        assert found["environment"]["command"]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        lacks = [name for name in ("date", "commit", "command", "load_before") if name not in found["environment"]]
+        if lacks:
+            raise SpecError(f"{file} lacks {', '.join(lacks)} in its environment: expected what --json wrote")
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise SpecError(f"{file} is not what --json wrote: {type(error).__name__}: {error}") from error
     return found
 

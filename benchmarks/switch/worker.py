@@ -21,7 +21,7 @@ from benchmarks.cluster.host import Host
 from benchmarks.switch.cases import Case
 from benchmarks.switch.jobs import run_jobs
 from benchmarks.switch.storage import Client, Storage
-from benchmarks.switch.ways import BUDGET_BYTES, OURS, WAYS, Setting, clear
+from benchmarks.switch.ways import BUDGET_BYTES, DCP, GATHER, OURS, WAYS, Setting, clear
 from pipeline_balance.elastic.groups import Groups
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.elastic.switch import Plan
@@ -36,6 +36,7 @@ from prophet.state.transition import transition
 
 PROBE_BYTES, CHUNK_BYTES, PROBES = 8 << 20, 256 << 10, 3
 PROBE_BOXES = (64, 512)
+SLOW, SLOW_REPETITIONS = (GATHER, DCP), 2  # several times as long as the others
 READY_BYTES = 128 << 20
 
 
@@ -213,7 +214,8 @@ def run_case(here: Here, case: Case, repetitions: int, names: Sequence[str], num
     ways: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in names}
     empty_s = []
     for k in range(repetitions):
-        for name in [*names[k % len(names) :], *names[: k % len(names)]]:
+        turn = [name for name in names if k < SLOW_REPETITIONS or name not in SLOW]
+        for name in [*turn[k % len(turn) :], *turn[: k % len(turn)]]:
             ways[name] |= _once(here, name, setting, ways[name]["seconds"], truth if k == 0 else None)
         empty_s.append(_nothing(here, plan))
     own = ways[OURS]["seconds"] if OURS in ways else [0.0]
