@@ -37,13 +37,12 @@ def page(files: Sequence[Path]) -> str:
 def _read(file: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        if not {"measured", "paper", "plan"} & found.keys():
-            raise SpecError(f"{file} has none of measured, paper and plan: expected what --json wrote")
+        some = {"measured", "paper", "plan"} & found.keys()
         lacks = [name for name in ("date", "commit", "command", "load_before") if name not in found["environment"]]
-        if lacks:
-            raise SpecError(f"{file} lacks {', '.join(lacks)} in its environment: expected what --json wrote")
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise SpecError(f"{file} is not what --json wrote: {type(error).__name__}: {error}") from error
+    if lacks or not some:
+        raise SpecError(f"{file} is not what --json wrote: it has {sorted(found)}, its environment lacks {lacks}")
     return found
 
 
