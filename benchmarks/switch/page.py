@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.switch.cases import LARGE_BYTES
 from benchmarks.switch.rows import BUSIEST, HIDDEN, ONE_OVER_OURS, ORDER, SLOWED, Row, summary, table
 from benchmarks.switch.universal import UNIVERSAL
 from prophet.errors import SpecError
@@ -71,6 +72,7 @@ def _measured(found: Mapping[str, Any]) -> Iterator[str]:
     yield _misses(found)
     yield "### Seconds"
     yield table(found["rows"], found["jobs"])
+    yield from _errors(found["rows"])
     if any(r["peer"] == UNIVERSAL for r in found["rows"]):
         yield "### DeepSpeed's universal checkpoint"
         yield _universal(found["rows"])
@@ -122,9 +124,24 @@ def _cause(t: Row, row: Row, found: Mapping[str, Any]) -> str:
         return f"{row['called_s'] * 1e3:.0f} ms of {row['exposed_s'] * 1e3:.0f} ms are the call of `prepare`"
     if t["what"] == SLOWED:
         return f"all hosts share the cores: {found['hosts']} busy threads more"
+    if t["what"].startswith("blocked") and row["case"].startswith(("whole job, sharded", "whole job, tp")):
+        return "modules are made anew, which is no part of the move"
     if row.get("predicted_s") and t["what"].startswith("blocked"):
         return f"predicted {row['predicted_s']:.2f} s, by the rate seen and the host's own time"
     return ""
+
+
+def _errors(rows: Sequence[Row]) -> Iterator[str]:
+    """Predictions against seconds, with their sign."""
+    moves = {_change(r): r for r in rows if r["wire_bytes"]}.values()
+    errors = [(r["least_port_bytes"] >= LARGE_BYTES, r["predicted_s"] / r["blocked_s"] - 1) for r in moves]
+    words = [
+        f"{statistics.fmean(e for is_large, e in errors if is_large == large):+.1%} {name}"
+        for large, name in ((True, "of moves of 32 MB"), (False, "of the others"))
+        if any(is_large == large for is_large, _ in errors)
+    ]
+    if words:
+        yield f"Predicted over measured, on average: {' and '.join(words)}."
 
 
 def _universal(rows: Sequence[Row]) -> str:
@@ -219,4 +236,8 @@ def _change(r: Row) -> str:
 
 
 def _rows(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *lines)])
+    return "\n".join([_row(head), "|---" * len(head) + "|", *map(_row, lines)])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
