@@ -134,6 +134,7 @@ class Regroup(Change):
 class ExpertReseater(Reseater):
     """Takes a pipeline whose layers have experts from one arrangement to another, whatever their ep."""
 
+    modes = ("safe",)
     moves_experts = True
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, descr
 from pipeline_balance.elastic.sharded import Shards, check_shardable, mesh_of
 from pipeline_balance.elastic.styles import rules_for, styles_of
 from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.agreement import NO_ROWS, from_all
+from pipeline_balance.pipeline.agreement import NO_ROWS, from_all, refuse_where
 from pipeline_balance.pipeline.model import CountLabels, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
@@ -257,7 +257,8 @@ class Job:
         cannot be trained, or where they are given different ones.
         """
         pipe = self.pipeline
-        self._finish_preparing()
+        self._prepared()
+        self._preparing = None
 
         def said() -> str:
             check(layout, self._plain, processes())
@@ -290,13 +291,12 @@ class Job:
         self._next = layout
         self._preparing = self._groups.beside(made)
 
-    def _finish_preparing(self) -> _Prepared:
+    def _prepared(self) -> _Prepared:
         """What was made in the background, waited for."""
-        preparing, self._preparing = self._preparing, None
-        if preparing is None:
+        if self._preparing is None:
             return _Prepared(problem="no layout was prepared: call prepare(layout) first")
         try:
-            return joined(preparing)
+            return joined(self._preparing)
         except Exception as error:
             return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
 
@@ -304,7 +304,8 @@ class Job:
         """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
 
         What has not been prepared by now is waited for. Raises `TransitionError` on all processes, with the job as it
-        was, where something fails. After that, prepare again.
+        was, where something fails. After that, prepare again. Raises `SpecError` for a mode that this switch does not
+        have; what was prepared stays, for another mode.
 
         With `mode="in-place"` memory of the old state goes back while the new one comes, so the peak is about the
         larger of the two. What does not fit into `budget_bytes` beyond that is refused before anything moves. What
@@ -312,17 +313,19 @@ class Job:
         """
         if layout is not None:
             self.prepare(layout)
-        pipe, ready = self.pipeline, self._finish_preparing()
-        if mode != "safe" and (
-            self._experts or self._shards is not None or isinstance(ready.target, ShardedArrangement)
-        ):
-            raise SpecError(f"a job with tp, ep, or zero 2 or 3 cannot switch {mode} yet; {_WHOLE}")
+        pipe, ready = self.pipeline, self._prepared()
+        mine = get_args(Mode) if ready.target is None else self._reseater(self._next).modes
         with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
             op = Operation("meeting for a switch")
-            said = [ready.problem, ready.broken, self._balance.told(self.layout)]
+            said = [ready.problem, ready.broken, mode, mine, self._balance.told(self.layout)]
             every = gather_json(said, pipe.collective, pipe.config.device, op)
+            refuse_where([mode for _, _, mode, *_ in every], "switch in another mode")
+            modes = [m for m in mine if all(m in theirs for _, _, _, theirs, _ in every)]
+            if mode not in modes:
+                raise SpecError(f"mode {mode!r}: expected {' or '.join(modes)} to {self._next}; {_WHOLE}")
+            self._preparing = None
             failed = {words: r for r, (words, *_) in reversed(list(enumerate(every))) if words}
-            if any(broken for _, broken, _ in every):
+            if any(broken for _, broken, *_ in every):
                 self._groups.drop([self._state, self._words])
             if failed:
                 raise TransitionError("; ".join(f"rank {r}: {words}" for words, r in failed.items()) + f"; {_WHOLE}")

@@ -135,6 +135,7 @@ class Remodel(Change):
 class Reshaper(Reseater):
     """Takes a pipeline from shards to other shards or to none. `before`: the shards' layout in force, None of none."""
 
+    modes = ("safe",)
     pipeline: ElasticPipeline
     plain: PipelineModel
     before: ShardedArrangement | None

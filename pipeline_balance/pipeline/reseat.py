@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 from torch import Tensor
@@ -75,13 +75,15 @@ class Switched:
 class Reseater:
     """Takes a pipeline from one arrangement to another.
 
-    `mover` has its parts, `passes` what it has under way, `now` what is in force. `mode` is how state moves.
+    `mover` has its parts, `passes` what it has under way, `now` what is in force. `mode` is how state moves, one of
+    `modes`.
     """
 
     mover: StateMover
     passes: Passes
     now: Stages
     mode: Mode = field(default="safe", init=False)
+    modes: ClassVar[tuple[Mode, ...]] = get_args(Mode)
     moves_experts = False
     """Whether it takes along what replicas share of experts."""
 

@@ -295,7 +295,11 @@ def _refused(rank: int, size: int) -> list[str]:
     told(TransitionError, "dp2,zero3")
     reshape.sharded = real
     told(SpecError, "tp2")
-    job.switch(elastic.Parallelism.parse("dp2,zero3"))
+    job.prepare(elastic.Parallelism.parse("dp2,zero3"))
+    for mode, words in (("fast", "mode 'fast': expected safe"), (("safe", "in-place")[rank], "in another mode")):
+        with pytest.raises(SpecError, match=words):
+            job.switch(mode=mode)  # type: ignore[arg-type]
+    job.switch()  # what was prepared is still there
     for what in (job.state_dict, job.pipeline.measure):
         with pytest.raises(SpecError, match="in shards"):
             what()
