@@ -59,6 +59,20 @@ class Copy:
                 if parameter is not None:
                     yield parameter, copy, name
 
+    def twins(self) -> dict[int, nn.Parameter]:
+        """What stands for every parameter, by the id of the original."""
+        found: dict[int, nn.Parameter] = {}
+        for original, copy, name in self.slots():
+            twin = copy._parameters[name]
+            assert twin is not None
+            found[id(original)] = twin
+        return found
+
+    def put(self, made: Mapping[int, nn.Parameter]) -> None:
+        """Have these stand for parameters, by the id of the original; each in all its places."""
+        for original, copy, name in self.slots():
+            copy._parameters[name] = made[id(original)]
+
     def _copy(self, module: nn.Module) -> nn.Module:
         if id(module) in self._pairs:
             return self._pairs[id(module)][1]
@@ -148,14 +162,19 @@ def _hooks_of_sharding(module: nn.Module) -> set[Any]:
     return {key for key, hook in every if str(getattr(hook, "__module__", "")).startswith(_SHARDING)}
 
 
+def without_memory(parameter: nn.Parameter, *, trains: bool | None = None) -> nn.Parameter:
+    """A whole parameter of this shape on `meta`; it `trains` as this one does if not said."""
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad if trains is None else trains)
+
+
 def retire(copy: Copy) -> None:
     """Have the originals fail when they are called, and hold no memory: a copy is in force for good. Cannot fail."""
     for original, _ in copy.pairs():
         for kind in _HOOKS:  # the user's handles refer to those of the copy
             original.__dict__[kind] = type(original.__dict__[kind])()
         original.__dict__["_parameters"] = {
-            name: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), False)
-            for name, p in original._parameters.items()
+            name: None if p is None else without_memory(p, trains=False) for name, p in original._parameters.items()
         }
         original.__dict__["forward"] = gone
 

@@ -25,14 +25,14 @@ from pipeline_balance.pipeline.ownership import Ownership, put
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater
 from pipeline_balance.pipeline.stages import Seats, Stages, alone
-from pipeline_balance.pipeline.training_state import Held, base_name
+from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd, rows_of, space_of
 from prophet.engine.regroup import check_regroupable, check_unsplit, has_experts, regroup, stacked_experts
 from prophet.errors import LayoutError, SpecError
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.threads import ThreadWorld
 from prophet.state.layout import Layout, layout_from, slice_box
 from prophet.state.route import route
-from prophet.state.space import Box, Space, TensorSpec
+from prophet.state.space import Box, Space
 from prophet.state.transition import Moved, transition
 
 Shape = tuple[int, ...]
@@ -157,13 +157,10 @@ class ExpertReseater(Reseater):
             part = tuple(self._owned.parameters[name].shape) if name in stacked else None
             if part is not None and spec.shape == part:
                 specs.append(replace(spec, shape=stacked[name].shape))
-            elif part is not None and spec.shape not in ((), (1,)):
-                raise LayoutError(
-                    f"{spec.name} is {list(spec.shape)}, of neither its parameter's shape nor one number: experts "
-                    "cannot be moved with it"
-                )
-            else:
-                specs.append(spec)
+                continue
+            if part is not None:
+                refuse_odd(spec.name, spec.shape, part)
+            specs.append(spec)
         return Held(specs=specs, tensors=held.tensors, scalars=held.scalars)
 
     def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
@@ -226,12 +223,10 @@ class ExpertReseater(Reseater):
             if isinstance(found, str):
                 raise SpecError(found)
             kept.append(found)
-            return [[s.name, s.shape, s.dtype, s.kind, s.layer] for s in found.specs if s.kind != "optimizer"]
+            return rows_of([spec for spec in found.specs if spec.kind != "optimizer"])
 
         every = from_all(described, collective, self.mover.device, Operation("collecting the model"))
-        rows = {row[0]: row for said in every for row in said}
-        tensors = [TensorSpec(name=n, shape=tuple(s), dtype=d, kind=k, layer=u) for n, s, d, k, u in rows.values()]
-        space = Space(tuple(sorted(tensors, key=lambda t: (t.layer or 0, t.name))))
+        space = space_of([row for said in every for row in said])
         before = self.layout(space, None, collective.size)
         after = layout_from(space, collective.size, {rank: [(t.name, t.box) for t in space.tensors]})
         moved = transition(

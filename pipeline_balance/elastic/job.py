@@ -30,8 +30,8 @@ from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, describe, is_sharded, mesh_axes
-from pipeline_balance.elastic.sharded import Shards, check_shardable, mesh_of
+from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, describe, is_sharded, mesh_axes, shards_in
+from pipeline_balance.elastic.sharded import check_shardable
 from pipeline_balance.elastic.styles import rules_for, styles_of
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import NO_ROWS, from_all, refuse_where
@@ -43,7 +43,7 @@ from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Wa
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import Seats, alone
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import gather_json
+from pipeline_balance.pipeline.training_state import gather_json, in_words
 from pipeline_balance.spec import StageMap
 from prophet.engine.engine import Engine
 from prophet.errors import SpecError, TransitionError
@@ -281,10 +281,9 @@ class Job:
             problem = self._groups.make(self._wanted(layout)) or (described if isinstance(described, str) else "")
             words = self._groups.get(*self._words)
             every = gather_json(problem, words, pipe.config.device, Operation("preparing a layout"))
-            failed = [f"rank {r}: {words}" for r, words in enumerate(every) if words]
-            if failed:
+            if any(every):
                 self._groups.undo()
-                return _Prepared(problem=f"{layout} could not be prepared ({'; '.join(failed[:3])})")
+                return _Prepared(problem=f"{layout} could not be prepared ({in_words(every)})")
             target = self._arrangement(layout, stage_map, rules)
             return _Prepared(target=target, way=reseater.way(specs, target, words))
 
@@ -324,11 +323,11 @@ class Job:
             if mode not in modes:
                 raise SpecError(f"mode {mode!r}: expected {' or '.join(modes)} to {self._next}; {_WHOLE}")
             self._preparing = None
-            failed = {words: r for r, (words, *_) in reversed(list(enumerate(every))) if words}
+            failed = in_words([problem for problem, *_ in every])
             if any(broken for _, broken, *_ in every):
                 self._groups.drop([self._state, self._words])
             if failed:
-                raise TransitionError("; ".join(f"rank {r}: {words}" for words, r in failed.items()) + f"; {_WHOLE}")
+                raise TransitionError(f"{failed}; {_WHOLE}")
         assert ready.target is not None
         words: Mapping[str, Any] = {"layout": str(self._next), "data position": self.data.position}
         try:
@@ -374,13 +373,7 @@ class Job:
             shapes = {name: stack.shape for name, stack in stacks(self._plain.root).items()}
             owners = Owners(owned, seats.grid, stage_map, layout.zero, shapes=shapes)
             return Arrangement(owners=owners, **given)
-        shards, here = None, process_rank()
-        if layout.place(here) is not None:
-            names = mesh_axes(layout)
-            groups = [self._groups.process_group(layout.group(axis, here), "shards") for axis in names]
-            styles = styles_of(self._plain.root, layout.tp) if layout.tp > 1 else {}
-            mesh = mesh_of(groups, names, layout.grid[0], self._device)
-            shards = Shards(mesh=mesh, styles=styles, reshard=layout.zero == 3)
+        shards = shards_in(layout, self._plain.root, self._groups, process_rank(), self._device)
         cut = {p.name: layout.tp for p in describe(owned, rules).parameters if p.dim is not None}
         owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut)
         return ShardedArrangement(owners=owners, layout=layout, rules=rules, shards=shards, **given)

@@ -230,8 +230,17 @@ def put(parameter: nn.Parameter, content: nn.Parameter) -> None:
     not reach from a device to `meta`, and `torch.utils.swap_tensors` takes attributes and hooks away.
     """
     torch._C._swap_tensor_impl(parameter, content)
-    # torch keeps hooks with the tensor's content: registered anew, they go with the object
-    if parameter._backward_hooks is not None:
-        parameter._backward_hooks = parameter._backward_hooks
-    if parameter._post_accumulate_grad_hooks is not None:
-        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    take_hooks(parameter, parameter)
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """What users have set on a parameter, and what is registered for it."""
+    return {name: value for name, value in vars(parameter).items() if name != "_is_param"}
+
+
+def take_hooks(parameter: nn.Parameter, of: nn.Parameter) -> None:
+    """Have the hooks of `of`: torch keeps them with a tensor's content, and registered anew they go with the object."""
+    if of._backward_hooks is not None:
+        parameter._backward_hooks = of._backward_hooks
+    if of._post_accumulate_grad_hooks is not None:
+        parameter._post_accumulate_grad_hooks = of._post_accumulate_grad_hooks

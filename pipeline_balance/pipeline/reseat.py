@@ -22,7 +22,7 @@ from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
 from pipeline_balance.pipeline.stages import Seats, Stages
 from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
-from pipeline_balance.pipeline.training_state import Held, base_name, collect, gather_json
+from pipeline_balance.pipeline.training_state import Held, base_name, collect, gather_json, in_words, rows_of, space_of
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, LayoutError, SpecError, StateLost, TransitionError
 from prophet.ranks.collective import Collective, Operation
@@ -97,15 +97,8 @@ class Reseater:
 
     def way(self, specs: Sequence[TensorSpec], target: Arrangement, collective: Collective) -> Way:
         """The route from what is in force to `target`; collective, in any thread."""
-        rows = [[s.name, list(s.shape), s.dtype, s.kind, s.layer] for s in specs]
-        every = gather_json(rows, collective, self.mover.device, Operation("describing state"))
-        tensors = {row[0]: row for rows in every for row in rows}
-        space = Space(
-            tuple(
-                TensorSpec(name=n, shape=tuple(shape), dtype=d, kind=k, layer=u)
-                for n, shape, d, k, u in sorted(tensors.values(), key=lambda row: (row[4], row[0]))
-            )
-        )
+        every = gather_json(rows_of(specs), collective, self.mover.device, Operation("describing state"))
+        space = space_of([row for rows in every for row in rows])
         before = self.layout(space, None, collective.size)
         for rank, described in enumerate(every):
             lacks = {piece.name for piece in before.on(rank)} - {row[0] for row in described}
@@ -148,9 +141,9 @@ class Reseater:
         op = Operation("agreeing on a switch")
         said = [self.mover.attempt(read), {**words, "mode": self.mode}]
         every = gather_json(said, groups.world, self.mover.device, op)
-        refused = [f"rank {r}: {said[0]}" for r, said in enumerate(every) if isinstance(said[0], str)]
+        refused = in_words([said[0] if isinstance(said[0], str) else "" for said in every])
         if refused:
-            raise SpecError("; ".join(refused[:3]) + f"; {WHOLE}")
+            raise SpecError(f"{refused}; {WHOLE}")
         for what, value in every[0][1].items():
             differ = [r for r, said in enumerate(every) if said[1][what] != value]
             if differ:
@@ -235,9 +228,9 @@ class Reseater:
             "ready": way is not None and way.specs == tuple(specs),
         }
         every = gather_json(said, collective, self.mover.device, Operation("beginning a switch"))
-        problems = [f"rank {r}: {row['problem']}" for r, row in enumerate(every) if row["problem"]]
+        problems = in_words([row["problem"] for row in every])
         if problems:
-            raise TransitionError("; ".join(problems[:3]))
+            raise TransitionError(problems)
         taken: dict[str, Any] = {}
         for row in reversed(every):
             taken.update(row["scalars"])
