@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline_balance.elastic.experts import stacks
+from pipeline_balance.pipeline.ownership import sum_of_bits
 from prophet.errors import SpecError
 from prophet.state.layout import Piece
 from prophet.state.space import Box
@@ -43,6 +44,26 @@ def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
 
 def _moved(box: Box, rows: int) -> Box:
     return Box((box.start[0] + rows, *box.start[1:]), (box.stop[0] + rows, *box.stop[1:]))
+
+
+def digests(named: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """The part that this process has of every tensor, in words, with a digest of its bits."""
+    found: dict[str, list[Any]] = {}
+    for name, tensor in named.items():
+        bits = sum_of_bits([tensor]) if pieces_of(name, tensor) else None
+        if bits is not None:
+            found[name] = [str(box_of(tensor)), int(bits)]
+    return found
+
+
+def refuse_apart(every: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+    """Raise `SpecError` where two ranks have the same part of a tensor with other bits, by what all `digests` say."""
+    first: dict[tuple[str, str], tuple[int, int]] = {}
+    for rank, said in enumerate(every):
+        for name, (box, bits) in said.items():
+            other, theirs = first.setdefault((name, box), (rank, bits))
+            if bits != theirs:
+                raise SpecError(f"ranks {other} and {rank} have copies of {name} that differ")
 
 
 def cut_over(tensor: Tensor) -> list[tuple[int, ...]]:

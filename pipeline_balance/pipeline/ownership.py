@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +214,14 @@ def like_meta(tensor: Tensor) -> nn.Parameter:
     """A parameter of the same shape, type and `requires_grad` without memory."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(made, requires_grad=tensor.requires_grad)
+
+
+def check_free(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise `SpecError` for a parameter that an autograd graph holds: its backward would go by the old one."""
+    for name, parameter in named.items():
+        held: Any = parameter
+        if held._use_count() > 1:
+            raise SpecError(f"{name} is held by an autograd graph that is alive, such as a loss has: delete it first")
 
 
 def try_put(parameter: nn.Parameter, content: nn.Parameter) -> None:
