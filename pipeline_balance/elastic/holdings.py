@@ -13,14 +13,16 @@ from pipeline_balance.elastic.experts import stacks
 from pipeline_balance.pipeline.ownership import sum_of_bits
 from prophet.errors import SpecError
 from prophet.state.layout import Piece
-from prophet.state.space import Box
+from prophet.state.space import Box, flat_boxes
 
 
 def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
     """The pieces that this process has memory for, by the names of training state: parameters, buffers, moments.
 
     `3.weight` is a parameter or a buffer, `3.weight@exp_avg` what an optimizer keeps for it. A tied parameter has the
-    first of its names. What is on `meta` lives elsewhere. Of a `DTensor` it is this process's shard.
+    first of its names. What is on `meta` lives elsewhere. Of a `DTensor` it is this process's shard. Of a DeepSpeed
+    engine with ZeRO 1 or 2, give its `module`: `3.weight@master` and moments are the range of elements that is here.
+    Raises `SpecError` for ZeRO 3.
     """
     names, stacked = {id(p): name for name, p in model.named_parameters()}, stacks(model)
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -34,12 +36,25 @@ def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
 
     for name, tensor in _tensors(model):
         add(name, name, tensor)
+        found += _range_of(name, tensor)
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
             for entry, value in entries.items():
                 if isinstance(value, Tensor) and id(parameter) in names:
                     add(f"{names[id(parameter)]}@{entry}", names[id(parameter)], value)
     return tuple(sorted(found))
+
+
+def _range_of(name: str, parameter: Tensor) -> list[Piece]:
+    """What DeepSpeed's ZeRO 1 and 2 keep here for a parameter: of some elements in a row, which are one box or more."""
+    if hasattr(parameter, "ds_id"):
+        raise SpecError(f"{name} is partitioned by DeepSpeed's ZeRO 3, which is not read: expected ZeRO 0, 1 or 2")
+    here: Any = getattr(parameter, "_hp_mapping", None)
+    if here is None:
+        return []
+    first, many = here.lp_fragment_address.start, here.lp_fragment_address.numel
+    boxes = flat_boxes(parameter.shape, first, first + many)
+    return [Piece(f"{name}@{entry}", box) for entry in ("master", *(here.optim_fragment or {})) for box in boxes]
 
 
 def _moved(box: Box, rows: int) -> Box:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -49,7 +50,7 @@ def _begins(rank: int, size: int) -> list[str]:
         _said(SpecError, lambda: make(build, "pp2" if rank == 1 else Parallelism(pp=2))),
         _said(SpecError, lambda: make(build, Parallelism(pp=2) if rank == 1 else Parallelism(dp=2))),
         _said(SpecError, lambda: make(lambda: [*build(), _Stateful()])),
-        *(_said(SpecError, lambda: make(build, nodes=nodes)) for nodes in ([0], [0, 0.5], [0, rank])),
+        *(_said(SpecError, partial(make, build, nodes=nodes)) for nodes in ([0], [0, 0.5], [0, rank])),
     ]
 
 
