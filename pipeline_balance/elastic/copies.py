@@ -247,7 +247,7 @@ def _inside(value: Any, depth: int = 3) -> Iterator[Any]:
         found.append(value.__self__)
     elif isinstance(value, FunctionType):
         found += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
-        found += value.__defaults__ or ()
+        found += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     for one in found:
         yield one
         yield from _inside(one, depth - 1)
