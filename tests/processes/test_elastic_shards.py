@@ -130,6 +130,8 @@ def _chain(rank: int, size: int) -> list[float]:
         assert job.evaluate(inputs, labels) == pytest.approx(seen, rel=1e-12)
         assert job.evaluate(inputs[:3], labels[:3]) > 0
         assert job.evaluate(inputs[:1], labels[:1]) > 0
+        if job.layout.zero > 1 and job.layout.place(rank) is not None:
+            assert _gathers_again(job.model[2]) == (job.layout.zero == 3)
         assert getattr(job.model[2], "mark", number) == number
         job.model[2].mark = number + 1  # on the copy in force, too
         old = dict(fired)
@@ -144,6 +146,15 @@ def _chain(rank: int, size: int) -> list[float]:
     assert job.optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
     job.close()
     return losses
+
+
+def _gathers_again(block: Any) -> bool:
+    """Whether FSDP2 gives the parameters of a block back after its forward."""
+    with torch.no_grad():
+        block(torch.ones(1, DIM).double())
+    found = hasattr(block.up.weight, "placements")
+    block.reshard()
+    return found
 
 
 def test_layers_in_a_row_go_through_shards_with_all_that_belongs_to_them() -> None:
@@ -348,6 +359,10 @@ def _refused(rank: int, size: int) -> list[str]:
     for what in (job.state_dict, job.pipeline.measure):
         with pytest.raises(SpecError, match="in shards"):
             what()
+    job.model[2].more = nn.Linear(1, 1)
+    with pytest.raises(SpecError, match="modules were added or replaced"):
+        job.step()
+    del job.model[2].more
     train(job, 1)
     before, allocate = _whole(job), job.pipeline.mover.allocate
     job.pipeline.mover.allocate = _out_of_memory if rank == 0 else allocate
