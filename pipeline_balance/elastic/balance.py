@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import gather_json
+from pipeline_balance.pipeline.training_state import gather_json, in_words
 from prophet.engine.attach import attach
 from prophet.engine.carry import carry, memories
 from prophet.engine.config import EngineConfig
@@ -96,11 +96,10 @@ class Balance:
         pipeline.balance_experts(attached)
         op = Operation("beginning to balance experts")
         every = gather_json(problem, pipeline.collective, pipeline.config.device, op)
-        failed = [f"rank {r}: {words}" for r, words in enumerate(every) if words]
-        if failed:
+        if any(every):
             pipeline.experts.release()
             self.engine = None
-            raise SpecError(f"the job is in {layout}, but its experts are not balanced: {'; '.join(failed[:3])}")
+            raise SpecError(f"the job is in {layout}, but its experts are not balanced: {in_words(every)}")
 
 
 def _packed(value: Any) -> Any:

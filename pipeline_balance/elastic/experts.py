@@ -23,16 +23,17 @@ from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.export import root_state
 from pipeline_balance.pipeline.ownership import Ownership, put
 from pipeline_balance.pipeline.rebuild import Change
+from pipeline_balance.pipeline.registered import registered
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater
 from pipeline_balance.pipeline.stages import Seats, Stages, alone
-from pipeline_balance.pipeline.training_state import Held, base_name
+from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd, rows_of, space_of
 from prophet.engine.regroup import check_regroupable, check_unsplit, has_experts, regroup, stacked_experts
 from prophet.errors import LayoutError, SpecError
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.threads import ThreadWorld
 from prophet.state.layout import Layout, layout_from, slice_box
 from prophet.state.route import route
-from prophet.state.space import Box, Space, TensorSpec
+from prophet.state.space import Box, Space
 from prophet.state.transition import Moved, transition
 
 Shape = tuple[int, ...]
@@ -134,6 +135,7 @@ class Regroup(Change):
 class ExpertReseater(Reseater):
     """Takes a pipeline whose layers have experts from one arrangement to another, whatever their ep."""
 
+    modes = ("safe",)
     moves_experts = True
 
     @property
@@ -156,13 +158,10 @@ class ExpertReseater(Reseater):
             part = tuple(self._owned.parameters[name].shape) if name in stacked else None
             if part is not None and spec.shape == part:
                 specs.append(replace(spec, shape=stacked[name].shape))
-            elif part is not None and spec.shape not in ((), (1,)):
-                raise LayoutError(
-                    f"{spec.name} is {list(spec.shape)}, of neither its parameter's shape nor one number: experts "
-                    "cannot be moved with it"
-                )
-            else:
-                specs.append(spec)
+                continue
+            if part is not None:
+                refuse_odd(spec.name, spec.shape, part)
+            specs.append(spec)
         return Held(specs=specs, tensors=held.tensors, scalars=held.scalars)
 
     def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
@@ -201,6 +200,8 @@ class ExpertReseater(Reseater):
             memory = values.get(name)
             if memory is None:
                 memory = torch.empty(part, dtype=parameter.dtype, device="meta")
+                mine = {id(handle) for _, handle in registered(name, parameter)}
+                made.settings = [(h, t.new_empty(part) if id(h) in mine else t) for h, t in made.settings]
             if tuple(memory.shape) != part:
                 raise LayoutError(f"{name} has come as {list(memory.shape)}, expected {list(part)}")
             put_in = (parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
@@ -225,12 +226,10 @@ class ExpertReseater(Reseater):
             if isinstance(found, str):
                 raise SpecError(found)
             kept.append(found)
-            return [[s.name, s.shape, s.dtype, s.kind, s.layer] for s in found.specs if s.kind != "optimizer"]
+            return rows_of([spec for spec in found.specs if spec.kind != "optimizer"])
 
         every = from_all(described, collective, self.mover.device, Operation("collecting the model"))
-        rows = {row[0]: row for said in every for row in said}
-        tensors = [TensorSpec(name=n, shape=tuple(s), dtype=d, kind=k, layer=u) for n, s, d, k, u in rows.values()]
-        space = Space(tuple(sorted(tensors, key=lambda t: (t.layer or 0, t.name))))
+        space = space_of([row for said in every for row in said])
         before = self.layout(space, None, collective.size)
         after = layout_from(space, collective.size, {rank: [(t.name, t.box) for t in space.tensors]})
         moved = transition(

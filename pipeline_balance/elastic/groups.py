@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from pipeline_balance.pipeline.stages import alone
+from pipeline_balance.pipeline.training_state import in_words
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import ProcessGroupCollective, meet
@@ -56,9 +57,8 @@ def met(what: str, attempt: Callable[[], str], timeout_s: float = DEFAULT_TIMEOU
     except Exception as error:
         failed, problem = error, f"{type(error).__name__}: {error}"
     said = meet(Operation(what), problem, timeout_s=timeout_s)
-    first = {words: f"rank {r}: {words}" for r, words in reversed(list(enumerate(said))) if words}
-    if first:
-        raise SpecError(f"{what}: {'; '.join(sorted(first.values())[:3])}") from failed
+    if any(said):
+        raise SpecError(f"{what}: {in_words(said)}") from failed
 
 
 class Groups:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from numbers import Integral
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,11 @@ from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, describe, is_sharded, mesh_axes
-from pipeline_balance.elastic.sharded import Shards, check_shardable, mesh_of
+from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, describe, is_sharded, mesh_axes, shards_in
+from pipeline_balance.elastic.sharded import check_shardable
 from pipeline_balance.elastic.styles import rules_for, styles_of
 from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.agreement import NO_ROWS, from_all
+from pipeline_balance.pipeline.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.model import CountLabels, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
@@ -43,7 +44,7 @@ from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Wa
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import Seats, alone
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import gather_json
+from pipeline_balance.pipeline.training_state import gather_json, in_words
 from pipeline_balance.spec import StageMap
 from prophet.engine.engine import Engine
 from prophet.errors import SpecError, TransitionError
@@ -124,10 +125,12 @@ class Job:
             check_unsplit(built[0].root)
             self._balance.check(layout)
             check(layout, built[0], processes())
+            check_nodes(nodes, processes())
             return ""
 
-        met("beginning a job", begin)
-        if len(set(texts := meet(Operation("comparing layouts"), str(layout)))) > 1:
+        met("beginning a job", begin, timeout_s)
+        text = str(layout) if nodes is None else f"{layout} on nodes {[int(n) for n in nodes]}"
+        if len(set(texts := meet(Operation("comparing layouts"), text, timeout_s=timeout_s))) > 1:
             raise SpecError(f"ranks begin with different layouts: {texts}")
         wanted = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
         if is_sharded(layout):  # begin with the model spread out, and go there
@@ -135,7 +138,7 @@ class Job:
         self.layout = layout
         self._plain, self._shards = built[0], _arranged(None)
         self._experts = has_experts(self._plain.root)
-        met("making process groups", lambda: self._groups.make(self._wanted(layout)))
+        met("making process groups", lambda: self._groups.make(self._wanted(layout)), timeout_s)
         seats = self._seats(layout)
         stage_map = layout.stage_map(len(built[0].units))
 
@@ -214,24 +217,25 @@ class Job:
         Every process is given the batch; one that has none must still call, and is named.
         """
         groups = self.pipeline.groups
-        if groups.spare or inputs is None:
-            return self.pipeline.evaluate(inputs, labels)
-        rows = rows_of(inputs)
-        if self.layout.zero > 1 if self._shards is not None else self.layout.ep > 1:
-            return self.pipeline.evaluate(*self._alike(inputs, labels))
-        first, last = (rows * k // groups.replicas for k in (groups.replica, groups.replica + 1))
-        if first == last:
-            return self.pipeline.evaluate(NO_ROWS, None)
-        return self.pipeline.evaluate(rows_from(inputs, first, last), rows_from(labels, first, last))
+        if not groups.spare and inputs is not None:
+            try:
+                inputs, labels = self._shared_out(inputs, labels)
+            except Exception as error:
+                inputs, labels = error, None
+        return self.pipeline.evaluate(inputs, labels)
 
-    def _alike(self, inputs: Any, labels: Any) -> tuple[list[Any], list[Any]]:
-        """This replica's microbatches of a batch, as many on every replica: all gather parameters at the same times."""
+    def _shared_out(self, inputs: Any, labels: Any) -> tuple[list[Any], list[Any]]:
+        """This replica's microbatches of a batch, of about the training's size.
+
+        Every replica has as many: those that share shards or experts exchange them at the same times. Of fewer rows
+        than replicas each takes all.
+        """
         rows, groups = rows_of(inputs), self.pipeline.groups
+        if not rows:
+            raise SpecError("there is no row to evaluate")
         each = self.pipeline.progress.rows or -(-rows // self.microbatches)
-        many = max(-(-rows // (each * groups.replicas)), 1)
-        mine = [(0, rows)]  # too few to share out
-        if rows >= many * groups.replicas:
-            mine = cuts(rows, many * groups.replicas)[groups.replica * many :][:many]
+        many = min(-(-rows // (each * groups.replicas)), rows // groups.replicas)
+        mine = cuts(rows, many * groups.replicas)[groups.replica * many :][:many] if many else [(0, rows)]
         return [rows_from(inputs, a, b) for a, b in mine], [rows_from(labels, a, b) for a, b in mine]
 
     def scaler(self, **arguments: Any) -> PipelineScaler:
@@ -257,7 +261,8 @@ class Job:
         cannot be trained, or where they are given different ones.
         """
         pipe = self.pipeline
-        self._finish_preparing()
+        self._prepared()
+        self._preparing = None
 
         def said() -> str:
             check(layout, self._plain, processes())
@@ -280,23 +285,21 @@ class Job:
             problem = self._groups.make(self._wanted(layout)) or (described if isinstance(described, str) else "")
             words = self._groups.get(*self._words)
             every = gather_json(problem, words, pipe.config.device, Operation("preparing a layout"))
-            failed = [f"rank {r}: {words}" for r, words in enumerate(every) if words]
-            if failed:
+            if any(every):
                 self._groups.undo()
-                return _Prepared(problem=f"{layout} could not be prepared ({'; '.join(failed[:3])})")
+                return _Prepared(problem=f"{layout} could not be prepared ({in_words(every)})")
             target = self._arrangement(layout, stage_map, rules)
             return _Prepared(target=target, way=reseater.way(specs, target, words))
 
         self._next = layout
         self._preparing = self._groups.beside(made)
 
-    def _finish_preparing(self) -> _Prepared:
+    def _prepared(self) -> _Prepared:
         """What was made in the background, waited for."""
-        preparing, self._preparing = self._preparing, None
-        if preparing is None:
+        if self._preparing is None:
             return _Prepared(problem="no layout was prepared: call prepare(layout) first")
         try:
-            return joined(preparing)
+            return joined(self._preparing)
         except Exception as error:
             return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
 
@@ -304,7 +307,8 @@ class Job:
         """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
 
         What has not been prepared by now is waited for. Raises `TransitionError` on all processes, with the job as it
-        was, where something fails. After that, prepare again.
+        was, where something fails. After that, prepare again. Raises `SpecError` for a mode that this switch does not
+        have; what was prepared stays, for another mode.
 
         With `mode="in-place"` memory of the old state goes back while the new one comes, so the peak is about the
         larger of the two. What does not fit into `budget_bytes` beyond that is refused before anything moves. What
@@ -312,20 +316,22 @@ class Job:
         """
         if layout is not None:
             self.prepare(layout)
-        pipe, ready = self.pipeline, self._finish_preparing()
-        if mode != "safe" and (
-            self._experts or self._shards is not None or isinstance(ready.target, ShardedArrangement)
-        ):
-            raise SpecError(f"a job with tp, ep, or zero 2 or 3 cannot switch {mode} yet; {_WHOLE}")
+        pipe, ready = self.pipeline, self._prepared()
+        mine = get_args(Mode) if ready.target is None else self._reseater(self._next).modes
         with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
             op = Operation("meeting for a switch")
-            said = [ready.problem, ready.broken, self._balance.told(self.layout)]
+            said = [ready.problem, ready.broken, mode, mine, self._balance.told(self.layout)]
             every = gather_json(said, pipe.collective, pipe.config.device, op)
-            failed = {words: r for r, (words, *_) in reversed(list(enumerate(every))) if words}
-            if any(broken for _, broken, _ in every):
+            refuse_where([mode for _, _, mode, *_ in every], "switch in another mode")
+            modes = [m for m in mine if all(m in theirs for _, _, _, theirs, _ in every)]
+            if mode not in modes:
+                raise SpecError(f"mode {mode!r}: expected {' or '.join(modes)} to {self._next}; {_WHOLE}")
+            self._preparing = None
+            failed = in_words([problem for problem, *_ in every])
+            if any(broken for _, broken, *_ in every):
                 self._groups.drop([self._state, self._words])
             if failed:
-                raise TransitionError("; ".join(f"rank {r}: {words}" for words, r in failed.items()) + f"; {_WHOLE}")
+                raise TransitionError(f"{failed}; {_WHOLE}")
         assert ready.target is not None
         words: Mapping[str, Any] = {"layout": str(self._next), "data position": self.data.position}
         try:
@@ -371,13 +377,7 @@ class Job:
             shapes = {name: stack.shape for name, stack in stacks(self._plain.root).items()}
             owners = Owners(owned, seats.grid, stage_map, layout.zero, shapes=shapes)
             return Arrangement(owners=owners, **given)
-        shards, here = None, process_rank()
-        if layout.place(here) is not None:
-            names = mesh_axes(layout)
-            groups = [self._groups.process_group(layout.group(axis, here), "shards") for axis in names]
-            styles = styles_of(self._plain.root, layout.tp) if layout.tp > 1 else {}
-            mesh = mesh_of(groups, names, layout.grid[0], self._device)
-            shards = Shards(mesh=mesh, styles=styles, reshard=layout.zero == 3)
+        shards = shards_in(layout, self._plain.root, self._groups, process_rank(), self._device)
         cut = {p.name: layout.tp for p in describe(owned, rules).parameters if p.dim is not None}
         owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut)
         return ShardedArrangement(owners=owners, layout=layout, rules=rules, shards=shards, **given)
@@ -441,6 +441,15 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
             raise SpecError(f"{layout}: tp needs a transformers model, got a {type(model.root).__name__}")
     if is_sharded(layout):
         check_shardable(model)
+
+
+def check_nodes(nodes: Any, world: int) -> None:
+    """Raise `SpecError` unless `nodes` has the node of every one of `world` processes; None is all on one."""
+    if nodes is None:
+        return
+    whole = all(isinstance(n, Integral) and int(n) >= 0 for n in nodes)
+    if not whole or len(nodes) != world:
+        raise SpecError(f"nodes: expected {world} whole numbers from 0 on, a process's node each, got {nodes!r:.100}")
 
 
 def _model(built: Any, loss_fn: LossFn | None, counted: CountLabels | None, device: torch.device) -> PipelineModel:

@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.copies import check_copyable, check_parameters
+from pipeline_balance.elastic.copies import check_copyable, check_parameters, check_weak
 from pipeline_balance.elastic.groups import Groups, Members, groups_of_world, met
+from pipeline_balance.elastic.holdings import digests, refuse_apart
 from pipeline_balance.elastic.live import Live
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.reshape import is_sharded, mesh_axes
-from pipeline_balance.elastic.sharded import Shards, mesh_of, policies_of
+from pipeline_balance.elastic.reshape import is_sharded, mesh_axes, shards_in
+from pipeline_balance.elastic.sharded import check_parts, leaves_of, policies_of
 from pipeline_balance.elastic.styles import styles_of
 from pipeline_balance.elastic.target import Target
 from pipeline_balance.pipeline.agreement import from_all, refuse_where
-from pipeline_balance.pipeline.experts import collective_of
-from pipeline_balance.pipeline.ownership import sum_of_bits
+from pipeline_balance.pipeline.ownership import check_free
 from pipeline_balance.pipeline.reseat import DECISION
-from pipeline_balance.pipeline.training_state import Held, base_name, described, union
+from pipeline_balance.pipeline.training_state import Held, base_name, described, in_words, refuse_odd, union
 from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import meet, process_rank, processes
@@ -100,7 +100,7 @@ class _Own:
     timeout_s: float
     budget_bytes: int
     live: Live = field(init=False)
-    styles: Mapping[str, Any] = field(init=False)
+    built: nn.Module = field(init=False)
     options: dict[str, Any] = field(init=False)
     groups: Groups = field(init=False)
 
@@ -112,18 +112,22 @@ class _Own:
         self.live = live = Live(self.model, self.optimizer, self.device)
         live.compare(self.before, rank)
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
-            built = self.build()
+            self.built = built = self.build()
         if not isinstance(built, nn.Module):
             raise SpecError(f"build() must return the whole model, got a {type(built).__name__}")
         live.match(built)
         if self.before.tp > 1 and self.before.tp != self.after.tp:
             live.match_numbers(built)
         check_copyable(live.root, None)
+        check_weak(live.root, live.parameters)
+        if live.wrapper is None:  # DDP holds parameters as a graph does
+            check_free(leaves_of(live.root, live.parameters))
         if is_sharded(self.before) or is_sharded(self.after):
             check_parameters(live.parameters)
         if is_sharded(self.after):
             _check_shardable(live)
-        self.styles = styles_of(built, self.after.tp) if self.after.tp > 1 else {}
+        if self.after.tp > 1:
+            styles_of(built, self.after.tp)
         self.options = self._options()
 
     def _options(self) -> dict[str, Any]:
@@ -179,8 +183,7 @@ class _Own:
             said = meet(Operation("telling why a reshard failed"), problem, timeout_s=self.timeout_s)
         except CollectiveError as error:
             return f"{problem or 'another rank failed'}; {error}"
-        first = {words: f"rank {r}: {words}" for r, words in reversed(list(enumerate(said))) if words}
-        return "; ".join(sorted(first.values())[:3])
+        return in_words(said)
 
     def _facts(self, collective: Collective) -> tuple[Held, _Facts, Target]:
         """What this rank holds, what all have said, and the model without memory; collective."""
@@ -191,15 +194,13 @@ class _Own:
             nonlocal held, target
             held, pieces = live.held(), live.pieces()
             target = self._target()
-            names = [name for name in pieces if name not in live.buffers and name in held.tensors]
-            bits = {name: sum_of_bits([held.tensors[name]]) for name in names}
             return {
                 "alike": [str(self.before), str(self.after)],
                 "groups": live.groups(),
                 "trains": [name for name, p in live.parameters.items() if p.requires_grad],
                 "state": described(held),
                 "held": {name: box for name, box in pieces.items() if name in held.tensors},
-                "bits": {name: int(found) for name, found in bits.items() if found is not None},
+                "copies": digests({n: t for n, t in live.tensors().items() if n not in live.buffers}),
                 "boxes": {name: [box.start, box.stop] for name, box in target.boxes().items()},
             }
 
@@ -207,7 +208,7 @@ class _Own:
         refuse_where([row["alike"] for row in every], "were given other layouts")
         refuse_where([row["groups"] for row in every], "have other parameters in the optimizer's groups")
         refuse_where([row["trains"] for row in every], "train (requires_grad) other parameters")
-        _refuse_apart(every)
+        refuse_apart([row["copies"] for row in every])
         space, scalars = union([row["state"] for row in every], _WHOLE)
         first = self.before.rank_of_place[0]
         before = {
@@ -226,18 +227,13 @@ class _Own:
     def _target(self) -> Target:
         """The model in its new layout on this rank, on `meta`."""
         rank, after, live = process_rank(), self.after, self.live
-        shards, wrap = None, None
-        if after.place(rank) is not None:
-            axes = mesh_axes(after)
-            groups = [self.groups.process_group(after.group(axis, rank), "shards") for axis in axes]
-            if axes:
-                mesh = mesh_of(groups, axes, after.grid[0], live.device)
-                shards = Shards(mesh=mesh, styles=self.styles, reshard=after.zero == 3)
-            elif after.dp > 1:
-                group = self.groups.process_group(after.group("dp", rank), "shards")
-                wrap = partial(nn.parallel.DistributedDataParallel, process_group=group, init_sync=False)
-                wrap = partial(wrap, **self.options)
-        return Target(live, runs=after.place(rank) is not None, shards=shards, wrap=wrap, options=self.options)
+        runs, wrap = after.place(rank) is not None, None
+        shards = shards_in(after, self.built, self.groups, rank, live.device)
+        if runs and after.dp > 1 and not is_sharded(after):
+            group = self.groups.process_group(after.group("dp", rank), "shards")
+            wrap = partial(nn.parallel.DistributedDataParallel, process_group=group, init_sync=False)
+            wrap = partial(wrap, **self.options)
+        return Target(live, runs=runs, shards=shards, wrap=wrap, options=self.options)
 
 
 def _afterwards(space: Space, boxes: Mapping[str, Box]) -> list[tuple[str, Box]]:
@@ -254,16 +250,6 @@ def _afterwards(space: Space, boxes: Mapping[str, Box]) -> list[tuple[str, Box]]
 
 def _box(said: list[list[int]]) -> Box:
     return Box(tuple(said[0]), tuple(said[1]))
-
-
-def _refuse_apart(every: list[dict[str, Any]]) -> None:
-    """Raise `SpecError` where two ranks have the same part of a tensor with other bits."""
-    first: dict[tuple[str, str], tuple[int, int]] = {}
-    for rank, row in enumerate(every):
-        for name, bits in row["bits"].items():
-            other, theirs = first.setdefault((name, str(row["held"][name])), (rank, bits))
-            if bits != theirs:
-                raise SpecError(f"ranks {other} and {rank} have copies of {name} that differ")
 
 
 def _check_layout(name: str, layout: Parallelism) -> None:
@@ -283,15 +269,9 @@ def _check_layout(name: str, layout: Parallelism) -> None:
 
 
 def _check_shardable(live: Live) -> None:
-    """Raise `SpecError` for what torch cannot shard."""
+    """Raise `SpecError` or `LayoutError` for what torch cannot shard."""
+    check_parts(live.root)
     for name, p in live.parameters.items():
-        if not p.dim():
-            raise SpecError(f"{name} is a scalar, which torch cannot shard: give it one dimension")
         for entry, value in live.optimizers.state().get(id(p), {}).items():
-            if isinstance(value, Tensor) and value.shape not in (p.shape, (), (1,)):
-                raise SpecError(
-                    f"{name}@{entry} is {list(value.shape)}, of neither its parameter's shape nor one number"
-                )
-    for name, module in live.root.named_modules():
-        if collective_of(module) is not None:
-            raise SpecError(f"{name} has experts on several ranks, which cannot be resharded")
+            if isinstance(value, Tensor):
+                refuse_odd(f"{name}@{entry}", value.shape, p.shape)

@@ -6,32 +6,44 @@ parameters in the optimizers' groups, the keys of their state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.copies import check_copyable, check_parameters
+from pipeline_balance.elastic.copies import check_copyable, check_parameters, check_weak
 from pipeline_balance.elastic.describe import Rule
 from pipeline_balance.elastic.experts import stacks
+from pipeline_balance.elastic.groups import Groups
+from pipeline_balance.elastic.holdings import box_of, digests, refuse_apart
 from pipeline_balance.elastic.layouts import ModelDescription, Parameter, layout_of
 from pipeline_balance.elastic.parallelism import Axis, Parallelism
-from pipeline_balance.elastic.sharded import ShardedModel, Shards, shard_like, sharded
+from pipeline_balance.elastic.sharded import (
+    ShardedModel,
+    Shards,
+    add_empty,
+    entries_like,
+    leaves_of,
+    mesh_of,
+    shard_like,
+    sharded,
+)
+from pipeline_balance.elastic.styles import styles_of
 from pipeline_balance.pipeline.model import PipelineModel
-from pipeline_balance.pipeline.ownership import Ownership, like_meta
+from pipeline_balance.pipeline.optimizers import Optimizers
+from pipeline_balance.pipeline.ownership import Ownership, attributes_of, check_free, like_meta
 from pipeline_balance.pipeline.rebuild import Change
-from pipeline_balance.pipeline.registered import settings
+from pipeline_balance.pipeline.registered import registered, settings
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Way
 from pipeline_balance.pipeline.stages import Stages
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import Held, base_name, state_entries
-from prophet.errors import LayoutError, TransitionError
+from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd, state_entries
+from prophet.errors import TransitionError
 from prophet.ranks.collective import Collective
 from prophet.state.layout import Layout, layout_from
 from prophet.state.space import Box, Space
-from prophet.state.streams import torch_dtype
 from prophet.state.transition import Moved
 
 
@@ -82,10 +94,7 @@ def sharded_layout(
             ranks = layout.grid[home[tensor.layer]].reshape(-1).tolist()
             places = [(rank, tensor.box) for rank in (ranks[:1] if first else ranks)]
         elif tensor.kind == "optimizer" and tensor.shape != space[name].shape:
-            if tensor.shape not in ((), (1,)):
-                raise LayoutError(
-                    f"{tensor.name} is {list(tensor.shape)}, of neither its parameter's shape nor one number"
-                )
+            refuse_odd(tensor.name, tensor.shape, space[name].shape)
             places = [(rank, tensor.box) for rank, _ in held[f"{name}@step"]]
         else:
             places = held[name]
@@ -104,10 +113,9 @@ class Remodel(Change):
     owned: Ownership | None = None
     leaves: ShardedModel | None = None
     enters: ShardedModel | None = None
-    groups: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = field(default_factory=list)
-    keyed: list[tuple[torch.optim.Optimizer, nn.Parameter, nn.Parameter, dict[str, Any] | None]] = field(
-        default_factory=list
-    )
+    optimizers: Optimizers | None = None
+    becomes: dict[int, nn.Parameter] = field(default_factory=dict)
+    entries: dict[int, dict[str, Any]] = field(default_factory=dict)
     trains: list[tuple[nn.Parameter, bool, dict[str, Any]]] = field(default_factory=list)
 
     def make(self) -> None:
@@ -119,12 +127,8 @@ class Remodel(Change):
         for parameter, flag, attributes in self.trains:
             parameter.requires_grad_(flag)
             parameter.__dict__.update(attributes)
-        for present, others in self.groups:
-            present[:] = others
-        for optimizer, before, after, entries in self.keyed:
-            optimizer.state.pop(before, None)
-            if entries is not None:
-                optimizer.state[after] = entries
+        assert self.optimizers is not None
+        self.optimizers.exchange(self.becomes, self.entries)
         assert self.pipeline is not None
         assert self.owned is not None
         self.pipeline.model = self.pipeline.builder.model = self.owned.model
@@ -135,6 +139,7 @@ class Remodel(Change):
 class Reshaper(Reseater):
     """Takes a pipeline from shards to other shards or to none. `before`: the shards' layout in force, None of none."""
 
+    modes = ("safe",)
     pipeline: ElasticPipeline
     plain: PipelineModel
     before: ShardedArrangement | None
@@ -151,6 +156,28 @@ class Reshaper(Reseater):
         """What this process has of shards now."""
         model = self.mover.owned.model
         return model if isinstance(model, ShardedModel) else None
+
+    def check_free(self) -> None:
+        now, named = self.now_sharded, self.mover.owned.parameters
+        root = self.plain.root if now is None else now.copy.root
+        check_free(leaves_of(root, named))
+        check_weak(root, named)
+
+    def copies(self) -> dict[str, Any]:
+        """What tp ranks have whole: parameters, with what is kept for them."""
+        if self.before is None or self.before.layout.tp == 1:
+            return {}
+        owned, state = self.mover.owned, self.mover.optimizers.state()
+        found: dict[str, Tensor] = {}
+        for parameter in describe(owned, self.before.rules).parameters:
+            if parameter.dim is None:
+                name, p = parameter.name, owned.parameters[parameter.name]
+                entries = {f"{name}@{e}": t for e, t in state.get(id(p), {}).items() if isinstance(t, Tensor)}
+                found |= {name: p, **entries, **{key: handle.tensor for key, handle in registered(name, p)}}
+        return digests(found)
+
+    def compare(self, every: Sequence[Mapping[str, Any]]) -> None:
+        refuse_apart(every)
 
     def describe(self) -> Held | str:
         return self.refusal() or super().describe()
@@ -184,7 +211,7 @@ class Reshaper(Reseater):
         enters = None
         if shards is not None:
             enters = model = sharded(self.plain, shards, now, config.seed, lambda: self.passes.progress.updates)
-        change = Remodel(pipeline=self.pipeline, leaves=now, enters=enters)
+        change = Remodel(pipeline=self.pipeline, optimizers=mover.optimizers, leaves=now, enters=enters)
         plain = Ownership(self.plain)
         own = plain.parameters
         here_too = {name: own[name] for name in plain.of(target.stage_map.layers_on(place))}
@@ -193,30 +220,21 @@ class Reshaper(Reseater):
         here = mover.groups.world.rank
         updates = {n: v for n, v in scalars.items() if here in target.owners.updaters(base_name(n), place)}
         entries = state_entries(values, updates)
-        optimizer_of, becomes = mover.optimizers.of(), {}
         for name, before in mover.owned.parameters.items():
             original = own[name]
             after = twins.get(id(original), original)
-            becomes[id(before)] = after
+            change.becomes[id(before)] = after
+            if entries.get(name):
+                mine = entries[name]
+                change.entries[id(before)] = mine if enters is None else entries_like(after, mine, name, self._space)
             change.grads.append((original, None))
             if enters is None and name in values:
                 made = nn.Parameter(values[name], requires_grad=before.requires_grad)
                 change.contents.append((original, made))
             elif not original.is_meta:
                 change.contents.append((original, like_meta(original)))
-            kept = {k: v for k, v in vars(before).items() if k != "_is_param"}
-            change.trains += [
-                (p, before.requires_grad, kept) for p in {id(original): original, id(after): after}.values()
-            ]
-            optimizer = optimizer_of.get(id(before))
-            if optimizer is not None:
-                mine = dict(entries.get(name, {}))
-                if enters is not None:
-                    mine = {k: shard_like(after, v) if self._is_wide(f"{name}@{k}") else v for k, v in mine.items()}
-                change.keyed.append((optimizer, before, after, mine or None))
-        for optimizer in mover.optimizers.all:
-            for group in optimizer.param_groups:
-                change.groups.append((group["params"], [becomes.get(id(p), p) for p in group["params"]]))
+            kept, both = attributes_of(before), {id(original): original, id(after): after}
+            change.trains += [(p, before.requires_grad, kept) for p in both.values()]
         self._buffers(change, plain, values)
         change.settings = settings(
             mover.owned.parameters, values, lambda n, t: shard_like(twins[id(own[n])], t) if twins else t
@@ -233,27 +251,13 @@ class Reshaper(Reseater):
         boxes: Mapping[str, Box],
     ) -> dict[int, nn.Parameter]:
         """The shards with what has come for them, once they are what the layout says."""
-        found: dict[int, Tensor] = {}
-        theirs = model.boxes()
-        for name, original in own.items():
-            like, box = theirs[id(original)]
+        twins = model.copy.twins()
+        mine = {name: box_of(twins[id(original)]) for name, original in own.items()}
+        for name, box in mine.items():
             if box.elements and box != boxes.get(name):
                 raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
-            if not box.elements:
-                values[name] = torch.empty(box.shape, dtype=like.dtype, device=self.mover.device)
-            found[id(original)] = values[name]
-        for spec in self._space.tensors:
-            name, kept = base_name(spec.name), spec.kind in ("optimizer", "registered")
-            box = theirs[id(own[name])][1] if kept and name in own else spec.box
-            if not box.elements and self._is_wide(spec.name):
-                values[spec.name] = torch.empty(box.shape, dtype=torch_dtype(spec), device=self.mover.device)
-        return model.fill(found)
-
-    def _is_wide(self, name: str) -> bool:
-        """Whether it is kept for a parameter, in its shape."""
-        number, space = self._space.number, self._space
-        kept = name in number and space[name].kind in ("optimizer", "registered")
-        return kept and space[name].shape == space[base_name(name)].shape
+        add_empty(values, mine, self._space, self.mover.device)
+        return model.fill({id(original): values[name] for name, original in own.items()})
 
     def _buffers(self, change: Change, owned: Ownership, values: Mapping[str, Tensor]) -> None:
         for name, buffer in owned.buffers.items():
@@ -272,3 +276,14 @@ def mesh_axes(layout: Parallelism) -> list[Axis]:
     """The axes along which tensors are shards: those of a mesh."""
     axes: list[Axis] = ["dp"] if layout.zero >= 2 and layout.dp > 1 else []
     return [*axes, "tp"] if layout.tp > 1 else axes
+
+
+def shards_in(layout: Parallelism, root: nn.Module, groups: Groups, rank: int, device: torch.device) -> Shards | None:
+    """How `root` is sharded on a rank in this layout, whose `groups` were made; None where it has none of a shard."""
+    axes = mesh_axes(layout)
+    if not axes or layout.place(rank) is None:
+        return None
+    along = [groups.process_group(layout.group(axis, rank), "shards") for axis in axes]
+    styles = styles_of(root, layout.tp) if layout.tp > 1 else {}
+    mesh = mesh_of(along, axes, layout.grid[0], device)
+    return Shards(mesh=mesh, styles=styles, reshard=layout.zero == 3)

@@ -26,8 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from pipeline_balance.elastic.copies import Copy
-from pipeline_balance.elastic.holdings import box_of
+from pipeline_balance.elastic.copies import Copy, without_memory
 from pipeline_balance.elastic.styles import Style
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.experts import collective_of
@@ -36,8 +35,10 @@ from pipeline_balance.pipeline.model import Activations, Inputs, Microbatch, Mod
 from pipeline_balance.pipeline.ownership import like_meta
 from pipeline_balance.pipeline.shapes import output_of
 from pipeline_balance.pipeline.skeleton import Skeleton
+from pipeline_balance.pipeline.training_state import base_name
 from prophet.errors import SpecError
-from prophet.state.space import Box
+from prophet.state.space import Box, Space
+from prophet.state.streams import torch_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +148,18 @@ def give_back(root: nn.Module) -> None:
             module.reshard()
 
 
+def leaves_of(root: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """What a graph would hold of parameters: themselves, or what FSDP2 last gathered for them."""
+    leaves, names = dict(named), {id(p): name for name, p in named.items()}
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for param in (p for g in module._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params):
+                gathered, name = getattr(param, "_unsharded_param", None), names.get(id(param.sharded_param))
+                if gathered is not None and name is not None:
+                    leaves[name] = gathered
+    return leaves
+
+
 def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
     """The different ways in which FSDP2 computes `root`'s modules; none where it shards none.
 
@@ -192,13 +205,12 @@ class ShardedModel(PipelineModel):
         self.plain, self.shards, self._seed, self._updates = plain, shards, seed, updates
         self.in_stages = shards.dp is None
         self._part: Microbatch | None = None
-        current = now.twins() if now is not None else {}
+        current = now.copy.twins() if now is not None else {}
 
-        def without_memory(parameter: nn.Parameter) -> nn.Parameter:
-            trains = current.get(id(parameter), parameter).requires_grad
-            return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=trains)
+        def empty(parameter: nn.Parameter) -> nn.Parameter:
+            return without_memory(parameter, trains=current.get(id(parameter), parameter).requires_grad)
 
-        self.copy: Copy = Copy(plain.root, now.copy if now is not None else None, without_memory)
+        self.copy: Copy = Copy(plain.root, now.copy if now is not None else None, empty)
         self.root = self.copy.root
         self.units = self._units()
         self._cut_over_tp()
@@ -230,36 +242,16 @@ class ShardedModel(PipelineModel):
         """What is gathered together: units, those that share parameters as one."""
         return sharing(self.units)
 
-    def twins(self) -> dict[int, nn.Parameter]:
-        """The shard of every parameter, by the id of the original."""
-        found: dict[int, nn.Parameter] = {}
-        for original, copy, name in self.copy.slots():
-            parameter = copy._parameters[name]
-            assert parameter is not None
-            found[id(original)] = parameter
-        return found
-
-    def boxes(self) -> dict[int, tuple[nn.Parameter, Box]]:
-        """The shard of every parameter with the box that it is, by the id of the original."""
-        found: dict[int, tuple[nn.Parameter, Box]] = {}
-        for key, p in self.twins().items():
-            found[key] = p, box_of(p)
-        return found
-
     def fill(self, values: Mapping[int, Tensor]) -> dict[int, nn.Parameter]:
         """Parameters that have these values for their shards, by the id of the original; each is put in its places.
 
         What has no value stays without memory.
         """
-        made: dict[int, nn.Parameter] = {}
-        for original, copy, name in self.copy.slots():
-            key = id(original)
-            like: Any = copy._parameters[name]
-            if key not in made:
-                made[key] = like
-                if key in values:
-                    made[key] = nn.Parameter(shard_like(like, values[key]), requires_grad=like.requires_grad)
-            copy._parameters[name] = made[key]
+        made = self.copy.twins()
+        for key, like in made.items():
+            if key in values:
+                made[key] = nn.Parameter(shard_like(like, values[key]), requires_grad=like.requires_grad)
+        self.copy.put(made)
         self._structure = self._ids()
         self._hold(made)
         return made
@@ -267,10 +259,7 @@ class ShardedModel(PipelineModel):
     def leave(self) -> None:
         """Give hooks and attributes back. Who still refers to this model finds no values, rather than old ones."""
         self.copy.unmake()
-        for _, copy, name in self.copy.slots():
-            parameter = copy._parameters[name]
-            assert parameter is not None
-            copy._parameters[name] = like_meta(parameter)
+        self.copy.put({key: like_meta(twin) for key, twin in self.copy.twins().items()})
 
     def _hold(self, made: Mapping[int, nn.Parameter]) -> None:
         """Parameters that units list without being their modules."""
@@ -445,10 +434,15 @@ def check_shardable(model: PipelineModel) -> None:
         raise SpecError(f"a {type(model).__name__} cannot be sharded: expected layers in a row or a transformers model")
     if isinstance(model, TransformersModel) and model.router_loss is not None:
         raise SpecError("a model whose routers add a loss cannot be sharded")
-    for name, p in model.root.named_parameters():
+    check_parts(model.root)
+
+
+def check_parts(root: nn.Module) -> None:
+    """Raise `SpecError` for a parameter or module that torch cannot shard."""
+    for name, p in root.named_parameters():
         if not p.dim():
             raise SpecError(f"{name} is a scalar, which torch cannot shard: give it one dimension")
-    for name, module in model.root.named_modules():
+    for name, module in root.named_modules():
         if collective_of(module) is not None:
             raise SpecError(f"{name} has experts on several ranks, which cannot be sharded")
 
@@ -458,6 +452,26 @@ def mesh_of(groups: Sequence[Any], names: Sequence[str], ranks: Any, device: tor
     if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=tuple(names))
     return DeviceMesh.from_group(list(groups), device.type, mesh=torch.tensor(ranks), mesh_dim_names=tuple(names))
+
+
+def is_wide(space: Space, name: str) -> bool:
+    """Whether a tensor is kept for a parameter, by an optimizer or by a user, in its shape."""
+    if name not in space.number or space[name].kind not in ("optimizer", "registered"):
+        return False
+    return space[name].shape == space[base_name(name)].shape
+
+
+def entries_like(like: Tensor, entries: Mapping[str, Any], name: str, space: Space) -> dict[str, Any]:
+    """What an optimizer keeps for the parameter called `name`: as shards like it where it is of its shape."""
+    return {e: shard_like(like, v) if is_wide(space, f"{name}@{e}") else v for e, v in entries.items()}
+
+
+def add_empty(values: dict[str, Tensor], boxes: Mapping[str, Box], space: Space, device: torch.device) -> None:
+    """Add the parts without elements, which do not travel: of parameters with such `boxes`, and of what is kept so."""
+    for spec in space.tensors:
+        box = boxes.get(base_name(spec.name))
+        if box is not None and not box.elements and (spec.kind == "parameter" or is_wide(space, spec.name)):
+            values[spec.name] = torch.empty(box.shape, dtype=torch_dtype(spec), device=device)
 
 
 def shard_like(like: Any, values: Tensor) -> DTensor:

@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.copies import Copy, gone, retire
+from pipeline_balance.elastic.copies import Copy, gone, retire, without_memory
 from pipeline_balance.elastic.holdings import box_of
 from pipeline_balance.elastic.live import Live
-from pipeline_balance.elastic.sharded import Shards, cut_over_dp, cut_over_tp, shard_like, sharing
+from pipeline_balance.elastic.sharded import (
+    Shards,
+    add_empty,
+    cut_over_dp,
+    cut_over_tp,
+    entries_like,
+    shard_like,
+    sharing,
+)
+from pipeline_balance.pipeline.ownership import attributes_of, take_hooks
 from pipeline_balance.pipeline.registered import Settings, settings
-from pipeline_balance.pipeline.training_state import base_name, state_entries
+from pipeline_balance.pipeline.training_state import state_entries
 from prophet.state.space import Box, Space
-from prophet.state.streams import torch_dtype
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
@@ -37,7 +44,7 @@ class Target:
         options: Mapping[str, Any],
     ) -> None:
         self.live, self.runs, self.shards, self.wrap = live, runs, shards, wrap
-        self.copy = copy = Copy(live.root, None, _without_memory)
+        self.copy = copy = Copy(live.root, None, without_memory)
         for original, module in copy.pairs():
             module.__dict__["_buffers"] = dict(original._buffers)
         if shards is not None:
@@ -51,12 +58,7 @@ class Target:
 
     def twins(self) -> dict[str, nn.Parameter]:
         """What stands for every parameter, by name."""
-        found: dict[str, nn.Parameter] = {}
-        for original, module, name in self.copy.slots():
-            twin = module._parameters[name]
-            assert twin is not None
-            found[self.live.names[id(original)]] = twin
-        return found
+        return {self.live.names[key]: twin for key, twin in self.copy.twins().items()}
 
     def boxes(self) -> dict[str, Box]:
         """The part of every parameter that this process is to have."""
@@ -67,12 +69,7 @@ class Target:
 
         Raises what torch raises where it cannot be made, and `LayoutError` for registered tensors that are missing.
         """
-        boxes = self.boxes()
-        for spec in space.tensors:  # shards without elements
-            box = boxes.get(base_name(spec.name))
-            wide = box is not None and spec.kind != "buffer" and spec.shape == space[base_name(spec.name)].shape
-            if wide and box is not None and not box.elements:
-                values[spec.name] = torch.empty(box.shape, dtype=torch_dtype(spec), device=self.live.device)
+        add_empty(values, self.boxes(), space, self.live.device)
         made = self._made = self._parameters(values)
         self._buffers(values)
 
@@ -80,16 +77,10 @@ class Target:
             return shard_like(made[name], value) if self.shards is not None else value
 
         self._settings = settings(self.live.parameters, values, like)
-        for name, entries in state_entries(values, scalars).items():
-            whole = {e for e in entries if not self._is_wide(space, name, e)}
-            self._entries[name] = {e: v if e in whole else like(name, v) for e, v in entries.items()}
+        self._entries = state_entries(values, scalars)
+        if self.shards is not None:
+            self._entries = {n: entries_like(made[n], e, n, space) for n, e in self._entries.items()}
         return self.copy.root if self.wrap is None else self.wrap(self.copy.root)
-
-    @staticmethod
-    def _is_wide(space: Space, name: str, entry: str) -> bool:
-        """Whether an optimizer's entry is in the shape of its parameter."""
-        key = f"{name}@{entry}"
-        return key in space.number and space[key].shape == space[name].shape
 
     def _parameters(self, values: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
         """The parameters with their values, put in their places; on `meta` where this process does not run them."""
@@ -100,13 +91,9 @@ class Target:
             if self.runs:
                 content = shard_like(twin, values[name]) if self.shards is not None else values[name]
             made[name] = nn.Parameter(content, requires_grad=before.requires_grad)
-            made[name].__dict__.update({k: v for k, v in vars(before).items() if k != "_is_param"})
-            if before._backward_hooks is not None:  # set again, torch registers them with the tensor
-                made[name]._backward_hooks = before._backward_hooks
-            if before._post_accumulate_grad_hooks is not None:
-                made[name]._post_accumulate_grad_hooks = before._post_accumulate_grad_hooks
-        for original, module, name in self.copy.slots():
-            module._parameters[name] = made[self.live.names[id(original)]]
+            made[name].__dict__.update(attributes_of(before))
+            take_hooks(made[name], before)
+        self.copy.put({id(p): made[name] for name, p in self.live.parameters.items()})
         return made
 
     def _buffers(self, values: Mapping[str, Tensor]) -> None:
@@ -120,25 +107,14 @@ class Target:
         """Put it in force: the optimizers train it, and the model from before refuses to run. Cannot fail."""
         live, made = self.live, self._made
         self.copy.make()
-        for optimizer in live.optimizers.all:
-            for group in optimizer.param_groups:
-                olds = list(group["params"])
-                group["params"][:] = [made[live.names[id(old)]] for old in olds]
-                for old in olds:
-                    optimizer.state.pop(old, None)
-                    name = live.names[id(old)]
-                    if name in self._entries:
-                        optimizer.state[made[name]] = self._entries[name]
+        ids = {name: key for key, name in live.names.items()}
+        entries = {ids[name]: kept for name, kept in self._entries.items()}
+        live.optimizers.exchange({ids[name]: p for name, p in made.items()}, entries)
         for handle, tensor in self._settings:
             handle.tensor = tensor
         if live.wrapper is not None:
             live.wrapper.__dict__["forward"] = gone
         retire(self.copy)
-
-
-def _without_memory(parameter: nn.Parameter) -> nn.Parameter:
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
 
 
 def _blocks(root: nn.Module) -> list[list[nn.Module]]:

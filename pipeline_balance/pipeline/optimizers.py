@@ -60,6 +60,21 @@ class Optimizers:
         if scaler is not None:
             scaler.update()
 
+    def exchange(self, others: Mapping[int, nn.Parameter], entries: Mapping[int, dict[str, Any]]) -> None:
+        """Train `others` instead, with `entries` as their state; both by the id of the parameter from before.
+
+        Cannot fail. Groups keep their lists, and their order.
+        """
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                before = list(group["params"])
+                group["params"][:] = [others.get(id(p), p) for p in before]
+                for p in before:
+                    if id(p) in others:
+                        optimizer.state.pop(p, None)
+                        if id(p) in entries:
+                            optimizer.state[others[id(p)]] = entries[id(p)]
+
     def of(self) -> dict[int, Optimizer]:
         """The optimizer of every parameter, by the parameter's id; groups may have been added since the start."""
         return {id(p): o for o in self.all for g in o.param_groups for p in g["params"]}

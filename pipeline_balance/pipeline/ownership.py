@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,6 +216,14 @@ def like_meta(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(made, requires_grad=tensor.requires_grad)
 
 
+def check_free(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise `SpecError` for a parameter that an autograd graph holds: its backward would go by the old one."""
+    for name, parameter in named.items():
+        held: Any = parameter
+        if held._use_count() > 1:
+            raise SpecError(f"{name} is held by an autograd graph that is alive, such as a loss has: delete it first")
+
+
 def try_put(parameter: nn.Parameter, content: nn.Parameter) -> None:
     """Raise RuntimeError if `put` would; nothing has changed afterwards. Weak references within torch forbid it."""
     torch.clear_autocast_cache()  # has weak references to every parameter that it has cast
@@ -230,8 +238,17 @@ def put(parameter: nn.Parameter, content: nn.Parameter) -> None:
     not reach from a device to `meta`, and `torch.utils.swap_tensors` takes attributes and hooks away.
     """
     torch._C._swap_tensor_impl(parameter, content)
-    # torch keeps hooks with the tensor's content: registered anew, they go with the object
-    if parameter._backward_hooks is not None:
-        parameter._backward_hooks = parameter._backward_hooks
-    if parameter._post_accumulate_grad_hooks is not None:
-        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+    take_hooks(parameter, parameter)
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """What users have set on a parameter, and what is registered for it."""
+    return {name: value for name, value in vars(parameter).items() if name != "_is_param"}
+
+
+def take_hooks(parameter: nn.Parameter, of: nn.Parameter) -> None:
+    """Have the hooks of `of`: torch keeps them with a tensor's content, and registered anew they go with the object."""
+    if of._backward_hooks is not None:
+        parameter._backward_hooks = of._backward_hooks
+    if of._post_accumulate_grad_hooks is not None:
+        parameter._post_accumulate_grad_hooks = of._post_accumulate_grad_hooks

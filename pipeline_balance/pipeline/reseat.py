@@ -12,17 +12,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 from torch import Tensor
 
 from pipeline_balance.pipeline.owners import Owners
+from pipeline_balance.pipeline.ownership import check_free
 from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
 from pipeline_balance.pipeline.stages import Seats, Stages
 from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
-from pipeline_balance.pipeline.training_state import Held, base_name, collect, gather_json
+from pipeline_balance.pipeline.training_state import Held, base_name, collect, gather_json, in_words, rows_of, space_of
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, LayoutError, SpecError, StateLost, TransitionError
 from prophet.ranks.collective import Collective, Operation
@@ -75,13 +76,15 @@ class Switched:
 class Reseater:
     """Takes a pipeline from one arrangement to another.
 
-    `mover` has its parts, `passes` what it has under way, `now` what is in force. `mode` is how state moves.
+    `mover` has its parts, `passes` what it has under way, `now` what is in force. `mode` is how state moves, one of
+    `modes`.
     """
 
     mover: StateMover
     passes: Passes
     now: Stages
     mode: Mode = field(default="safe", init=False)
+    modes: ClassVar[tuple[Mode, ...]] = get_args(Mode)
     moves_experts = False
     """Whether it takes along what replicas share of experts."""
 
@@ -95,15 +98,8 @@ class Reseater:
 
     def way(self, specs: Sequence[TensorSpec], target: Arrangement, collective: Collective) -> Way:
         """The route from what is in force to `target`; collective, in any thread."""
-        rows = [[s.name, list(s.shape), s.dtype, s.kind, s.layer] for s in specs]
-        every = gather_json(rows, collective, self.mover.device, Operation("describing state"))
-        tensors = {row[0]: row for rows in every for row in rows}
-        space = Space(
-            tuple(
-                TensorSpec(name=n, shape=tuple(shape), dtype=d, kind=k, layer=u)
-                for n, shape, d, k, u in sorted(tensors.values(), key=lambda row: (row[4], row[0]))
-            )
-        )
+        every = gather_json(rows_of(specs), collective, self.mover.device, Operation("describing state"))
+        space = space_of([row for rows in every for row in rows])
         before = self.layout(space, None, collective.size)
         for rank, described in enumerate(every):
             lacks = {piece.name for piece in before.on(rank)} - {row[0] for row in described}
@@ -138,22 +134,35 @@ class Reseater:
             self.mover.builder.check_map(target.stage_map, target.seats.grid)
             if self.passes.progress.parts:
                 raise SpecError("an update is under way: switch after step(update=True)")
+            self.check_free()
             ties = ties_of(self.mover.owned) if self.passes.owners.zero < 2 else ()  # else all have other shards
             # moments of one owner are compared with nobody's
             state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
             return tie_digests(ties, now, groups.rank, state)
 
         op = Operation("agreeing on a switch")
-        said = [self.mover.attempt(read), {**words, "mode": self.mode}]
+        said = [self.mover.attempt(read), {**words, "mode": self.mode}, self.copies()]
         every = gather_json(said, groups.world, self.mover.device, op)
-        refused = [f"rank {r}: {said[0]}" for r, said in enumerate(every) if isinstance(said[0], str)]
+        refused = in_words([said[0] if isinstance(said[0], str) else "" for said in every])
         if refused:
-            raise SpecError("; ".join(refused[:3]) + f"; {WHOLE}")
+            raise SpecError(f"{refused}; {WHOLE}")
         for what, value in every[0][1].items():
             differ = [r for r, said in enumerate(every) if said[1][what] != value]
             if differ:
                 raise SpecError(f"ranks {differ} have another {what} than rank 0 ({value}); {WHOLE}")
-        refuse_untied(ties, now, groups.grid, [digests for digests, _ in every])
+        refuse_untied(ties, now, groups.grid, [digests for digests, *_ in every])
+        self.compare([copies for *_, copies in every])
+
+    def check_free(self) -> None:
+        """Raise `SpecError` where something holds what a switch replaces, and would go on with the old values."""
+        check_free(self.mover.owned.parameters)
+
+    def copies(self) -> dict[str, Any]:
+        """What this process says of tensors that others have too, besides replicas and ties."""
+        return {}
+
+    def compare(self, every: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `SpecError` where the `copies` of all processes differ."""
 
     def move(self, target: Arrangement, collective: Collective, way: Way | None) -> tuple[Stages, Switched]:
         """Go to `target`; `collective` over all processes carries the state, and nothing else uses it meanwhile.
@@ -233,9 +242,9 @@ class Reseater:
             "ready": way is not None and way.specs == tuple(specs),
         }
         every = gather_json(said, collective, self.mover.device, Operation("beginning a switch"))
-        problems = [f"rank {r}: {row['problem']}" for r, row in enumerate(every) if row["problem"]]
+        problems = in_words([row["problem"] for row in every])
         if problems:
-            raise TransitionError("; ".join(problems[:3]))
+            raise TransitionError(problems)
         taken: dict[str, Any] = {}
         for row in reversed(every):
             taken.update(row["scalars"])

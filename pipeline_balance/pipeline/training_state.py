@@ -116,22 +116,40 @@ def _as_tensor(message: bytearray, device: torch.device) -> Tensor:
 
 def agree(problem: str, collective: Collective, device: torch.device, op: Operation, after: str) -> None:
     """Raise `TransitionError` on every rank if any has a `problem` (empty: none), naming rank and problem."""
-    every = gather_json(problem, collective, device, op)
-    refuse([(r, said) for r, said in enumerate(every) if said], after)
+    refuse(gather_json(problem, collective, device, op), after)
 
 
-def refuse(problems: list[tuple[int, str]], after: str) -> None:
+def refuse(said: Sequence[str], after: str) -> None:
     """Raise `TransitionError` for what ranks have said, if they have."""
-    if problems:
-        raise TransitionError("; ".join(f"rank {r}: {said}" for r, said in problems[:3]) + f"; {after}")
+    if any(said):
+        raise TransitionError(f"{in_words(said)}; {after}")
+
+
+def in_words(said: Sequence[str], most: int = 3) -> str:
+    """What ranks say is wrong, each reason once with the first rank that gives it; nothing where none says anything."""
+    first = {words: r for r, words in reversed(list(enumerate(said))) if words}
+    ordered = sorted(first.items(), key=lambda item: item[1])
+    return "; ".join(f"rank {r}: {words}" for words, r in ordered[:most])
+
+
+def space_of(rows: Sequence[Sequence[Any]]) -> Space:
+    """The space of the tensors that ranks have described, each as [name, shape, dtype, kind, layer], layer by layer."""
+    specs: dict[str, TensorSpec] = {}
+    for name, shape, dtype, kind, layer in rows:
+        specs[name] = TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=layer)
+    return Space(tuple(sorted(specs.values(), key=lambda t: (t.layer or 0, t.name))))
+
+
+def rows_of(specs: Sequence[TensorSpec]) -> list[list[Any]]:
+    """Tensors as `space_of` takes them, in what JSON can say."""
+    return [[s.name, s.shape, s.dtype, s.kind, s.layer] for s in specs]
 
 
 def described(held: Held | str, *, tensors: bool = True) -> dict[str, Any]:
     """What `union` takes of one rank; of a rank that could not collect, the reason. Without `tensors`, numbers only."""
     if isinstance(held, str):
         return {"problem": held, "tensors": [], "scalars": {}}
-    rows = [[s.name, s.shape, s.dtype, s.kind, s.layer] for s in held.specs] if tensors else []
-    return {"problem": "", "tensors": rows, "scalars": held.scalars}
+    return {"problem": "", "tensors": rows_of(held.specs) if tensors else [], "scalars": held.scalars}
 
 
 def union(every: Sequence[Mapping[str, Any]], after: str) -> tuple[Space, dict[str, Any]]:
@@ -139,20 +157,23 @@ def union(every: Sequence[Mapping[str, Any]], after: str) -> tuple[Space, dict[s
 
     Raises `TransitionError` where one could not collect, with `after` for how things stand.
     """
-    refuse([(r, said["problem"]) for r, said in enumerate(every) if said["problem"]], after)
-    tensors: dict[str, TensorSpec] = {}
+    refuse([said["problem"] for said in every], after)
     scalars: dict[str, Any] = {}
     for said in every:
-        for name, shape, dtype, kind, unit in said["tensors"]:
-            tensors[name] = TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=unit)
         for name, value in said["scalars"].items():
             scalars.setdefault(name, value)  # of the lowest rank that has it
-    return Space(tuple(sorted(tensors.values(), key=lambda t: (t.layer or 0, t.name)))), scalars
+    return space_of([row for said in every for row in said["tensors"]]), scalars
 
 
 def share(held: Held | str, collective: Collective, device: torch.device, after: str) -> tuple[Space, dict[str, Any]]:
     """The `union` of what all ranks hold; collective."""
     return union(gather_json(described(held), collective, device, Operation("describing state")), after)
+
+
+def refuse_odd(name: str, shape: Sequence[int], parameter: Sequence[int]) -> None:
+    """Raise `LayoutError` for a tensor kept for a parameter that cannot be cut as it is, nor is one number."""
+    if tuple(shape) not in (tuple(parameter), (), (1,)):
+        raise LayoutError(f"{name} is {list(shape)}, of neither its parameter's shape nor one number")
 
 
 def base_name(name: str) -> str:
