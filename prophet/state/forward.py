@@ -15,7 +15,7 @@ import numpy as np
 
 from prophet.spec import BoolArray, FloatArray, IntArray
 from prophet.state.sources import SLACK, Chosen, Rows, balanced, goals, parted, shares
-from prophet.state.table import numbered, starts
+from prophet.state.table import numbered, numbered_lists, starts
 
 NEAR = 8.0
 """How much faster links within a node count as than those between nodes, where one is to be weighed against the other.
@@ -35,22 +35,61 @@ def spread(missing: Rows, direct: Chosen, nodes: IntArray, members: IntArray, it
         return direct
     goal = np.repeat([goals(missing, ranks)[0], _enters(missing, nodes)], ranks)
     some, rest = missing.taken(np.flatnonzero(chosen)), missing.taken(np.flatnonzero(~chosen))
-    takers = np.bincount(some.atom)[some.atom]
-    heads = np.unique(some.atom, return_index=True)[1]
-    total = np.bincount(some.group[heads], some.n_bytes[heads])
-    parts = np.ceil(some.n_bytes * takers / np.maximum(total[some.group], 1)).astype(np.int64)
-    parts = np.maximum(np.minimum(parts, takers), shares(some, goal / _FINER))
+    parts = np.maximum(_parts(some), shares(some, goal / _FINER))
     if int(parts.sum()) > _MOST_ROWS:
         return direct
     some, number = parted(some, parts, members, item_bytes)
     rest, _ = parted(rest, np.minimum(rest.hi - rest.lo, shares(rest, goal)), members, item_bytes)
     far = rest.outside == 1
-    some, feed = _passed_on(some, number, nodes, np.bincount(rest.destination[far], rest.n_bytes[far], ranks))
+    some, feed, part = _passed_on(some, number, nodes, np.bincount(rest.destination[far], rest.n_bytes[far], ranks))
     rows = some.with_more(rest)
-    feed = np.concatenate([feed, np.full(len(rest), -1)])
     source = balanced(rows, goals(rows, ranks), np.zeros(2 * ranks))
-    found = Chosen(rows, source, np.where(source == rows.relay, feed, -1))
+    on = np.where(source[: len(some)] == some.relay, feed, -1)
+    together = _together(Chosen(some, source[: len(some)], on), part)
+    found = Chosen(
+        together.rows.with_more(rest),
+        np.concatenate([together.source, source[len(some) :]]),
+        np.concatenate([together.feed, np.full(len(rest), -1)]),
+    )
     return found if _busiest(found, nodes) < _SHORTER * _busiest(direct, nodes) else direct
+
+
+def _parts(rows: Rows) -> IntArray:
+    """Into how many parts each row is cut so that many ranks can send on a part each, [M].
+
+    They are as many as ranks that miss it, less those that hold it. Smaller boxes of a group are cut less.
+    """
+    outside = rows.outside == 1
+    takers = np.where(outside, np.bincount(rows.atom, rows.outside)[rows.atom], np.bincount(rows.atom)[rows.atom])
+    lacking = np.zeros(int(rows.atom.max()) + 1)
+    np.maximum.at(lacking, rows.atom, takers - (rows.hi - rows.lo))
+    heads = np.unique(rows.atom, return_index=True)[1]
+    total = np.maximum(np.bincount(rows.group[heads], rows.n_bytes[heads]), 1)
+    found: IntArray = np.ceil(rows.n_bytes / total[rows.group] * lacking[rows.atom]).astype(np.int64)
+    return found
+
+
+def _together(chosen: Chosen, part: IntArray) -> Chosen:
+    """Parts side by side as one where they go the same ways: those of one tensor, then whole boxes of several."""
+    for of_tensor in (True, False):
+        rows, source, feed = chosen.rows, chosen.source, chosen.feed
+        runs = _Runs.by(part)
+        head, ways = runs.start, numbered_lists(source, np.append(runs.start, len(rows)))[0]
+        alike = ways[1:] == ways[:-1]
+        for column in (rows.atom, rows.first, rows.last) if of_tensor else (rows.atom, *rows.low.T, *rows.high.T):
+            alike &= column[head][1:] == column[head][:-1]
+        stays = np.append(True, ~alike)
+        # a row becomes one with the row at its place in the first of these parts
+        first = np.flatnonzero(stays)[np.cumsum(stays) - 1]
+        kept, row = stays[runs.of], np.arange(len(rows))
+        into = (np.cumsum(kept) - 1)[head[first[runs.of]] + row - head[runs.of]]
+        end = np.zeros(int(kept.sum()), np.int64)
+        end[into] = row  # the last that comes stays
+        n_bytes = np.bincount(into, rows.n_bytes).astype(np.int64)
+        one = replace(rows.taken(np.flatnonzero(kept)), high=rows.high[end], last=rows.last[end], n_bytes=n_bytes)
+        chosen = Chosen(one, source[kept], np.where(feed >= 0, into[feed], -1)[kept])
+        part = part[kept]
+    return chosen
 
 
 def _enters(missing: Rows, nodes: IntArray) -> float:
@@ -92,8 +131,10 @@ class _Runs:
         return cls(start, np.diff(np.append(start, len(new))), np.cumsum(new) - 1)
 
 
-def _passed_on(rows: Rows, number: IntArray, nodes: IntArray, comes_in: FloatArray) -> tuple[Rows, IntArray]:
-    """The rows in another order, with ranks that could send them on, and the rows by which those get them (or -1).
+def _passed_on(
+    rows: Rows, number: IntArray, nodes: IntArray, comes_in: FloatArray
+) -> tuple[Rows, IntArray, IntArray]:
+    """The rows in another order, with ranks that could send them on; the rows by which those get them (or -1); parts.
 
     Of the ranks of a node that miss a part, one gets it first. If it comes from outside, all the others get it from
     that one; if a rank of the node holds it, they may. `comes_in` [P] comes to ranks from outside anyway.
@@ -112,8 +153,13 @@ def _passed_on(rows: Rows, number: IntArray, nodes: IntArray, comes_in: FloatArr
     is_entry = entry[inside.of] == row
     feed = np.where(is_entry, np.where(outside & (first[parts.of] != row), first[parts.of], -1), entry[inside.of])
     mates = outside & ~is_entry
-    relay = np.where(feed >= 0, rows.destination[feed], -1)
-    return replace(rows, relay=relay, hi=np.where(mates, rows.lo, rows.hi), outside=np.where(mates, 0, rows.outside)), feed
+    found = replace(
+        rows,
+        relay=np.where(feed >= 0, rows.destination[feed], -1),
+        hi=np.where(mates, rows.lo, rows.hi),
+        outside=np.where(mates, 0, rows.outside),
+    )
+    return found, feed, part
 
 
 def _entries(rows: Rows, inside: _Runs, nodes: IntArray, comes_in: FloatArray) -> IntArray:

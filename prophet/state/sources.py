@@ -179,26 +179,25 @@ def parted(rows: Rows, parts: IntArray, members: IntArray, item_bytes: IntArray)
     """The rows in as many parts each, as far as they can be cut: by tensors, then by box. Also the number of a part."""
     if not len(rows):
         return rows, parts
-    longest = np.argmax(rows.high - rows.low, axis=1)
-    length = (rows.high - rows.low)[np.arange(len(rows)), longest]
     tensors = rows.last - rows.first
-    parts = np.maximum(np.minimum(parts, np.where(tensors > 1, tensors, length)), 1)
-    if (parts <= 1).all():
-        return rows, 0 * parts
-    cut = rows.taken(np.repeat(np.arange(len(rows)), parts))
-    number, n, by_tensor = within(parts), np.repeat(parts, parts), np.repeat(tensors > 1, parts)
-    k = number
-    first = np.where(by_tensor, cut.first + (cut.last - cut.first) * k // n, cut.first)
-    last = np.where(by_tensor, cut.first + (cut.last - cut.first) * (k + 1) // n, cut.last)
-    row, dim = np.arange(len(cut)), np.repeat(longest, parts)
-    low, high, size = cut.low.copy(), cut.high.copy(), np.repeat(length, parts)
-    by_box = np.flatnonzero(~by_tensor)
-    row, dim, size, k, n = row[by_box], dim[by_box], size[by_box], k[by_box], n[by_box]
-    low[row, dim] = cut.low[row, dim] + size * k // n
-    high[row, dim] = cut.low[row, dim] + size * (k + 1) // n
     upto = starts(item_bytes[members])
-    n_bytes = volumes(low, high) * (upto[last] - upto[first])
-    return replace(cut, first=first, last=last, low=low, high=high, n_bytes=n_bytes), number
+    each, inner = np.maximum(np.minimum(parts, tensors), 1), np.maximum(-(-parts // tensors), 1)
+    if (each * inner > 1).any():
+        k, n = within(each), np.repeat(each, each)
+        row = np.repeat(np.arange(len(rows)), each)
+        first, many, inner = rows.first[row], tensors[row], inner[row]
+        rows = replace(rows.taken(row), first=first + many * k // n, last=first + many * (k + 1) // n)
+        longest = np.argmax(rows.high - rows.low, axis=1)
+        length = (rows.high - rows.low)[np.arange(len(rows)), longest]
+        inner = np.maximum(np.minimum(inner, length), 1)
+        k, n, of = within(inner), np.repeat(inner, inner), np.repeat(np.arange(len(rows)), inner)
+        rows, row, dim, length = rows.taken(of), row[of], longest[of], length[of]
+        every, low, high = np.arange(len(rows)), rows.low.copy(), rows.high.copy()
+        low[every, dim] = rows.low[every, dim] + length * k // n
+        high[every, dim] = rows.low[every, dim] + length * (k + 1) // n
+        n_bytes = volumes(low, high) * (upto[rows.last] - upto[rows.first])
+        return replace(rows, low=low, high=high, n_bytes=n_bytes), within(np.bincount(row))
+    return rows, np.zeros_like(parts)
 
 
 def _shared_out(rows: Rows) -> IntArray:
