@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from prophet.errors import SpecError
-from prophet.spec import IntArray, Link
+from prophet.spec import FloatArray, IntArray, Link
 from prophet.state.atoms import Atoms
-from prophet.state.table import distinct, positions, positions_of, starts
+from prophet.state.table import distinct, numbered_lists, positions, positions_of, starts
 
 MOST_VARIABLES = 60_000
 """Of the linear program: about what HiGHS solves in a few seconds."""
@@ -86,37 +86,82 @@ def demand_of(atoms: Atoms, item_bytes: IntArray) -> Demand:
 
 
 def least_s(demand: Demand, nodes: IntArray, rates: Rates) -> float:
-    """Seconds below which no plan gets, whoever forwards what.
+    """Seconds below which no plan gets, whoever forwards what, if it keeps to two rules.
 
-    What a rank misses must enter it. What no rank of a node holds must enter the node, once. What a rank, or a node,
-    holds alone must leave it once if others miss it.
+    What a rank of a node holds comes from within the node. Ranks send on only what they miss themselves. So what no
+    rank of a node holds enters it at least once, by a rank that misses it. It leaves its holders at least once. Each of
+    these is shared out among the ports that it can pass so that the busiest one is least busy: a linear program.
     """
     ranks, n_bytes, group, taker = len(nodes), demand.n_bytes, demand.group, demand.taker
     if not len(group):
         return 0.0
-    ports = np.bincount(nodes)
-    of_rank = np.where(ports[nodes] > 1, rates.intra_bytes_per_s, 0.0) + rates.inter_bytes_per_s
-    of_node = np.maximum(ports, 1) * rates.inter_bytes_per_s
-    most = [float((np.bincount(taker, n_bytes[group], ranks) / of_rank).max())]
+    ports, width = np.bincount(nodes), int(nodes.max()) + 1
     if not demand.apart:
-        return most[0]
-    first = demand.holders_start[:-1]
-    one = np.diff(demand.holders_start) == 1
-    leaves = np.bincount(demand.holders[first[one]], n_bytes[one], ranks)
-    most.append(float((leaves / of_rank).max()))
-    width = len(ports)
-    of_holder = np.repeat(np.arange(len(first)), np.diff(demand.holders_start))
-    has = distinct(of_holder * width + nodes[demand.holders])
-    wants = distinct(group * width + nodes[taker])
-    far = wants[~np.isin(wants, has)]
-    enters = np.bincount(far % width, n_bytes[far // width], width)
-    most.append(float((enters / of_node).max()))
-    home = nodes[demand.holders[first]]
-    alone = np.bincount(has // width, minlength=len(first)) == 1
-    leaving = distinct(far // width)
-    leaving = leaving[alone[leaving]]
-    most.append(float((np.bincount(home[leaving], n_bytes[leaving], width) / of_node).max()))
-    return max(most)
+        of_rank = np.where(ports[nodes] > 1, rates.intra_bytes_per_s, 0.0) + rates.inter_bytes_per_s
+        return float((np.bincount(taker, n_bytes[group], ranks) / of_rank).max())
+    held = np.repeat(np.arange(len(n_bytes)), np.diff(demand.holders_start))
+    has, wants = held * width + nodes[demand.holders], group * width + nodes[taker]
+    far = ~np.isin(wants, has)
+    leaves = np.isin(held, group[far])
+    near = np.isin(has, wants[~far])
+    also = ~far & np.isin(group, group[far])  # they get it near a holder, and may send it out of the node
+    intra, inter = rates.intra_bytes_per_s, rates.inter_bytes_per_s
+    passes = [  # what passes, by which rank it can, at which rate
+        (group[~far] * ranks + taker[~far], group[~far], taker[~far], intra),
+        (wants[far], group[far], taker[far], inter),
+        (has[near], held[near], demand.holders[near], intra),
+        (
+            np.concatenate([held[leaves], group[also]]),
+            np.concatenate([held[leaves], group[also]]),
+            np.concatenate([demand.holders[leaves], taker[also]]),
+            inter,
+        ),
+    ]
+    seconds, lengths, values = [], [], []
+    for k, (key, what, rank, rate) in enumerate(passes):
+        order = np.lexsort([rank, key])
+        lengths.append(np.bincount(np.unique(key, return_inverse=True)[1]))
+        seconds.append(n_bytes[what[order][starts(lengths[-1])[:-1]]] / rate)
+        values.append(k * ranks + rank[order])
+    return _least_busy(np.concatenate(seconds), starts(np.concatenate(lengths)), np.concatenate(values))
+
+
+def _least_busy(seconds: FloatArray, start: IntArray, ports: IntArray) -> float:
+    """Seconds of the busiest port if each of these is shared out among its list of ports as well as can be.
+
+    Of more than `MOST_VARIABLES` shares, those of the longest lists are left out, which makes the bound no larger.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
+
+    number, first = numbered_lists(ports, start)
+    total, many = np.bincount(number, seconds), np.diff(start)[first]
+    one = many == 1
+    alone = np.bincount(ports[start[first[one]]], total[one], int(ports.max()) + 1)
+    rest = np.flatnonzero(~one)
+    rest = rest[np.argsort(many[rest], kind="stable")]
+    rest = rest[np.cumsum(many[rest]) <= MOST_VARIABLES]
+    if not len(rest):
+        return float(alone.max())
+    port, at = np.unique(ports[positions(start, first[rest])], return_inverse=True)
+    share, scale = np.arange(len(at)), max(float(total.max()), float(alone.max()))
+    loads = csr_array(
+        (
+            np.concatenate([np.ones(len(at)), -np.ones(len(port))]),
+            (np.concatenate([at, np.arange(len(port))]), np.concatenate([share, np.full(len(port), len(at))])),
+        )
+    )
+    sums = csr_array(
+        (np.ones(len(at)), (np.repeat(np.arange(len(rest)), many[rest]), share)), shape=(len(rest), len(at) + 1)
+    )
+    cost = np.zeros(len(at) + 1)
+    cost[-1] = 1.0
+    found = linprog(
+        cost, A_ub=loads, b_ub=-alone[port] / scale, A_eq=sums, b_eq=total[rest] / scale, method="highs"
+    )
+    if found.status != 0:
+        raise SpecError(f"the linear program of a switch has no solution: {found.message}")
+    return max(float(found.x[-1] * scale), float(alone.max()))
 
 
 def least_direct_s(demand: Demand, nodes: IntArray, rates: Rates) -> float | None:

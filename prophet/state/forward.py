@@ -9,13 +9,13 @@ is spread inside.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from prophet.spec import BoolArray, FloatArray, IntArray
 from prophet.state.sources import SLACK, Chosen, Rows, balanced, goals, parted, shares
-from prophet.state.table import numbered, starts
+from prophet.state.table import numbered, numbered_lists, starts
 
 NEAR = 8.0
 """How much faster links within a node count as than those between nodes, where one is to be weighed against the other.
@@ -23,6 +23,7 @@ NEAR = 8.0
 An A800 has 200 GB/s within its node and 25 GB/s out of it.
 """
 _SHORTER = 0.98  # forwarding must save at least 2 % of the busiest port's time
+_FINER = 4  # parts that are sent on are smaller than others: ports then send and take in about as much as each other
 _MOST_ROWS = 4_000_000
 
 
@@ -32,29 +33,72 @@ def spread(missing: Rows, direct: Chosen, nodes: IntArray, members: IntArray, it
     chosen = _scarce(missing, direct, nodes)[missing.atom] if len(missing) else np.zeros(0, dtype=bool)
     if not chosen.any():
         return direct
-    goal = goals(missing, ranks)
+    goal = np.repeat([goals(missing, ranks)[0], _enters(missing, nodes)], ranks)
     some, rest = missing.taken(np.flatnonzero(chosen)), missing.taken(np.flatnonzero(~chosen))
-    takers = np.bincount(some.atom)
-    heads = np.unique(some.atom, return_index=True)[1]
-    total = np.bincount(some.group[heads], some.n_bytes[heads])
-    parts = np.ceil(some.n_bytes * takers[some.atom] / np.maximum(total[some.group], 1)).astype(np.int64)
-    parts = np.minimum(parts, takers[some.atom])
+    parts = np.maximum(_parts(some), shares(some, goal / _FINER))
     if int(parts.sum()) > _MOST_ROWS:
         return direct
     some, number = parted(some, parts, members, item_bytes)
-    some, feed = _passed_on(some, number, nodes)
     rest, _ = parted(rest, np.minimum(rest.hi - rest.lo, shares(rest, goal)), members, item_bytes)
+    far = rest.outside == 1
+    some, feed, part = _passed_on(some, number, nodes, np.bincount(rest.destination[far], rest.n_bytes[far], ranks))
     rows = some.with_more(rest)
-    feed = np.concatenate([feed, np.full(len(rest), -1)])
-    on = np.flatnonzero(feed >= 0)
-    source = np.zeros(len(rows), np.int64)
-    source[on] = rows.destination[feed[on]]
-    far = nodes[source[on]] != nodes[rows.destination[on]]
-    held = np.flatnonzero(feed < 0)
-    fixed = np.bincount(far * ranks + source[on], rows.n_bytes[on], 2 * ranks).astype(np.float64)
-    source[held] = balanced(rows.taken(held), goal, fixed)
-    found = Chosen(rows, source, feed)
+    source = balanced(rows, goals(rows, ranks), np.zeros(2 * ranks))
+    on = np.where(source[: len(some)] == some.relay, feed, -1)
+    together = _together(Chosen(some, source[: len(some)], on), part)
+    found = Chosen(
+        together.rows.with_more(rest),
+        np.concatenate([together.source, source[len(some) :]]),
+        np.concatenate([together.feed, np.full(len(rest), -1)]),
+    )
     return found if _busiest(found, nodes) < _SHORTER * _busiest(direct, nodes) else direct
+
+
+def _parts(rows: Rows) -> IntArray:
+    """Into how many parts each row is cut so that many ranks can send on a part each, [M].
+
+    They are as many as ranks that miss it, less those that hold it. Smaller boxes of a group are cut less.
+    """
+    outside = rows.outside == 1
+    takers = np.where(outside, np.bincount(rows.atom, rows.outside)[rows.atom], np.bincount(rows.atom)[rows.atom])
+    lacking = np.zeros(int(rows.atom.max()) + 1)
+    np.maximum.at(lacking, rows.atom, takers - (rows.hi - rows.lo))
+    heads = np.unique(rows.atom, return_index=True)[1]
+    total = np.maximum(np.bincount(rows.group[heads], rows.n_bytes[heads]), 1)
+    found: IntArray = np.ceil(rows.n_bytes / total[rows.group] * lacking[rows.atom]).astype(np.int64)
+    return found
+
+
+def _together(chosen: Chosen, part: IntArray) -> Chosen:
+    """Parts side by side as one where they go the same ways: those of one tensor, then whole boxes of several."""
+    for of_tensor in (True, False):
+        rows, source, feed = chosen.rows, chosen.source, chosen.feed
+        runs = _Runs.by(part)
+        head, ways = runs.start, numbered_lists(source, np.append(runs.start, len(rows)))[0]
+        alike = ways[1:] == ways[:-1]
+        for column in (rows.atom, rows.first, rows.last) if of_tensor else (rows.atom, *rows.low.T, *rows.high.T):
+            alike &= column[head][1:] == column[head][:-1]
+        stays = np.append(True, ~alike)
+        # a row becomes one with the row at its place in the first of these parts
+        first = np.flatnonzero(stays)[np.cumsum(stays) - 1]
+        kept, row = stays[runs.of], np.arange(len(rows))
+        into = (np.cumsum(kept) - 1)[head[first[runs.of]] + row - head[runs.of]]
+        end = np.zeros(int(kept.sum()), np.int64)
+        end[into] = row  # the last that comes stays
+        n_bytes = np.bincount(into, rows.n_bytes).astype(np.int64)
+        one = replace(rows.taken(np.flatnonzero(kept)), high=rows.high[end], last=rows.last[end], n_bytes=n_bytes)
+        chosen = Chosen(one, source[kept], np.where(feed >= 0, into[feed], -1)[kept])
+        part = part[kept]
+    return chosen
+
+
+def _enters(missing: Rows, nodes: IntArray) -> float:
+    """Bytes that the ports of the busiest node take in on average if all comes from outside once."""
+    far = missing.taken(np.flatnonzero(missing.outside))
+    node = nodes[far.destination]
+    once = numbered(far.atom, node)[1]
+    ports = np.maximum(np.bincount(nodes), 1)
+    return float((np.bincount(node[once], far.n_bytes[once], len(ports)) / ports).max())
 
 
 def _scarce(missing: Rows, direct: Chosen, nodes: IntArray) -> BoolArray:
@@ -87,27 +131,54 @@ class _Runs:
         return cls(start, np.diff(np.append(start, len(new))), np.cumsum(new) - 1)
 
 
-def _passed_on(rows: Rows, number: IntArray, nodes: IntArray) -> tuple[Rows, IntArray]:
-    """The rows in another order, and the row that each is fed by; -1 where a holder sends it."""
+def _passed_on(
+    rows: Rows, number: IntArray, nodes: IntArray, comes_in: FloatArray
+) -> tuple[Rows, IntArray, IntArray]:
+    """The rows in another order, with ranks that could send them on; the rows by which those get them (or -1); parts.
+
+    Of the ranks of a node that miss a part, one gets it first. If it comes from outside, all the others get it from
+    that one; if a rank of the node holds it, they may. `comes_in` [P] comes to ranks from outside anyway.
+    """
     part, _ = numbered(rows.atom, number)
     order = np.lexsort([rows.destination, nodes[rows.destination], -rows.outside, part, rows.group])
     rows, part = rows.taken(order), part[order]
-    many, outside = rows.hi - rows.lo, rows.outside.astype(bool)
-    parts = _Runs.by(part)
-    inside = _Runs.by(part, nodes[rows.destination])
-    middle = _middles(rows.group[parts.start], rows.n_bytes[parts.start])
-    entering = np.bincount(parts.of, rows.outside).astype(np.int64)
-    # one rank of all that miss the part outside, and one of every node
-    first = parts.start + (middle * entering).astype(np.int64)
-    entry = inside.start + (middle[parts.of[inside.start]] * inside.length).astype(np.int64)
-    has_first = np.flatnonzero(entering)
-    entry[inside.of[first[has_first]]] = first[has_first]
-    to_enter = np.bincount(parts.of[inside.start], rows.outside[inside.start]).astype(np.int64)
+    outside = rows.outside == 1
+    parts, inside = _Runs.by(part), _Runs.by(part, nodes[rows.destination])
+    entry = _entries(rows, inside, nodes, comes_in)
+    # of the nodes that a part has to enter, the first one's rank may send it to the others'
+    enters = np.bincount(parts.of[inside.start], outside[inside.start], len(parts.start))
+    place = _middles(rows.group[parts.start], rows.n_bytes[parts.start]) * enters
+    first = entry[inside.of[parts.start] + np.minimum(place.astype(np.int64), np.maximum(enters - 1, 0).astype(np.int64))]
     row = np.arange(len(rows))
     is_entry = entry[inside.of] == row
-    relayed = is_entry & outside & (to_enter[parts.of] > many) & (first[parts.of] != row)
-    mates = ~is_entry & (outside | (inside.length[inside.of] > many))
-    return rows, np.where(relayed, first[parts.of], np.where(mates, entry[inside.of], -1))
+    feed = np.where(is_entry, np.where(outside & (first[parts.of] != row), first[parts.of], -1), entry[inside.of])
+    mates = outside & ~is_entry
+    found = replace(
+        rows,
+        relay=np.where(feed >= 0, rows.destination[feed], -1),
+        hi=np.where(mates, rows.lo, rows.hi),
+        outside=np.where(mates, 0, rows.outside),
+    )
+    return found, feed, part
+
+
+def _entries(rows: Rows, inside: _Runs, nodes: IntArray, comes_in: FloatArray) -> IntArray:
+    """The row by which a part comes to each node first, [runs]: so that all ports of the node take in about as much."""
+    start, ranks = inside.start, len(nodes)
+    same, first = numbered(rows.group[start], nodes[rows.destination[start]])
+    heads = replace(
+        rows.taken(start),
+        lo=start[first][same],
+        hi=(start + inside.length)[first][same],
+        relay=np.full(len(start), -1),
+        values=rows.destination,
+    )
+    fixed = np.concatenate([np.zeros(ranks), comes_in])
+    entering = comes_in + np.bincount(heads.destination, heads.n_bytes * heads.outside, ranks)
+    goal = np.full(2 * ranks, (np.bincount(nodes, entering) / np.maximum(np.bincount(nodes), 1)).max())
+    taker = balanced(heads, goal, fixed)
+    key = inside.of * ranks + rows.destination
+    return np.searchsorted(key, np.arange(len(start)) * ranks + taker)
 
 
 def _middles(group: IntArray, n_bytes: IntArray) -> FloatArray:

@@ -1,7 +1,8 @@
 """Who sends what: every missing box gets a holder, nearest first, so that no rank sends much more than the others.
 
 Shape legend: M rows (a part of an atom that one rank misses), P ranks. A rank has two ports, one towards its node and
-one out of it. Of the ranks that could send a row, all are on the destination's node, or none is.
+one out of it. Of the ranks that could send a row, all are on the destination's node, or none is. They hold it, or they
+miss it too and can send it on (`prophet.state.forward`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from prophet.spec import FloatArray, IntArray
 from prophet.state.atoms import Atoms
-from prophet.state.table import numbered, positions, positions_of, starts, volumes, within
+from prophet.state.table import numbered, positions, starts, volumes, within
 
 PARTS = 8
 """Into how many parts the busiest port's bytes are cut where several ranks could send them."""
@@ -24,7 +25,8 @@ SLACK = 1.01  # of the goal, that a port may have
 class Rows:
     """Missing boxes: row m is the box low[m]:high[m] of the class's members first[m] .. last[m] - 1, within one atom.
 
-    Ranks that could send it are choices.values[lo[m]:hi[m]]; `pick` counts from lo. All but `values` are [M, ...].
+    Ranks that could send it are values[lo[m]:hi[m]], and relay[m], which gets it first, where that is not -1. A `pick`
+    counts them in this order. All but `values` are [M, ...].
     """
 
     atom: IntArray
@@ -38,10 +40,23 @@ class Rows:
     hi: IntArray
     outside: IntArray  # 1 where no rank of the destination's node holds it
     n_bytes: IntArray
+    relay: IntArray
     values: IntArray  # ranks, to which lo and hi point
 
     def __len__(self) -> int:
         return len(self.atom)
+
+    @property
+    def choices(self) -> IntArray:
+        """How many ranks could send each row, [M]."""
+        return self.hi - self.lo + (self.relay >= 0)
+
+    def sender(self, row: IntArray, pick: IntArray) -> IntArray:
+        """The rank that a pick of a row means."""
+        held = pick < (self.hi - self.lo)[row]
+        found = self.relay[row]
+        found[held] = self.values[(self.lo[row] + pick)[held]]
+        return found
 
     def taken(self, rows: IntArray) -> Rows:
         """Some of the rows, in this order; one may come several times."""
@@ -53,7 +68,7 @@ class Rows:
         return replace(self, **both)
 
 
-_COLUMNS = ("atom", "group", "first", "last", "low", "high", "destination", "lo", "hi", "outside", "n_bytes")
+_COLUMNS = ("atom", "group", "first", "last", "low", "high", "destination", "lo", "hi", "outside", "n_bytes", "relay")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +120,7 @@ def missing_rows(atoms: Atoms, nodes: IntArray, item_bytes: IntArray) -> Rows:
         hi=hi[at],
         outside=far[at].astype(np.int64),
         n_bytes=atoms.volume[atom] * one,
+        relay=np.full(len(atom), -1),
         values=values,
     )
 
@@ -125,20 +141,20 @@ def balanced(rows: Rows, goal: FloatArray, fixed: FloatArray) -> IntArray:
     ranks = len(goal) // 2
     order = np.lexsort([rows.destination, rows.hi, rows.lo])
     rows = rows.taken(order)
-    pick = _shared_out(rows)
-    many = rows.hi - rows.lo
+    pick, every = _shared_out(rows), np.arange(len(rows))
     port = rows.outside * ranks
-    one = many == 1
-    goal = np.maximum(goal, fixed + np.bincount((port + rows.values[rows.lo])[one], rows.n_bytes[one], 2 * ranks))
+    one = rows.choices == 1
+    only = (port + rows.sender(every, 0 * pick))[one]
+    goal = np.maximum(goal, fixed + np.bincount(only, rows.n_bytes[one], 2 * ranks))
     for _ in range(_ROUNDS):
-        source = rows.values[rows.lo + pick]
+        source = rows.sender(every, pick)
         load = fixed + np.bincount(port + source, rows.n_bytes, 2 * ranks)
         moves = _relieved(rows, port + source, load, goal * SLACK)
         if not len(moves[0]):
             break
         pick[moves[0]] = moves[1]
     found = np.zeros(len(rows), np.int64)
-    found[order] = rows.values[rows.lo + pick]
+    found[order] = rows.sender(every, pick)
     return found
 
 
@@ -163,30 +179,29 @@ def parted(rows: Rows, parts: IntArray, members: IntArray, item_bytes: IntArray)
     """The rows in as many parts each, as far as they can be cut: by tensors, then by box. Also the number of a part."""
     if not len(rows):
         return rows, parts
-    longest = np.argmax(rows.high - rows.low, axis=1)
-    length = (rows.high - rows.low)[np.arange(len(rows)), longest]
     tensors = rows.last - rows.first
-    parts = np.maximum(np.minimum(parts, np.where(tensors > 1, tensors, length)), 1)
-    if (parts <= 1).all():
-        return rows, 0 * parts
-    cut = rows.taken(np.repeat(np.arange(len(rows)), parts))
-    number, n, by_tensor = within(parts), np.repeat(parts, parts), np.repeat(tensors > 1, parts)
-    k = number
-    first = np.where(by_tensor, cut.first + (cut.last - cut.first) * k // n, cut.first)
-    last = np.where(by_tensor, cut.first + (cut.last - cut.first) * (k + 1) // n, cut.last)
-    row, dim = np.arange(len(cut)), np.repeat(longest, parts)
-    low, high, size = cut.low.copy(), cut.high.copy(), np.repeat(length, parts)
-    by_box = np.flatnonzero(~by_tensor)
-    row, dim, size, k, n = row[by_box], dim[by_box], size[by_box], k[by_box], n[by_box]
-    low[row, dim] = cut.low[row, dim] + size * k // n
-    high[row, dim] = cut.low[row, dim] + size * (k + 1) // n
     upto = starts(item_bytes[members])
-    n_bytes = volumes(low, high) * (upto[last] - upto[first])
-    return replace(cut, first=first, last=last, low=low, high=high, n_bytes=n_bytes), number
+    each, inner = np.maximum(np.minimum(parts, tensors), 1), np.maximum(-(-parts // tensors), 1)
+    if (each * inner > 1).any():
+        k, n = within(each), np.repeat(each, each)
+        row = np.repeat(np.arange(len(rows)), each)
+        first, many, inner = rows.first[row], tensors[row], inner[row]
+        rows = replace(rows.taken(row), first=first + many * k // n, last=first + many * (k + 1) // n)
+        longest = np.argmax(rows.high - rows.low, axis=1)
+        length = (rows.high - rows.low)[np.arange(len(rows)), longest]
+        inner = np.maximum(np.minimum(inner, length), 1)
+        k, n, of = within(inner), np.repeat(inner, inner), np.repeat(np.arange(len(rows)), inner)
+        rows, row, dim, length = rows.taken(of), row[of], longest[of], length[of]
+        every, low, high = np.arange(len(rows)), rows.low.copy(), rows.high.copy()
+        low[every, dim] = rows.low[every, dim] + length * k // n
+        high[every, dim] = rows.low[every, dim] + length * (k + 1) // n
+        n_bytes = volumes(low, high) * (upto[rows.last] - upto[rows.first])
+        return replace(rows, low=low, high=high, n_bytes=n_bytes), within(np.bincount(row))
+    return rows, np.zeros_like(parts)
 
 
 def _shared_out(rows: Rows) -> IntArray:
-    """First picks: rows of one choice of ranks go to them in turn, an equal share of the bytes each."""
+    """First picks: rows of one choice of holders go to them in turn, an equal share of the bytes each."""
     new = np.ones(len(rows), dtype=bool)
     new[1:] = (rows.lo[1:] != rows.lo[:-1]) | (rows.hi[1:] != rows.hi[:-1])
     group = np.cumsum(new) - 1
@@ -196,13 +211,13 @@ def _shared_out(rows: Rows) -> IntArray:
     total = np.maximum(np.bincount(group, rows.n_bytes)[group], 1)
     middle = (before - offset + rows.n_bytes / 2) / total
     many = rows.hi - rows.lo
-    found: IntArray = np.minimum((middle * many).astype(np.int64), many - 1)
+    found: IntArray = np.minimum((middle * many).astype(np.int64), np.maximum(many - 1, 0))
     return found
 
 
 def _relieved(rows: Rows, port: IntArray, load: FloatArray, goal: FloatArray) -> tuple[IntArray, IntArray]:
     """Rows that leave ports above the goal, and their new picks: each the least loaded, as far as that has room."""
-    many = rows.hi - rows.lo
+    many = rows.choices
     movable = np.flatnonzero((load > goal)[port] & (many > 1))
     if not len(movable):
         return movable, movable
@@ -214,15 +229,15 @@ def _relieved(rows: Rows, port: IntArray, load: FloatArray, goal: FloatArray) ->
     if not len(over):
         return over, over
     ranks = len(load) // 2
-    choice = rows.values[positions_of(rows.lo[over], many[over])] + np.repeat(rows.outside[over] * ranks, many[over])
+    of = np.repeat(over, many[over])
+    choice = rows.sender(of, within(many[over])) + rows.outside[of] * ranks
     begin = starts(many[over])[:-1]
     least = np.minimum.reduceat(load[choice], begin)
     # of equally loaded ones, the first counted from the row's own place, so that rows do not all turn to one
-    shift = np.repeat(over % many[over], many[over])
-    place = (within(many[over]) - shift) % np.repeat(many[over], many[over])
+    place = (within(many[over]) - of % many[of]) % many[of]
     place = np.where(load[choice] == np.repeat(least, many[over]), place, np.iinfo(np.int64).max)
     pick = (np.minimum.reduceat(place, begin) + over % many[over]) % many[over]
-    target = rows.outside[over] * ranks + rows.values[rows.lo[over] + pick]
+    target = rows.outside[over] * ranks + rows.sender(over, pick)
     better = load[target] + rows.n_bytes[over] < load[port[over]]
     over, pick, target = over[better], pick[better], target[better]
     by_target = np.argsort(target, kind="stable")

@@ -33,11 +33,12 @@ def test_a_new_copy_for_many_is_sent_once_and_passed_on(ranks: int) -> None:
 
 @pytest.mark.parametrize("longer", [1, 3])
 def test_what_is_passed_on_goes_while_more_comes(longer: int) -> None:
-    # two ranks move another tensor, which takes as many rounds, or more
+    # two ranks of one node get a tensor; two others move another one, which takes as many rounds, or more
     space = Space((TensorSpec(name="w", shape=(640,)), TensorSpec(name="z", shape=(320 * longer,))))
     whole, other = [("w", space["w"].box)], [("z", space["z"].box)]
     before = layout_from(space, 5, {0: whole, 3: other})
-    way = route(before, layout_from(space, 5, {**dict.fromkeys(range(3), whole), 4: other}))
+    after = layout_from(space, 5, {**dict.fromkeys(range(3), whole), 4: other})
+    way = route(before, after, nodes=[0, 1, 1, 2, 3])
     window = window_of(1 << 20, 64, 2, Measures.of(way, None))
     table = Timetable(way, window, None)
     direct, passed_on = (
