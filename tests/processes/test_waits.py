@@ -12,7 +12,7 @@ import pytest
 
 import prophet
 from prophet import checkpoint
-from prophet.engine.checkpoint_folder import Folder
+from prophet.state.checkpoint_folder import Folder
 from prophet.errors import PeerLost
 from prophet.ranks.process_group import collective_for
 from tests.helpers.launch import on_processes, process_outcomes
