@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, describe, is_sharded, mesh_axes
+from pipeline_balance.elastic.saving import load_job, save_job
 from pipeline_balance.elastic.sharded import Shards, check_shardable, mesh_of
 from pipeline_balance.elastic.styles import rules_for, styles_of
 from pipeline_balance.pipeline.adapter import TransformersModel
@@ -40,6 +42,7 @@ from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
+from pipeline_balance.pipeline.saved import Also
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import Seats, alone
 from pipeline_balance.pipeline.trainer import ElasticPipeline
@@ -133,7 +136,8 @@ class Job:
         if is_sharded(layout):  # begin with the model spread out, and go there
             layout = Parallelism(pp=min(layout.ranks, len(built[0].units)))
         self.layout = layout
-        self._plain, self._shards = built[0], _arranged(None)
+        self._plain = built[0]
+        self._shards: ShardedArrangement | None = None
         self._experts = has_experts(self._plain.root)
         met("making process groups", lambda: self._groups.make(self._wanted(layout)))
         seats = self._seats(layout)
@@ -248,6 +252,24 @@ class Job:
         with pipe.failures.during(f"collecting the model before step {self.steps}", pipe.stage_map):
             return reseater.whole_state(self._groups.get(*self._state), first)
 
+    def save(self, folder: str | Path, *, also: Also = None) -> None:
+        """Write all that training goes on from, for any layout and number of processes; between steps, collective.
+
+        `also` holds schedulers, scalers and the like, equal on all processes, by a name of yours. Names are the unsplit
+        model's. The checkpoint that is in `folder` is replaced once the new one is whole. Raises `SpecError` on all
+        processes where it cannot be written.
+        """
+        save_job(self, folder, also)
+
+    def load(self, folder: str | Path, *, also: Also = None) -> None:
+        """Go on from what `save` has written, in the layout in force; between steps, collective.
+
+        `also` gets what was saved under the same names. Works after a `StageFailed` too, while all processes are there.
+        Raises `SpecError` on all processes, with all as it was, for a checkpoint of another model or optimizer, and
+        for damaged or missing files.
+        """
+        load_job(self, folder, also)
+
     # --- switching --------------------------------------------------------------------------------------------
 
     def prepare(self, layout: Parallelism) -> None:
@@ -335,10 +357,24 @@ class Job:
         except TransitionError:
             self._groups.drop([self._state])  # it may be of no more use: another one is made the next time
             raise
-        self.layout, self._shards = self._next, _arranged(ready.target)
+        self.layout = self._next
+        self._in_force(ready.target)
         self._balance.learn([told for *_, told in every])
         self._balance.begin(pipe, self.layout)
         return done
+
+    def _in_force(self, target: Arrangement) -> None:
+        self._shards = target if isinstance(target, ShardedArrangement) else None
+
+    def _renew(self) -> None:
+        """Make all communicators anew: those from before a failure are of no use. Collective."""
+        self._preparing = None
+        met("loading after a failure", lambda: "", self._groups.timeout_s)
+        self._groups.close()
+        self._groups = Groups(self._groups.timeout_s)
+        self.pipeline.groups.enter(None)
+        met("making process groups", lambda: self._groups.make(self._wanted(self.layout)))
+        self.pipeline.groups.sit(self._seats(self.layout))
 
     def _wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
         """The groups of a job in this layout, in the order in which all processes make them."""
@@ -412,10 +448,6 @@ class Job:
         """End the job's threads and balancing. Its groups stay until the process group is destroyed."""
         self.pipeline.experts.release()
         self._groups.close()
-
-
-def _arranged(target: Arrangement | None) -> ShardedArrangement | None:
-    return target if isinstance(target, ShardedArrangement) else None
 
 
 def check(layout: Parallelism, model: PipelineModel, world: int) -> None:

@@ -27,18 +27,22 @@ _DTYPES = {f"torch.{name}": name for name in (*_NUMPY, "bfloat16")}
 _KEYS = str | int | float | bool | None
 
 
-def said(value: Any, what: str) -> Any:
-    """`value` in a form that JSON can hold; `meant` is the inverse. `SpecError`, with `what`, where there is none."""
+def said(value: Any, what: str, *, most_bytes: int = MOST_BYTES) -> Any:
+    """`value` in a form that JSON can hold; `meant` is the inverse. `SpecError`, with `what`, where there is none.
+
+    `most_bytes` is of one tensor.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [said(v, what) for v in value]
+        return [said(v, what, most_bytes=most_bytes) for v in value]
     if isinstance(value, tuple):
-        return {_TUPLE: [said(v, what) for v in value]}
+        return {_TUPLE: [said(v, what, most_bytes=most_bytes) for v in value]}
     if isinstance(value, Mapping) and all(isinstance(k, _KEYS) for k in value):
         if all(isinstance(k, str) for k in value) and value.keys().isdisjoint(_OURS):
-            return {k: said(v, f"{what}[{k!r}]") for k, v in value.items()}
-        return {_ENTRIES: [[k, said(v, f"{what}[{k!r}]")] for k, v in value.items()]}  # JSON's keys are strings
+            return {k: said(v, f"{what}[{k!r}]", most_bytes=most_bytes) for k, v in value.items()}
+        # JSON's keys are strings
+        return {_ENTRIES: [[k, said(v, f"{what}[{k!r}]", most_bytes=most_bytes)] for k, v in value.items()]}
     if not isinstance(value, Tensor) and hasattr(value, "item") and getattr(value, "shape", None) == ():
         return said(value.item(), what)  # a number of numpy's
     if not isinstance(value, Tensor) or value.is_meta:
@@ -46,12 +50,13 @@ def said(value: Any, what: str) -> Any:
             f"{what} is a {type(value).__name__}; expected numbers, strings, small tensors, and lists and dictionaries "
             "of them"
         )
-    if str(value.dtype) not in _DTYPES or value.numel() * value.itemsize > MOST_BYTES:
+    if str(value.dtype) not in _DTYPES or value.numel() * value.itemsize > most_bytes:
         raise SpecError(
-            f"{what} is a tensor of {value.dtype} {list(value.shape)}; expected at most {MOST_BYTES} bytes of "
+            f"{what} is a tensor of {value.dtype} {list(value.shape)}; expected at most {most_bytes} bytes of "
             f"{', '.join(_DTYPES)}"
         )
-    flat = value.detach().resolve_neg().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+    whole = value.detach().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+    flat = whole.reshape(-1).view(torch.uint8)
     return {_TENSOR: [str(value.dtype), list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]}
 
 
