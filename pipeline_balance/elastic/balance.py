@@ -67,8 +67,8 @@ class Balance:
     def learn(self, every: Sequence[Mapping[str, Any]]) -> None:
         """Keep what all processes have `told`."""
         found: dict[str, dict[int, Any]] = {}
-        for said in every:
-            for name, (group, memory) in said.items():
+        for row in every:
+            for name, (group, memory) in row.items():
                 found.setdefault(name, {})[group] = meant(memory)
         self._known |= {name: [groups[g] for g in sorted(groups)] for name, groups in found.items()}
 

@@ -136,8 +136,7 @@ class Job:
         if is_sharded(layout):  # begin with the model spread out, and go there
             layout = Parallelism(pp=min(layout.ranks, len(built[0].units)))
         self.layout = layout
-        self._plain = built[0]
-        self._shards: ShardedArrangement | None = None
+        self._plain, self._shards = built[0], _arranged(None)
         self._experts = has_experts(self._plain.root)
         met("making process groups", lambda: self._groups.make(self._wanted(layout)))
         seats = self._seats(layout)
@@ -255,18 +254,16 @@ class Job:
     def save(self, folder: str | Path, *, also: Also = None) -> None:
         """Write all that training goes on from, for any layout and number of processes; between steps, collective.
 
-        `also` holds schedulers, scalers and the like, equal on all processes, by a name of yours. Names are the unsplit
-        model's. The checkpoint that is in `folder` is replaced once the new one is whole. Raises `SpecError` on all
-        processes where it cannot be written.
+        `also` holds schedulers, scalers and the like, equal on all processes, by a name of yours. The checkpoint that
+        is in `folder` is replaced once the new one is whole. Raises `SpecError` on all processes where it cannot be.
         """
         save_job(self, folder, also)
 
     def load(self, folder: str | Path, *, also: Also = None) -> None:
-        """Go on from what `save` has written, in the layout in force; between steps, collective.
+        """Go on from what `save` has written, in the layout in force; collective, after a `StageFailed` too.
 
-        `also` gets what was saved under the same names. Works after a `StageFailed` too, while all processes are there.
-        Raises `SpecError` on all processes, with all as it was, for a checkpoint of another model or optimizer, and
-        for damaged or missing files.
+        `also` gets what was saved under the same names. Raises `SpecError` on all processes, with all as it was, for
+        a checkpoint of another model or optimizer, and for damaged or missing files.
         """
         load_job(self, folder, also)
 
@@ -357,24 +354,10 @@ class Job:
         except TransitionError:
             self._groups.drop([self._state])  # it may be of no more use: another one is made the next time
             raise
-        self.layout = self._next
-        self._in_force(ready.target)
+        self.layout, self._shards = self._next, _arranged(ready.target)
         self._balance.learn([told for *_, told in every])
         self._balance.begin(pipe, self.layout)
         return done
-
-    def _in_force(self, target: Arrangement) -> None:
-        self._shards = target if isinstance(target, ShardedArrangement) else None
-
-    def _renew(self) -> None:
-        """Make all communicators anew: those from before a failure are of no use. Collective."""
-        self._preparing = None
-        met("loading after a failure", lambda: "", self._groups.timeout_s)
-        self._groups.close()
-        self._groups = Groups(self._groups.timeout_s)
-        self.pipeline.groups.enter(None)
-        met("making process groups", lambda: self._groups.make(self._wanted(self.layout)))
-        self.pipeline.groups.sit(self._seats(self.layout))
 
     def _wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
         """The groups of a job in this layout, in the order in which all processes make them."""
@@ -448,6 +431,10 @@ class Job:
         """End the job's threads and balancing. Its groups stay until the process group is destroyed."""
         self.pipeline.experts.release()
         self._groups.close()
+
+
+def _arranged(target: Arrangement | None) -> ShardedArrangement | None:
+    return target if isinstance(target, ShardedArrangement) else None
 
 
 def check(layout: Parallelism, model: PipelineModel, world: int) -> None:

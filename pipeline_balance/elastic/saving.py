@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline_balance.elastic.balance import Balance
-from pipeline_balance.elastic.reshape import Reshaper
+from pipeline_balance.elastic.groups import Groups, met
+from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement
 from pipeline_balance.pipeline.agreement import from_all
 from pipeline_balance.pipeline.saved import Also, Checkpoint
 from prophet.errors import SpecError
@@ -38,7 +39,7 @@ def save_job(job: Job, folder: str | Path, also: Also) -> None:
 def load_job(job: Job, folder: str | Path, also: Also) -> None:
     """See `Job.load`."""
     if job.pipeline.failures.error is not None:
-        job._renew()
+        _renew(job)
     pipe, layout = job.pipeline, job.layout
     how = job._reseater(layout)
     target = job._arrangement(layout, layout.stage_map(len(pipe.model.units)), job._rules(layout))
@@ -53,9 +54,21 @@ def load_job(job: Job, folder: str | Path, also: Also) -> None:
 
     saved = pipe.load(how, target, folder, also=also, check=check, seed=lambda saved: saved.run[SEED])
     ready[0]()
-    job._in_force(target)
+    job._shards = target if isinstance(target, ShardedArrangement) else None
     job._balance.keep(saved.run[MEMORIES])
     job._balance.begin(pipe, layout)
+
+
+def _renew(job: Job) -> None:
+    """Make all communicators anew: those from before a failure are of no use. Collective."""
+    limit_s, pipe = job._groups.timeout_s, job.pipeline
+    met("loading after a failure", lambda: "", limit_s)
+    job._preparing = None
+    job._groups.close()
+    job._groups = Groups(limit_s)
+    pipe.groups.enter(None)
+    met("making process groups", lambda: job._groups.make(job._wanted(job.layout)), limit_s)
+    pipe.groups.sit(job._seats(job.layout))
 
 
 def _check(run: Mapping[str, Any], folder: str | Path) -> None:

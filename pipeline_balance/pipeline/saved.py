@@ -335,7 +335,7 @@ def _put_in_force(how: Reseater, target: Arrangement, change: Change, saved: Che
 
 
 def _fitting(how: Reseater, saved: Checkpoint, folder: Path, also: Mapping[str, Stateful]) -> Checkpoint:
-    """The checkpoint with the layers of this model; `SpecError` unless it is of this model, its optimizers and `also`."""
+    """The checkpoint with this model's layers; `SpecError` unless it is of this model, its optimizers and `also`."""
     owned, optimizers = how.mover.owned, how.mover.optimizers
     saved.stage_map.check_layers(how.now.stage_map.layers)
     missing = sorted(set(also) - set(saved.also))
