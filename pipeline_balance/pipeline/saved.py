@@ -12,10 +12,11 @@ import json
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from pipeline_balance.pipeline.agreement import from_all, refuse_where
@@ -71,6 +72,11 @@ class Checkpoint:
     progress: dict[str, Any]
     also: dict[str, Any]
     run: dict[str, Any]
+
+    def digest(self) -> int:
+        """A number for all that it says, equal on processes that have read the same."""
+        said = [getattr(self, f.name) for f in fields(self) if f.name not in ("tensors", "frozen")]
+        return number_of(repr([said, sorted(self.frozen)]))
 
 
 # --- what a checkpoint says ---
@@ -208,15 +214,14 @@ def save_state(
 
     def compare() -> dict[str, int]:
         layouts.append(how.held_by([row["tensors"] for row in every]))
-        layouts[0][1].check_complete()
-        mine, copied = layouts[0][1].on(here), _copied(layouts[0][1])
         scalars = dict[str, Any]()
         for row in reversed(every):
             scalars.update(row["scalars"])  # of the lowest process
         parts.update(tensors=rows_of(layouts[0][0].tensors), scalars=scalars)
         if len(json.dumps(parts)) > MAX_DESCRIPTION_BYTES - 100:
             raise SpecError(f"{folder}: a description of more than {MAX_DESCRIPTION_BYTES} bytes could not be read")
-        return {str(piece): digest_of([("", kept[0].tensors[piece.name])]) for piece in mine if piece in copied}
+        copied = _copied(layouts[0][1], here)
+        return {str(piece): digest_of([("", kept[0].tensors[piece.name])]) for piece in copied}
 
     _refuse_apart(agree("comparing copies", compare))
     space, layout = layouts[0]
@@ -235,13 +240,12 @@ def _agreement(how: Reseater) -> Agree:
     return agree
 
 
-def _copied(layout: Layout) -> set[Piece]:
-    """What several processes have."""
-    found, twice = set[Piece](), set[Piece]()
-    for rank in range(layout.ranks):
-        for piece in layout.on(rank):
-            (twice if piece in found else found).add(piece)
-    return twice
+def _copied(layout: Layout, rank: int) -> list[Piece]:
+    """What this process has, and others too."""
+    table, names = layout.table, layout.space.tensors
+    holders = np.diff(table.start)
+    shared = (int(k) for k in table.on(rank) if holders[k] > 1)
+    return [Piece(names[int(table.tensor[k])].name, table.box(k)) for k in shared]
 
 
 def _refuse_apart(every: list[dict[str, int]]) -> None:
@@ -287,9 +291,9 @@ def load_state(
             for piece in layout.on(here)
         }
         found.append((saved, files, state))
-        return [saved.step, saved.tensors.name]
+        return [saved.tensors.name, saved.digest()]
 
-    refuse_where(agree("reading a checkpoint", begin), "read a checkpoint of another step")
+    refuse_where(agree("reading a checkpoint", begin), "read another checkpoint")
     saved, files, state = found[0]
     with at_work(f"reading {folder}"):
         files.read(by_tensor(saved.space, state), folder, group=mover.groups.group)

@@ -177,6 +177,8 @@ def write(
 def _commit(target: Folder, number: int, description: Mapping[str, Any]) -> None:
     """Write torch's index a second time, with names as they are from outside of the tensors' folder; then switch."""
     tensors = target.tensors(number)
+    files = Files(tensors)
+    files.check(files.index)
     index = TensorReader(tensors).read_metadata()
     places = [
         WriteResult(key, at.length, dataclasses.replace(at, relative_path=f"{tensors.name}/{at.relative_path}"))
