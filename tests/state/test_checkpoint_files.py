@@ -54,8 +54,8 @@ def test_any_boxes_are_read_from_any_others(parts: int, dim: int, tmp_path: Path
 def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     saved(tmp_path)
     before = sorted(str(p) for p in tmp_path.rglob("*"))
-    half = {piece: t for piece, t in cut(2).items() if not piece.box.start[:1] == (0,)}
-    with pytest.raises(CheckpointError, match="validate"):  # torch's own check
+    half = {piece: t for piece, t in cut(2).items() if piece.box.start[:1] != (0,)}
+    with pytest.raises(CheckpointError, match=r"no file holds a\[0:4, 0:5\]"):
         write(tmp_path, 2, {}, by_tensor(SPACE, half), alone)
     assert sorted(str(p) for p in tmp_path.rglob("*")) == before
     assert read_description(tmp_path)["step"] == 1
@@ -91,7 +91,7 @@ def test_a_description_names_tensors_within_the_folder(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="files: expected the name of a folder of tensors"):
             tensors_of(tmp_path, {"files": name})
     (tmp_path / DESCRIPTION).write_text("{")
-    with pytest.raises(CheckpointError, match="training.json: expected a description"):
+    with pytest.raises(CheckpointError, match=r"training\.json: expected a description"):
         read_description(tmp_path)
     assert Boxes((2,), torch.float32).size() == (2,)
 
@@ -112,8 +112,9 @@ VALUE = {
 
 def test_values_come_back_from_words_as_they_were() -> None:
     found = meant(json.loads(json.dumps(said(VALUE, "it"))))
-    tensors, back = VALUE.pop("tensors"), found.pop("tensors")
-    assert found == VALUE
+    plain = dict(VALUE)
+    tensors, back = plain.pop("tensors"), found.pop("tensors")
+    assert found == plain
     assert type(found["betas"]) is tuple
     for a, b in zip(tensors, back, strict=True):
         assert a.dtype == b.dtype
