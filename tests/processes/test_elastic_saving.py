@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import prophet
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.leave.checkpoint import load_checkpoint, save_checkpoint
 from prophet.errors import SpecError, StageFailed
 from prophet.state.checkpoint_folder import DESCRIPTION
 from tests.helpers import elastic_experts
@@ -350,8 +351,11 @@ def _mistakes(rank: int, size: int, folder: str) -> dict[str, str]:
         options: dict[str, Any] = {"loss_fn": nn.functional.cross_entropy, "microbatches": 4}
         theirs = Job(build, other, Parallelism(), **options)
         said[what] = _refused(lambda theirs=theirs: theirs.load(path))  # type: ignore[misc]
+    save_checkpoint(job.pipeline, path / "pipeline", step=2, also={"it": beside})
+    load("of a pipeline", path / "pipeline")
+    assert load_checkpoint(job.pipeline, path).step == job.steps == 1  # a pipeline reads a job's
     job.load(path, also={"it": beside})
-    assert (job.steps, beside.state) == (1, 1)
+    assert (job.steps, job.data.position, beside.state) == (1, 24, 1)
     return said
 
 
@@ -374,6 +378,7 @@ EXPECTED = {
     "missing": "^rank 1: .*distcp: cannot be read",
     "rubbish": "rank 1: ",
     "payload": "^rank 1: .*an index has no os.makedirs; it was not run",
+    "of a pipeline": "run.position: expected a whole number, as job.save writes it, got None",
     "optimizer": r"expected the state of \['SGD'\], the checkpoint has that of \['AdamW'\]",
     "groups": "groups",
 }
