@@ -10,6 +10,7 @@ A new checkpoint takes the place of the one before at a single rename (`prophet.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -263,8 +264,11 @@ def _told(call: Callable[[], object], folder: Path) -> None:
     except CheckpointException as error:
         if not all(isinstance(caught, Exception) for caught, _ in error.failures.values()):
             raise  # somebody wants to end the program
-        found = [
-            f"rank {rank}: {f'{type(caught).__name__}: {caught}'[:_SHOWN_BYTES]}"
-            for rank, (caught, _) in sorted(error.failures.items())
-        ]
+        found = [f"rank {rank}: {_words(caught)}" for rank, (caught, _) in sorted(error.failures.items())]
         raise CheckpointError(f"{folder}: {'; '.join(found)}") from error
+
+
+def _words(error: BaseException) -> str:
+    """What went wrong; of a damaged tensor not torch's words, which advise to read the file without `weights_only`."""
+    said = "a stored tensor is damaged" if isinstance(error, pickle.UnpicklingError) else str(error)
+    return f"{type(error).__name__}: {said}"[:_SHOWN_BYTES]
