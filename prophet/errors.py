@@ -6,7 +6,7 @@ All of them carry one sentence that says what was expected, and where: rank, lay
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class PartialStateError(RuntimeError):
     """What is about to be written holds the experts of one rank only; the message says which call writes them all."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(SpecError):
     """A folder holds no checkpoint of this model and optimizer; the message names what differs."""
 
 
@@ -152,3 +152,9 @@ def no_such(kind: str, name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"there is no {kind} {name!r}{hint} (the {kind}s are {', '.join(known)})"
+
+
+def some(names: Iterable[str], shown: int = 4) -> str:
+    """The first names, and how many more there are."""
+    listed = sorted(names)
+    return ", ".join(listed[:shown]) + (f" and {len(listed) - shown} more" if len(listed) > shown else "")

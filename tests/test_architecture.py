@@ -59,7 +59,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.__main__": {"prophet.cli"},
     "prophet": _VALUES
     | {"prophet.ranks", "prophet.experts", "prophet.layer", "prophet.engine", "prophet.machine"}
-    | {"prophet.convert", "prophet.monitor"},
+    | {"prophet.convert", "prophet.monitor", "prophet.state"},
     "pipeline_balance.spec": _VALUES,
     "pipeline_balance.schedules": _VALUES | {"pipeline_balance.spec"},
     "pipeline_balance.maps": _VALUES | {"pipeline_balance.spec", "pipeline_balance.schedules"},
@@ -135,7 +135,7 @@ _PURE_MODULES = {
 _MAY_COMMUNICATE = {
     "prophet/ranks/process_group.py",
     "prophet/ranks/works.py",
-    "prophet/engine/checkpoint.py",  # torch's distributed checkpoint format
+    "prophet/state/checkpoint_files.py",  # torch's distributed checkpoint format
     "prophet/state/tensor_index.py",  # the same
     "pipeline_balance/pipeline/stages.py",
     "pipeline_balance/pipeline/executor.py",  # how torch splits a backward pass; sends nothing
@@ -143,7 +143,6 @@ _MAY_COMMUNICATE = {
     "pipeline_balance/elastic/sharded.py",  # torch's tensor parallelism and FSDP2 send what they must
     "pipeline_balance/elastic/holdings.py",  # reads shards off tensors; sends nothing
     "pipeline_balance/leave/membership.py",
-    "pipeline_balance/leave/checkpoint.py",  # torch's distributed checkpoint format
 }
 # Commands that start ranks play the user's program: one file starts and ends their process group, and everything in
 # between talks through a Collective.

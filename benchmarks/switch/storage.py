@@ -11,12 +11,10 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -29,16 +27,9 @@ from torch.distributed.checkpoint.planner import (
     LoadPlanner,
     SavePlan,
     SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
-
-from prophet.state.layout import Piece
-from prophet.state.space import Space
-from prophet.state.streams import torch_dtype
 
 PORT = 29611
 START_S = 30.0
@@ -174,71 +165,6 @@ class Client:
 
 
 # --- DCP's side ---
-
-
-class Boxes:
-    """What this rank holds of one tensor, for DCP: boxes by their offsets."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = torch.Size(shape), dtype
-        self.parts: dict[tuple[int, ...], Tensor] = {}
-
-    def size(self) -> torch.Size:
-        return self.shape
-
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=torch.Size(o), sizes=t.shape) for o, t in self.parts.items()]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return self.chunks()
-
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.chunks()
-        ]
-
-
-def state_dict_of(space: Space, state: Mapping[Piece, Tensor]) -> dict[str, Boxes]:
-    """A rank's pieces as DCP takes them."""
-    found: dict[str, Boxes] = {}
-    for piece, tensor in state.items():
-        spec = space[piece.name]
-        boxes = found.setdefault(piece.name, Boxes(spec.shape, torch_dtype(spec)))
-        boxes.parts[piece.box.start] = tensor
-    return found
-
-
-class BoxSavePlanner(DefaultSavePlanner):
-    """DCP's own planner (each box is written by one of its holders, evenly), which finds tensors in `Boxes`."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        return self.state_dict[index.fqn].parts[tuple(index.offset or ())]
-
-
-class BoxLoadPlanner(DefaultLoadPlanner):
-    """The same for reading."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        self.original_state_dict = self.state_dict = state_dict  # as it is: torch's own copies what it does not know
-        self.metadata, self.is_coordinator = metadata, is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        found: Tensor = self.state_dict[index.fqn].parts[tuple(index.offset or ())]
-        return found
 
 
 def _key(index: MetadataIndex) -> str:

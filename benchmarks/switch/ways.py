@@ -18,8 +18,9 @@ import torch
 import torch.distributed.checkpoint
 from torch import Tensor
 
-from benchmarks.switch.storage import BoxLoadPlanner, BoxSavePlanner, Client, SocketReader, SocketWriter, state_dict_of
+from benchmarks.switch.storage import Client, SocketReader, SocketWriter
 from prophet.ranks.collective import Collective, Operation
+from prophet.state.checkpoint_files import LoadPlanner, SavePlanner, by_tensor
 from prophet.state.layout import Piece
 from prophet.state.route import Route, Transfer, route
 from prophet.state.space import Box
@@ -291,10 +292,10 @@ def dcp_behind_links(s: Setting) -> Done:
     assert s.client is not None
     client, space = s.client, s.route.space
     client.written_bytes = client.read_bytes = 0
-    dcp.save(state_dict_of(space, s.state), storage_writer=SocketWriter(client), planner=BoxSavePlanner())
+    dcp.save(by_tensor(space, s.state), storage_writer=SocketWriter(client), planner=SavePlanner())
     written = client.written_bytes
     new = _fresh(s)
-    dcp.load(state_dict_of(space, new), storage_reader=SocketReader(client), planner=BoxLoadPlanner())
+    dcp.load(by_tensor(space, new), storage_reader=SocketReader(client), planner=LoadPlanner())
     return Done(state=new, phases=[(written, 0), (0, client.read_bytes)])
 
 
@@ -303,8 +304,8 @@ def dcp_local(s: Setting) -> Done:
     assert s.folder is not None
     space, new = s.route.space, _fresh(s)
     writer = dcp.FileSystemWriter(s.folder, overwrite=True)
-    dcp.save(state_dict_of(space, s.state), storage_writer=writer, planner=BoxSavePlanner())
-    dcp.load(state_dict_of(space, new), storage_reader=dcp.FileSystemReader(s.folder), planner=BoxLoadPlanner())
+    dcp.save(by_tensor(space, s.state), storage_writer=writer, planner=SavePlanner())
+    dcp.load(by_tensor(space, new), storage_reader=dcp.FileSystemReader(s.folder), planner=LoadPlanner())
     return Done(state=new, phases=[(0, 0)])
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.pipeline.trainer import ElasticPipeline
@@ -20,6 +18,10 @@ from prophet.engine.engine import Engine
 from prophet.errors import SpecError
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import process_rank
+from prophet.state.words import meant, said
+
+_MOST_BYTES = 1 << 28  # of one tensor that is told
+_MEMORY = {"ranks", "step", "plan", "history"}
 
 BalanceConfig = EngineConfig | Callable[[Parallelism], EngineConfig]
 
@@ -60,15 +62,27 @@ class Balance:
         if self.engine is None or place is None or place.ep:
             return {}
         every = zip(self._layers, memories(self.engine), strict=True)
-        return {name: [place.edp, _packed(memory)] for name, memory in every}
+        return {name: [place.edp, said(memory, name, most_bytes=_MOST_BYTES)] for name, memory in every}
 
     def learn(self, every: Sequence[Mapping[str, Any]]) -> None:
         """Keep what all processes have `told`."""
         found: dict[str, dict[int, Any]] = {}
-        for said in every:
-            for name, (group, memory) in said.items():
-                found.setdefault(name, {})[group] = _unpacked(memory)
+        for row in every:
+            for name, (group, memory) in row.items():
+                found.setdefault(name, {})[group] = meant(memory)
         self._known |= {name: [groups[g] for g in sorted(groups)] for name, groups in found.items()}
+
+    def kept(self) -> dict[str, Any]:
+        """All that is known, as a checkpoint says it."""
+        return {name: [said(m, name, most_bytes=_MOST_BYTES) for m in every] for name, every in self._known.items()}
+
+    def keep(self, kept: Mapping[str, Any]) -> None:
+        """Know this and nothing else. Raises `SpecError`, nothing changed, for what `kept` did not say."""
+        known = {name: [meant(memory) for memory in every] for name, every in kept.items() if isinstance(every, list)}
+        for name, every in known.items():
+            if not all(isinstance(m, dict) and set(m) == _MEMORY and type(m["step"]) is int for m in every):
+                raise SpecError(f"what balancing remembers of {name}: expected {sorted(_MEMORY)} of every group")
+        self._known = known
 
     def begin(self, pipeline: ElasticPipeline, layout: Parallelism) -> None:
         """Balance the layers that share experts here in the layout in force; collective over all processes.
@@ -89,7 +103,7 @@ class Balance:
                 self._layers = [names[id(layer)] for layer in self.engine.layers]
                 assert place is not None
                 carry(self.engine, [self._known.get(n, []) for n in self._layers], place.edp, layout.edp)
-            except (RuntimeError, ValueError, TypeError) as error:
+            except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
             return self.engine
 
@@ -100,20 +114,3 @@ class Balance:
             pipeline.experts.release()
             self.engine = None
             raise SpecError(f"the job is in {layout}, but its experts are not balanced: {in_words(every)}")
-
-
-def _packed(value: Any) -> Any:
-    """What JSON can say of numbers and tensors in dictionaries."""
-    if isinstance(value, Tensor):
-        data = base64.b64encode(value.contiguous().numpy().tobytes()).decode()
-        return {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape), "data": data}
-    return {k: _packed(v) for k, v in value.items()} if isinstance(value, Mapping) else value
-
-
-def _unpacked(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    if set(value) == {"dtype", "shape", "data"}:
-        data = bytearray(base64.b64decode(value["data"]))
-        return torch.frombuffer(data, dtype=getattr(torch, value["dtype"])).reshape(value["shape"])
-    return {k: _unpacked(v) for k, v in value.items()}

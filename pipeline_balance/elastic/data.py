@@ -9,7 +9,7 @@ Shape legend: B rows of a global batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -37,6 +37,14 @@ class GlobalBatches(ABC):
     @abstractmethod
     def advance(self) -> None:
         """The next batch has been used."""
+
+    def reach(self, position: int) -> Callable[[], None]:
+        """What goes to the batch that begins at `position` when it is called. Raises `SpecError` if there is none."""
+
+        def go() -> None:
+            self.position = position
+
+        return go
 
 
 class Batches(GlobalBatches):
@@ -74,7 +82,7 @@ class Batches(GlobalBatches):
 class Stream(GlobalBatches):
     """Batches as an iterable gives them, the same on every process, such as a DataLoader with a fixed seed.
 
-    It is begun anew where it ends.
+    It is begun anew where it ends, and to go to another position: it must then give the same batches again.
     """
 
     def __init__(self, batches: Iterable[Any]) -> None:
@@ -96,6 +104,20 @@ class Stream(GlobalBatches):
         if self._next is None:
             raise SpecError("data has no batch")
         return self._next
+
+    def reach(self, position: int) -> Callable[[], None]:
+        other = Stream(self.batches)
+        if position == self.position:
+            return lambda: None
+        if position and iter(self.batches) is self.batches:
+            raise SpecError(
+                f"data is an iterator, which cannot begin anew to go to sample {position}: give the job what it is of"
+            )
+        while other.position < position:
+            other.advance()
+        if other.position > position:
+            raise SpecError(f"no batch of data begins at sample {position}: one ends at {other.position}")
+        return lambda: self.__dict__.update(vars(other))
 
     def rows(self) -> int:
         return rows_of(self._peek()[0])

@@ -149,6 +149,9 @@ class ExpertReseater(Reseater):
             return whole
         return held
 
+    def shapes(self) -> dict[str, Shape]:
+        return super().shapes() | {name: stack.shape for name, stack in stacks(self._owned.model.root).items()}
+
     def _described(self, held: Held) -> Held:
         """What is held as boxes of whole tensors."""
         stacked = stacks(self._owned.model.root)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from numbers import Integral
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -32,6 +33,7 @@ from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, describe, is_sharded, mesh_axes, shards_in
+from pipeline_balance.elastic.saving import load_job, save_job
 from pipeline_balance.elastic.sharded import check_shardable
 from pipeline_balance.elastic.styles import rules_for, styles_of
 from pipeline_balance.pipeline.adapter import TransformersModel
@@ -41,6 +43,7 @@ from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
+from pipeline_balance.pipeline.saved import Also
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import Seats, alone
 from pipeline_balance.pipeline.trainer import ElasticPipeline
@@ -251,6 +254,22 @@ class Job:
         assert isinstance(reseater, ExpertReseater)
         with pipe.failures.during(f"collecting the model before step {self.steps}", pipe.stage_map):
             return reseater.whole_state(self._groups.get(*self._state), first)
+
+    def save(self, folder: str | Path, *, also: Also = None) -> None:
+        """Write all that training goes on from, for any layout and number of processes; between steps, collective.
+
+        `also` holds schedulers, scalers and the like, equal on all processes, by a name of yours. The checkpoint that
+        is in `folder` is replaced once the new one is whole. Raises `SpecError` on all processes where it cannot be.
+        """
+        save_job(self, folder, also)
+
+    def load(self, folder: str | Path, *, also: Also = None) -> None:
+        """Go on from what `save` has written, in the layout in force; collective, after a `StageFailed` too.
+
+        `also` gets what was saved under the same names. Raises `SpecError` on all processes, with all as it was, for
+        a checkpoint of another model or optimizer, and for damaged or missing files.
+        """
+        load_job(self, folder, also)
 
     # --- switching --------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from prophet.errors import TransitionError
 from prophet.ranks.collective import Collective
 from prophet.state.layout import Layout, layout_from
 from prophet.state.space import Box, Space
-from prophet.state.transition import Moved
+from prophet.state.transition import Moved, State
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +199,12 @@ class Reshaper(Reseater):
         way, scalars = super()._agreed_way(held, target, collective, way)
         self._space = way.route.space
         return way, scalars
+
+    def filled(
+        self, target: Arrangement, space: Space, state: State, scalars: Mapping[str, Any], config: Any
+    ) -> tuple[Stages, Change]:
+        self._space = space
+        return super().filled(target, space, state, scalars, config)
 
     def _assembled(
         self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int, config: Any

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,16 +140,22 @@ def actions_of(executor: Executor | None, *, trains: bool) -> Callable[[Passing]
     return actions
 
 
-def from_all(attempt: Callable[[], Any], collective: Collective, device: torch.device, op: Operation) -> list[Any]:
+def from_all(
+    attempt: Callable[[], Any], collective: Collective, device: torch.device, op: Operation, *, waits: bool = False
+) -> list[Any]:
     """What `attempt` returns on every rank, by rank, as JSON says it; collective.
 
-    Where it fails on a rank, all ranks raise `SpecError` with that rank and its reason.
+    With `waits`, it may take as long as it takes on some ranks. Where it fails on a rank, all ranks raise `SpecError`
+    with that rank and its reason.
     """
     found, failed = None, None
     try:
-        found = attempt()
+        with at_work(str(op)) if waits else nullcontext():
+            found = attempt()
     except Exception as error:
         failed = error
+    if waits:
+        collective.meet(op)
     every = gather_json([_words(failed), found], collective, device, op)
     _refuse(failed, [words for words, _ in every])
     return [value for _, value in every]
@@ -159,15 +166,7 @@ def write_alone(write: Callable[[], None], what: str, collective: Collective, de
 
     Where it fails, all ranks raise `SpecError` with the reason.
     """
-    failed: Exception | None = None
-    if collective.rank == 0:
-        try:
-            with at_work(what):
-                write()
-        except Exception as error:
-            failed = error
-    collective.meet(Operation(what))
-    _refuse(failed, gather_json(_words(failed), collective, device, Operation(what)))
+    from_all(lambda: write() if collective.rank == 0 else None, collective, device, Operation(what), waits=True)
 
 
 def _words(failed: Exception | None) -> str:

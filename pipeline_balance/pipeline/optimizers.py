@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from pipeline_balance.pipeline.ownership import number_of
 from prophet.errors import SpecError
+from prophet.state.words import meant, said
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[NamedParameters], Optimizer | Sequence[Optimizer]]
@@ -121,6 +122,8 @@ class Optimizers:
                 if a != b:
                     differ = sorted(set(a) ^ set(b))[:3] or a[:3]
                     raise SpecError(f"group {g} of optimizer {o} holds other parameters than the saved one: {differ}")
+                for name, words in options[o][g]["options"].items():
+                    _check_option(f"{name} of group {g} of optimizer {o}", self.all[o].param_groups[g].get(name), words)
 
     def set_options(self, options: list[list[dict[str, Any]]]) -> None:
         """Take over the groups' options, as `options` gave them and `check` has passed them."""
@@ -128,37 +131,22 @@ class Optimizers:
             for group, given in zip(optimizer.param_groups, groups, strict=True):
                 for name, words in given["options"].items():
                     value = meant(words)
-                    if isinstance(group.get(name), Tensor) and isinstance(value, Tensor):
-                        group[name].copy_(value)
+                    if isinstance(group.get(name), Tensor):
+                        group[name].copy_(torch.as_tensor(value))
                     else:
                         group[name] = value
 
 
-def said(value: Any, what: str) -> Any:
-    """`value` as JSON can say it: numbers, words, None, lists, tuples, dictionaries and small tensors of them."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor) and not value.is_meta:
-        return {"tensor": value.tolist(), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, tuple):
-        return {"tuple": [said(v, what) for v in value]}
-    if isinstance(value, list):
-        return [said(v, what) for v in value]
-    if isinstance(value, Mapping):
-        return {"items": [[said(k, what), said(v, what)] for k, v in value.items()]}
-    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy's
-        return value.item()
-    raise SpecError(f"{what} is a {type(value).__name__}, which cannot be saved: expected numbers, words or tensors")
-
-
-def meant(value: Any) -> Any:
-    """Reverse of `said`."""
-    if isinstance(value, list):
-        return [meant(v) for v in value]
-    if isinstance(value, dict):
-        if "tensor" in value:
-            return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
-        if "tuple" in value:
-            return tuple(meant(v) for v in value["tuple"])
-        return {meant(k): meant(v) for k, v in value["items"]}
-    return value
+def _check_option(what: str, now: Any, words: Any) -> None:
+    """Raise `SpecError` unless a saved option can take the place of the one in force."""
+    try:
+        value = meant(words)
+    except SpecError as error:
+        raise SpecError(f"{what}: {error}") from error
+    if isinstance(now, Tensor) and isinstance(value, Tensor):
+        fits = now.shape == value.shape
+    else:
+        number = isinstance(now, Tensor) or type(now) in (int, float)
+        fits = not number or isinstance(value, Tensor) or type(value) in (int, float)
+    if not fits:
+        raise SpecError(f"{what}: expected a value like {now!r:.60}, the saved one is {value!r:.60}")

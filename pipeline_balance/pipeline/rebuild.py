@@ -234,26 +234,6 @@ class StateMover:
             space, scalars = share(held, groups.world, self.device, WHOLE)
         return held, self._route(space, before, stage_map), scalars
 
-    def adopt(
-        self, stage_map: StageMap, state: State, scalars: Mapping[str, Any], before: Callable[[], None] | None = None
-    ) -> Stages:
-        """The stages of `stage_map` with this state, named as `collect` does; collective, all or nothing.
-
-        `before` checks more on this rank; what it raises is told to all ranks.
-        """
-
-        def assemble() -> tuple[Stages, Change]:
-            if before is not None:
-                before()
-            return self.assemble(stage_map, state, scalars, None)
-
-        found: tuple[Stages, Change] | str = self.attempt(assemble)
-        self._agree(found)
-        assert isinstance(found, tuple)
-        stages, change = found
-        change.make()
-        return stages
-
     def drop(self) -> None:
         """Forget state whose memory is gone: parameters and buffers go to `meta`, so that using one is an error."""
         self.owned.keep_only(())

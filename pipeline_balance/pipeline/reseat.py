@@ -30,7 +30,7 @@ from prophet.ranks.collective import Collective, Operation
 from prophet.state.layout import Layout, whole_tensors
 from prophet.state.route import Route, route
 from prophet.state.space import Space, TensorSpec
-from prophet.state.transition import Mode, Moved, transition
+from prophet.state.transition import Mode, Moved, State, transition
 
 DECISION = Operation("deciding on a switch")
 
@@ -99,16 +99,24 @@ class Reseater:
     def way(self, specs: Sequence[TensorSpec], target: Arrangement, collective: Collective) -> Way:
         """The route from what is in force to `target`; collective, in any thread."""
         every = gather_json(rows_of(specs), collective, self.mover.device, Operation("describing state"))
+        space, before = self.held_by(every)
+        after = self.layout(space, target, collective.size)
+        return Way(specs=tuple(specs), route=route(before, after, nodes=target.nodes))
+
+    def held_by(self, every: Sequence[Sequence[Any]]) -> tuple[Space, Layout]:
+        """The space of what all processes say they hold (`rows_of`), and who holds what in force.
+
+        Raises `TransitionError` where a process lacks something that it should hold.
+        """
         space = space_of([row for rows in every for row in rows])
-        before = self.layout(space, None, collective.size)
+        before = self.layout(space, None, len(every))
         for rank, described in enumerate(every):
             lacks = {piece.name for piece in before.on(rank)} - {row[0] for row in described}
             if lacks:
                 raise TransitionError(
                     f"rank {rank} does not keep {min(lacks)}, which others do: keep it on every replica"
                 )
-        after = self.layout(space, target, collective.size)
-        return Way(specs=tuple(specs), route=route(before, after, nodes=target.nodes))
+        return space, before
 
     def layout(self, space: Space, target: Arrangement | None, processes: int) -> Layout:
         """Who holds what in `target`; with None, what is in force."""
@@ -217,6 +225,35 @@ class Reseater:
             peak_bytes=moved.peak_bytes + beside_bytes,
         )
 
+    def told_numbers(self, held: Held) -> dict[str, Any]:
+        """The plain numbers that this process tells all others: those of parameters that it updates."""
+        groups, owners = self.mover.groups, self.passes.owners
+        here, rank = groups.world.rank, groups.rank
+        return {n: v for n, v in held.scalars.items() if here in owners.updaters(base_name(n), rank)}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of all parameters and buffers."""
+        owned = self.mover.owned
+        found = {name: tuple(p.shape) for name, p in owned.parameters.items()}
+        return found | {name: tuple(b.tensor.shape) for name, b in owned.buffers.items()}
+
+    def filled(
+        self, target: Arrangement, space: Space, state: State, scalars: Mapping[str, Any], config: Any
+    ) -> tuple[Stages, Change]:
+        """The stages of `target` with a state that has come from elsewhere, all checked; nothing is in force yet."""
+        came = Moved(
+            state=dict(state),
+            sent_bytes=0,
+            received_bytes=0,
+            buffer_bytes=0,
+            new_state_bytes=0,
+            peak_bytes=0,
+            messages=0,
+            seconds=0,
+        )
+        place = target.seats.grid.pipeline_rank_of(self.mover.groups.world.rank)
+        return self._assembled(target, came, scalars, place, config)
+
     def _assembled(
         self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int, config: Any
     ) -> tuple[Stages, Change]:
@@ -234,11 +271,9 @@ class Reseater:
     ) -> tuple[Way, dict[str, Any]]:
         """The route, and the plain numbers that travel in words: of the lowest process that updates their parameter."""
         specs = held.specs if isinstance(held, Held) else []
-        groups, owners = self.mover.groups, self.passes.owners
-        scalars = held.scalars.items() if isinstance(held, Held) else ()
         said = {
             "problem": held if isinstance(held, str) else "",
-            "scalars": {n: v for n, v in scalars if groups.world.rank in owners.updaters(base_name(n), groups.rank)},
+            "scalars": self.told_numbers(held) if isinstance(held, Held) else {},
             "ready": way is not None and way.specs == tuple(specs),
         }
         every = gather_json(said, collective, self.mover.device, Operation("beginning a switch"))

@@ -6,7 +6,7 @@ state to another map, `agreement` compares ranks before a step, and this module 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +36,14 @@ from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
 from pipeline_balance.pipeline.replicas import check_units
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
+from pipeline_balance.pipeline.saved import Checkpoint, load_state, save_state
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder
-from pipeline_balance.pipeline.training_state import Held, collect
+from pipeline_balance.pipeline.training_state import Held
 from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import LayerCost, StageMap
 from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
-from prophet.state.transition import State
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -417,13 +417,30 @@ class ElasticPipeline:
         self.meter.reset()
         return done
 
-    def held(self) -> Held:
-        """This rank's state without gradients, as it is saved. Raises `SpecError` where replicas have come apart."""
-        self.experts.check_static("gather or save a model")
-        self._check_unsharded("save or load a checkpoint")
-        self._passes.read_model()
-        self.mover.check_replicas(self.stage_map)
-        return collect(self.owned, self.optimizers, self.stage_map.layers_on(self.rank), gradients=False)
+    @together("saving before step")
+    def save(self, how: Reseater, folder: str | Path, **given: Any) -> None:
+        """Write the state that `how` would move to `folder`: see `save_state`. Collective."""
+        self._check_static(how)
+        save_state(how, Path(folder), **given)
+
+    @together("loading before step")
+    def load(self, how: Reseater, target: Arrangement, folder: str | Path, **given: Any) -> Checkpoint:
+        """Go to the arrangement `target` with the state in `folder`: see `load_state`. Collective."""
+        self._check_static(how)
+        self._stages, saved = load_state(how, target, Path(folder), **given)
+        self.meter.reset()
+        return saved
+
+    def in_force(self) -> Arrangement:
+        """Who runs what now."""
+        microbatches = self.config.microbatches
+        return Arrangement(
+            seats=self.groups.seats, stage_map=self.stage_map, owners=self.owners, microbatches=microbatches
+        )
+
+    def _check_static(self, how: Reseater) -> None:
+        if not how.moves_experts:
+            self.experts.check_static("save or load a checkpoint")
 
     def _check_unsharded(self, what: str, *, owners: bool = True) -> None:
         if self._passes.owners.sharded or (owners and self._passes.owners.zero):
@@ -431,28 +448,6 @@ class ElasticPipeline:
                 f"a pipeline cannot {what} in shards or while optimizer state has owners (zero=1): switch to zero=0 "
                 "without tp first"
             )
-
-    @together("loading before step")
-    def adopt(
-        self,
-        state: State,
-        scalars: Mapping[str, Any],
-        frozen: Collection[str],
-        options: list[list[dict[str, Any]]],
-        progress: dict[str, Any],
-    ) -> None:
-        """Go on with this state of the map in force, named as `held` does; collective."""
-        taken = Progress()
-
-        def check() -> None:
-            taken.take(progress)
-            self.optimizers.check(options, self.owned.parameters)
-
-        self._stages = self.mover.adopt(self.stage_map, state, scalars, check)
-        self.optimizers.set_options(options)
-        for name, parameter in self.owned.parameters.items():
-            parameter.requires_grad_(name not in frozen)
-        self._passes.resume(taken)
 
     # --- changing groups --------------------------------------------------------------------------------------
 

@@ -13,8 +13,7 @@ from torch import nn
 from prophet.convert.lora_layer import lora_layers, reading_adapters, with_wrappers
 from prophet.convert.routed import converted
 from prophet.convert.state import load_original_state_dict, original_state_dict
-from prophet.engine.checkpoint import some
-from prophet.errors import CheckpointError, ConversionError, PartialStateError
+from prophet.errors import CheckpointError, ConversionError, PartialStateError, some
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import at_work, collective_for, meet, process_rank, processes, roll_call
 

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from prophet.convert.routed import RoutedExperts, block_of, converted
-from prophet.engine.checkpoint import some
-from prophet.errors import ConversionError
+from prophet.errors import ConversionError, some
 from prophet.ranks.collective import Operation
 from prophet.ranks.process_group import cut_like, roll_call
 

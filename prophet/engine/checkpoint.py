@@ -2,9 +2,9 @@
 
 Every expert has entries of its own under its global number, for its parameters and for its optimizer state, so that
 any rank can read any expert. The other parameters are entries as they are: whole, or a DTensor that FSDP has cut.
-Tensors are in torch's distributed checkpoint format (`torch.distributed.checkpoint`, DCP): each is written once, by
-one of the ranks that have it, and every rank reads only what it needs. `training.json` beside them says what they are.
-A save that is interrupted leaves the checkpoint that was in the folder before (`prophet.engine.checkpoint_folder`).
+Each tensor is written once, by one of the ranks that have it, and every rank reads only what it needs
+(`prophet.state.checkpoint_files`). `training.json` beside them says what they are. A save that is interrupted leaves
+the checkpoint that was in the folder before.
 
 Nothing that stands in a checkpoint is run: `prophet.state.tensor_index` reads torch's index, which is a pickle.
 
@@ -13,7 +13,6 @@ Shape legend: m experts per rank.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import secrets
 from collections.abc import Callable, Iterator, Mapping
@@ -23,27 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
-from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
-from torch.distributed.checkpoint.storage import WriteResult
 
 from prophet.engine.checkpoint_experts import ExpertStates, counts_on_device, entries_of
-from prophet.engine.checkpoint_folder import DESCRIPTION, Folder
-from prophet.engine.checkpoint_json import FORMAT, as_given, misfit, plain
+from prophet.engine.checkpoint_json import FORMAT, meant_by, misfit
 from prophet.engine.expert_state import banks_of, patterns, shares_of, split_state
-from prophet.engine.shared_errors import failure_of, limit_of, short, together
-from prophet.errors import CheckpointError
-from prophet.files import read_bytes
-from prophet.ranks.process_group import at_work, process_rank, processes
+from prophet.engine.shared_errors import limit_of, together
+from prophet.errors import CheckpointError, some
+from prophet.ranks.process_group import at_work
 from prophet.spec import digest, odd_ones_out
-from prophet.state.tensor_index import TensorReader
+from prophet.state.checkpoint_files import Agree, Files, write
+from prophet.state.checkpoint_folder import DESCRIPTION, MAX_DESCRIPTION_BYTES, read_description, tensors_of
+from prophet.state.words import said as words
 
-MAX_DESCRIPTION_BYTES = 1 << 28
 # how an optimizer computes is the reading one's own choice
 NOT_SETTINGS = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
-_SHOWN = 4  # names in a message
 
 
 def save(
@@ -67,42 +59,46 @@ def save(
     it, and raise `PeerLost` where it has ended.
     """
     folder, limit_s = Path(folder), limit_of(model)
-    text = ""
-    entries: dict[str, Any] = {}
-    error: Exception | None = None
-    try:
-        text, entries = _describe(model, optimizer, extra)
-    except (ValueError, RuntimeError) as caught:
-        error = caught
-    numbers = (digest(np.frombuffer(text.encode(), np.uint8)), secrets.randbits(48))
-    said = together("comparison of optimizers", folder, error, numbers, timeout_s=limit_s)
-    differ = odd_ones_out(said[:, 0])
+    agree = _agreement(folder, limit_s)
+    described: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def describe() -> list[int]:
+        described.append(_describe(model, optimizer, extra))
+        text = json.dumps(described[0][0], sort_keys=True)  # ranks may list parameters in another order
+        if len(text) > MAX_DESCRIPTION_BYTES:  # it is ASCII
+            raise ValueError(
+                f"the description takes {len(text)} bytes, {MAX_DESCRIPTION_BYTES} can be read: put less into `extra`"
+            )
+        return [int(digest(np.frombuffer(text.encode(), np.uint8))), secrets.randbits(48)]
+
+    every = agree("comparison of optimizers", describe)
+    differ = odd_ones_out(np.array([text for text, _ in every], dtype=np.int64))
     if differ:
         raise RuntimeError(
             f"the optimizer's settings or steps, or `extra`, of process(es) {differ} differ from the other processes': "
             f"the same parameters must have been trained on all of them"
         )
-    number = int(said[0, 1])
-    target = Folder(folder, lambda: _current_tensors(folder))
-    writer = process_rank() == 0
-    with at_work(f"writing {folder}"):
-        error = failure_of(lambda: target.begin(number), run=writer)
-        together("start of a checkpoint", folder, error, timeout_s=limit_s)
+    write(folder, every[0][1], *described[0], agree)
+
+
+def _agreement(folder: Path, limit_s: float) -> Agree:
+    """How processes agree about `folder`: the one that fails raises its own error, others one that has its text."""
+
+    def agree(what: str, call: Callable[[], Any]) -> list[Any]:
+        value: Any = None
+        error: Exception | None = None
         try:
-            tensors = _Writer(target.tensors(number))
-            _named(lambda: save_tensors(entries, storage_writer=tensors, no_dist=processes() == 1), folder)
-        except (CheckpointError, RuntimeError, OSError) as caught:
+            value = call()
+        except (ValueError, RuntimeError, OSError) as caught:
             error = caught
-        if error is None and writer:
-            error = failure_of(lambda: _commit(target, number, text))
-        if error is not None and writer:
-            target.give_up()
-        together("end of a checkpoint", folder, error, timeout_s=limit_s)
+        return together(what, folder, error, value, timeout_s=limit_s)
+
+    return agree
 
 
 def _describe(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any] | None
-) -> tuple[str, dict[str, Any]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The description, the same on all processes but for what differs by mistake, and this process's entries."""
     described = Training(model, optimizer)
     entries: dict[str, Any] = dict(described.model_entries())
@@ -124,46 +120,14 @@ def _describe(
         elif state:
             states[name], found = described.state_entries(name, p, state)
             entries |= found
-    text = json.dumps(
-        {
-            "format": FORMAT,
-            "optimizer": None if optimizer is None else type(optimizer).__name__,
-            "groups": groups,
-            "states": states,
-            "extra": plain(dict(extra or {}), "extra"),
-        },
-        sort_keys=True,  # ranks may list parameters in another order
-    )
-    if len(text) > MAX_DESCRIPTION_BYTES:  # it is ASCII
-        raise ValueError(
-            f"the description takes {len(text)} bytes, {MAX_DESCRIPTION_BYTES} can be read: put less into `extra`"
-        )
+    text = {
+        "format": FORMAT,
+        "optimizer": None if optimizer is None else type(optimizer).__name__,
+        "groups": groups,
+        "states": states,
+        "extra": words(dict(extra or {}), "extra"),
+    }
     return text, entries
-
-
-class _Writer(FileSystemWriter):
-    """Torch's, which says "unexpected pos" where a disk is full."""
-
-    def write_data(self, plan: Any, planner: Any) -> Any:
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or cause.__context__
-            raise cause or error from error
-
-
-def _commit(target: Folder, number: int, text: str) -> None:
-    """Write torch's index a second time, with names as they are from outside of the tensors' folder; then switch."""
-    tensors = target.tensors(number)
-    index = TensorReader(tensors).read_metadata()
-    places = [
-        WriteResult(key, at.length, dataclasses.replace(at, relative_path=f"{tensors.name}/{at.relative_path}"))
-        for key, at in index.storage_data.items()
-    ]
-    FileSystemWriter(target.index_from_outside(number)).finish(index, [places])
-    target.commit(number, json.dumps({**json.loads(text), "tensors": tensors.name}, sort_keys=True).encode())
 
 
 def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -177,16 +141,13 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
     folder = Path(folder)
     plan = _Reading()
     with at_work(f"reading {folder}"):
-        error = failure_of(lambda: plan.prepare(folder, model, optimizer))
-        limit_s = limit_of(model)
-        together("reading of a checkpoint", folder, error, timeout_s=limit_s)
-        alone = processes() == 1
+        agree = _agreement(folder, limit_of(model))
+        agree("reading of a checkpoint", lambda: plan.prepare(folder, model, optimizer))
         if plan.experts is not None:
-            experts = plan.experts
-            plan.entries |= experts.entries
-            _named(lambda: load_tensors(experts.numbers, storage_reader=plan.reader, no_dist=alone), folder)
-            together("reading of experts' steps", folder, failure_of(experts.settle), timeout_s=limit_s)
-        _named(lambda: load_tensors(plan.entries, storage_reader=plan.reader, no_dist=alone), folder)
+            plan.entries |= plan.experts.entries
+            plan.files.read(plan.experts.numbers, folder)
+            agree("reading of experts' steps", plan.experts.settle)
+        plan.files.read(plan.entries, folder)
     if optimizer is not None:
         for group, new in zip(optimizer.param_groups, plan.settings, strict=True):
             _apply_settings(group, new)
@@ -200,8 +161,9 @@ def load(folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer 
 class _Reading:
     """What `load` reads, and where it goes."""
 
+    files: Files
+
     def __init__(self) -> None:
-        self.tensors = Path()
         self.entries: dict[str, Any] = {}
         self.trained: list[Tensor] = []
         self.states: dict[int, dict[str, Any]] = {}
@@ -214,14 +176,19 @@ class _Reading:
         said = _read_description(folder)
         described = Training(model, optimizer)
         self.entries.update(described.model_entries())
-        self.tensors, self.extra = folder / said["tensors"], said["extra"]
-        self.reader = TensorReader(self.tensors)
-        metadata = self.reader.read_metadata()
-        _check_files(self.tensors, metadata.storage_data)
-        index = metadata.state_dict_metadata
+        self.extra = said["extra"]
+        self.files = Files(tensors_of(folder, said))
+        index = self.files.index
         _check_model(folder, index, self.entries, described)
-        if optimizer is None:
-            return
+        if optimizer is not None:
+            self._prepare_optimizer(folder, said, optimizer, described)
+        wanted = self.experts
+        self.files.check([*self.entries, *(wanted.numbers if wanted else ()), *(wanted.entries if wanted else ())])
+
+    def _prepare_optimizer(
+        self, folder: Path, said: Mapping[str, Any], optimizer: torch.optim.Optimizer, described: Training
+    ) -> None:
+        index = self.files.index
         self.settings = _saved_settings(folder, said, optimizer, described)
         self.experts = ExpertStates(folder, index) if described.shares else None
         for name, p, _ in described.trained():
@@ -293,7 +260,7 @@ class Training:
         for field, value in state.items():
             key = f"optimizer.{name}"
             if not isinstance(value, Tensor):
-                fields[field] = {"value": plain(value, f"{field} of {name}")}
+                fields[field] = {"value": words(value, f"{field} of {name}")}
                 continue
             dtype = str(value.dtype).removeprefix("torch.")
             if value.dim() == 0 and p.dim() > 0:
@@ -317,7 +284,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in group.items():
         if key not in NOT_SETTINGS:
             single = isinstance(value, Tensor) and value.numel() == 1
-            found[key] = plain(value.item() if single else value, f"the optimizer's setting {key}")
+            found[key] = words(value.item() if single else value, f"the optimizer's setting {key}")
     return found
 
 
@@ -328,7 +295,7 @@ def _apply_settings(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             with torch.no_grad():
                 old.copy_(torch.as_tensor(value))
         else:
-            group[key] = tuple(value) if isinstance(value, list) and isinstance(old, tuple) else value
+            group[key] = value
 
 
 def _empty_state(p: Tensor, fields: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -392,39 +359,14 @@ def settings_by_group(
 
 
 def _read_description(folder: Path) -> dict[str, Any]:
-    path = folder / DESCRIPTION
-    needed = "a description, as no checkpoint was finished here"
-    text = read_bytes(path, most_bytes=MAX_DESCRIPTION_BYTES, expected=needed, error=CheckpointError)
-    try:
-        said: dict[str, Any] = json.loads(text, object_hook=as_given)
-    except (ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
-        raise CheckpointError(f"{path}: expected a description ({type(error).__name__}: {error!s:.200})") from error
+    path, said = folder / DESCRIPTION, read_description(folder)
     wrong = misfit(said)
     if wrong is not None:
         raise CheckpointError(f"{path}: expected a description of format {FORMAT}: {wrong} is not as `save` writes it")
-    return said
-
-
-def _current_tensors(folder: Path) -> str | None:
-    """Which tensors belong to the checkpoint that is in `folder` now; None where there is none."""
-    if not (folder / DESCRIPTION).exists():
-        return None
-    return str(_read_description(folder)["tensors"])
-
-
-def _check_files(folder: Path, parts: Mapping[Any, Any]) -> None:
-    """Raise CheckpointError where a file of tensors is missing or shorter than the index says."""
-    needed: dict[str, int] = {}
-    for part in parts.values():
-        needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
-    for name, size in sorted(needed.items()):
-        try:
-            found = (folder / name).stat().st_size
-        except OSError as error:
-            raise CheckpointError(f"{folder / name}: cannot be read ({error.strerror})") from error
-        if found < size:
-            where = folder / name
-            raise CheckpointError(f"{where}: expected at least {size} bytes, got {found}: the copy is incomplete")
+    try:
+        return meant_by(said)
+    except ValueError as error:
+        raise CheckpointError(f"{path}: expected a description: {error}") from error
 
 
 def _check_model(folder: Path, index: Mapping[str, Any], entries: Mapping[str, Tensor], described: Training) -> None:
@@ -443,20 +385,3 @@ def _check_sizes(folder: Path, index: Mapping[str, Any], entries: Mapping[str, T
         if size is None or tuple(size) != tuple(value.shape):
             got = "none" if size is None else str(list(size))
             raise CheckpointError(f"{folder}: {name} should have shape {list(value.shape)}, the checkpoint has {got}")
-
-
-def some(names: Any) -> str:
-    """The first names, and how many more there are."""
-    listed = sorted(names)
-    return ", ".join(listed[:_SHOWN]) + (f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else "")
-
-
-def _named(call: Callable[[], object], folder: Path) -> None:
-    """Call a function of torch's checkpoints, which tells all processes what happened to one; in an Exception."""
-    try:
-        call()
-    except CheckpointException as error:
-        if not all(isinstance(caught, Exception) for caught, _ in error.failures.values()):
-            raise  # somebody wants to end the program
-        found = [f"rank {rank}: {short(caught)}" for rank, (caught, _) in sorted(error.failures.items())]
-        raise CheckpointError(f"{folder}: {'; '.join(found)}") from error

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from torch import nn
 
 from prophet.errors import CheckpointError
 from prophet.layer.moe import moe_layers
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
 from prophet.ranks.process_group import at_work, meet, process_rank
-from prophet.spec import IntArray
 
 _MESSAGE_BYTES = 400
 
@@ -22,16 +21,6 @@ _MESSAGE_BYTES = 400
 def limit_of(model: nn.Module) -> float:
     """How long the processes that train `model` wait for one that does nothing: as its layers do."""
     return max((layer.collective.timeout_s for layer in moe_layers(model)), default=DEFAULT_TIMEOUT_S)
-
-
-def failure_of(call: Callable[[], None], *, run: bool = True) -> Exception | None:
-    """The error that `call` raises, to be told to the other processes before it is raised."""
-    try:
-        if run:
-            call()
-    except (ValueError, RuntimeError, OSError) as error:
-        return error
-    return None
 
 
 @contextmanager
@@ -62,21 +51,22 @@ def on_all_ranks(
         )
 
 
-def short(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:_MESSAGE_BYTES]
+def together(what: str, folder: Path, error: Exception | None, value: Any = None, *, timeout_s: float) -> list[Any]:
+    """Every process's `value`, as JSON says it.
 
-
-def together(
-    what: str, folder: Path, error: Exception | None, numbers: Sequence[int] = (), *, timeout_s: float
-) -> IntArray:
-    """Every process's `numbers`, by process. Raises `error`; where others have one, `CheckpointError` with its text."""
-    mine = [None if error is None else short(error), [int(n) for n in numbers]]
+    Raises `error`; where others have one, `CheckpointError` with its text.
+    """
+    mine = [None if error is None else _short(error), value]
     said = [json.loads(words) for words in meet(Operation(what), json.dumps(mine), timeout_s=timeout_s)]
     if isinstance(error, OSError):
-        raise CheckpointError(f"{folder}: rank {process_rank()}: {short(error)}") from error
+        raise CheckpointError(f"{folder}: rank {process_rank()}: {_short(error)}") from error
     if error is not None:
         raise error
     failed = [f"rank {r}: {text}" for r, (text, _) in enumerate(said) if text is not None]
     if failed:
         raise CheckpointError(f"{folder}: {'; '.join(failed)}")
-    return np.array([numbers for _, numbers in said], dtype=np.int64)
+    return [value for _, value in said]
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_MESSAGE_BYTES]

@@ -131,9 +131,7 @@ class _Runs:
         return cls(start, np.diff(np.append(start, len(new))), np.cumsum(new) - 1)
 
 
-def _passed_on(
-    rows: Rows, number: IntArray, nodes: IntArray, comes_in: FloatArray
-) -> tuple[Rows, IntArray, IntArray]:
+def _passed_on(rows: Rows, number: IntArray, nodes: IntArray, comes_in: FloatArray) -> tuple[Rows, IntArray, IntArray]:
     """The rows in another order, with ranks that could send them on; the rows by which those get them (or -1); parts.
 
     Of the ranks of a node that miss a part, one gets it first. If it comes from outside, all the others get it from
@@ -148,7 +146,9 @@ def _passed_on(
     # of the nodes that a part has to enter, the first one's rank may send it to the others'
     enters = np.bincount(parts.of[inside.start], outside[inside.start], len(parts.start))
     place = _middles(rows.group[parts.start], rows.n_bytes[parts.start]) * enters
-    first = entry[inside.of[parts.start] + np.minimum(place.astype(np.int64), np.maximum(enters - 1, 0).astype(np.int64))]
+    first = entry[
+        inside.of[parts.start] + np.minimum(place.astype(np.int64), np.maximum(enters - 1, 0).astype(np.int64))
+    ]
     row = np.arange(len(rows))
     is_entry = entry[inside.of] == row
     feed = np.where(is_entry, np.where(outside & (first[parts.of] != row), first[parts.of], -1), entry[inside.of])

@@ -325,7 +325,8 @@ def pipeline_description(folder: Path) -> Format:
         "step": 7, "boundaries": [0, 2, 4], "ranks": [0, 1], "tensors": tensors,
         "scalars": {"0/weight@step:float32": 7.0, "x": None, "y": True}, "frozen": ["0/weight"],
         "options": [[{"options": {"lr": 0.1}, "parameters": ["0/weight"]}]], "progress": {"updates": 7},
-        "also": {"scheduler": {"last_epoch": 7}},
+        "also": {"scheduler": {"last_epoch": 7}}, "optimizers": ["AdamW"], "run": {"position": 96},
+        "files": "tensors-0123456789ab",
     }  # fmt: skip
     fields = [
         (("step",), but(is_whole, lambda v: v == 1 << 31)),
@@ -336,7 +337,9 @@ def pipeline_description(folder: Path) -> Format:
         (("scalars",), (None, 3, [1], "x", {"a": "b"}, {"a": [1]}, {"a": 10**400})),
         (("frozen",), but(lambda v: v == [])),
         (("options",), (None, 3, "x", {}, [3], [[3]], [[{}]], [[{"options": {}, "parameters": "x"}]])),
-        *(((name,), but(lambda v: isinstance(v, dict))) for name in ("progress", "also")),
+        (("optimizers",), but(lambda v: v == [])),
+        (("files",), VALUES),
+        *(((name,), but(lambda v: isinstance(v, dict))) for name in ("progress", "also", "run")),
     ]
     base = of_json(document, fields)
 
@@ -345,7 +348,7 @@ def pipeline_description(folder: Path) -> Format:
         return content, ("tensors" if name.isdigit() else name,)
 
     return Format(
-        name="pipeline description", file="pipeline.json", valid=(json.dumps(document).encode(),),
+        name="pipeline description", file="training.json", valid=(json.dumps(document).encode(),),
         read=lambda file: read_checkpoint(file.parent), error=SpecError, wrong=wrong,
     )  # fmt: skip
 

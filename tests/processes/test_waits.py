@@ -12,9 +12,9 @@ import pytest
 
 import prophet
 from prophet import checkpoint
-from prophet.engine.checkpoint_folder import Folder
 from prophet.errors import PeerLost
 from prophet.ranks.process_group import collective_for
+from prophet.state.checkpoint_folder import Folder
 from tests.helpers.launch import on_processes, process_outcomes
 from tests.helpers.moe_models import hugging_face
 from tests.helpers.support import TinyModel

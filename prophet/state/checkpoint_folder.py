@@ -10,31 +10,52 @@ them the checkpoint. What an interrupted save has left there the next one remove
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from prophet.errors import CheckpointError
+from prophet.files import read_bytes
 
 DESCRIPTION = "training.json"
+MAX_DESCRIPTION_BYTES = 1 << 28
 TENSOR_INDEX = ".metadata"  # torch's
+FILES = "files"
+"""The field of a description that says which tensors belong to it."""
+
 _DESCRIPTION_PART = f"{DESCRIPTION}.part"
 _FROM_OUTSIDE = "from_outside"
 _TENSORS = "tensors-{:012x}"
 
 
+def read_description(folder: Path) -> Any:
+    """What `training.json` says, as JSON has it; `CheckpointError` where it cannot be read."""
+    path = folder / DESCRIPTION
+    needed = "a finished checkpoint's description, as no checkpoint was finished here"
+    text = read_bytes(path, most_bytes=MAX_DESCRIPTION_BYTES, expected=needed, error=CheckpointError)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected a description ({type(error).__name__}: {error!s:.200})") from error
+
+
+def tensors_of(folder: Path, said: Any) -> Path:
+    """The folder of the tensors that a description names; `CheckpointError` where it names none."""
+    name = said.get(FILES) if isinstance(said, dict) else None
+    if not isinstance(name, str) or not _is_tensors(name):
+        raise CheckpointError(f"{folder / DESCRIPTION}: {FILES}: expected the name of a folder of tensors")
+    return folder / name
+
+
 class Folder:
-    """One process's view of the folder; process 0 alone calls what changes it.
+    """One process's view of the folder; process 0 alone calls what changes it."""
 
-    current: says which tensors the description in the folder belongs to, or None where there is no checkpoint.
-    """
-
-    def __init__(self, path: Path, current: Callable[[], str | None]) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._current = current
 
     def begin(self, number: int) -> None:
         """Make room for the tensors of a new checkpoint."""
@@ -53,15 +74,15 @@ class Folder:
         made.mkdir(exist_ok=True)
         return made
 
-    def commit(self, number: int, description: bytes) -> None:
+    def commit(self, number: int, description: dict[str, Any]) -> None:
         """Make the new tensors the checkpoint, and remove those that were."""
-        part = self.path / _DESCRIPTION_PART
+        part, tensors = self.path / _DESCRIPTION_PART, self.tensors(number)
         with part.open("wb") as f:
-            f.write(description)
+            f.write(json.dumps({**description, FILES: tensors.name}, sort_keys=True).encode())
             f.flush()
             os.fsync(f.fileno())
         os.replace(part, self.path / DESCRIPTION)
-        self._show_to_torch(self.tensors(number))
+        self._show_to_torch(tensors)
         _sync(self.path)
         with suppress(OSError):  # the checkpoint is there; the next save tries again
             self._tidy()
@@ -73,12 +94,13 @@ class Folder:
 
     def _tidy(self) -> None:
         """Remove everything that a save has written and that is not the checkpoint."""
-        current = self._current()
+        there = (self.path / DESCRIPTION).exists()
+        current = tensors_of(self.path, read_description(self.path)) if there else None
         (self.path / _DESCRIPTION_PART).unlink(missing_ok=True)
         if current is not None:
-            self._show_to_torch(self.path / current)
+            self._show_to_torch(current)
         for left in self.path.glob("tensors-*"):
-            if left.name != current and is_tensors(left.name):
+            if left != current and _is_tensors(left.name):
                 shutil.rmtree(left)
 
     def _show_to_torch(self, tensors: Path) -> None:
@@ -89,9 +111,9 @@ class Folder:
             index.parent.rmdir()
 
 
-def is_tensors(name: object) -> bool:
+def _is_tensors(name: str) -> bool:
     """Whether `name` is one that a folder of tensors can have."""
-    return isinstance(name, str) and re.fullmatch("tensors-[0-9a-f]{12}", name) is not None
+    return re.fullmatch("tensors-[0-9a-f]{12}", name) is not None
 
 
 def _sync(folder: Path) -> None:

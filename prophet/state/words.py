@@ -1,0 +1,93 @@
+"""Numbers, words, small tensors, and lists, tuples and dictionaries of them, as what JSON can hold; and back.
+
+`meant` makes such values and nothing else, so a text from outside runs nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from prophet.errors import SpecError
+
+MOST_BYTES = 1 << 24
+"""Of one tensor."""
+
+_TENSOR = "tensor: dtype, shape, bytes in base 64"
+_TUPLE = "tuple"
+_ENTRIES = "entries"  # of a dictionary whose keys are no words, or one of ours
+_OURS = (_TENSOR, _TUPLE, _ENTRIES)
+_NUMPY = ("bool", "int8", "uint8", "int32", "int64", "float16", "float32", "float64")
+_DTYPES = {f"torch.{name}": name for name in (*_NUMPY, "bfloat16")}
+_KEYS = str | int | float | bool | None
+
+
+def said(value: Any, what: str, *, most_bytes: int = MOST_BYTES) -> Any:
+    """`value` in a form that JSON can hold; `meant` is the inverse. `SpecError`, with `what`, where there is none.
+
+    `most_bytes` is of one tensor.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [said(v, what, most_bytes=most_bytes) for v in value]
+    if isinstance(value, tuple):
+        return {_TUPLE: [said(v, what, most_bytes=most_bytes) for v in value]}
+    if isinstance(value, Mapping) and all(isinstance(k, _KEYS) for k in value):
+        if all(isinstance(k, str) for k in value) and value.keys().isdisjoint(_OURS):
+            return {k: said(v, f"{what}[{k!r}]", most_bytes=most_bytes) for k, v in value.items()}
+        # JSON's keys are strings
+        return {_ENTRIES: [[k, said(v, f"{what}[{k!r}]", most_bytes=most_bytes)] for k, v in value.items()]}
+    if not isinstance(value, Tensor) and hasattr(value, "item") and getattr(value, "shape", None) == ():
+        return said(value.item(), what)  # a number of numpy's
+    if not isinstance(value, Tensor) or value.is_meta:
+        raise SpecError(
+            f"{what} is a {type(value).__name__}; expected numbers, strings, small tensors, and lists and dictionaries "
+            "of them"
+        )
+    if str(value.dtype) not in _DTYPES or value.numel() * value.itemsize > most_bytes:
+        raise SpecError(
+            f"{what} is a tensor of {value.dtype} {list(value.shape)}; expected at most {most_bytes} bytes of "
+            f"{', '.join(_DTYPES)}"
+        )
+    whole = value.detach().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
+    flat = whole.reshape(-1).view(torch.uint8)
+    return {_TENSOR: [str(value.dtype), list(value.shape), base64.b64encode(flat.numpy().tobytes()).decode()]}
+
+
+def meant(value: Any) -> Any:
+    """Reverse of `said`. `SpecError` for what `said` does not say."""
+    try:
+        return _meant(value)
+    except (TypeError, KeyError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: also of depth
+        raise SpecError(f"expected a value as it is saved ({type(error).__name__}: {error!s:.200})") from error
+
+
+def _meant(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_meant(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys().isdisjoint(_OURS):
+        return {k: _meant(v) for k, v in value.items()}
+    ((kind, content),) = value.items()
+    if kind == _TUPLE:
+        return tuple(_meant(v) for v in content)
+    return {k: _meant(v) for k, v in content} if kind == _ENTRIES else _tensor(*content)
+
+
+def _tensor(dtype: str, shape: list[int], text: str) -> Tensor:
+    data = base64.b64decode(text, validate=True)
+    name = _DTYPES[dtype]
+    array = np.frombuffer(data, dtype=np.uint8 if name == "bfloat16" else name)
+    made = torch.from_numpy(array.copy())
+    if name == "bfloat16":
+        made = made.view(torch.bfloat16)
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"shape {shape!r:.60}")
+    return made.reshape(shape)
