@@ -38,7 +38,6 @@ from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.registered import registered, settings
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Way
 from pipeline_balance.pipeline.stages import Stages
-from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd, state_entries
 from prophet.errors import TransitionError
 from prophet.ranks.collective import Collective
@@ -109,8 +108,6 @@ def sharded_layout(
 class Remodel(Change):
     """Also other modules, with their parameters in the optimizers."""
 
-    pipeline: ElasticPipeline | None = None
-    owned: Ownership | None = None
     leaves: ShardedModel | None = None
     enters: ShardedModel | None = None
     optimizers: Optimizers | None = None
@@ -129,10 +126,6 @@ class Remodel(Change):
             parameter.__dict__.update(attributes)
         assert self.optimizers is not None
         self.optimizers.exchange(self.becomes, self.entries)
-        assert self.pipeline is not None
-        assert self.owned is not None
-        self.pipeline.model = self.pipeline.builder.model = self.owned.model
-        self.pipeline.owned.become(self.owned)
 
 
 @dataclass
@@ -140,7 +133,6 @@ class Reshaper(Reseater):
     """Takes a pipeline from shards to other shards or to none. `before`: the shards' layout in force, None of none."""
 
     modes = ("safe",)
-    pipeline: ElasticPipeline
     plain: PipelineModel
     before: ShardedArrangement | None
 
@@ -213,12 +205,12 @@ class Reshaper(Reseater):
         now, mover = self.now_sharded, self.mover
         values = {piece.name: tensor for piece, tensor in moved.state.items()}
         boxes = {piece.name: piece.box for piece in moved.state}
-        model: PipelineModel = self.plain
+        model = target.model or self.plain
         enters = None
         if shards is not None:
             enters = model = sharded(self.plain, shards, now, config.seed, lambda: self.passes.progress.updates)
-        change = Remodel(pipeline=self.pipeline, optimizers=mover.optimizers, leaves=now, enters=enters)
-        plain = Ownership(self.plain)
+        change = Remodel(optimizers=mover.optimizers, leaves=now, enters=enters)
+        plain = self.becomes or Ownership(self.plain)
         own = plain.parameters
         here_too = {name: own[name] for name in plain.of(target.stage_map.layers_on(place))}
         twins = self._filled(enters, here_too, values, boxes) if enters is not None else {}  # and empty moments

@@ -42,7 +42,8 @@ def load_job(job: Job, folder: str | Path, also: Also) -> None:
         _renew(job)
     pipe, layout = job.pipeline, job.layout
     how = job._reseater(layout)
-    target = job._arrangement(layout, layout.stage_map(len(pipe.model.units)), job._rules(layout))
+    model, rules = pipe.model if job._shards is None else job._plain, job._rules(layout)
+    target = job._arrangement(layout, layout.stage_map(len(pipe.model.units)), rules, model)
     ready: list[Callable[[], None]] = []
 
     def check(saved: Checkpoint) -> None:

@@ -25,9 +25,9 @@ from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.registered import MARK
 from pipeline_balance.pipeline.replicas import refuse_apart
-from pipeline_balance.pipeline.reseat import Arrangement, Reseater, rows_of
+from pipeline_balance.pipeline.reseat import Arrangement, Reseater
 from pipeline_balance.pipeline.stages import Stages
-from pipeline_balance.pipeline.training_state import Held, base_name
+from pipeline_balance.pipeline.training_state import Held, base_name, rows_of
 from pipeline_balance.spec import StageMap
 from prophet.errors import CheckpointError, SpecError
 from prophet.ranks.collective import Operation
@@ -328,10 +328,7 @@ def _put_in_force(how: Reseater, target: Arrangement, change: Change, saved: Che
     mover, progress = how.mover, Progress()
     progress.take(saved.progress)
     how.passes.drop_gradients()
-    change.make()
-    mover.builder.config = config
-    mover.groups.sit(target.seats)
-    how.passes.reseat(target.owners)
+    how.put_in_force(target, change, config)
     mover.optimizers.set_options(saved.options)
     for name, parameter in mover.owned.parameters.items():
         parameter.requires_grad_(name not in saved.frozen)
