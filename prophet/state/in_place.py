@@ -8,7 +8,7 @@ What a rank holds in the same box before and after is handed over: it takes no m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -99,8 +99,8 @@ class Replacing:
     """One rank's memory in a transition in place: what each wave takes and gives back, and the peak.
 
     `begins` is called with a wave's new pieces once the wave before has given its memory back. An old tensor's memory
-    is its storage's: it goes back once all of the storage that anybody knows of has been read. A storage that also
-    holds something else, or that torch cannot resize, stays.
+    is its storage's, of which it may be a view: it goes back once all of the storage that is state has been read. A
+    storage that also holds something else, or that torch cannot resize, stays.
     """
 
     old_bytes: int
@@ -119,25 +119,31 @@ class Replacing:
         waves: int,
         sizes: Mapping[str, int],
         begins: Callable[[list[Piece]], None],
+        beside: Sequence[Tensor] = (),
     ) -> Replacing:
-        """`sizes` are bytes of an element, by tensor."""
+        """`sizes` are bytes of an element, by tensor. `beside` is given up with the state, and takes memory till then.
+
+        A storage goes back where state and `beside` are all of it; one of `beside` alone stays.
+        """
         wanted = set(after)
         takes: list[list[Piece]] = [[] for _ in range(waves)]
         for piece in after:
             if piece not in state:
                 takes[wave_of[piece.name]].append(piece)
-        shares: dict[int, list[Piece]] = {}
+        pieces_in: dict[int, list[Piece]] = {}
+        views_of: dict[int, list[Tensor]] = {}
         for piece, tensor in state.items():
-            shares.setdefault(tensor.untyped_storage()._cdata, []).append(piece)
+            pieces_in.setdefault(tensor.untyped_storage()._cdata, []).append(piece)
+        for tensor in (*state.values(), *beside):
+            views_of.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         gives: list[list[Tensor]] = [[] for _ in range(waves)]
         old_bytes = 0
-        for pieces in shares.values():
-            storage = state[pieces[0]].untyped_storage()
+        for key, views in views_of.items():
+            storage, pieces = views[0].untyped_storage(), pieces_in.get(key, [])
             old_bytes += storage.nbytes()
-            parts = {(t.storage_offset(), t.numel() * t.element_size()) for t in (state[p] for p in pieces)}
-            known = sum(n_bytes for _, n_bytes in parts)
-            if wanted.isdisjoint(pieces) and known >= storage.nbytes() and storage.resizable():
-                gives[max(wave_of[p.name] for p in pieces)].append(state[pieces[0]])
+            whole = _covered(views) >= storage.nbytes() and storage.resizable()
+            if pieces and whole and wanted.isdisjoint(pieces):
+                gives[max(wave_of[p.name] for p in pieces)].append(views[0])
         return cls(old_bytes, takes, gives, begins, sizes)
 
     def piece_bytes(self, piece: Piece) -> int:
@@ -178,3 +184,13 @@ class Replacing:
     def _give_back(self, wave: int) -> None:
         for tensor in self.gives[wave] if wave >= 0 else ():
             tensor.untyped_storage().resize_(0)
+
+
+def _covered(views: Iterable[Tensor]) -> int:
+    """Bytes of a storage that its `views` have; of one that lies within another, nothing more."""
+    spans = {(int(t.storage_offset()) * t.element_size(), t.numel() * t.element_size()) for t in views}
+    found = end = 0
+    for first, n_bytes in sorted(spans, key=lambda span: (span[0], -span[1])):
+        if first + n_bytes > end:
+            found, end = found + n_bytes, first + n_bytes
+    return found
