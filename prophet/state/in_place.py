@@ -18,6 +18,8 @@ from prophet.spec import IntArray
 from prophet.state.layout import Layout, Piece
 from prophet.state.table import numbered, starts
 
+_LEVELS = 1024  # of fullness, whose fourth power is summed over ranks
+
 
 def changes(before: Layout, after: Layout) -> tuple[tuple[IntArray, ...], tuple[IntArray, ...]]:
     """(tensor, rank, bytes) of boxes that a rank gives up, and of those that it gets."""
@@ -39,8 +41,9 @@ def changes(before: Layout, after: Layout) -> tuple[tuple[IntArray, ...], tuple[
 def in_place(before: Layout, after: Layout) -> tuple[IntArray, IntArray]:
     """The wave in which each tensor goes, and the most bytes that each rank has at any time, without buffers: [T], [P].
 
-    Tensors are put in an order: each time, that one is next which leaves the fullest rank least full, and among equals
-    the one that frees most. Neighbours go together, in one wave, where that raises no rank's peak.
+    Tensors are put in an order: each time, one is next that raises the fullest rank's peak least. Among equals it is the
+    one that leaves ranks least full, where fuller ranks count for more, then the one that frees most. Neighbours go
+    together, in one wave, where that raises no rank's peak.
     """
     freed, taken = changes(before, after)
     tensors, ranks = len(before.space.tensors), before.ranks
@@ -53,11 +56,17 @@ def in_place(before: Layout, after: Layout) -> tuple[IntArray, IntArray]:
     begin = before.table.rank_bytes()
     limit = np.maximum(np.maximum(begin, after.table.rank_bytes()), 1)
     now, peak, order = begin.copy(), begin.copy(), np.zeros(tensors, np.int64)
+
+    def full(n_bytes: IntArray) -> IntArray:
+        """In parts of the larger state; whole numbers, so that all ranks find the same order."""
+        return n_bytes * _LEVELS // limit
+
     for k in range(tensors):
         there = np.flatnonzero(left)
-        full = np.maximum(((now + new[there]) / limit).max(1), (peak / limit).max())
-        change = (new[there] - old[there]).sum(1)
-        pick = int(there[np.lexsort([there, change, full])[0]])
+        most = np.maximum(full(now + new[there]).max(1), full(peak).max())
+        change = new[there] - old[there]
+        after_it = (full(now + change) ** 4).sum(1)
+        pick = int(there[np.lexsort([there, change.sum(1), after_it, most])[0]])
         order[k] = members[at[pick]]
         at[pick] += 1
         left[pick] -= 1
