@@ -26,7 +26,7 @@ Whole = Callable[[Job], dict[str, torch.Tensor]]
 
 def _transformers(layout: str) -> Job:
     data = [batch_of(kind) for kind in ("plain", "packed", "padded")]
-    make = lambda: model_of("llama", attention_bias=True)  # noqa: E731
+    make = lambda: model_of("llama", attention_bias=True, num_hidden_layers=4)  # noqa: E731
     return Job(make, adam, Parallelism.parse(layout), data=data, microbatches=4, seed=3, timeout_s=60.0)
 
 
