@@ -41,8 +41,8 @@ def changes(before: Layout, after: Layout) -> tuple[tuple[IntArray, ...], tuple[
 def in_place(before: Layout, after: Layout) -> tuple[IntArray, IntArray]:
     """The wave in which each tensor goes, and the most bytes that each rank has at any time, without buffers: [T], [P].
 
-    Tensors are put in an order: each time, one is next that raises the fullest rank's peak least. Among equals it is the
-    one that leaves ranks least full, where fuller ranks count for more, then the one that frees most. Neighbours go
+    Tensors are put in an order: each time, one is next that raises the fullest rank's peak least. Among equals it is
+    the one that leaves ranks least full, where fuller ranks count for more, then the one that frees most. Neighbours go
     together, in one wave, where that raises no rank's peak.
     """
     freed, taken = changes(before, after)

@@ -101,7 +101,7 @@ def _refused(rank: int, size: int, kind: str) -> None:
                 job.switch(Parallelism.parse(text), mode="in-place")
             mover.budget_bytes = budget
             job.prepare(Parallelism.parse(text))
-            refused = pytest.raises(TransitionError, match="broken in build|could not prepare")
+            refused = pytest.raises(TransitionError, match=r"broken in build|could not prepare")
             with broken(job, "build") if rank == 2 else nullcontext(), refused:
                 job.switch(mode="in-place")
             assert same(whole(job), before), text
