@@ -25,7 +25,7 @@ from pipeline_balance.pipeline.ownership import Ownership, put
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.registered import registered
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater
-from pipeline_balance.pipeline.stages import Seats, Stages, alone
+from pipeline_balance.pipeline.stages import Seats, alone
 from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd, rows_of, space_of
 from prophet.engine.regroup import check_regroupable, check_unsplit, has_experts, regroup, stacked_experts
 from prophet.errors import LayoutError, SpecError
@@ -135,7 +135,6 @@ class Regroup(Change):
 class ExpertReseater(Reseater):
     """Takes a pipeline whose layers have experts from one arrangement to another, whatever their ep."""
 
-    modes = ("safe",)
     moves_experts = True
 
     @property
@@ -189,10 +188,8 @@ class ExpertReseater(Reseater):
                     found.setdefault(process, []).append((tensor.name, box))
         return layout_from(space, processes, found)
 
-    def _assembled(
-        self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int, config: Any
-    ) -> tuple[Stages, Change]:
-        stages, change = super()._assembled(target, moved, scalars, place, config)
+    def _change(self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int) -> Change:
+        change = super()._change(target, moved, scalars, place)
         seats, root = target.seats, self._owned.model.root
         given: dict[str, Any] = {**vars(change), "model": root, "shared": self.passes.experts}
         made = Regroup(**given, group=seats.experts, copies=seats.copies)
@@ -214,7 +211,7 @@ class ExpertReseater(Reseater):
                 made.contents.append(put_in)
                 made.grads.append((parameter, None))
         made.check()
-        return stages, made
+        return made
 
     def whole_state(self, collective: Collective, rank: int) -> dict[str, Tensor]:
         """The unsplit model's `state_dict` in the host's memory of process `rank`, empty elsewhere; collective.

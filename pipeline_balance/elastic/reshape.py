@@ -27,6 +27,7 @@ from pipeline_balance.elastic.sharded import (
     entries_like,
     leaves_of,
     mesh_of,
+    padded,
     shard_like,
     sharded,
 )
@@ -132,7 +133,6 @@ class Remodel(Change):
 class Reshaper(Reseater):
     """Takes a pipeline from shards to other shards or to none. `before`: the shards' layout in force, None of none."""
 
-    modes = ("safe",)
     plain: PipelineModel
     before: ShardedArrangement | None
 
@@ -198,23 +198,49 @@ class Reshaper(Reseater):
         self._space = space
         return super().filled(target, space, state, scalars, config)
 
-    def _assembled(
-        self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int, config: Any
-    ) -> tuple[Stages, Change]:
+    def _ready(self, boxes: Mapping[str, Box], target: Arrangement, place: int, config: Any) -> Stages:
         shards = target.shards if isinstance(target, ShardedArrangement) else None
-        now, mover = self.now_sharded, self.mover
-        values = {piece.name: tensor for piece, tensor in moved.state.items()}
-        boxes = {piece.name: piece.box for piece in moved.state}
+        now, mover, self._enters = self.now_sharded, self.mover, None
+        self._owned = owned = self.becomes or Ownership(self.plain)
+        mover.check_put(owned.parameters)
         model = target.model or self.plain
-        enters = None
         if shards is not None:
-            enters = model = sharded(self.plain, shards, now, config.seed, lambda: self.passes.progress.updates)
+            updates = lambda: self.passes.progress.updates  # noqa: E731
+            self._enters = model = sharded(self.plain, shards, now, config.seed, updates)
+            twins = model.copy.twins()
+            for name in owned.of(target.stage_map.layers_on(place)):
+                box = box_of(twins[id(owned.parameters[name])])
+                if box.elements and box != boxes.get(name):
+                    raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
+        return replace(mover.builder, model=model).build(target.stage_map, rank=place, config=config)
+
+    def _beside(self, others: list[Tensor]) -> list[Tensor]:
+        now = self.now_sharded
+        return others if now is None else [*others, *padded(now.root)]
+
+    def drop(self) -> None:
+        now, mover = self.now_sharded, self.mover
+        if now is None:
+            mover.drop()
+            return
+        for handle, tensor in settings(mover.owned.parameters, {}):
+            handle.tensor = tensor
+        gone = now.leave()
+        for optimizer in mover.optimizers.all:
+            for group in optimizer.param_groups:
+                group["params"][:] = [gone.get(id(p), p) for p in group["params"]]
+        mover.owned.read()
+        mover.drop()
+
+    def _change(self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int) -> Change:
+        now, mover, enters = self.now_sharded, self.mover, self._enters
+        values = {piece.name: tensor for piece, tensor in moved.state.items()}
         change = Remodel(optimizers=mover.optimizers, leaves=now, enters=enters)
-        plain = self.becomes or Ownership(self.plain)
+        plain = self._owned
         own = plain.parameters
         here_too = {name: own[name] for name in plain.of(target.stage_map.layers_on(place))}
-        twins = self._filled(enters, here_too, values, boxes) if enters is not None else {}  # and empty moments
-        change.owned = Ownership(model) if enters is not None else plain
+        twins = self._filled(enters, here_too, values) if enters is not None else {}  # and empty moments
+        change.owned = Ownership(enters) if enters is not None else plain
         here = mover.groups.world.rank
         updates = {n: v for n, v in scalars.items() if here in target.owners.updaters(base_name(n), place)}
         entries = state_entries(values, updates)
@@ -237,23 +263,15 @@ class Reshaper(Reseater):
         change.settings = settings(
             mover.owned.parameters, values, lambda n, t: shard_like(twins[id(own[n])], t) if twins else t
         )
-        stages = replace(mover.builder, model=model).build(target.stage_map, rank=place, config=config)
         change.check()
-        return stages, change
+        return change
 
     def _filled(
-        self,
-        model: ShardedModel,
-        own: Mapping[str, nn.Parameter],
-        values: dict[str, Tensor],
-        boxes: Mapping[str, Box],
+        self, model: ShardedModel, own: Mapping[str, nn.Parameter], values: dict[str, Tensor]
     ) -> dict[int, nn.Parameter]:
-        """The shards with what has come for them, once they are what the layout says."""
+        """The shards with what has come for them."""
         twins = model.copy.twins()
         mine = {name: box_of(twins[id(original)]) for name, original in own.items()}
-        for name, box in mine.items():
-            if box.elements and box != boxes.get(name):
-                raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
         add_empty(values, mine, self._space, self.mover.device)
         return model.fill({id(original): values[name] for name, original in own.items()})
 

@@ -161,6 +161,13 @@ def leaves_of(root: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, n
     return leaves
 
 
+def padded(root: nn.Module) -> list[Tensor]:
+    """The memory that FSDP2 keeps shards in, with padding: those on other processes may be larger."""
+    groups = (g for m in root.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups)
+    found = [param._sharded_param_data for group in groups for param in group.fsdp_params]
+    return [memory for memory in found if not memory.is_meta]
+
+
 def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
     """The different ways in which FSDP2 computes `root`'s modules; none where it shards none.
 
@@ -257,10 +264,21 @@ class ShardedModel(PipelineModel):
         self._hold(made)
         return made
 
-    def leave(self) -> None:
-        """Give hooks and attributes back. Who still refers to this model finds no values, rather than old ones."""
+    def leave(self) -> dict[int, nn.Parameter]:
+        """Give hooks and attributes back. Who still refers to this model finds no values, rather than old ones.
+
+        What stands for every parameter from here on, by the id of the shard. Cannot fail.
+        """
         self.copy.unmake()
-        self.copy.put({key: like_meta(twin) for key, twin in self.copy.twins().items()})
+        found: dict[int, nn.Parameter] = {}
+        made: dict[int, nn.Parameter] = {}
+        for key, twin in self.copy.twins().items():
+            shard: Any = twin
+            made[key] = found[id(shard)] = like_meta(shard)
+            shard._local_tensor = shard._local_tensor.to("meta")
+        self.copy.put(made)
+        self._hold(made)
+        return found
 
     def _hold(self, made: Mapping[int, nn.Parameter]) -> None:
         """Parameters that units list without being their modules."""
