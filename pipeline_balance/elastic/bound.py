@@ -21,12 +21,18 @@ MOST_VARIABLES = 60_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """Bytes per second and direction of a rank's ports: within its node, and out of it; seconds before each message."""
+    """Bytes per second and direction of a rank's ports: within its node, and out of it; seconds before each message.
+
+    box_s, copied_byte_s: what a rank's host takes for every box that it sends or receives, and for every byte that it
+    copies from an old piece to a new one. The bounds know nothing of hosts.
+    """
 
     intra_bytes_per_s: float
     inter_bytes_per_s: float
     intra_latency_s: float = 0.0
     inter_latency_s: float = 0.0
+    box_s: float = 0.0
+    copied_byte_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.intra_bytes_per_s > 0 and self.inter_bytes_per_s > 0):
