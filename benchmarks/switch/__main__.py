@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.testbed import TestbedError, unwound_when_ended
+from benchmarks.cluster.testbed import ROOT, TestbedError, unwound_when_ended
 from benchmarks.common import environment, write_json
 from benchmarks.switch import measured, paper, plan
+from benchmarks.switch.page import page
+from benchmarks.switch.universal import UNIVERSAL
 from benchmarks.switch.ways import OURS, USUAL, WAYS
-from prophet.errors import RankFailed
+from prophet.errors import RankFailed, SpecError
+
+PEERS = (*WAYS, UNIVERSAL)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,11 +28,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--most-ranks", type=int, default=plan.RANKS[-1], help="of --plan (default: %(default)s)")
     p.add_argument("--no-bounds", action="store_true", help="with --plan: time the planning, and nothing else")
     p.add_argument("--paper", action="store_true", help="DynaTran's Tables 1 and 3 and Figure 9, predicted")
+    p.add_argument("--page", nargs="+", type=Path, metavar="FILE", help="write OUT.md from the JSON files that follow")
     p.add_argument("--hosts", type=int, default=4, choices=(4, 8), help="emulated hosts (default: %(default)s)")
     p.add_argument("--link-mbit-per-s", type=float, default=200.0, help="of every host (default: %(default)s)")
     p.add_argument("--loopback", action="store_true", help="no hosts, as without root")
     p.add_argument("--cases", default="", help="beginnings of names, comma-separated; default: all")
-    p.add_argument("--ways", default=",".join(USUAL), help=f"beside ours, of {', '.join(WAYS)}")
+    p.add_argument("--ways", default=",".join((*USUAL, UNIVERSAL)), help=f"beside ours, of {', '.join(PEERS)}")
     p.add_argument("--no-jobs", action="store_true", help="no whole switches of a training job")
     p.add_argument("--repetitions", type=int, default=measured.Sizes().repetitions)
     p.add_argument("--smoke", action="store_true", help="tiny models, one repetition: no figure means anything")
@@ -53,11 +61,40 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         )
 
 
+def command(argv: Sequence[str]) -> str:
+    """How this was called, without the name of the file that it writes."""
+    words = ["python", "-m", "benchmarks.switch", *argv]
+    if "--json" in words:
+        words[words.index("--json") + 1] = "OUT"
+    return shlex.join(words)
+
+
+def _commit() -> str:
+    asked = ["git", "describe", "--always", "--dirty"]
+    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    return done.stdout.strip() or "unknown"
+
+
+def _page(out: Path, *files: Path) -> int:
+    try:
+        if not files:
+            raise SpecError("--page needs the page's name and the files that --json wrote")
+        text = page(files)
+    except SpecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    out.write_text(text, encoding="utf-8")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    unknown = {n for n in args.ways.split(",") if n} - {*WAYS}
+    unknown = {n for n in args.ways.split(",") if n} - {*PEERS}
     if unknown or args.repetitions < 1:
-        parser().error(f"--ways must be of {', '.join(WAYS)}, --repetitions at least 1")
+        parser().error(f"--ways must be of {', '.join(PEERS)}, --repetitions at least 1")
+    if args.page:
+        return _page(*args.page)
+    began = {"load_before": os.getloadavg()[0], "command": command(sys.argv[1:] if argv is None else argv)}
     found: dict[str, Any] = {}
     if args.paper:
         found["paper"] = []
@@ -77,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         measured.show(found["measured"])
     if args.json:
-        write_json(args.json, {"environment": environment(), **found})
+        write_json(args.json, {"environment": {**environment(), **began, "commit": _commit()}, **found})
     return 0
 
 

@@ -5,6 +5,7 @@ A move is over when its slowest rank is: seconds are the largest of all ranks, t
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,15 +14,19 @@ from typing import Any
 import numpy as np
 
 from benchmarks.switch.cases import LARGE_BYTES, Case, least_port_bytes
+from benchmarks.switch.jobs import BUDGET_BYTES
+from benchmarks.switch.universal import UNIVERSAL
 from benchmarks.switch.ways import DCP, GATHER, ONE_BY_ONE, OURS
 from pipeline_balance.elastic.bound import Rates, demand_of, least_direct_s, least_s
-from pipeline_balance.elastic.layouts import ADAMW, ModelDescription, Parameter, layout_of
-from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.simulate import simulate
 from prophet.state.route import route
 
 Row = dict[str, Any]
 AND_RESTART = f"{DCP}, and restart"
+BUSIEST, ORDER = "busiest port of the plan / bound", "bytes in the chosen order / as given"
+HIDDEN, SLOWED = "groups and routes: hidden share", "steps slowed meanwhile"
+ONE_OVER_OURS = "one message per tensor / ours"
 
 
 def _spread(seconds: Sequence[Sequence[float]]) -> tuple[float, float, float]:
@@ -36,9 +41,15 @@ def _port_bytes(phases: Sequence[Sequence[Sequence[int]]]) -> int:
 
 
 def case_rows(
-    case: Case, parts: Sequence[Mapping[str, Any]], *, bytes_per_s: float, probe: Mapping[str, float], restart_s: float
+    case: Case,
+    parts: Sequence[Mapping[str, Any]],
+    *,
+    bytes_per_s: float,
+    probe: Mapping[str, float],
+    restart_s: float,
+    universal: Mapping[str, Any] | None = None,
 ) -> list[Row]:
-    """One row per peer. parts: of every rank; bytes_per_s: of a link, one way."""
+    """One row per peer. parts: of every rank; bytes_per_s: of a link, one way; universal: what DeepSpeed's took."""
     hosts = len(parts)
     plan = case.plan(hosts)
     space = plan.before.space
@@ -46,7 +57,9 @@ def case_rows(
     demand = demand_of(plan.route.atoms, space.item_bytes)
     nodes, rates = np.arange(hosts), Rates(intra_bytes_per_s=bytes_per_s, inter_bytes_per_s=bytes_per_s)
     bound_s = least_s(demand, nodes, rates)
-    seen = Rates(intra_bytes_per_s=probe["bytes_per_s"], inter_bytes_per_s=probe["bytes_per_s"])
+    host = {k: probe[k] for k in ("box_s", "copied_byte_s")}
+    seen = Rates(intra_bytes_per_s=probe["bytes_per_s"], inter_bytes_per_s=probe["bytes_per_s"], **host)
+    simulated = simulate(plan.route, seen)
     empty_s = statistics.median(max(at) for at in zip(*(p["empty_s"] for p in parts), strict=True))
     blocked_s, least, most = _spread([p["ways"][OURS]["seconds"] for p in parts])
     own = [p["ways"][OURS] for p in parts]
@@ -72,7 +85,8 @@ def case_rows(
         "hidden_s": None,
         "messages": sum(p["messages"] for p in own),
         "peak_bytes": max(p["peak_bytes"] for p in own),
-        "predicted_s": simulate(plan.route, seen).seconds + empty_s,
+        "predicted_s": simulated.seconds + (probe["start_s"] if plan.route.wire_bytes else 0.0) + empty_s,
+        "host_s": simulated.host_s,
         "empty_s": empty_s,
     }
     rows = []
@@ -82,66 +96,74 @@ def case_rows(
         seconds, low, high = _spread([p["ways"][name]["seconds"] for p in parts])
         peer_bytes = _port_bytes([p["ways"][name]["phases"] for p in parts])
         peer = {"peer": name, "peer_bytes": peer_bytes, "peer_s": seconds, "peer_least_s": low, "peer_most_s": high}
+        if name == ONE_BY_ONE and row["least_port_bytes"]:
+            peer["possible"] = seconds * probe["bytes_per_s"] / row["least_port_bytes"]
         rows.append(row | peer)
         if name == DCP:
             more = {"peer_s": seconds + restart_s, "peer_least_s": low + restart_s, "peer_most_s": high + restart_s}
             rows.append(row | peer | more | {"peer": AND_RESTART})
+    if universal is not None:
+        rows.append(row | _universal(universal))
     return rows or [row | {"peer": "", "peer_bytes": None, "peer_s": None}]
 
 
-def job_model(dim: int, layers: int) -> ModelDescription:
-    """The job's model: linear layers in float32 with AdamW's state."""
-    found = []
-    for k in range(layers):
-        for part, shape in (("weight", (dim, dim)), ("bias", (dim,))):
-            found.append(Parameter(name=f"{k}.{part}", shape=shape, dtype="float32", layers=(k,)))
-    return ModelDescription(name="linear", layers=layers, parameters=tuple(found), entries=ADAMW)
+def _universal(found: Mapping[str, Any]) -> Row:
+    """DeepSpeed's part of a row; without seconds where its conversion does not cover the case."""
+    peer: Row = {"peer": UNIVERSAL, "peer_bytes": None, "peer_s": None}
+    if found["reason"]:
+        return peer | {"reason": found["reason"]}
+    spread = dict(zip(("peer_s", "peer_least_s", "peer_most_s"), _spread([found["seconds"]]), strict=True))
+    return peer | {k: v for k, v in found.items() if k not in ("reason", "seconds")} | spread
 
 
-def job_rows(parts: Sequence[Mapping[str, Any]], options: Mapping[str, int], *, bytes_per_s: float) -> list[Row]:
-    """One row per switch of the job, there and back."""
-    hosts, model = len(parts), job_model(options["dim"], options["layers"])
-    rates = Rates(intra_bytes_per_s=bytes_per_s, inter_bytes_per_s=bytes_per_s)
+def job_rows(parts: Sequence[Sequence[Mapping[str, Any]]], *, bytes_per_s: float) -> list[Row]:
+    """One row per switch of a job, there and back. parts: of every rank, its kinds of jobs."""
     rows = []
-    for every in zip(*(p["switches"] for p in parts), strict=True):
-        times = [e["times"] for e in every]
-        bounds, wires = [], []
-        for at in times[0]:
-            one, two = (layout_of(model, Parallelism.parse(at[k]), ranks=hosts) for k in ("from", "to"))
-            way = route(one, two, nodes=list(range(hosts)))
-            bounds.append(least_s(demand_of(way.atoms, model.space.item_bytes), way.nodes, rates))
-            wires.append(at["wire_bytes"])
-        blocked_s, least, most = _spread([[at["blocked_s"] for at in row] for row in times])
-        bound_s = statistics.median(bounds)
-        rows.append(
-            {
-                "case": "whole job",
-                "from": every[0]["before"],
-                "to": every[0]["after"],
-                "hosts": hosts,
-                "model_bytes": sum(t.elements * t.item_bytes for t in model.space.tensors),
-                "wire_bytes": statistics.median(wires),
-                "least_port_bytes": round(bound_s * bytes_per_s),
-                "port_bytes": statistics.median(at["port_bytes"] for at in times[0]),
-                "bound_s": bound_s,
-                "blocked_s": blocked_s,
-                "blocked_least_s": least,
-                "blocked_most_s": most,
-                "ratio": blocked_s / bound_s if bound_s else None,
-                "inside_s": _spread([[at["inside_s"] for at in row] for row in times])[0],
-                "hidden_s": _spread([[at["hidden_s"] for at in row] for row in times])[0],
-                "messages": sum(row[-1]["messages"] for row in times),
-                "peak_bytes": max(at["peak_bytes"] for row in times for at in row),
-            }
-        )
+    for every in zip(*parts, strict=True):
+        for switches in zip(*(p["switches"] for p in every), strict=True):
+            rows.append(_job_row(every[0]["job"], switches, bytes_per_s))
     return rows
 
 
-def beside_row(parts: Sequence[Mapping[str, Any]]) -> Row:
-    """How much of preparing was hidden behind steps, and what it did to them; of the worst rank; steps of all."""
+def _job_row(name: str, switches: Sequence[Mapping[str, Any]], bytes_per_s: float) -> Row:
+    """One change of one job, by what every rank says of all repetitions."""
+    times = [s["times"] for s in switches]
+    blocked_s, least, most = _spread([[at["blocked_s"] for at in row] for row in times])
+    least_port_bytes = statistics.median(at["least_port_bytes"] for at in times[0])
+    bound_s = least_port_bytes / bytes_per_s
+    return {
+        "case": name if switches[0]["mode"] == "safe" else f"{name}, {switches[0]['mode']}",
+        "from": switches[0]["before"],
+        "to": switches[0]["after"],
+        "mode": switches[0]["mode"],
+        "hosts": len(switches),
+        "model_bytes": times[0][0]["model_bytes"],
+        "wire_bytes": statistics.median(at["wire_bytes"] for at in times[0]),
+        "least_port_bytes": least_port_bytes,
+        "port_bytes": statistics.median(at["port_bytes"] for at in times[0]),
+        "bound_s": bound_s,
+        "blocked_s": blocked_s,
+        "blocked_least_s": least,
+        "blocked_most_s": most,
+        "ratio": blocked_s / bound_s if bound_s else None,
+        "inside_s": _spread([[at["inside_s"] for at in row] for row in times])[0],
+        "hidden_s": _spread([[at["hidden_s"] for at in row] for row in times])[0],
+        "messages": sum(row[-1]["messages"] for row in times),
+        "larger_bytes": max(at["larger_bytes"] for at in times[0]),
+        "budget_bytes": BUDGET_BYTES,
+        "peak_bytes": max(at["peak_bytes"] for row in times for at in row),
+    }
+
+
+def beside_rows(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[Row]:
+    """Of every kind of job, how much of preparing was hidden behind steps, and what it did to them."""
+    return [{"job": every[0]["job"], **_beside([p["beside"] for p in every])} for every in zip(*parts, strict=True)]
+
+
+def _beside(parts: Sequence[Sequence[Mapping[str, float]]]) -> Row:
+    """Of the rank with the smallest share hidden; `slowed_by` is the mean of all ranks."""
     found = []
-    for part in parts:
-        rows = part["beside"]
+    for rows in parts:
         groups_s, routes_s, exposed_s = (sum(r[k] for r in rows) for k in ("groups_s", "routes_s", "exposed_s"))
         before_s, meanwhile_s = (statistics.median(r[k] for r in rows) for k in ("before_s", "meanwhile_s"))
         found.append(
@@ -163,10 +185,12 @@ def beside_row(parts: Sequence[Mapping[str, Any]]) -> Row:
 # --- targets ---
 
 
-def _target(what: str, row: Row | None, value: float, limit: float, *, most: bool) -> Row:
+def _target(what: str, row: Row | None, value: float, limit: float, *, most: bool, possible: float = math.nan) -> Row:
+    """possible: the best value that any mover can have, where that is known."""
     names = {} if row is None else {k: row[k] for k in ("case", "from", "to")}
     met = value <= limit if most else value >= limit
-    return {"what": what, **names, "value": value, "target": limit, "at_most": most, "met": met}
+    bound = {} if math.isnan(possible) else {"possible": possible}
+    return {"what": what, **names, "value": value, "target": limit, "at_most": most, "met": met, **bound}
 
 
 def _of_move(row: Row) -> Iterator[Row]:
@@ -176,22 +200,24 @@ def _of_move(row: Row) -> Iterator[Row]:
         limit_s = 1.25 * row["bound_s"] + 0.15
         yield _target("blocked s, at most 1.25 x bound + 0.15 s", row, row["blocked_s"], limit_s, most=True)
     if row["least_port_bytes"]:
-        yield _target(
-            "busiest port of the plan / bound", row, row["port_bytes"] / row["least_port_bytes"], 1.05, most=True
-        )
+        yield _target(BUSIEST, row, row["port_bytes"] / row["least_port_bytes"], 1.05, most=True)
     one_dimension = row["case"].split()[0] in ("dp", "tp", "pp")
     if one_dimension and row.get("given_bytes"):
-        yield _target(
-            "bytes in the chosen order / as given", row, row["wire_bytes"] / row["given_bytes"], 0.7, most=True
-        )
+        yield _target(ORDER, row, row["wire_bytes"] / row["given_bytes"], 0.7, most=True)
+
+
+def _of_job(row: Row) -> Iterator[Row]:
+    if row["mode"] == "in-place":
+        least = (row["peak_bytes"] - row["budget_bytes"]) / row["larger_bytes"]
+        yield _target("in-place: peak less the budget / larger state", row, least, 1.1, most=True)
 
 
 def _of_peer(row: Row) -> Iterator[Row]:
-    if not row["port_bytes"]:
+    if not row["port_bytes"] or row["peer_s"] is None:
         return
     times, by_bytes = row["peer_s"] / row["blocked_s"], (row["peer_bytes"] or 0) / row["port_bytes"]
     if row["peer"] == ONE_BY_ONE:
-        yield _target("one message per tensor / ours", row, times, 1.25, most=False)
+        yield _target(ONE_OVER_OURS, row, times, 1.25, most=False, possible=row["possible"])
     if row["peer"] == GATHER:
         yield _target("gather-and-cut / ours, of the ratio of bytes", row, times / by_bytes, 0.8, most=False)
     if row["peer"] == DCP:
@@ -204,14 +230,16 @@ def _of_peer(row: Row) -> Iterator[Row]:
         yield _target("DCP and restart / ours", row, times, 2.0, most=False)
 
 
-def targets(rows: Sequence[Row], jobs: Sequence[Row], beside: Row | None) -> list[Row]:
+def targets(rows: Sequence[Row], jobs: Sequence[Row], beside: Sequence[Row]) -> list[Row]:
     """Every target with its value, and whether it is met."""
     moves = list({(r["case"], r["from"], r["to"]): r for r in rows}.values())
     found = [t for row in (*moves, *jobs) for t in _of_move(row)]
+    found += [t for row in jobs for t in _of_job(row)]
     found += [t for row in rows for t in _of_peer(row)]
-    if beside is not None:
-        found.append(_target("groups and routes: hidden share", None, beside["hidden_share"], 0.95, most=False))
-        found.append(_target("steps slowed meanwhile", None, beside["slowed_by"], 0.05, most=True))
+    for row in beside:
+        at = {"case": row["job"], "from": "", "to": ""}
+        found.append(_target(HIDDEN, at, row["hidden_share"], 0.95, most=False))
+        found.append(_target(SLOWED, at, row["slowed_by"], 0.05, most=True))
     errors = [r["predicted_s"] / r["blocked_s"] - 1 for r in moves if r["wire_bytes"]]
     if errors:
         found.append(_target("predicted: mean error", None, statistics.fmean(map(abs, errors)), 0.08, most=True))
@@ -222,40 +250,59 @@ def targets(rows: Sequence[Row], jobs: Sequence[Row], beside: Row | None) -> lis
 def table(rows: Sequence[Row], jobs: Sequence[Row]) -> str:
     """The rows as text: a line per change, seconds of the peers beside."""
     peers = list(dict.fromkeys(r["peer"] for r in rows if r["peer"]))
-    lines = [
-        "| case | from | to | port MB | bound s | ours s (least - most) | ratio | predicted s | "
-        + " | ".join(peers)
-        + " |"
-    ]
-    lines.append("|---" * (8 + len(peers)) + "|")
-    by_case: dict[tuple[str, str, str], list[Row]] = {}
+    head = ["case", "from", "to", "port MB", "bound s", "ours s (least - most)", "ratio", "predicted s"]
+    for peer in peers:
+        head += [peer, "its ratio", "possible"] if peer == ONE_BY_ONE else [peer]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    by_case: dict[tuple[str, str, str], dict[str, Row]] = {}
     for r in rows:
-        by_case.setdefault((r["case"], r["from"], r["to"]), []).append(r)
-    for (case, before, after), group in by_case.items():
-        r = group[0]
-        seconds = {g["peer"]: f"{g['peer_s']:.2f}" for g in group if g["peer"]}
-        lines.append(_line(case, before, after, r, f"{r['predicted_s']:.2f}", *(seconds.get(p, "") for p in peers)))
-    lines += [_line(r["case"], r["from"], r["to"], r, "", *("" for _ in peers)) for r in jobs]
+        by_case.setdefault((r["case"], r["from"], r["to"]), {})[r["peer"]] = r
+    for group in by_case.values():
+        r = next(iter(group.values()))
+        cells = [cell for p in peers for cell in _peer_cells(p, group.get(p, {}))]
+        lines.append(_line(r, f"{r['predicted_s']:.2f}", *cells))
+    lines += [_line(r, *[""] * (len(head) - 7)) for r in jobs]
     return "\n".join(lines)
 
 
-def _line(case: str, before: str, after: str, r: Row, *more: str) -> str:
+def _peer_cells(peer: str, r: Row) -> list[str]:
+    """Seconds; of one message per tensor also the ratio to ours, and the largest that any mover can have."""
+    seconds = r.get("peer_s")
+    cells = ["" if seconds is None else f"{seconds:.2f}"]
+    if peer == ONE_BY_ONE:
+        possible = r.get("possible")
+        cells += ["", ""] if possible is None else [f"{r['peer_s'] / r['blocked_s']:.2f}", f"{possible:.2f}"]
+    return cells
+
+
+def _line(r: Row, *more: str) -> str:
     ratio = "" if r["ratio"] is None else f"{r['ratio']:.2f}"
     own = f"{r['blocked_s']:.2f} ({r['blocked_least_s']:.2f} - {r['blocked_most_s']:.2f})"
-    cells = [case, before, after, f"{r['least_port_bytes'] / 1e6:.1f}", f"{r['bound_s']:.2f}", own, ratio, *more]
-    return "| " + " | ".join(cells) + " |"
+    port = f"{r['least_port_bytes'] / 1e6:.1f}"
+    return "| " + " | ".join([r["case"], r["from"], r["to"], port, f"{r['bound_s']:.2f}", own, ratio, *more]) + " |"
 
 
-def summary(found: Sequence[Row]) -> str:
-    """Targets by kind: how many are met, the worst value, and where."""
-    lines = ["| target | met | worst | limit | where |", "|---|---|---|---|---|"]
+def by_kind(found: Sequence[Row]) -> dict[str, list[Row]]:
+    """Targets by what they are of."""
     kinds: dict[str, list[Row]] = {}
     for t in found:
         kinds.setdefault(t["what"], []).append(t)
-    for what, group in kinds.items():
+    return kinds
+
+
+def where(t: Row) -> str:
+    """The change that a target is of."""
+    return f"{t['case']} {t['from']} -> {t['to']}" if t.get("from") else t.get("case", "")
+
+
+def summary(found: Sequence[Row]) -> str:
+    """Targets by kind: how many are met, how many no mover can meet, the worst value, and where."""
+    lines = ["| target | met | out of reach | worst | limit | where |", "|---|---|---|---|---|---|"]
+    for what, group in by_kind(found).items():
         margin = [(t["value"] - t["target"]) * (1 if t["at_most"] else -1) for t in group]
         worst = group[int(np.argmax(margin))]
-        met = sum(t["met"] for t in group)
-        where = f"{worst.get('case', '')} {worst.get('from', '')} -> {worst.get('to', '')}" if "case" in worst else ""
-        lines.append(f"| {what} | {met} of {len(group)} | {worst['value']:.3g} | {worst['target']:.3g} | {where} |")
+        met = f"{sum(t['met'] for t in group)} of {len(group)}"
+        beyond = sum(t.get("possible", t["target"]) < t["target"] for t in group)
+        cells = [what, met, f"{beyond or ''}", f"{worst['value']:.3g}", f"{worst['target']:.3g}", where(worst)]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -7,7 +7,6 @@ storage there can be. Each host has one connection to it.
 from __future__ import annotations
 
 import json
-import pickle
 import socket
 import socketserver
 import threading
@@ -18,7 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -240,6 +245,27 @@ def _key(index: MetadataIndex) -> str:
     return f"{index.fqn}{list(index.offset or ())}"
 
 
+def json_of(metadata: Metadata) -> bytes:
+    """What was saved, as JSON: reading it runs no code. An item's key follows from its name and offsets."""
+    tensors = {}
+    for name, of in metadata.state_dict_metadata.items():
+        assert isinstance(of, TensorStorageMetadata)
+        chunks = [[list(c.offsets), list(c.sizes)] for c in of.chunks]
+        dtype = str(of.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": list(of.size), "chunks": chunks}
+    return json.dumps(tensors).encode()
+
+
+def metadata_of(words: bytes) -> Metadata:
+    """The same for DCP."""
+    found: dict[str, Any] = {}
+    for name, of in json.loads(words).items():
+        chunks = [ChunkStorageMetadata(offsets=torch.Size(o), sizes=torch.Size(n)) for o, n in of["chunks"]]
+        properties = TensorProperties(dtype=getattr(torch, of["dtype"]))
+        found[name] = TensorStorageMetadata(properties=properties, size=torch.Size(of["shape"]), chunks=chunks)
+    return Metadata(state_dict_metadata=found)
+
+
 class SocketWriter(StorageWriter):
     """Writes every item as its bytes to the storage host."""
 
@@ -265,14 +291,12 @@ class SocketWriter(StorageWriter):
             assert isinstance(tensor, Tensor)
             self.client.put(_key(item.index), tensor)
             n_bytes = tensor.numel() * tensor.element_size()
-            results.append(WriteResult(index=item.index, size_in_bytes=n_bytes, storage_data=_key(item.index)))
+            results.append(WriteResult(index=item.index, size_in_bytes=n_bytes, storage_data=None))
         self.client.written()
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.storage_data = {r.index: r.storage_data for row in results for r in row}
-        words = bytearray(pickle.dumps(metadata))
-        self.client.put(METADATA, torch.frombuffer(words, dtype=torch.uint8))
+        self.client.put(METADATA, torch.frombuffer(bytearray(json_of(metadata)), dtype=torch.uint8))
         self.client.written()
 
     @classmethod
@@ -292,11 +316,10 @@ class SocketReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         words = torch.empty(self.client.size(METADATA), dtype=torch.uint8)
         self.client.get([(METADATA, [0], [words.numel()])], [words])
-        found: Metadata = pickle.loads(words.numpy().tobytes())
-        return found
+        return metadata_of(words.numpy().tobytes())
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.keys = metadata.storage_data
+        """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -307,8 +330,7 @@ class SocketReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         wanted, targets = [], []
         for item in plan.items:
-            key: str = self.keys[item.storage_index]
-            wanted.append((key, list(item.storage_offsets), list(item.lengths)))
+            wanted.append((_key(item.storage_index), list(item.storage_offsets), list(item.lengths)))
             targets.append(planner.resolve_tensor(item))
         self.client.get(wanted, targets)
         return _done(None)

@@ -21,20 +21,22 @@ from benchmarks.cluster.host import Host
 from benchmarks.switch.cases import Case
 from benchmarks.switch.jobs import run_jobs
 from benchmarks.switch.storage import Client, Storage
-from benchmarks.switch.ways import OURS, WAYS, Setting, clear
+from benchmarks.switch.ways import BUDGET_BYTES, DCP, GATHER, OURS, WAYS, Setting, clear
 from pipeline_balance.elastic.groups import Groups
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.elastic.switch import Plan
 from prophet.machine.memory import keep_memory
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.process_group import ProcessGroupCollective, collective_for
-from prophet.state.layout import Piece
+from prophet.state.layout import Layout, Piece, layout_from
 from prophet.state.route import route
-from prophet.state.space import Box, Space
+from prophet.state.space import Box, Space, TensorSpec
 from prophet.state.streams import torch_dtype
 from prophet.state.transition import transition
 
 PROBE_BYTES, CHUNK_BYTES, PROBES = 8 << 20, 256 << 10, 3
+PROBE_BOXES = (64, 512)
+SLOW, SLOW_REPETITIONS = (GATHER, DCP), 2  # several times as long as the others
 READY_BYTES = 128 << 20
 
 
@@ -78,7 +80,7 @@ def measured(world: Collective, args: Mapping[str, Any], say: Any) -> dict[str, 
         client = Client(args["storage"], args["storage_port"], args["timeout_s"])
     here = Here(collective=world, client=client, folder=Path(args["folder"]), timeout_s=args["timeout_s"], say=say)
     try:
-        found: dict[str, Any] = {"probe": probe(world)}
+        found: dict[str, Any] = {"probe": probe(world) | host_probe(here)}
         cases = [Case(**words) for words in args["cases"]]
         found["cases"] = [
             run_case(here, case, args["repetitions"], args["ways"], f"{k + 1}/{len(cases)}")
@@ -116,6 +118,53 @@ def probe(world: Collective) -> dict[str, float]:
         world.all_gather(torch.zeros(1), op=op)
         short.append(time.perf_counter() - began)
     return {"bytes_per_s": PROBE_BYTES / statistics.median(taken), "gather_s": statistics.median(short)}
+
+
+def host_probe(here: Here) -> dict[str, float]:
+    """What a rank's host takes, all ranks at once: per box that moves, per byte that is copied, to begin at all.
+
+    Moves of a few and of many boxes to the next rank, of 64 bytes each, and a large tensor that is cut in two where it
+    is. start_s: what a move of few boxes takes beyond its boxes and a move of nothing.
+    """
+    few, many = (_ring_of_boxes(here.collective.size, n) for n in PROBE_BOXES)
+    few_s, many_s, still_s = _moved_s(here, *few), _moved_s(here, *many), _moved_s(here, few[0], few[0])
+    box_s = max(many_s - few_s, 0.0) / (2 * (PROBE_BOXES[1] - PROBE_BOXES[0]))
+    whole, halves = _cut_in_two(here.collective.size, PROBE_BYTES)
+    copied_s = max(_moved_s(here, whole, halves) - _moved_s(here, whole, whole), 0.0)
+    start_s = max(few_s - still_s - 2 * PROBE_BOXES[0] * box_s, 0.0)
+    return {"box_s": box_s, "copied_byte_s": copied_s / PROBE_BYTES, "start_s": start_s}
+
+
+def _ring_of_boxes(ranks: int, boxes: int) -> tuple[Layout, Layout]:
+    """Every rank holds `boxes` small tensors, and afterwards those of the rank before it."""
+    space = Space(
+        tuple(TensorSpec(name=f"{r}.{k}", shape=(64,), dtype="uint8") for r in range(ranks) for k in range(boxes))
+    )
+    rows = [[(t.name, t.box) for t in space.tensors[r * boxes : (r + 1) * boxes]] for r in range(ranks)]
+    before, after = ({r: rows[(r - ahead) % ranks] for r in range(ranks)} for ahead in (0, 1))
+    return layout_from(space, ranks, before), layout_from(space, ranks, after)
+
+
+def _cut_in_two(ranks: int, n_bytes: int) -> tuple[Layout, Layout]:
+    """Every rank holds a tensor of `n_bytes`, and afterwards its halves."""
+    space = Space(tuple(TensorSpec(name=f"{r}", shape=(n_bytes,), dtype="uint8") for r in range(ranks)))
+    half = n_bytes // 2
+    halves = [Box((0,), (half,)), Box((half,), (n_bytes,))]
+    before = {r: [(t.name, t.box)] for r, t in enumerate(space.tensors)}
+    after = {r: [(t.name, box) for box in halves] for r, t in enumerate(space.tensors)}
+    return layout_from(space, ranks, before), layout_from(space, ranks, after)
+
+
+def _moved_s(here: Here, before: Layout, after: Layout) -> float:
+    """Median seconds of a move from one layout to the other, the first one aside."""
+    way, taken = route(before, after), []
+    state: dict[Piece, Tensor] = {p: torch.zeros(p.box.shape, dtype=torch.uint8) for p in before.on(here.rank)}
+    for _ in range(PROBES + 1):
+        here.meet()
+        began = time.perf_counter()
+        transition(way, state, here.collective, budget_bytes=BUDGET_BYTES)
+        taken.append(time.perf_counter() - began)
+    return statistics.median(taken[1:])
 
 
 # --- one case ---
@@ -165,7 +214,8 @@ def run_case(here: Here, case: Case, repetitions: int, names: Sequence[str], num
     ways: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in names}
     empty_s = []
     for k in range(repetitions):
-        for name in [*names[k % len(names) :], *names[: k % len(names)]]:
+        turn = [name for name in names if k < SLOW_REPETITIONS or name not in SLOW]
+        for name in [*turn[k % len(turn) :], *turn[: k % len(turn)]]:
             ways[name] |= _once(here, name, setting, ways[name]["seconds"], truth if k == 0 else None)
         empty_s.append(_nothing(here, plan))
     own = ways[OURS]["seconds"] if OURS in ways else [0.0]
