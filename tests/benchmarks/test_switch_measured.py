@@ -124,6 +124,10 @@ def test_rows_have_the_slowest_rank_and_targets_what_they_say() -> None:
     assert (first["plan_s"], first["group_s"], first["messages"]) == pytest.approx((0.6, 0.3, 4))
     assert first["predicted_s"] == pytest.approx(1.0 + 0.25 + 0.01, rel=0.05)
     slow = case_rows(case, parts, bytes_per_s=bytes_per_s, probe=probe | {"box_s": 0.1}, restart_s=5.0)[0]
+    fast = case_rows(
+        case, parts, bytes_per_s=bytes_per_s, probe=probe | {"bytes_per_s": 2 * bytes_per_s}, restart_s=5.0
+    )
+    assert fast[0]["possible"] == pytest.approx(4.0)
     boxes = max(len(way.sends(r)) + len(way.receives(r)) for way in [case.plan(4).route] for r in range(4))
     assert slow["host_s"] == pytest.approx(0.1 * boxes)
     assert slow["predicted_s"] == pytest.approx(first["predicted_s"] + slow["host_s"])

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline_balance.elastic.bound import Rates, demand_of, least_direct_s, least_s
-from pipeline_balance.elastic.simulate import simulate
+from pipeline_balance.elastic.simulate import host_s, simulate
 from prophet.state.layout import Layout, layout_from
 from prophet.state.route import Route, route
-from prophet.state.space import Space, TensorSpec
+from prophet.state.space import Box, Space, TensorSpec
 from tests.helpers.pipeline_support import random_layout, random_space
 
 ONE = Rates(intra_bytes_per_s=1.0, inter_bytes_per_s=1.0)
@@ -110,3 +110,22 @@ def test_all_is_there_and_no_port_is_faster_than_its_rate(seed: int, ranks: int,
     assert found.intra_bytes + found.inter_bytes == way.wire_bytes
     assert least_s(demand, nodes, rates) <= found.port_s * (1 + 1e-9) <= found.seconds * (1 + 1e-9) + 1e-12
     assert found.messages >= way.wire_bytes / chunk_bytes
+
+
+def test_the_hosts_time_comes_first_and_is_of_boxes_and_of_what_stays_in_another_piece() -> None:
+    way = moving((0, 1, 5), (0, 1, 3), (2, 1, 1), (2, 0, 4))
+    busy = Rates(intra_bytes_per_s=1.0, inter_bytes_per_s=1.0, box_s=10.0)
+    assert host_s(way, busy) == 30.0  # rank 0 sends two and gets one, rank 1 gets three
+    moved, alone = simulate(way, busy), simulate(way, ONE)
+    assert (moved.seconds, moved.host_s, alone.host_s) == (alone.seconds + 30.0, 30.0, 0.0)
+
+    space = Space(tuple(TensorSpec(name=n, shape=(8,), dtype="float32") for n in "ab"))
+    whole, parts = space["a"].box, [Box((0,), (2,)), Box((2,), (8,))]
+    before = layout_from(space, 2, {0: [("a", whole), ("b", whole)], 1: [("a", parts[0])]})
+    after = layout_from(space, 2, {0: [("a", parts[0]), ("a", parts[1]), ("b", whole)], 1: [("a", whole)]})
+    copies = Rates(intra_bytes_per_s=1.0, inter_bytes_per_s=1.0, copied_byte_s=1.0)
+    assert host_s(route(before, after), copies) == 32.0  # all of a on rank 0, where b is handed over
+    assert host_s(route(after, before), copies) == 32.0
+    assert host_s(route(before, before), copies) == 0.0
+    grown = layout_from(space, 2, {0: [("a", whole), ("b", whole)], 1: [("a", whole)]})
+    assert host_s(route(before, grown), copies) == 8.0  # what rank 1 gets is no copy
