@@ -67,7 +67,7 @@ TOUR = (
     ("layouts", "every"),
     [
         (TOUR[:6], 1),
-        pytest.param(TOUR, 20, marks=pytest.mark.slow),
+        pytest.param(TOUR, 20, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
         *(pytest.param((text,), 30, marks=pytest.mark.slow) for text in ("dp4,ep4", "dp4,ep2", "pp2,dp2,ep2,zero1")),
     ],
 )
@@ -116,7 +116,7 @@ def _balanced(rank: int, size: int, layouts: tuple[str, ...], every: int) -> tup
     ("layouts", "every"),
     [
         (("dp2,ep2", "pp2,dp2,ep2,zero1", "dp4,ep4"), 1),
-        pytest.param(TOUR, 10, marks=pytest.mark.slow),
+        pytest.param(TOUR, 10, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
     ],
 )
 def test_replicas_of_experts_are_made_before_and_after_switches(layouts: tuple[str, ...], every: int) -> None:
