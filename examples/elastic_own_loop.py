@@ -49,11 +49,13 @@ def main() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            value = loss.item()
+            del loss  # its graph would hold the parameters from before a switch
             for name, p in model.named_parameters():  # DDP puts a word in front
                 averages[name.removeprefix("module.")].tensor.lerp_(p.detach(), 0.1)
         schedule.step()
         if rank == 0 and step % 10 == 9:
-            print(f"step {step + 1} in {layout}: loss of rank 0 {loss.item():.3f}")
+            print(f"step {step + 1} in {layout}: loss of rank 0 {value:.3f}")
     dist.destroy_process_group()
 
 

@@ -6,11 +6,15 @@ sharded copy is in force. A copy has the attributes, buffers and hooks of its or
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from prophet.errors import SpecError
 
@@ -185,8 +189,13 @@ def gone(*args: Any, **kwargs: Any) -> None:
 
 
 def check_copyable(root: nn.Module, now: Copy | None) -> None:
-    """Raise `SpecError` for what a copy could not stand for: modules that others hold outside their registers."""
+    """Raise `SpecError` for what a copy could not stand for: modules that others hold outside their registers.
+
+    Attributes and hooks are searched, with what functions were given; not what they find in global names.
+    """
     mine = {id(m) for m in root.modules()} | {id(p) for p in root.parameters()}
+    if now is not None:
+        mine |= now.ids | {id(twin) for twin in now.twins().values()}
     for name, module in root.named_modules():
         where = name or "the model"
         kept = attributes_of(module, now)
@@ -194,12 +203,14 @@ def check_copyable(root: nn.Module, now: Copy | None) -> None:
             raise SpecError(f"{where} has a forward that was set on the object: sharded modules would not have it")
         if kept.get("_compiled_call_impl") is not None:
             raise SpecError(f"{where} is compiled: compile it after the switch")
-        for attribute, value in kept.items():
+        torchs = _hooks_of_sharding(module)
+        hooks = ((kind, hook) for kind in _HOOKS for key, hook in module.__dict__[kind].items() if key not in torchs)
+        for attribute, value in (*kept.items(), *hooks):
             for held in (value, *_inside(value)):
-                if id(held) in mine or (now is not None and id(held) in now.ids):
+                if id(held) in mine:
                     raise SpecError(
                         f"{where}.{attribute} refers to a module or parameter of the model outside torch's registers: "
-                        "sharded modules are made anew, and it would go on with the old one"
+                        "modules are made anew, and it would go on with the old one"
                     )
 
 
@@ -210,10 +221,33 @@ def check_parameters(named: Mapping[str, nn.Parameter]) -> None:
             raise SpecError(f"{name} has a hook on the tensor, which cannot go over to a shard: remove it first")
 
 
-def _inside(value: Any) -> tuple[Any, ...]:
+def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+    """Raise `SpecError` for a module or parameter with weak references, which would find the old one or none."""
+    for name, held in (*root.named_modules(), *named.items()):
+        torchs = isinstance(held, FSDPModule)  # FSDP2 has one itself
+        if weakref.getweakrefcount(held) > torchs:
+            raise SpecError(
+                f"something has a weak reference to {name or 'the model'}, and would go on with the old one: drop it, "
+                "and take it anew afterwards"
+            )
+
+
+def _inside(value: Any, depth: int = 3) -> Iterator[Any]:
+    """What a value refers to: elements, what a bound method, a partial or a function in a function was given."""
+    if isinstance(value, Tensor | nn.Module) or not depth:
+        return
+    found: list[Any] = []
     if isinstance(value, list | tuple | set):
-        return tuple(value)
-    if isinstance(value, dict):
-        return tuple(value.values())
-    owner = getattr(value, "__self__", None)  # of a bound method
-    return () if owner is None or isinstance(value, Tensor) else (owner,)
+        found += value
+    elif isinstance(value, dict):
+        found += value.values()
+    elif isinstance(value, partial):
+        found += [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, MethodType):
+        found.append(value.__self__)
+    elif isinstance(value, FunctionType):
+        found += [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        found += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    for one in found:
+        yield one
+        yield from _inside(one, depth - 1)

@@ -23,6 +23,7 @@ from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.export import root_state
 from pipeline_balance.pipeline.ownership import Ownership, put
 from pipeline_balance.pipeline.rebuild import Change
+from pipeline_balance.pipeline.registered import registered
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater
 from pipeline_balance.pipeline.stages import Seats, Stages, alone
 from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd, rows_of, space_of
@@ -199,6 +200,8 @@ class ExpertReseater(Reseater):
             memory = values.get(name)
             if memory is None:
                 memory = torch.empty(part, dtype=parameter.dtype, device="meta")
+                mine = {id(handle) for _, handle in registered(name, parameter)}
+                made.settings = [(h, t.new_empty(part) if id(h) in mine else t) for h, t in made.settings]
             if tuple(memory.shape) != part:
                 raise LayoutError(f"{name} has come as {list(memory.shape)}, expected {list(part)}")
             put_in = (parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,16 +10,19 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline_balance.elastic.experts import stacks
+from pipeline_balance.pipeline.ownership import sum_of_bits
 from prophet.errors import SpecError
 from prophet.state.layout import Piece
-from prophet.state.space import Box
+from prophet.state.space import Box, flat_boxes
 
 
 def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
     """The pieces that this process has memory for, by the names of training state: parameters, buffers, moments.
 
     `3.weight` is a parameter or a buffer, `3.weight@exp_avg` what an optimizer keeps for it. A tied parameter has the
-    first of its names. What is on `meta` lives elsewhere. Of a `DTensor` it is this process's shard.
+    first of its names. What is on `meta` lives elsewhere. Of a `DTensor` it is this process's shard. Of a DeepSpeed
+    engine with ZeRO 1 or 2, give its `module`: `3.weight@master` and moments are the range of elements that is here.
+    Raises `SpecError` for ZeRO 3.
     """
     names, stacked = {id(p): name for name, p in model.named_parameters()}, stacks(model)
     shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -33,6 +36,7 @@ def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
 
     for name, tensor in _tensors(model):
         add(name, name, tensor)
+        found += _range_of(name, tensor)
     for optimizer in optimizers:
         for parameter, entries in optimizer.state.items():
             for entry, value in entries.items():
@@ -41,8 +45,40 @@ def held(model: nn.Module, *optimizers: Any) -> tuple[Piece, ...]:
     return tuple(sorted(found))
 
 
+def _range_of(name: str, parameter: Tensor) -> list[Piece]:
+    """What DeepSpeed's ZeRO 1 and 2 keep here for a parameter: of some elements in a row, which are one box or more."""
+    if hasattr(parameter, "ds_id"):
+        raise SpecError(f"{name} is partitioned by DeepSpeed's ZeRO 3, which is not read: expected ZeRO 0, 1 or 2")
+    here: Any = getattr(parameter, "_hp_mapping", None)
+    if here is None:
+        return []
+    first, many = here.lp_fragment_address.start, here.lp_fragment_address.numel
+    boxes = flat_boxes(parameter.shape, first, first + many)
+    return [Piece(f"{name}@{entry}", box) for entry in ("master", *(here.optim_fragment or {})) for box in boxes]
+
+
 def _moved(box: Box, rows: int) -> Box:
     return Box((box.start[0] + rows, *box.start[1:]), (box.stop[0] + rows, *box.stop[1:]))
+
+
+def digests(named: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """The part that this process has of every tensor, in words, with a digest of its bits."""
+    found: dict[str, list[Any]] = {}
+    for name, tensor in named.items():
+        bits = sum_of_bits([tensor]) if pieces_of(name, tensor) else None
+        if bits is not None:
+            found[name] = [str(box_of(tensor)), int(bits)]
+    return found
+
+
+def refuse_apart(every: Sequence[Mapping[str, Sequence[Any]]]) -> None:
+    """Raise `SpecError` where two ranks have the same part of a tensor with other bits, by what all `digests` say."""
+    first: dict[tuple[str, str], tuple[int, int]] = {}
+    for rank, said in enumerate(every):
+        for name, (box, bits) in said.items():
+            other, theirs = first.setdefault((name, box), (rank, bits))
+            if bits != theirs:
+                raise SpecError(f"ranks {other} and {rank} have copies of {name} that differ")
 
 
 def cut_over(tensor: Tensor) -> list[tuple[int, ...]]:

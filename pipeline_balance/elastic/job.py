@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, get_args
 
 import torch
@@ -34,7 +35,7 @@ from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, descr
 from pipeline_balance.elastic.sharded import check_shardable
 from pipeline_balance.elastic.styles import rules_for, styles_of
 from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.agreement import NO_ROWS, from_all, refuse_where
+from pipeline_balance.pipeline.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.model import CountLabels, LossFn, ModuleChain, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
@@ -124,10 +125,12 @@ class Job:
             check_unsplit(built[0].root)
             self._balance.check(layout)
             check(layout, built[0], processes())
+            check_nodes(nodes, processes())
             return ""
 
-        met("beginning a job", begin)
-        if len(set(texts := meet(Operation("comparing layouts"), str(layout)))) > 1:
+        met("beginning a job", begin, timeout_s)
+        text = str(layout) if nodes is None else f"{layout} on nodes {[int(n) for n in nodes]}"
+        if len(set(texts := meet(Operation("comparing layouts"), text, timeout_s=timeout_s))) > 1:
             raise SpecError(f"ranks begin with different layouts: {texts}")
         wanted = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
         if is_sharded(layout):  # begin with the model spread out, and go there
@@ -135,7 +138,7 @@ class Job:
         self.layout = layout
         self._plain, self._shards = built[0], _arranged(None)
         self._experts = has_experts(self._plain.root)
-        met("making process groups", lambda: self._groups.make(self._wanted(layout)))
+        met("making process groups", lambda: self._groups.make(self._wanted(layout)), timeout_s)
         seats = self._seats(layout)
         stage_map = layout.stage_map(len(built[0].units))
 
@@ -214,24 +217,25 @@ class Job:
         Every process is given the batch; one that has none must still call, and is named.
         """
         groups = self.pipeline.groups
-        if groups.spare or inputs is None:
-            return self.pipeline.evaluate(inputs, labels)
-        rows = rows_of(inputs)
-        if self.layout.zero > 1 if self._shards is not None else self.layout.ep > 1:
-            return self.pipeline.evaluate(*self._alike(inputs, labels))
-        first, last = (rows * k // groups.replicas for k in (groups.replica, groups.replica + 1))
-        if first == last:
-            return self.pipeline.evaluate(NO_ROWS, None)
-        return self.pipeline.evaluate(rows_from(inputs, first, last), rows_from(labels, first, last))
+        if not groups.spare and inputs is not None:
+            try:
+                inputs, labels = self._shared_out(inputs, labels)
+            except Exception as error:
+                inputs, labels = error, None
+        return self.pipeline.evaluate(inputs, labels)
 
-    def _alike(self, inputs: Any, labels: Any) -> tuple[list[Any], list[Any]]:
-        """This replica's microbatches of a batch, as many on every replica: all gather parameters at the same times."""
+    def _shared_out(self, inputs: Any, labels: Any) -> tuple[list[Any], list[Any]]:
+        """This replica's microbatches of a batch, of about the training's size.
+
+        Every replica has as many: those that share shards or experts exchange them at the same times. Of fewer rows
+        than replicas each takes all.
+        """
         rows, groups = rows_of(inputs), self.pipeline.groups
+        if not rows:
+            raise SpecError("there is no row to evaluate")
         each = self.pipeline.progress.rows or -(-rows // self.microbatches)
-        many = max(-(-rows // (each * groups.replicas)), 1)
-        mine = [(0, rows)]  # too few to share out
-        if rows >= many * groups.replicas:
-            mine = cuts(rows, many * groups.replicas)[groups.replica * many :][:many]
+        many = min(-(-rows // (each * groups.replicas)), rows // groups.replicas)
+        mine = cuts(rows, many * groups.replicas)[groups.replica * many :][:many] if many else [(0, rows)]
         return [rows_from(inputs, a, b) for a, b in mine], [rows_from(labels, a, b) for a, b in mine]
 
     def scaler(self, **arguments: Any) -> PipelineScaler:
@@ -437,6 +441,15 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
             raise SpecError(f"{layout}: tp needs a transformers model, got a {type(model.root).__name__}")
     if is_sharded(layout):
         check_shardable(model)
+
+
+def check_nodes(nodes: Any, world: int) -> None:
+    """Raise `SpecError` unless `nodes` has the node of every one of `world` processes; None is all on one."""
+    if nodes is None:
+        return
+    whole = all(isinstance(n, Integral) and int(n) >= 0 for n in nodes)
+    if not whole or len(nodes) != world:
+        raise SpecError(f"nodes: expected {world} whole numbers from 0 on, a process's node each, got {nodes!r:.100}")
 
 
 def _model(built: Any, loss_fn: LossFn | None, counted: CountLabels | None, device: torch.device) -> PipelineModel:

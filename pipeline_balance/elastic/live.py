@@ -88,14 +88,15 @@ class Live:
     def pieces(self) -> dict[str, list[Any]]:
         """Which box this process has of every tensor, as [start, stop]; what has no elements here is left out."""
         found: dict[str, list[Any]] = {}
-        for name, tensor in self._tensors().items():
+        for name, tensor in self.tensors().items():
             for piece in pieces_of(name, tensor):
                 if local(tensor).shape != piece.box.shape:
                     raise SpecError(f"{name}: a shard of several runs, which cannot be resharded")
                 found[name] = [piece.box.start, piece.box.stop]
         return found
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, buffers, optimizer state and registered tensors, as this process has them."""
         found: dict[str, Tensor] = {**self.parameters, **self.buffers}
         state = self.optimizers.state()
         for name, p in self.parameters.items():

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.copies import check_copyable, check_parameters
+from pipeline_balance.elastic.copies import check_copyable, check_parameters, check_weak
 from pipeline_balance.elastic.groups import Groups, Members, groups_of_world, met
+from pipeline_balance.elastic.holdings import digests, refuse_apart
 from pipeline_balance.elastic.live import Live
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.reshape import is_sharded, mesh_axes, shards_in
-from pipeline_balance.elastic.sharded import check_parts, policies_of
+from pipeline_balance.elastic.sharded import check_parts, leaves_of, policies_of
 from pipeline_balance.elastic.styles import styles_of
 from pipeline_balance.elastic.target import Target
 from pipeline_balance.pipeline.agreement import from_all, refuse_where
-from pipeline_balance.pipeline.ownership import sum_of_bits
+from pipeline_balance.pipeline.ownership import check_free
 from pipeline_balance.pipeline.reseat import DECISION
 from pipeline_balance.pipeline.training_state import Held, base_name, described, in_words, refuse_odd, union
 from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
@@ -62,8 +63,9 @@ def reshard(
     is of ranks that have the model on `meta`. `budget_bytes` bounds the buffers of the move, `timeout_s` every wait.
 
     Raises `SpecError` on all ranks for what cannot be resharded: other layouts than dp with zero 0, 2 and 3, tp, and dp
-    x tp with zero 2 and 3; a model that is not in the layout `before`; hooks on parameters that become shards; copies
-    that differ. Raises `TransitionError` on all ranks where something fails on the way. After either, all is as before.
+    x tp with zero 2 and 3; a model that is not in the layout `before`; hooks on parameters that become shards; graphs,
+    weak references, hooks and attributes that would go on with what is replaced; copies that differ. Raises
+    `TransitionError` on all ranks where something fails on the way. After either, all is as before.
     """
     found: list[_Own] = []
 
@@ -118,6 +120,9 @@ class _Own:
         if self.before.tp > 1 and self.before.tp != self.after.tp:
             live.match_numbers(built)
         check_copyable(live.root, None)
+        check_weak(live.root, live.parameters)
+        if live.wrapper is None:  # DDP holds parameters as a graph does
+            check_free(leaves_of(live.root, live.parameters))
         if is_sharded(self.before) or is_sharded(self.after):
             check_parameters(live.parameters)
         if is_sharded(self.after):
@@ -190,15 +195,13 @@ class _Own:
             nonlocal held, target
             held, pieces = live.held(), live.pieces()
             target = self._target()
-            names = [name for name in pieces if name not in live.buffers and name in held.tensors]
-            bits = {name: sum_of_bits([held.tensors[name]]) for name in names}
             return {
                 "alike": [str(self.before), str(self.after)],
                 "groups": live.groups(),
                 "trains": [name for name, p in live.parameters.items() if p.requires_grad],
                 "state": described(held),
                 "held": {name: box for name, box in pieces.items() if name in held.tensors},
-                "bits": {name: int(found) for name, found in bits.items() if found is not None},
+                "copies": digests({n: t for n, t in live.tensors().items() if n not in live.buffers}),
                 "boxes": {name: [box.start, box.stop] for name, box in target.boxes().items()},
             }
 
@@ -206,7 +209,7 @@ class _Own:
         refuse_where([row["alike"] for row in every], "were given other layouts")
         refuse_where([row["groups"] for row in every], "have other parameters in the optimizer's groups")
         refuse_where([row["trains"] for row in every], "train (requires_grad) other parameters")
-        _refuse_apart(every)
+        refuse_apart([row["copies"] for row in every])
         space, scalars = union([row["state"] for row in every], _WHOLE)
         first = self.before.rank_of_place[0]
         before = {
@@ -248,16 +251,6 @@ def _afterwards(space: Space, boxes: Mapping[str, Box]) -> list[tuple[str, Box]]
 
 def _box(said: list[list[int]]) -> Box:
     return Box(tuple(said[0]), tuple(said[1]))
-
-
-def _refuse_apart(every: list[dict[str, Any]]) -> None:
-    """Raise `SpecError` where two ranks have the same part of a tensor with other bits."""
-    first: dict[tuple[str, str], tuple[int, int]] = {}
-    for rank, row in enumerate(every):
-        for name, bits in row["bits"].items():
-            other, theirs = first.setdefault((name, str(row["held"][name])), (rank, bits))
-            if bits != theirs:
-                raise SpecError(f"ranks {other} and {rank} have copies of {name} that differ")
 
 
 def _check_layout(name: str, layout: Parallelism) -> None:

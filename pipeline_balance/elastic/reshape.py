@@ -6,18 +6,18 @@ parameters in the optimizers' groups, the keys of their state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.copies import check_copyable, check_parameters
+from pipeline_balance.elastic.copies import check_copyable, check_parameters, check_weak
 from pipeline_balance.elastic.describe import Rule
 from pipeline_balance.elastic.experts import stacks
 from pipeline_balance.elastic.groups import Groups
-from pipeline_balance.elastic.holdings import box_of
+from pipeline_balance.elastic.holdings import box_of, digests, refuse_apart
 from pipeline_balance.elastic.layouts import ModelDescription, Parameter, layout_of
 from pipeline_balance.elastic.parallelism import Axis, Parallelism
 from pipeline_balance.elastic.sharded import (
@@ -25,6 +25,7 @@ from pipeline_balance.elastic.sharded import (
     Shards,
     add_empty,
     entries_like,
+    leaves_of,
     mesh_of,
     shard_like,
     sharded,
@@ -32,9 +33,9 @@ from pipeline_balance.elastic.sharded import (
 from pipeline_balance.elastic.styles import styles_of
 from pipeline_balance.pipeline.model import PipelineModel
 from pipeline_balance.pipeline.optimizers import Optimizers
-from pipeline_balance.pipeline.ownership import Ownership, attributes_of, like_meta
+from pipeline_balance.pipeline.ownership import Ownership, attributes_of, check_free, like_meta
 from pipeline_balance.pipeline.rebuild import Change
-from pipeline_balance.pipeline.registered import settings
+from pipeline_balance.pipeline.registered import registered, settings
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Way
 from pipeline_balance.pipeline.stages import Stages
 from pipeline_balance.pipeline.trainer import ElasticPipeline
@@ -156,6 +157,28 @@ class Reshaper(Reseater):
         model = self.mover.owned.model
         return model if isinstance(model, ShardedModel) else None
 
+    def check_free(self) -> None:
+        now, named = self.now_sharded, self.mover.owned.parameters
+        root = self.plain.root if now is None else now.copy.root
+        check_free(leaves_of(root, named))
+        check_weak(root, named)
+
+    def copies(self) -> dict[str, Any]:
+        """What tp ranks have whole: parameters, with what is kept for them."""
+        if self.before is None or self.before.layout.tp == 1:
+            return {}
+        owned, state = self.mover.owned, self.mover.optimizers.state()
+        found: dict[str, Tensor] = {}
+        for parameter in describe(owned, self.before.rules).parameters:
+            if parameter.dim is None:
+                name, p = parameter.name, owned.parameters[parameter.name]
+                entries = {f"{name}@{e}": t for e, t in state.get(id(p), {}).items() if isinstance(t, Tensor)}
+                found |= {name: p, **entries, **{key: handle.tensor for key, handle in registered(name, p)}}
+        return digests(found)
+
+    def compare(self, every: Sequence[Mapping[str, Any]]) -> None:
+        refuse_apart(every)
+
     def describe(self) -> Held | str:
         return self.refusal() or super().describe()
 
@@ -214,7 +237,10 @@ class Reshaper(Reseater):
             change.trains += [(p, before.requires_grad, kept) for p in both.values()]
         self._buffers(change, plain, values)
         change.settings = settings(
-            mover.owned.parameters, values, lambda n, t: shard_like(twins[id(own[n])], t) if twins else t
+            mover.owned.parameters,
+            values,
+            lambda n, t: shard_like(twins[id(own[n])], t) if twins else t,
+            lambda n: twins.get(id(own[n]), own[n]),
         )
         stages = replace(mover.builder, model=model).build(target.stage_map, rank=place, config=config)
         change.check()
@@ -256,7 +282,7 @@ def mesh_axes(layout: Parallelism) -> list[Axis]:
 
 
 def shards_in(layout: Parallelism, root: nn.Module, groups: Groups, rank: int, device: torch.device) -> Shards | None:
-    """How `root` is sharded on a rank in this layout, whose `groups` were made; None where it has none of a shard."""
+    """How `root` is sharded on a rank in this layout, whose `groups` were made; None without shards or a place."""
     axes = mesh_axes(layout)
     if not axes or layout.place(rank) is None:
         return None

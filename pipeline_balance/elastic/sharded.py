@@ -148,6 +148,18 @@ def give_back(root: nn.Module) -> None:
             module.reshard()
 
 
+def leaves_of(root: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """What a graph would hold of parameters: themselves, or what FSDP2 last gathered for them."""
+    leaves, names = dict(named), {id(p): name for name, p in named.items()}
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            for param in (p for g in module._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params):
+                gathered, name = getattr(param, "_unsharded_param", None), names.get(id(param.sharded_param))
+                if gathered is not None and name is not None:
+                    leaves[name] = gathered
+    return leaves
+
+
 def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
     """The different ways in which FSDP2 computes `root`'s modules; none where it shards none.
 

@@ -24,9 +24,6 @@ from prophet.errors import SpecError
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.process_group import at_work
 
-NO_ROWS: Any = "no rows"
-"""What a replica is given that has no part of a batch to evaluate."""
-
 _WHOLE_BYTES = 1 << 24  # of a tensor that are compared: some milliseconds
 _RUN = 256  # elements that are taken together of a larger one
 _WORDS = 2000  # characters of an error that travel

@@ -6,9 +6,10 @@ is on `meta`: shape and type without memory.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -214,6 +215,19 @@ def like_meta(tensor: Tensor) -> nn.Parameter:
     """A parameter of the same shape, type and `requires_grad` without memory."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return nn.Parameter(made, requires_grad=tensor.requires_grad)
+
+
+def check_free(named: Mapping[str, nn.Parameter]) -> None:
+    """Raise `SpecError` for a parameter that an autograd graph holds: its backward would go by the old one."""
+
+    def held() -> str:
+        every: dict[str, Any] = dict(named)
+        return next((name for name, p in every.items() if p._use_count() > 1), "")
+
+    if held():
+        gc.collect()  # graphs of tensors with a class of their own end no sooner
+    if name := held():
+        raise SpecError(f"{name} is held by an autograd graph that is alive, such as a loss has: delete it first")
 
 
 def try_put(parameter: nn.Parameter, content: nn.Parameter) -> None:

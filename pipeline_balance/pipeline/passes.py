@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipeline_balance.pipeline.agreement import NO_ROWS, Passing, actions_of, agree_on_batch, batch_of
+from pipeline_balance.pipeline.agreement import Passing, actions_of, agree_on_batch, batch_of
 from pipeline_balance.pipeline.executor import Run
 from pipeline_balance.pipeline.experts import StageExperts
 from pipeline_balance.pipeline.model import Batch, Labels, evaluating
@@ -192,7 +192,9 @@ class Passes:
 
         def prepare() -> Passing:
             self.read_model()
-            if self.groups.spare or inputs is NO_ROWS:
+            if isinstance(inputs, Exception):
+                raise inputs
+            if self.groups.spare:
                 return Passing.nothing()
             model, config = self.owned.model, self.config
             return batch_of(model, inputs, labels, config.microbatches, 0, config.device, rows_each=size)

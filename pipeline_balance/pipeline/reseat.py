@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from pipeline_balance.pipeline.owners import Owners
+from pipeline_balance.pipeline.ownership import check_free
 from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
 from pipeline_balance.pipeline.stages import Seats, Stages
@@ -133,13 +134,14 @@ class Reseater:
             self.mover.builder.check_map(target.stage_map, target.seats.grid)
             if self.passes.progress.parts:
                 raise SpecError("an update is under way: switch after step(update=True)")
+            self.check_free()
             ties = ties_of(self.mover.owned) if self.passes.owners.zero < 2 else ()  # else all have other shards
             # moments of one owner are compared with nobody's
             state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
             return tie_digests(ties, now, groups.rank, state)
 
         op = Operation("agreeing on a switch")
-        said = [self.mover.attempt(read), {**words, "mode": self.mode}]
+        said = [self.mover.attempt(read), {**words, "mode": self.mode}, self.copies()]
         every = gather_json(said, groups.world, self.mover.device, op)
         refused = in_words([said[0] if isinstance(said[0], str) else "" for said in every])
         if refused:
@@ -148,7 +150,19 @@ class Reseater:
             differ = [r for r, said in enumerate(every) if said[1][what] != value]
             if differ:
                 raise SpecError(f"ranks {differ} have another {what} than rank 0 ({value}); {WHOLE}")
-        refuse_untied(ties, now, groups.grid, [digests for digests, _ in every])
+        refuse_untied(ties, now, groups.grid, [digests for digests, *_ in every])
+        self.compare([copies for *_, copies in every])
+
+    def check_free(self) -> None:
+        """Raise `SpecError` where something holds what a switch replaces, and would go on with the old values."""
+        check_free(self.mover.owned.parameters)
+
+    def copies(self) -> dict[str, Any]:
+        """What this process says of tensors that others have too, besides replicas and ties."""
+        return {}
+
+    def compare(self, every: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `SpecError` where the `copies` of all processes differ."""
 
     def move(self, target: Arrangement, collective: Collective, way: Way | None) -> tuple[Stages, Switched]:
         """Go to `target`; `collective` over all processes carries the state, and nothing else uses it meanwhile.

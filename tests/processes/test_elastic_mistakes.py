@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,8 +40,8 @@ def _fails() -> Any:
 def _begins(rank: int, size: int) -> list[str]:
     from pipeline_balance.elastic import Job
 
-    def make(build_it: Callable[[], Any], layout: Any = None) -> Job:
-        options: dict[str, Any] = {"data": batches(), "loss_fn": nn.functional.mse_loss, "microbatches": 2}
+    def make(build_it: Callable[[], Any], layout: Any = None, **more: Any) -> Job:
+        options: dict[str, Any] = {**more, "data": batches(), "loss_fn": nn.functional.mse_loss, "microbatches": 2}
         optimizer = lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)  # noqa: E731
         return Job(build_it, optimizer, layout or Parallelism(pp=2), timeout_s=30.0, **options)
 
@@ -49,13 +50,17 @@ def _begins(rank: int, size: int) -> list[str]:
         _said(SpecError, lambda: make(build, "pp2" if rank == 1 else Parallelism(pp=2))),
         _said(SpecError, lambda: make(build, Parallelism(pp=2) if rank == 1 else Parallelism(dp=2))),
         _said(SpecError, lambda: make(lambda: [*build(), _Stateful()])),
+        *(_said(SpecError, partial(make, build, nodes=nodes)) for nodes in ([0], [0, 0.5], [0, rank])),
     ]
 
 
 def test_a_job_begins_on_all_processes_or_on_none() -> None:
     every = run_gloo(_begins, 2)
     assert every[0] == every[1]
-    failed, text, differ, buffer = every[0]
+    failed, text, differ, buffer, few, half, others = every[0]
+    assert "nodes: expected 2 whole numbers from 0 on, a process's node each, got [0]" in few
+    assert "got [0, 0.5]" in half
+    assert others == "ranks begin with different layouts: ['pp2 on nodes [0, 0]', 'pp2 on nodes [0, 1]']"
     assert failed == "beginning a job: rank 1: OSError: no such file"
     assert "rank 1: SpecError: expected a layout, such as elastic.Parallelism(pp=2), got 'pp2'" in text
     assert differ == "ranks begin with different layouts: ['dp2', 'pp2']"
@@ -107,6 +112,8 @@ def _goes_on(rank: int, size: int) -> list[str]:
     assert len(job.pipeline.measure()) == len(job.pipeline.model.units)  # with spare processes
     inputs, labels = (t[: 2 * ROWS] for t in dataset().tensors)
     want = job.evaluate(inputs, labels)
+    told.append(_said(SpecError, lambda: job.evaluate(inputs if rank else 5, labels)))
+    told.append(_said(SpecError, lambda: job.evaluate(inputs[:0], labels[:0])))
     job.switch(Parallelism(pp=3))
     assert job.evaluate(inputs, labels) == pytest.approx(want, rel=1e-12)
     job.close()
@@ -119,7 +126,9 @@ def _goes_on(rank: int, size: int) -> list[str]:
 def test_a_mistake_on_one_process_is_named_on_all_and_the_job_goes_on() -> None:
     every = run_gloo(_goes_on, 3, timeout_s=120.0)
     assert every[0] == every[1] == every[2]
-    text, lacks, lost, _ = every[0]
+    text, lacks, number, nothing, lost, _ = every[0]
+    assert number.startswith("rank 0: AttributeError")
+    assert nothing.endswith("there is no row to evaluate")
     assert "rank 1: expected a layout" in text
     assert "rank 1 does not keep" in lacks
     assert "@ema, which others do" in lacks

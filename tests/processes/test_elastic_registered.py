@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipeline_balance import elastic
+from pipeline_balance.pipeline.ownership import local
 from prophet.errors import SpecError, TransitionError
-from tests.helpers.elastic_jobs import start, train
+from tests.helpers import elastic_experts
+from tests.helpers.elastic_jobs import check_held, start, train
 from tests.helpers.launch import run_gloo
 from tests.helpers.own_loops import gathered, same
+from tests.helpers.sliced_models import adam, batch_of, model_of
 
 TOUR = ("pp2,dp2,zero1", "dp3,zero3", "pp4", "dp4,zero2", "dp2")
 
@@ -40,6 +46,46 @@ def _averages(rank: int, size: int) -> dict[str, float]:
     assert same(before, now())
     job.close()
     return {name: float(t.sum()) for name, t in now().items()}
+
+
+def _doubles(rank: int, size: int, begin: Callable[[str], elastic.Job], layouts: tuple[str, ...]) -> None:
+    """What is registered is twice its parameter, whatever part of that is here."""
+    job = begin(layouts[0])
+    job.step()
+    twice = {n: elastic.register("twice", 2 * p.detach(), p) for n, p in job.model.named_parameters()}
+    for text in layouts[1:]:
+        job.switch(elastic.Parallelism.parse(text))
+        check_held(job)
+        for again in range(2):
+            for name, p in job.model.named_parameters():
+                tensor = twice[name].tensor
+                assert (tensor.shape, tensor.is_meta, type(tensor)) == (p.shape, p.is_meta, type(p.detach())), text
+                assert p.is_meta or torch.equal(local(tensor), 2 * local(p).detach()), f"{name} in {text}"
+            if not again:
+                job.step()
+            for name, p in job.model.named_parameters():
+                if not p.is_meta:
+                    local(twice[name].tensor).copy_(2 * local(p).detach())
+    job.close()
+
+
+def _llama(layout: str) -> elastic.Job:
+    data = [batch_of("plain")]
+    options: dict[str, Any] = {"data": data, "microbatches": 4, "timeout_s": 60.0}
+    return elastic.Job(lambda: model_of("llama"), adam, elastic.Parallelism.parse(layout), **options)
+
+
+@pytest.mark.parametrize(
+    ("begin", "layouts"),
+    [
+        (elastic_experts.start, ("pp2,dp2,ep2,zero1", "dp4,ep4", "pp2", "dp4,ep2", "dp2,ep2")),
+        (_llama, ("pp2,tp2", "dp2,tp2,zero2", "pp2,tp2,order3:1:0:2", "pp4")),
+    ],
+)
+def test_what_is_registered_is_cut_as_its_parameter(
+    begin: Callable[[str], elastic.Job], layouts: tuple[str, ...]
+) -> None:
+    run_gloo(_doubles, 4, begin, layouts, timeout_s=200.0)
 
 
 def _like(job: elastic.Job) -> Tensor:

@@ -99,6 +99,12 @@ def _carried(rank: int, size: int) -> list[float]:
                 with torch.no_grad():  # FSDP2 keeps what it has gathered
                     model(batch(0)[0])
                 fired["module"] = 0
+            graph = model(batch(0)[0]) if before.zero else None
+            if graph is not None:
+                with pytest.raises(SpecError, match=r"weight is held by an autograd graph that is alive"):
+                    elastic.reshard(model, optimizer, before, layout, build, timeout_s=60.0)
+            del graph
+            fired["module"] = 0
             model = elastic.reshard(model, optimizer, before, layout, build, timeout_s=60.0)
             assert same(seen, whole(model, optimizer))
             assert same(means, gathered(_tensors(averages)))

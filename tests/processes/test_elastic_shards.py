@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from pipeline_balance import elastic
 from pipeline_balance.elastic import reshape
 from prophet.errors import SpecError, StageFailed, TransitionError
-from tests.helpers.elastic_jobs import batches, build, dataset, plain_losses, start, train
+from tests.helpers.elastic_jobs import DIM, batches, build, check_held, dataset, plain_losses, start, train
 from tests.helpers.launch import run_gloo
 from tests.helpers.sliced_models import adam, batch_of, model_of
 
@@ -52,6 +54,7 @@ def _tour(rank: int, size: int, layouts: tuple[str, ...], options: dict[str, Any
             after = _whole(job)
             assert before.keys() == after.keys()
             assert not [n for n in before if not torch.equal(before[n], after[n])], str(there)
+            check_held(job)
             assert torch.equal(torch.get_rng_state(), drawn)
             assert job.data.position == position
         assert job.optimizer is optimizer
@@ -123,8 +126,12 @@ def _chain(rank: int, size: int) -> list[float]:
         after = _whole(job)
         assert before.keys() == after.keys()
         assert not [n for n in before if not torch.equal(before[n], after[n])], text
+        check_held(job)
         assert job.evaluate(inputs, labels) == pytest.approx(seen, rel=1e-12)
+        assert job.evaluate(inputs[:3], labels[:3]) > 0
         assert job.evaluate(inputs[:1], labels[:1]) > 0
+        if job.layout.zero > 1 and job.layout.place(rank) is not None:
+            assert _gathers_again(job.model[2]) == (job.layout.zero == 3)
         assert getattr(job.model[2], "mark", number) == number
         job.model[2].mark = number + 1  # on the copy in force, too
         old = dict(fired)
@@ -139,6 +146,15 @@ def _chain(rank: int, size: int) -> list[float]:
     assert job.optimizer.param_groups[0]["lr"] == schedule.get_last_lr()[0]
     job.close()
     return losses
+
+
+def _gathers_again(block: Any) -> bool:
+    """Whether FSDP2 gives the parameters of a block back after its forward."""
+    with torch.no_grad():
+        block(torch.ones(1, DIM).double())
+    found = hasattr(block.up.weight, "placements")
+    block.reshard()
+    return found
 
 
 def test_layers_in_a_row_go_through_shards_with_all_that_belongs_to_them() -> None:
@@ -265,6 +281,33 @@ def _trained(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
     return found
 
 
+def _apart(rank: int, size: int) -> str:
+    """A norm, or what its optimizer keeps, that differs between tp ranks."""
+    layout, said = elastic.Parallelism(tp=2), []
+    options: dict[str, Any] = {"data": [batch_of()], "microbatches": 2, "timeout_s": 60.0}
+    job = elastic.Job(lambda: model_of("llama"), adam, layout, **options)
+    job.step()
+    weight: Any = job.model.model.norm.weight
+    for tensor in (weight.detach(), job.optimizer.state[weight]["exp_avg"]):
+        local: Tensor = tensor.to_local()
+        kept = local.clone()
+        local[0] += rank
+        before = [p.detach().to_local().clone() for p in job.model.parameters()]
+        with pytest.raises(SpecError) as caught:
+            job.switch(elastic.Parallelism(pp=2))
+        said.append(str(caught.value))
+        assert all(torch.equal(a, p.detach().to_local()) for a, p in zip(before, job.model.parameters(), strict=True))
+        local.copy_(kept)
+    job.switch(elastic.Parallelism(pp=2))
+    return " / ".join(said)
+
+
+def test_copies_that_differ_between_tp_ranks_are_named() -> None:
+    for words in run_gloo(_apart, 2, timeout_s=100.0):
+        assert words.startswith("ranks 0 and 1 have copies of model.norm.weight that differ / ")
+        assert words.endswith("ranks 0 and 1 have copies of model.norm.weight@exp_avg that differ")
+
+
 def test_references_from_before_find_nothing_old_and_freezing_goes_through() -> None:
     run_gloo(_references, 2, timeout_s=100.0)
 
@@ -290,6 +333,19 @@ def _refused(rank: int, size: int) -> list[str]:
     job.model[3].friend = [job.model[2]]
     told(TransitionError, "dp2,zero3")
     del job.model[3].friend
+    for hook in (job.model[2].forward, lambda *_, seen=[job.model[1].up]: None, partial(_counts, weight)):
+        handle = job.model[3].register_forward_hook(hook) if rank == 1 else None
+        told(TransitionError, "dp2,zero3")
+        if handle is not None:
+            handle.remove()
+    graph = job.model[2].up(torch.ones(DIM).double()) if rank == 1 else None
+    for text in ("dp2,zero3", "pp2"):
+        told(SpecError, text)
+    graph, weak = None, weakref.ref(weight) if rank == 0 else None
+    told(SpecError, "dp2,zero3")
+    weak = weakref.ref(job.model[1])
+    told(SpecError, "dp2,zero3")
+    del graph, weak
     real = reshape.sharded
     reshape.sharded = _out_of_memory if rank == 1 else real
     told(TransitionError, "dp2,zero3")
@@ -303,6 +359,10 @@ def _refused(rank: int, size: int) -> list[str]:
     for what in (job.state_dict, job.pipeline.measure):
         with pytest.raises(SpecError, match="in shards"):
             what()
+    job.model[2].more = nn.Linear(1, 1)
+    with pytest.raises(SpecError, match="modules were added or replaced"):
+        job.step()
+    del job.model[2].more
     train(job, 1)
     before, allocate = _whole(job), job.pipeline.mover.allocate
     job.pipeline.mover.allocate = _out_of_memory if rank == 0 else allocate
@@ -312,6 +372,10 @@ def _refused(rank: int, size: int) -> list[str]:
     assert losses == pytest.approx(plain_losses(4)[2:], abs=1e-9)
     job.close()
     return said
+
+
+def _counts(*_: Any) -> None:
+    """Stands for a hook that was given a parameter."""
 
 
 def _out_of_memory(*_: Any) -> Any:
@@ -326,8 +390,13 @@ def _after(job: elastic.Job, text: str) -> list[float]:
 def test_what_cannot_go_over_is_refused_on_all_and_the_job_goes_on() -> None:
     every = run_gloo(_refused, 2, timeout_s=100.0)
     assert every[0][:2] == every[1][:2]
-    hook, friend, making, plan, moving = every[0]
-    assert "no memory is left" in every[1][2]
+    hook, friend, *hooks, alive, also, weak, module, making, plan, moving = every[0]
+    assert "no memory is left" in every[1][-3]
+    assert ["rank 1: 3._forward_hooks refers to a module" in words for words in hooks] == [True] * 3
+    for words in (alive, also):
+        assert "rank 1: 2.up.weight is held by an autograd graph that is alive" in words
+    assert "rank 0: something has a weak reference to 2.up.weight" in weak
+    assert "something has a weak reference to 1, and" in module
     assert all("goes on" in words or "whole" in words for words in (making, moving))
     assert "rank 1: 2.up.weight has a hook on the tensor" in hook
     assert "3.friend refers to a module" in friend
