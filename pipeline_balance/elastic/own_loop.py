@@ -63,8 +63,9 @@ def reshard(
     is of ranks that have the model on `meta`. `budget_bytes` bounds the buffers of the move, `timeout_s` every wait.
 
     Raises `SpecError` on all ranks for what cannot be resharded: other layouts than dp with zero 0, 2 and 3, tp, and dp
-    x tp with zero 2 and 3; a model that is not in the layout `before`; hooks on parameters that become shards; copies
-    that differ. Raises `TransitionError` on all ranks where something fails on the way. After either, all is as before.
+    x tp with zero 2 and 3; a model that is not in the layout `before`; hooks on parameters that become shards; graphs,
+    weak references, hooks and attributes that would go on with what is replaced; copies that differ. Raises
+    `TransitionError` on all ranks where something fails on the way. After either, all is as before.
     """
     found: list[_Own] = []
 

@@ -261,7 +261,10 @@ class Reshaper(Reseater):
             change.trains += [(p, before.requires_grad, kept) for p in both.values()]
         self._buffers(change, plain, values)
         change.settings = settings(
-            mover.owned.parameters, values, lambda n, t: shard_like(twins[id(own[n])], t) if twins else t
+            mover.owned.parameters,
+            values,
+            lambda n, t: shard_like(twins[id(own[n])], t) if twins else t,
+            lambda n: twins.get(id(own[n]), own[n]),
         )
         change.check()
         return change
@@ -295,7 +298,7 @@ def mesh_axes(layout: Parallelism) -> list[Axis]:
 
 
 def shards_in(layout: Parallelism, root: nn.Module, groups: Groups, rank: int, device: torch.device) -> Shards | None:
-    """How `root` is sharded on a rank in this layout, whose `groups` were made; None where it has none of a shard."""
+    """How `root` is sharded on a rank in this layout, whose `groups` were made; None without shards or a place."""
     axes = mesh_axes(layout)
     if not axes or layout.place(rank) is None:
         return None

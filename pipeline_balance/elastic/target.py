@@ -76,7 +76,7 @@ class Target:
         def like(name: str, value: Tensor) -> Tensor:
             return shard_like(made[name], value) if self.shards is not None else value
 
-        self._settings = settings(self.live.parameters, values, like)
+        self._settings = settings(self.live.parameters, values, like, lambda name: made[name])
         self._entries = state_entries(values, scalars)
         if self.shards is not None:
             self._entries = {n: entries_like(made[n], e, n, space) for n, e in self._entries.items()}

@@ -6,6 +6,7 @@ is on `meta`: shape and type without memory.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -221,10 +222,15 @@ def like_meta(tensor: Tensor) -> nn.Parameter:
 
 def check_free(named: Mapping[str, nn.Parameter]) -> None:
     """Raise `SpecError` for a parameter that an autograd graph holds: its backward would go by the old one."""
-    for name, parameter in named.items():
-        held: Any = parameter
-        if held._use_count() > 1:
-            raise SpecError(f"{name} is held by an autograd graph that is alive, such as a loss has: delete it first")
+
+    def held() -> str:
+        every: dict[str, Any] = dict(named)
+        return next((name for name, p in every.items() if p._use_count() > 1), "")
+
+    if held():
+        gc.collect()  # graphs of tensors with a class of their own end no sooner
+    if name := held():
+        raise SpecError(f"{name} is held by an autograd graph that is alive, such as a loss has: delete it first")
 
 
 def try_put(parameter: nn.Parameter, content: nn.Parameter) -> None:
