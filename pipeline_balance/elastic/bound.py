@@ -150,9 +150,7 @@ def _least_busy(seconds: FloatArray, start: IntArray, ports: IntArray) -> float:
     )
     cost = np.zeros(len(at) + 1)
     cost[-1] = 1.0
-    found = linprog(
-        cost, A_ub=loads, b_ub=-alone[port] / scale, A_eq=sums, b_eq=total[rest] / scale, method="highs"
-    )
+    found = linprog(cost, A_ub=loads, b_ub=-alone[port] / scale, A_eq=sums, b_eq=total[rest] / scale, method="highs")
     if found.status != 0:
         raise SpecError(f"the linear program of a switch has no solution: {found.message}")
     return max(float(found.x[-1] * scale), float(alone.max()))

@@ -61,6 +61,7 @@ class _Prepared:
 
     problem: str = ""
     broken: bool = False
+    layout: Parallelism | None = None
     target: Arrangement | None = None
     way: Way | None = None
 
@@ -269,25 +270,25 @@ class Job:
             differ = [r for r, text in enumerate(every) if text != every[0]]
             if differ:
                 raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0]})")
-        rules = self._rules(layout)
-        now = layout_of(describe(pipe.owned, self._rules(self.layout)), self.layout, ranks=processes())
-        layout = ordered(describe(pipe.owned, rules), now, layout, nodes=self._nodes)
+        # the live model is read here; the thread works on what was read
+        rules, present, world = self._rules(layout), self.layout, processes()
+        model, model_now = describe(pipe.owned, rules), describe(pipe.owned, self._rules(present))
         stage_map, reseater = layout.stage_map(len(pipe.model.units)), self._reseater(layout)
         described = reseater.describe()
         specs = described.specs if not isinstance(described, str) else []
 
         def made() -> _Prepared:
-            problem = self._groups.make(self._wanted(layout)) or (described if isinstance(described, str) else "")
+            chosen = ordered(model, layout_of(model_now, present, ranks=world), layout, nodes=self._nodes)
+            problem = self._groups.make(self._wanted(chosen)) or (described if isinstance(described, str) else "")
             words = self._groups.get(*self._words)
             every = gather_json(problem, words, pipe.config.device, Operation("preparing a layout"))
             failed = [f"rank {r}: {words}" for r, words in enumerate(every) if words]
             if failed:
                 self._groups.undo()
-                return _Prepared(problem=f"{layout} could not be prepared ({'; '.join(failed[:3])})")
-            target = self._arrangement(layout, stage_map, rules)
-            return _Prepared(target=target, way=reseater.way(specs, target, words))
+                return _Prepared(problem=f"{chosen} could not be prepared ({'; '.join(failed[:3])})")
+            target = self._arrangement(chosen, stage_map, rules)
+            return _Prepared(layout=chosen, target=target, way=reseater.way(specs, target, words))
 
-        self._next = layout
         self._preparing = self._groups.beside(made)
 
     def _finish_preparing(self) -> _Prepared:
@@ -327,15 +328,16 @@ class Job:
             if failed:
                 raise TransitionError("; ".join(f"rank {r}: {words}" for words, r in failed.items()) + f"; {_WHOLE}")
         assert ready.target is not None
-        words: Mapping[str, Any] = {"layout": str(self._next), "data position": self.data.position}
+        assert ready.layout is not None
+        words: Mapping[str, Any] = {"layout": str(ready.layout), "data position": self.data.position}
         try:
-            reseater = self._reseater(self._next)
+            reseater = self._reseater(ready.layout)
             reseater.mode = mode
             done = pipe.reseat(reseater, ready.target, self._groups.get(*self._state), words, ready.way)
         except TransitionError:
             self._groups.drop([self._state])  # it may be of no more use: another one is made the next time
             raise
-        self.layout, self._shards = self._next, _arranged(ready.target)
+        self.layout, self._shards = ready.layout, _arranged(ready.target)
         self._balance.learn([told for *_, told in every])
         self._balance.begin(pipe, self.layout)
         return done

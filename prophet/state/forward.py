@@ -135,9 +135,7 @@ class _Runs:
         return cls(start, np.diff(np.append(start, len(new))), np.cumsum(new) - 1)
 
 
-def _passed_on(
-    rows: Rows, number: IntArray, nodes: IntArray, comes_in: FloatArray
-) -> tuple[Rows, IntArray, IntArray]:
+def _passed_on(rows: Rows, number: IntArray, nodes: IntArray, comes_in: FloatArray) -> tuple[Rows, IntArray, IntArray]:
     """The rows in another order, with ranks that could send them on; the rows by which those get them (or -1); parts.
 
     Of the ranks of a node that miss a part, one gets it first. If it comes from outside, all the others get it from
