@@ -1,10 +1,10 @@
 """Where few hold a box and many miss it, ranks that receive it send it on.
 
-Shape legend: M rows (a part of an atom that one rank misses), P ranks. The box is cut into as many parts as ranks miss
-it. Each part leaves its holders once, for another of these ranks, which sends it to the others. So a port sends about
-as much as a rank receives, however many there are. It takes one more message in a row than a direct way does; a chain
-from rank to rank would take as many as there are ranks. Between nodes the same holds: a part enters each node once and
-is spread inside.
+Shape legend: M rows (a part of an atom that one rank misses), P ranks. The box is cut into about as many parts as ranks
+miss it. Each part comes first to one of these ranks, which may send it to the others. Whether it or a holder sends is
+chosen row by row, so that no port has more to do than it must. A rank takes in first what leaves its port about as busy
+as the others of its node. Between nodes the same holds: a part enters each node once and is spread inside. It takes one
+more message in a row than a direct way does; a chain from rank to rank would take as many as there are ranks.
 """
 
 from __future__ import annotations
