@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from prophet.state.layout import Piece
 from prophet.state.route import Route, Transfer, route
 from prophet.state.space import Box
 from prophet.state.streams import torch_dtype
-from prophet.state.transition import transition
+from prophet.state.transition import find, index_of, keep, transition
 
 BUDGET_BYTES = 64 << 20
 GATHER_BYTES = 256 << 10
@@ -95,27 +96,12 @@ def _prepared(s: Setting) -> dict[Piece, Tensor]:
     for piece in s.direct.after.on(rank):
         kept = s.state.get(piece)
         found[piece] = torch.empty(piece.box.shape, dtype=torch_dtype(space[piece.name])) if kept is None else kept
-    held: dict[str, list[Piece]] = {}
-    for before in s.direct.before.on(rank):
-        held.setdefault(before.name, []).append(before)
-    for after in set(found) - set(s.state):
-        for before in held.get(after.name, ()):
-            box = before.box.intersect(after.box)
-            if box is not None:
-                found[after][box.slices(after.box)] = s.state[before][box.slices(before.box)]
+    keep(index_of(s.state), [(piece, tensor) for piece, tensor in found.items() if piece not in s.state])
     return found
 
 
 def _finder(state: State) -> Callable[[str, Box], Tensor]:
-    by_name: dict[str, list[tuple[Box, Tensor]]] = {}
-    for piece, tensor in state.items():
-        by_name.setdefault(piece.name, []).append((piece.box, tensor))
-
-    def find(name: str, box: Box) -> Tensor:
-        held, tensor = next((b, t) for b, t in by_name[name] if b.contains(box))
-        return tensor[box.slices(held)]
-
-    return find
+    return partial(find, index_of(state))
 
 
 def one_by_one(s: Setting) -> Done:

@@ -165,7 +165,8 @@ def _least_busy(seconds: FloatArray, start: IntArray, ports: IntArray) -> float:
 def least_direct_s(demand: Demand, nodes: IntArray, rates: Rates) -> float | None:
     """Seconds below which no plan without forwarding gets: a linear program over ports. None if it is too large.
 
-    Every holder may send any share of what a rank misses. The largest load of a port over its rate is minimised.
+    Every holder may send any share of what a rank misses, those of its node alone if there are any. The largest load of
+    a port over its rate is minimised.
     """
     from scipy.optimize import linprog
     from scipy.sparse import csr_array
@@ -180,6 +181,9 @@ def least_direct_s(demand: Demand, nodes: IntArray, rates: Rates) -> float | Non
     source = demand.holders[positions_of(demand.holders_start[demand.group], many)]
     target = demand.taker[row]
     far = (nodes[source] != nodes[target]).astype(np.int64)
+    some_near = np.bincount(row, 1 - far, rows) > 0
+    kept = (far == 0) | ~some_near[row]
+    row, source, target, far = row[kept], source[kept], target[kept], far[kept]
     rate = np.where(np.arange(4 * ranks) % 2, rates.inter_bytes_per_s, rates.intra_bytes_per_s)
     port_out, port_in = 2 * source + far, 2 * ranks + 2 * target + far
     needed = demand.n_bytes[demand.group].astype(np.float64)

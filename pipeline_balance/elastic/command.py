@@ -113,7 +113,7 @@ def _print(found: Prediction) -> None:
     order = f"The order of ranks saves {saved:.0%} of {_size(found.given_bytes)}. " if saved > 0 else ""
     direct = "" if found.least_direct_s is None else f"; without forwarding, {found.least_direct_s:.3g} s"
     console.print(
-        f"{order}{moved.seconds:.3g} s predicted. No plan takes less than {found.least_s:.3g} s{direct}.",
+        f"{order}{moved.seconds:.3g} s predicted. The links need {found.least_s:.3g} s at least{direct}.",
         highlight=False,
     )
     place = "" if found.in_place_peak_bytes is None else f", {_size(found.in_place_peak_bytes)} in place"

@@ -67,6 +67,7 @@ class _Prepared:
 
     problem: str = ""
     broken: bool = False
+    layout: Parallelism | None = None
     target: Arrangement | None = None
     way: Way | None = None
 
@@ -294,13 +295,13 @@ class Job:
         self._prepared()
         self._preparing = None
 
-        model = self._plain
+        runs = self._plain
 
         def said() -> str:
-            nonlocal model
+            nonlocal runs
             check(layout, self._plain, processes())
             self._balance.check(layout)
-            model = self._adapters.of(layout, pipe.model)
+            runs = self._adapters.of(layout, pipe.model)
             return str(layout)
 
         with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
@@ -308,24 +309,24 @@ class Job:
             differ = [r for r, text in enumerate(every) if text != every[0]]
             if differ:
                 raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0]})")
-        rules = self._rules(layout)
-        now = layout_of(describe(pipe.owned, self._rules(self.layout)), self.layout, ranks=processes())
-        layout = ordered(describe(pipe.owned, rules), now, layout, nodes=self._nodes)
+        # the live model is read here; the thread works on what was read
+        rules, present, world = self._rules(layout), self.layout, processes()
+        model, model_now = describe(pipe.owned, rules), describe(pipe.owned, self._rules(present))
         stage_map, reseater = layout.stage_map(len(pipe.model.units)), self._reseater(layout)
         described = reseater.describe()
         specs = described.specs if not isinstance(described, str) else []
 
         def made() -> _Prepared:
-            problem = self._groups.make(self._wanted(layout)) or (described if isinstance(described, str) else "")
+            chosen = ordered(model, layout_of(model_now, present, ranks=world), layout, nodes=self._nodes)
+            problem = self._groups.make(self._wanted(chosen)) or (described if isinstance(described, str) else "")
             words = self._groups.get(*self._words)
             every = gather_json(problem, words, pipe.config.device, Operation("preparing a layout"))
             if any(every):
                 self._groups.undo()
-                return _Prepared(problem=f"{layout} could not be prepared ({in_words(every)})")
-            target = self._arrangement(layout, stage_map, rules, model)
-            return _Prepared(target=target, way=reseater.way(specs, target, words))
+                return _Prepared(problem=f"{chosen} could not be prepared ({in_words(every)})")
+            target = self._arrangement(chosen, stage_map, rules, runs)
+            return _Prepared(layout=chosen, target=target, way=reseater.way(specs, target, words))
 
-        self._next = layout
         self._preparing = self._groups.beside(made)
 
     def _prepared(self) -> _Prepared:
@@ -341,8 +342,8 @@ class Job:
         """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
 
         What has not been prepared by now is waited for. Raises `TransitionError` on all processes, with the job as it
-        was, where something fails. After that, prepare again. Raises `SpecError` for a mode that this switch does not
-        have; what was prepared stays, for another mode.
+        was, where something fails. After that, prepare again. Raises `SpecError` for a mode that does not exist; what was
+        prepared stays, for another mode.
 
         With `mode="in-place"` memory of the old state goes back while the new one comes, so the peak is about the
         larger of the two. What does not fit into `budget_bytes` beyond that is refused before anything moves. What
@@ -351,15 +352,13 @@ class Job:
         if layout is not None:
             self.prepare(layout)
         pipe, ready = self.pipeline, self._prepared()
-        mine = get_args(Mode) if ready.target is None else self._reseater(self._next).modes
         with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
             op = Operation("meeting for a switch")
-            said = [ready.problem, ready.broken, mode, mine, self._balance.told(self.layout)]
+            said = [ready.problem, ready.broken, mode, self._balance.told(self.layout)]
             every = gather_json(said, pipe.collective, pipe.config.device, op)
             refuse_where([mode for _, _, mode, *_ in every], "switch in another mode")
-            modes = [m for m in mine if all(m in theirs for _, _, _, theirs, _ in every)]
-            if mode not in modes:
-                raise SpecError(f"mode {mode!r}: expected {' or '.join(modes)} to {self._next}; {_WHOLE}")
+            if mode not in get_args(Mode):
+                raise SpecError(f"mode {mode!r}: expected {' or '.join(get_args(Mode))}; {_WHOLE}")
             self._preparing = None
             failed = in_words([problem for problem, *_ in every])
             if any(broken for _, broken, *_ in every):
@@ -367,15 +366,16 @@ class Job:
             if failed:
                 raise TransitionError(f"{failed}; {_WHOLE}")
         assert ready.target is not None
-        words: Mapping[str, Any] = {"layout": str(self._next), "data position": self.data.position}
+        assert ready.layout is not None
+        words: Mapping[str, Any] = {"layout": str(ready.layout), "data position": self.data.position}
         try:
-            reseater = self._reseater(self._next)
+            reseater = self._reseater(ready.layout)
             reseater.mode = mode
             done = pipe.reseat(reseater, ready.target, self._groups.get(*self._state), words, ready.way)
         except TransitionError:
             self._groups.drop([self._state])  # it may be of no more use: another one is made the next time
             raise
-        self.layout, self._shards = self._next, _arranged(ready.target)
+        self.layout, self._shards = ready.layout, _arranged(ready.target)
         self._balance.learn([told for *_, told in every])
         self._balance.begin(pipe, self.layout)
         return done

@@ -43,8 +43,8 @@ class Plan:
 class Prediction:
     """What a switch is predicted to take; bytes are exact, seconds are the port model's.
 
-    given_bytes: what would move if ranks kept their numbers. least_s: no plan is faster; least_direct_s: no plan
-    without forwarding is (None: too large to say). *_peak_bytes: the fullest rank's, without buffers.
+    given_bytes: what would move if ranks kept their numbers. least_s, least_direct_s: the bounds of those names (None:
+    too large to say). *_peak_bytes: the fullest rank's, without buffers.
     """
 
     model: str

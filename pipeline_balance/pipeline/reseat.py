@@ -13,7 +13,7 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, get_args
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -80,15 +80,13 @@ class Switched:
 class Reseater:
     """Takes a pipeline from one arrangement to another.
 
-    `mover` has its parts, `passes` what it has under way, `now` what is in force. `mode` is how state moves, one of
-    `modes`.
+    `mover` has its parts, `passes` what it has under way, `now` what is in force. `mode` is how state moves.
     """
 
     mover: StateMover
     passes: Passes
     now: Stages
     mode: Mode = field(default="safe", init=False)
-    modes: ClassVar[tuple[Mode, ...]] = get_args(Mode)
     becomes: Ownership | None = field(default=None, init=False)
     """What `mover` is to own, where another model runs the units; `check` reads it."""
     moves_experts = False

@@ -1,10 +1,10 @@
 """Where few hold a box and many miss it, ranks that receive it send it on.
 
-Shape legend: M rows (a part of an atom that one rank misses), P ranks. The box is cut into as many parts as ranks miss
-it. Each part leaves its holders once, for another of these ranks, which sends it to the others. So a port sends about
-as much as a rank receives, however many there are. It takes one more message in a row than a direct way does; a chain
-from rank to rank would take as many as there are ranks. Between nodes the same holds: a part enters each node once and
-is spread inside.
+Shape legend: M rows (a part of an atom that one rank misses), P ranks. The box is cut into about as many parts as ranks
+miss it. Each part comes first to one of these ranks, which may send it to the others. Whether it or a holder sends is
+chosen row by row, so that no port has more to do than it must. A rank takes in first what leaves its port about as busy
+as the others of its node. Between nodes the same holds: a part enters each node once and is spread inside. It takes one
+more message in a row than a direct way does; a chain from rank to rank would take as many as there are ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from prophet.spec import BoolArray, FloatArray, IntArray
-from prophet.state.sources import SLACK, Chosen, Rows, balanced, goals, parted, shares
+from prophet.state.sources import PARTS, SLACK, Chosen, Rows, balanced, goals, parted, shares
 from prophet.state.table import numbered, numbered_lists, starts
 
 NEAR = 8.0
@@ -35,7 +35,7 @@ def spread(missing: Rows, direct: Chosen, nodes: IntArray, members: IntArray, it
         return direct
     goal = np.repeat([goals(missing, ranks)[0], _enters(missing, nodes)], ranks)
     some, rest = missing.taken(np.flatnonzero(chosen)), missing.taken(np.flatnonzero(~chosen))
-    parts = np.maximum(_parts(some), shares(some, goal / _FINER))
+    parts = _parts(some, goal[some.outside * ranks] / (PARTS * _FINER))
     if int(parts.sum()) > _MOST_ROWS:
         return direct
     some, number = parted(some, parts, members, item_bytes)
@@ -54,18 +54,22 @@ def spread(missing: Rows, direct: Chosen, nodes: IntArray, members: IntArray, it
     return found if _busiest(found, nodes) < _SHORTER * _busiest(direct, nodes) else direct
 
 
-def _parts(rows: Rows) -> IntArray:
-    """Into how many parts each row is cut so that many ranks can send on a part each, [M].
+def _parts(rows: Rows, most_bytes: FloatArray) -> IntArray:
+    """Into how many parts each row is cut so that many ranks can send on about as much each, [M].
 
-    They are as many as ranks that miss it, less those that hold it. Smaller boxes of a group are cut less.
+    A group has as many parts as ranks that miss it, less those that hold it but for one, or a multiple: none is larger
+    than `most_bytes` [M]. An atom has its share of them.
     """
     outside = rows.outside == 1
     takers = np.where(outside, np.bincount(rows.atom, rows.outside)[rows.atom], np.bincount(rows.atom)[rows.atom])
-    lacking = np.zeros(int(rows.atom.max()) + 1)
-    np.maximum.at(lacking, rows.atom, takers - (rows.hi - rows.lo))
+    lacking = np.ones(int(rows.atom.max()) + 1)
+    np.maximum.at(lacking, rows.atom, takers + 1 - (rows.hi - rows.lo))
     heads = np.unique(rows.atom, return_index=True)[1]
-    total = np.maximum(np.bincount(rows.group[heads], rows.n_bytes[heads]), 1)
-    found: IntArray = np.ceil(rows.n_bytes / total[rows.group] * lacking[rows.atom]).astype(np.int64)
+    total = np.maximum(np.bincount(rows.group[heads], rows.n_bytes[heads])[rows.group], 1)
+    many = lacking[rows.atom] * np.ceil(total / np.maximum(most_bytes, 1) / lacking[rows.atom])
+    most = np.zeros(len(lacking))
+    np.maximum.at(most, rows.atom, many * rows.n_bytes / total)
+    found: IntArray = np.ceil(most[rows.atom] - 1e-9).astype(np.int64)
     return found
 
 
@@ -144,11 +148,11 @@ def _passed_on(rows: Rows, number: IntArray, nodes: IntArray, comes_in: FloatArr
     parts, inside = _Runs.by(part), _Runs.by(part, nodes[rows.destination])
     entry = _entries(rows, inside, nodes, comes_in)
     # of the nodes that a part has to enter, the first one's rank may send it to the others'
-    enters = np.bincount(parts.of[inside.start], outside[inside.start], len(parts.start))
-    place = _middles(rows.group[parts.start], rows.n_bytes[parts.start]) * enters
-    first = entry[
-        inside.of[parts.start] + np.minimum(place.astype(np.int64), np.maximum(enters - 1, 0).astype(np.int64))
-    ]
+    enters = np.bincount(parts.of[inside.start], outside[inside.start], len(parts.start)).astype(np.int64)
+    # in turn for each of the ranks that get a part first in a node, so that as much falls to each of them
+    turns = np.maximum(enters, 1) * inside.length[inside.of[parts.start]]
+    place = (_middles(rows.group[parts.start], rows.n_bytes[parts.start]) * turns).astype(np.int64)
+    first = entry[inside.of[parts.start] + place % np.maximum(enters, 1)]
     row = np.arange(len(rows))
     is_entry = entry[inside.of] == row
     feed = np.where(is_entry, np.where(outside & (first[parts.of] != row), first[parts.of], -1), entry[inside.of])
@@ -174,8 +178,9 @@ def _entries(rows: Rows, inside: _Runs, nodes: IntArray, comes_in: FloatArray) -
         values=rows.destination,
     )
     fixed = np.concatenate([np.zeros(ranks), comes_in])
-    entering = comes_in + np.bincount(heads.destination, heads.n_bytes * heads.outside, ranks)
-    goal = np.full(2 * ranks, (np.bincount(nodes, entering) / np.maximum(np.bincount(nodes), 1)).max())
+    load = fixed + np.bincount(heads.outside * ranks + heads.destination, heads.n_bytes, 2 * ranks)
+    ports = np.maximum(np.bincount(nodes), 1)
+    goal = np.repeat([(np.bincount(nodes, part) / ports).max() for part in np.split(load, 2)], ranks)
     taker = balanced(heads, goal, fixed)
     key = inside.of * ranks + rows.destination
     return np.searchsorted(key, np.arange(len(start)) * ranks + taker)

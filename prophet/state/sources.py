@@ -221,8 +221,8 @@ def _relieved(rows: Rows, port: IntArray, load: FloatArray, goal: FloatArray) ->
     movable = np.flatnonzero((load > goal)[port] & (many > 1))
     if not len(movable):
         return movable, movable
-    # of every full port, the rows above its goal; what cannot move stands in front
-    order = movable[np.argsort(port[movable], kind="stable")]
+    # of every full port, the rows above its goal; what cannot move stands in front, then what only holders can send
+    order = movable[np.lexsort([rows.relay[movable] >= 0, port[movable]])]
     fixed = load - np.bincount(port[order], rows.n_bytes[order], len(load))
     reached = _running(port[order], rows.n_bytes[order]) + fixed[port[order]]
     over = order[reached > goal[port[order]]]

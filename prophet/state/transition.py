@@ -54,7 +54,7 @@ State = Mapping[Piece, Tensor]
 Conclude = Callable[[State, str], None]
 """Takes the new state and, in words, what went wrong on this rank on the way (nothing: empty)."""
 
-_Index = dict[str, list[tuple[Box, Tensor]]]
+Index = dict[str, list[tuple[Box, Tensor]]]
 
 
 class Allocate(Protocol):
@@ -181,8 +181,8 @@ class _Mover:
         self.route, self.state, self.collective = route, state, collective
         self.device, self.allocate = device, allocate
         self.new_state: dict[Piece, Tensor] = {}
-        self.sources = _index(state)
-        self.targets: _Index = {}
+        self.sources = index_of(state)
+        self.targets: Index = {}
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.problem = ""
         self.messages = 0
@@ -235,7 +235,7 @@ class _Mover:
     def _begin_wave(self, pieces: list[Piece]) -> None:
         def begin() -> None:
             self._get(pieces)
-            _keep(self.sources, [(piece, self.new_state[piece]) for piece in pieces])
+            keep(self.sources, [(piece, self.new_state[piece]) for piece in pieces])
 
         self.attempt(begin)
 
@@ -296,14 +296,14 @@ class _Mover:
     def _pack(self, chunk: Chunk, memory: Tensor) -> None:
         sent_on = chunk.parts[0].transfer.hop > 0
         for name, box, view in chunk.views(memory):
-            view.copy_(_find(self.targets if sent_on else self.sources, name, box))
+            view.copy_(find(self.targets if sent_on else self.sources, name, box))
 
     def _unpack(self, chunk: Chunk, memory: Tensor) -> None:
         for name, box, view in chunk.views(memory):
-            _find(self.targets, name, box).copy_(view)
+            find(self.targets, name, box).copy_(view)
 
 
-def _keep(sources: _Index, new: Sequence[tuple[Piece, Tensor]]) -> None:
+def keep(sources: Index, new: Sequence[tuple[Piece, Tensor]]) -> None:
     """Copy what stays on this rank in another piece."""
     for piece, target in new:
         for box, tensor in sources.get(piece.name, ()):
@@ -402,14 +402,15 @@ def _kind(after: str) -> type[RuntimeError]:
     return StateLost if after == _LOST else TransitionError
 
 
-def _index(state: State) -> _Index:
-    found: _Index = {}
+def index_of(state: State) -> Index:
+    """The boxes that are held of every tensor, by its name."""
+    found: Index = {}
     for piece, tensor in state.items():
         found.setdefault(piece.name, []).append((piece.box, tensor))
     return found
 
 
-def _find(index: _Index, name: str, box: Box) -> Tensor:
+def find(index: Index, name: str, box: Box) -> Tensor:
     """The part of a held tensor that is `box`; the route has made sure that there is one."""
     for held, tensor in index[name]:
         if held.contains(box):

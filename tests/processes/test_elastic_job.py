@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -180,6 +181,32 @@ def _refusals(rank: int, size: int) -> None:
 
 def test_what_cannot_be_trained_or_switched_is_refused_on_all_ranks() -> None:
     run_gloo(_refusals, 4)
+
+
+def _orders(rank: int, size: int) -> tuple[list[str], Any]:
+    from pipeline_balance.elastic import job as module
+
+    threads: list[str] = []
+    inner = module.ordered
+
+    def noted(*args: Any, **options: Any) -> Parallelism:
+        threads.append(threading.current_thread().name)
+        return inner(*args, **options)
+
+    module.ordered = noted
+    job = start("pp2")
+    job.prepare(Parallelism.parse("dp2,orderfewest-bytes"))
+    train(job, 1)
+    job.switch()
+    train(job, 1)
+    return threads, job.layout.order
+
+
+def test_the_order_of_ranks_is_chosen_beside_the_training() -> None:
+    for threads, order in run_gloo(_orders, 2):
+        assert len(threads) == 1
+        assert threads != [threading.main_thread().name]
+        assert sorted(order) == [0, 1]
 
 
 def _broken(rank: int, size: int) -> list[str]:

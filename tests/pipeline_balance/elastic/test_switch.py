@@ -135,10 +135,11 @@ def test_bounds_are_below_every_plan(seed: int, ranks: int) -> None:
     assert least <= taken.port_s * (1 + 1e-9) <= taken.seconds * (1 + 1e-9) + 1e-12
     assert direct <= taken.port_s * (1 + 1e-9) or (way.feed >= 0).any()
     assert taken.intra_bytes + taken.inter_bytes == way.wire_bytes
-    # any other choice of holders is no faster than the linear program says
+    # any other choice of holders, those of the node before others, is no faster than the linear program says
     load = np.zeros((2, 2, ranks))
     for t in way.transfers:
         holders = [p for p in range(ranks) if any(x.name == t.name and x.box.contains(t.box) for x in before.pieces[p])]
+        holders = [p for p in holders if nodes[p] == nodes[t.destination]] or holders
         source = holders[int(rng.integers(len(holders)))]
         far = int(nodes[source] != nodes[t.destination])
         load[0, far, source] += way.n_bytes(t)
@@ -239,7 +240,7 @@ def test_the_command_is_registered_and_prints(capsys: pytest.CaptureFixture[str]
     run("--model", "llama2-7b", "--from", "tp2,dp4", "--to", "dp8", "--zero", "0", "--keep-order", "--json")
     found = json.loads(capsys.readouterr().out)
     assert found["wire_bytes"] == found["given_bytes"] == found["intra_bytes"]
-    assert 0 < found["least_s"] <= found["seconds"]
+    assert 0 < found["least_s"] <= found["seconds"] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
