@@ -44,8 +44,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "prophet.planner": _VALUES,
     "prophet.scheduler": _VALUES | {"prophet.ranks", "prophet.experts"},
     "prophet.layer": _LAYER,
-    "prophet.engine": _LAYER - {"prophet.kernels"}
-    | {"prophet.files", "prophet.layer", "prophet.planner", "prophet.state"},
+    "prophet.engine": _LAYER - {"prophet.kernels"} | {"prophet.layer", "prophet.planner", "prophet.state"},
     "prophet.machine": _VALUES | {"prophet.files", "prophet.ranks", "prophet.experts"},
     "prophet.traces": _VALUES | {"prophet.files", "prophet.planner", "prophet.scheduler"},
     "prophet.state": _VALUES | {"prophet.files", "prophet.ranks"},
@@ -67,7 +66,7 @@ _MAY_IMPORT: dict[str, set[str]] = {
     "pipeline_balance.pipeline": _PIPELINE
     | {"prophet.state", "pipeline_balance.maps", "pipeline_balance.schedules", "pipeline_balance.control"},
     "pipeline_balance.slices": {"prophet.errors", "pipeline_balance.pipeline", "pipeline_balance.schedules"},
-    "pipeline_balance.leave": _PIPELINE | {"prophet.files", "prophet.state", "pipeline_balance.pipeline"},
+    "pipeline_balance.leave": _PIPELINE | {"prophet.state", "pipeline_balance.pipeline"},
     "pipeline_balance.elastic": _PIPELINE
     | {"prophet.spec", "prophet.machine", "prophet.state", "prophet.engine", "pipeline_balance.pipeline"}
     | {"pipeline_balance.schedules", "pipeline_balance.slices"},

@@ -10,7 +10,6 @@ A new checkpoint takes the place of the one before at a single rename (`prophet.
 from __future__ import annotations
 
 import dataclasses
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from prophet.state.checkpoint_folder import Folder
 from prophet.state.layout import Piece, missing
 from prophet.state.space import Box, Space
 from prophet.state.streams import torch_dtype
-from prophet.state.tensor_index import TensorReader
+from prophet.state.tensor_index import DAMAGED, TensorReader
 
 _SHOWN_BYTES = 400  # of an error that is told
 
@@ -270,5 +269,5 @@ def _told(call: Callable[[], object], folder: Path) -> None:
 
 def _words(error: BaseException) -> str:
     """What went wrong; of a damaged tensor not torch's words, which advise to read the file without `weights_only`."""
-    said = "a stored tensor is damaged" if isinstance(error, pickle.UnpicklingError) else str(error)
+    said = "a stored tensor is damaged" if isinstance(error, DAMAGED) else str(error)
     return f"{type(error).__name__}: {said}"[:_SHOWN_BYTES]

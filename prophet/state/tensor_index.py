@@ -29,6 +29,9 @@ from prophet.files import read_bytes
 
 TENSOR_INDEX = ".metadata"
 MAX_INDEX_BYTES = 1 << 28
+DAMAGED = pickle.UnpicklingError
+"""What torch raises for a stored tensor that it cannot read."""
+
 _OF_METADATA = {
     "Metadata",
     "MetadataIndex",

@@ -55,7 +55,7 @@ def _schedule(job: Job) -> Any:
 
 # --- layers in a row, through pp, zero 1 and zero 3 ---
 
-ROW = (("pp2,dp2,zero1", 4), ("dp3,zero3", 3), ("dp1", 1), ("pp2", 3), ("dp2,zero2", 2), ("pp2,dp2", 4))
+ROW = (("pp2,dp2,zero1", 4), ("dp3,zero3", 3), ("pp2", 3), ("dp1", 1))
 
 
 def _row(rank: int, size: int, layout: str, folder: str, number: int) -> list[float]:
@@ -141,7 +141,7 @@ def test_a_dense_model_goes_from_stages_to_shards_and_back(tmp_path: Path) -> No
 
 # --- experts ---
 
-EXPERTS = (("dp2,ep2", 2), ("dp4,ep4,zero1", 4), ("pp2", 2), ("pp2,dp2,ep2", 4))
+EXPERTS = (("dp2,ep2", 2), ("dp4,ep4,zero1", 4), ("pp2", 2))
 
 
 def _experts(rank: int, size: int, layout: str, folder: str, number: int, balanced: bool) -> list[float]:
@@ -300,7 +300,7 @@ def _mistakes(rank: int, size: int, folder: str) -> dict[str, str]:
 
     def load(what: str, where: Path = path, **also: Any) -> None:
         text = _refused(lambda: job.load(where, also=also or {"it": beside}))
-        said[what] = text.replace(str(where), "FOLDER")
+        said[what] = re.sub(rf"{re.escape(str(path))}(/(0|1|none|pipeline))?", "FOLDER", text)
         assert same(whole(job), state), what
         assert (job.data.position, job.steps, beside.state) == (position, 2, 2), what
         assert torch.equal(torch.get_rng_state(), generator)
