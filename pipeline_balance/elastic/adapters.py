@@ -7,6 +7,7 @@ others, and puts another of these in its place by an assignment.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 from pipeline_balance.elastic.experts import has_experts
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.elastic.reshape import is_sharded
+from pipeline_balance.elastic.sharded import ShardedModel
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.model import CountLabels, LossFn, PipelineModel
 from pipeline_balance.slices import SliceOptions
@@ -58,8 +60,8 @@ class Adapters:
         self.plain = self._made(root, options)
         self.plain.slicing = None  # whole microbatches may pass in any order
 
-    def of(self, layout: Parallelism) -> PipelineModel:
-        """What runs the model in this layout. Raises `SpecError` where nothing can."""
+    def of(self, layout: Parallelism, now: PipelineModel | None = None) -> PipelineModel:
+        """What runs the model in this layout; `now` is in force. Raises `SpecError` where nothing can."""
         options = self._options
         if layout.slices == 1:
             if options.recompute != "none" and is_sharded(layout):
@@ -71,7 +73,9 @@ class Adapters:
                 f"{layout}: a {type(self.plain).__name__} cannot be cut into slices: let build() return the model "
                 "itself, or its layers"
             )
-        return self._made(self.plain.root, replace(options, slices=layout.slices, stages_per_rank=layout.v))
+        options = replace(options, slices=layout.slices, stages_per_rank=layout.v)
+        with now.copy.apart() if isinstance(now, ShardedModel) else nullcontext():
+            return self._made(self.plain.root, options)
 
     def _made(self, root: Any, options: SliceOptions) -> PipelineModel:
         if isinstance(root, nn.Sequential | nn.ModuleList | list | tuple):

@@ -276,7 +276,7 @@ class Job:
             nonlocal model
             check(layout, self._plain, processes())
             self._balance.check(layout)
-            model = self._adapters.of(layout)
+            model = self._adapters.of(layout, pipe.model)
             return str(layout)
 
         with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
