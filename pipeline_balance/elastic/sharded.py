@@ -332,6 +332,9 @@ class ShardedModel(PipelineModel):
         give_back(self.root)
         self.plain.end_pass()
 
+    def rest(self) -> None:
+        self.plain.rest()
+
 
 class _Row(nn.Module):
     """All layers of a row, which torch wants to see called from one module; `call` runs a microbatch through them."""

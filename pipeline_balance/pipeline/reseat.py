@@ -175,6 +175,8 @@ class Reseater:
         began = time.perf_counter()
         mover, rank = self.mover, collective.rank
         self.passes.drop_gradients()  # they were used
+        if self.now.executor is not None:
+            self.now.executor.rest()
         config = replace(mover.builder.config, microbatches=target.microbatches)
         place = target.seats.grid.pipeline_rank_of(rank)
         problem, beside_bytes, lost = "", 0, False

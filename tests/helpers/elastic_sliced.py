@@ -45,6 +45,7 @@ def go(job: Job, text: str, max_norm: float, *, mode: Any = "safe", while_prepar
     assert job.data.position == position
     assert left is not job.pipeline.model or layout.slices == 1
     assert not chunks(left)
+    assert not isinstance(left, Sliced) or left.store.n_bytes == 0  # it is in a reference cycle
     check_cut(job)
     return losses
 
