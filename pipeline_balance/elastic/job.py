@@ -342,8 +342,8 @@ class Job:
         """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
 
         What has not been prepared by now is waited for. Raises `TransitionError` on all processes, with the job as it
-        was, where something fails. After that, prepare again. Raises `SpecError` for a mode that does not exist; what was
-        prepared stays, for another mode.
+        was, where something fails. After that, prepare again. Raises `SpecError` for a mode that does not exist, and
+        what was prepared stays.
 
         With `mode="in-place"` memory of the old state goes back while the new one comes, so the peak is about the
         larger of the two. What does not fit into `budget_bytes` beyond that is refused before anything moves. What
