@@ -41,7 +41,9 @@ def spread(missing: Rows, direct: Chosen, nodes: IntArray, members: IntArray, it
     some, number = parted(some, parts, members, item_bytes)
     rest, _ = parted(rest, np.minimum(rest.hi - rest.lo, shares(rest, goal)), members, item_bytes)
     far = rest.outside == 1
-    some, feed, part = _passed_on(some, number, nodes, np.bincount(rest.destination[far], rest.n_bytes[far], ranks))
+    some, feed, part = _passed_on(
+        some, number, nodes, np.bincount(rest.destination[far], rest.n_bytes[far], ranks).astype(np.float64)
+    )
     rows = some.with_more(rest)
     source = balanced(rows, goals(rows, ranks), np.zeros(2 * ranks))
     on = np.where(source[: len(some)] == some.relay, feed, -1)
