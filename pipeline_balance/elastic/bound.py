@@ -117,7 +117,9 @@ def least_s(demand: Demand, nodes: IntArray, rates: Rates) -> float:
             inter,
         ),
     ]
-    seconds, lengths, values = [], [], []
+    seconds: list[FloatArray] = []
+    lengths: list[IntArray] = []
+    values: list[IntArray] = []
     for k, (key, what, rank, rate) in enumerate(passes):
         order = np.lexsort([rank, key])
         lengths.append(np.bincount(np.unique(key, return_inverse=True)[1]))

@@ -185,7 +185,8 @@ def _entries(rows: Rows, inside: _Runs, nodes: IntArray, comes_in: FloatArray) -
     goal = np.repeat([(np.bincount(nodes, part) / ports).max() for part in np.split(load, 2)], ranks)
     taker = balanced(heads, goal, fixed)
     key = inside.of * ranks + rows.destination
-    return np.searchsorted(key, np.arange(len(start)) * ranks + taker)
+    found: IntArray = np.searchsorted(key, np.arange(len(start)) * ranks + taker)
+    return found
 
 
 def _middles(group: IntArray, n_bytes: IntArray) -> FloatArray:

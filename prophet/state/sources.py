@@ -54,7 +54,7 @@ class Rows:
     def sender(self, row: IntArray, pick: IntArray) -> IntArray:
         """The rank that a pick of a row means."""
         held = pick < (self.hi - self.lo)[row]
-        found = self.relay[row]
+        found: IntArray = self.relay[row]
         found[held] = self.values[(self.lo[row] + pick)[held]]
         return found
 

@@ -23,6 +23,7 @@ def test_a_new_copy_for_many_is_sent_once_and_passed_on(ranks: int) -> None:
     states: list[dict[Piece, Tensor]] = [{Piece(*whole[0]): values}, *({} for _ in range(ranks - 1))]
     options = {"budget_bytes": 1 << 20, "chunk_bytes": 32}
     moved = ThreadWorld(ranks).run(lambda c: transition(way, states[c.rank], c, **options))  # type: ignore[arg-type]
+    assert len(way.rows) == (ranks - 1) ** 2  # each passes on one part: neighbours that go the same ways are one
     size = values.numel() * 4
     assert moved[0].sent_bytes == size
     assert all(m.received_bytes == size for m in moved[1:])
