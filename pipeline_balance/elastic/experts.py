@@ -24,7 +24,7 @@ from pipeline_balance.pipeline.export import root_state
 from pipeline_balance.pipeline.ownership import Ownership, put
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater
-from pipeline_balance.pipeline.stages import Seats, Stages, alone
+from pipeline_balance.pipeline.stages import Seats, alone
 from pipeline_balance.pipeline.training_state import Held, base_name
 from prophet.engine.regroup import check_regroupable, check_unsplit, has_experts, regroup, stacked_experts
 from prophet.errors import LayoutError, SpecError
@@ -187,10 +187,8 @@ class ExpertReseater(Reseater):
                     found.setdefault(process, []).append((tensor.name, box))
         return layout_from(space, processes, found)
 
-    def _assembled(
-        self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int, config: Any
-    ) -> tuple[Stages, Change]:
-        stages, change = super()._assembled(target, moved, scalars, place, config)
+    def _change(self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int) -> Change:
+        change = super()._change(target, moved, scalars, place)
         seats, root = target.seats, self._owned.model.root
         given: dict[str, Any] = {**vars(change), "model": root, "shared": self.passes.experts}
         made = Regroup(**given, group=seats.experts, copies=seats.copies)
@@ -210,7 +208,7 @@ class ExpertReseater(Reseater):
                 made.contents.append(put_in)
                 made.grads.append((parameter, None))
         made.check()
-        return stages, made
+        return made
 
     def whole_state(self, collective: Collective, rank: int) -> dict[str, Tensor]:
         """The unsplit model's `state_dict` in the host's memory of process `rank`, empty elsewhere; collective.

@@ -313,10 +313,6 @@ class Job:
         if layout is not None:
             self.prepare(layout)
         pipe, ready = self.pipeline, self._finish_preparing()
-        if mode != "safe" and (
-            self._experts or self._shards is not None or isinstance(ready.target, ShardedArrangement)
-        ):
-            raise SpecError(f"a job with tp, ep, or zero 2 or 3 cannot switch {mode} yet; {_WHOLE}")
         with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
             op = Operation("meeting for a switch")
             said = [ready.problem, ready.broken, self._balance.told(self.layout)]

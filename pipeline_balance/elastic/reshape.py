@@ -18,7 +18,7 @@ from pipeline_balance.elastic.describe import Rule
 from pipeline_balance.elastic.experts import stacks
 from pipeline_balance.elastic.layouts import ModelDescription, Parameter, layout_of
 from pipeline_balance.elastic.parallelism import Axis, Parallelism
-from pipeline_balance.elastic.sharded import ShardedModel, Shards, shard_like, sharded
+from pipeline_balance.elastic.sharded import ShardedModel, Shards, padded, shard_like, sharded
 from pipeline_balance.pipeline.model import PipelineModel
 from pipeline_balance.pipeline.ownership import Ownership, like_meta
 from pipeline_balance.pipeline.rebuild import Change
@@ -173,23 +173,51 @@ class Reshaper(Reseater):
         self._space = way.route.space
         return way, scalars
 
-    def _assembled(
-        self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int, config: Any
-    ) -> tuple[Stages, Change]:
+    def _ready(self, way: Way, target: Arrangement, place: int, config: Any) -> Stages:
         shards = target.shards if isinstance(target, ShardedArrangement) else None
         now, mover = self.now_sharded, self.mover
-        values = {piece.name: tensor for piece, tensor in moved.state.items()}
-        boxes = {piece.name: piece.box for piece in moved.state}
+        self._owned = owned = Ownership(self.plain)
+        mover.check_free(owned.parameters)
         model: PipelineModel = self.plain
-        enters = None
+        self._enters = None
         if shards is not None:
-            enters = model = sharded(self.plain, shards, now, config.seed, lambda: self.passes.progress.updates)
+            updates = lambda: self.passes.progress.updates  # noqa: E731
+            self._enters = model = sharded(self.plain, shards, now, config.seed, updates)
+            boxes = {piece.name: piece.box for piece in way.route.after.on(mover.groups.world.rank)}
+            theirs = model.boxes()
+            for name in owned.of(target.stage_map.layers_on(place)):
+                _, box = theirs[id(owned.parameters[name])]
+                if box.elements and box != boxes.get(name):
+                    raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
+        return replace(mover.builder, model=model).build(target.stage_map, rank=place, config=config)
+
+    def _beside(self, others: list[Tensor]) -> list[Tensor]:
+        now = self.now_sharded
+        return others if now is None else [*others, *padded(now.root)]
+
+    def drop(self) -> None:
+        now, mover = self.now_sharded, self.mover
+        if now is None:
+            mover.drop()
+            return
+        for handle, tensor in settings(mover.owned.parameters, {}):
+            handle.tensor = tensor
+        gone = now.leave()
+        for optimizer in mover.optimizers.all:
+            for group in optimizer.param_groups:
+                group["params"][:] = [gone.get(id(p), p) for p in group["params"]]
+        mover.owned.read()
+        mover.drop()
+
+    def _change(self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int) -> Change:
+        now, mover, enters = self.now_sharded, self.mover, self._enters
+        values = {piece.name: tensor for piece, tensor in moved.state.items()}
         change = Remodel(pipeline=self.pipeline, leaves=now, enters=enters)
-        plain = Ownership(self.plain)
+        plain = self._owned
         own = plain.parameters
         here_too = {name: own[name] for name in plain.of(target.stage_map.layers_on(place))}
-        twins = self._filled(enters, here_too, values, boxes) if enters is not None else {}  # and empty moments
-        change.owned = Ownership(model) if enters is not None else plain
+        twins = self._filled(enters, here_too, values) if enters is not None else {}  # and empty moments
+        change.owned = Ownership(enters) if enters is not None else plain
         here = mover.groups.world.rank
         updates = {n: v for n, v in scalars.items() if here in target.owners.updaters(base_name(n), place)}
         entries = state_entries(values, updates)
@@ -221,24 +249,17 @@ class Reshaper(Reseater):
         change.settings = settings(
             mover.owned.parameters, values, lambda n, t: shard_like(twins[id(own[n])], t) if twins else t
         )
-        stages = replace(mover.builder, model=model).build(target.stage_map, rank=place, config=config)
         change.check()
-        return stages, change
+        return change
 
     def _filled(
-        self,
-        model: ShardedModel,
-        own: Mapping[str, nn.Parameter],
-        values: dict[str, Tensor],
-        boxes: Mapping[str, Box],
+        self, model: ShardedModel, own: Mapping[str, nn.Parameter], values: dict[str, Tensor]
     ) -> dict[int, nn.Parameter]:
-        """The shards with what has come for them, once they are what the layout says."""
+        """The shards with what has come for them."""
         found: dict[int, Tensor] = {}
         theirs = model.boxes()
         for name, original in own.items():
             like, box = theirs[id(original)]
-            if box.elements and box != boxes.get(name):
-                raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
             if not box.elements:
                 values[name] = torch.empty(box.shape, dtype=like.dtype, device=self.mover.device)
             found[id(original)] = values[name]

@@ -147,6 +147,13 @@ def give_back(root: nn.Module) -> None:
             module.reshard()
 
 
+def padded(root: nn.Module) -> list[Tensor]:
+    """The memory that FSDP2 keeps shards in, with padding: those on other processes may be larger."""
+    groups = (g for m in root.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups)
+    found = [param._sharded_param_data for group in groups for param in group.fsdp_params]
+    return [memory for memory in found if not memory.is_meta]
+
+
 def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
     """The different ways in which FSDP2 computes `root`'s modules; none where it shards none.
 
@@ -264,13 +271,22 @@ class ShardedModel(PipelineModel):
         self._hold(made)
         return made
 
-    def leave(self) -> None:
-        """Give hooks and attributes back. Who still refers to this model finds no values, rather than old ones."""
+    def leave(self) -> dict[int, nn.Parameter]:
+        """Give hooks and attributes back. Who still refers to this model finds no values, rather than old ones.
+
+        What stands for every parameter from here on, by the id of the shard. Cannot fail.
+        """
         self.copy.unmake()
-        for _, copy, name in self.copy.slots():
-            parameter = copy._parameters[name]
-            assert parameter is not None
-            copy._parameters[name] = like_meta(parameter)
+        made: dict[int, nn.Parameter] = {}
+        found: dict[int, nn.Parameter] = {}
+        for original, copy, name in self.copy.slots():
+            shard: Any = copy._parameters[name]
+            if id(original) not in made:
+                made[id(original)] = found[id(shard)] = like_meta(shard)
+                shard._local_tensor = shard._local_tensor.to("meta")
+            copy._parameters[name] = made[id(original)]
+        self._hold(made)
+        return found
 
     def _hold(self, made: Mapping[int, nn.Parameter]) -> None:
         """Parameters that units list without being their modules."""

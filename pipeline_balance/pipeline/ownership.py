@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipeline_balance.pipeline.model import PipelineModel
 from prophet.errors import SpecError
 
+_READ_BYTES = 1 << 20
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -199,7 +200,9 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor | None:
 def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
     if isinstance(value, Tensor):
         yield str((value.dtype, tuple(value.shape))).encode()
-        yield local(value.detach()).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        flat = local(value.detach()).contiguous().reshape(-1).view(torch.uint8)
+        for part in flat.split(_READ_BYTES):  # copied: memory that numpy has seen can never be given back
+            yield part.to("cpu", copy=True).numpy().data
     else:
         yield repr(value).encode()
 

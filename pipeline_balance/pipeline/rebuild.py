@@ -8,7 +8,7 @@ once, and what is left is assignments.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import HeldBuffer, Ownership, digest_of, like_meta, put, try_put
 from pipeline_balance.pipeline.registered import Settings, settings
 from pipeline_balance.pipeline.replicas import check_alike, refuse_apart
-from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, StageBuilder, Stages
+from pipeline_balance.pipeline.stages import PipelineGroups, StageBuilder, Stages
 from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
 from pipeline_balance.pipeline.training_state import (
     Held,
@@ -254,10 +254,20 @@ class StateMover:
         change.make()
         return stages
 
+    def check_free(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raise `TransitionError` for a parameter whose content cannot be exchanged; nothing changes."""
+        for name, parameter in parameters.items():
+            try:
+                try_put(parameter, like_meta(parameter))
+            except RuntimeError as error:
+                raise TransitionError(f"{name} cannot be exchanged: {error}") from error
+
     def drop(self) -> None:
-        """Forget state whose memory is gone: parameters and buffers go to `meta`, so that using one is an error."""
+        """Forget state whose memory is gone: what has it goes to `meta`, so that using it is an error."""
+        for handle, tensor in settings(self.owned.parameters, {}):
+            handle.tensor = tensor
         self.owned.keep_only(())
-        for optimizer in self.optimizers.of().values():
+        for optimizer in self.optimizers.all:
             optimizer.state.clear()
 
     def attempt(self, call: Callable[[], Any]) -> Any:
@@ -294,17 +304,16 @@ class StateMover:
         state: State,
         scalars: Mapping[str, Any],
         durations: Durations | None = None,
-        *,
-        rank: int | None = None,
-        config: PipelineConfig | None = None,
     ) -> tuple[Stages, Change]:
         """The stages of `stage_map`, and the assignments that give them this state; see `StageBuilder.build`."""
-        rank = self.groups.rank if rank is None else rank
-        stages = self.builder.build(stage_map, durations, rank=rank, config=config)
+        stages = self.builder.build(stage_map, durations)
+        return stages, self.change(stage_map.layers_on(self.groups.rank), state, scalars)
+
+    def change(self, units: Collection[int], state: State, scalars: Mapping[str, Any]) -> Change:
+        """The assignments that give this rank the state of `units`, all checked."""
         values = {piece.name: tensor for piece, tensor in state.items()}
         entries = state_entries(values, scalars)
         optimizer_of = self.optimizers.of()
-        units = stage_map.layers_on(rank)
         mine = set(self.owned.of(units))
         change = Change(settings=settings(self.owned.parameters, values))
         for name, parameter in self.owned.parameters.items():
@@ -327,7 +336,7 @@ class StateMover:
             elif not buffer.tensor.is_meta:
                 change.buffers.append((buffer, buffer.tensor.to("meta")))
         change.check()
-        return stages, change
+        return change
 
     def _route(self, space: Space, before: StageMap, after: StageMap) -> Route:
         ranks, tied = self.groups.grid.pipeline_ranks, self.owned.tied()

@@ -9,8 +9,9 @@ Shape legend: N processes, R replicas, P pipeline ranks.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -158,42 +159,47 @@ class Reseater:
     def move(self, target: Arrangement, collective: Collective, way: Way | None) -> tuple[Stages, Switched]:
         """Go to `target`; `collective` over all processes carries the state, and nothing else uses it meanwhile.
 
-        `way` was found ahead; it is used where every process's state still has that shape. Raises `TransitionError` on
-        all processes, with everything as it was, or on none. In place, what fails on the way is a `StateLost` on all of
-        them, and no process has parameters any more.
+        `way` was found ahead; it is used where every process's state still has that shape. Whatever can be made and
+        checked beforehand is. Raises `TransitionError` on all processes, with everything as it was, or on none. In
+        place, what fails on the way is a `StateLost` on all of them, and no process has parameters any more.
         """
         began = time.perf_counter()
         mover, rank = self.mover, collective.rank
         self.passes.drop_gradients()  # they were used
         config = replace(mover.builder.config, microbatches=target.microbatches)
         place = target.seats.grid.pipeline_rank_of(rank)
-        problem, beside_bytes, lost = "", 0, False
+        problem, lost = "", False
         links: dict[tuple[int, int], int] = {}
         done: tuple[Stages, Change] | None = None
         try:
             held = self.describe()
             way, scalars = self._agreed_way(held, target, collective, way)
             assert isinstance(held, Held)
-            state = {piece: held.tensors[piece.name] for piece in way.route.before.on(rank)}
-            beside_bytes = n_bytes(held.tensors.values()) - n_bytes(state.values())
+            ready = functools.partial(self._ready, way, target, place, config)
+            found: Stages | str = mover.attempt(ready)
+            pieces = way.route.before.on(rank)
+            moving = {piece.name for piece in pieces}
             moved = transition(
                 way.route,
-                state,
+                {piece: held.tensors[piece.name] for piece in pieces},
                 collective,
                 budget_bytes=mover.budget_bytes,
                 mode=self.mode,
                 device=mover.device,
                 allocate=mover.allocate,
+                beside=self._beside([t for name, t in held.tensors.items() if name not in moving]),
+                problem=found if isinstance(found, str) else "",
             )
             lost = self.mode == "in-place"  # from here on the new state is the only one
+            assert not isinstance(found, str)
             links = link_bytes(way.route)
-            done = self._assembled(target, moved, scalars, place, config)
+            done = found, self._change(target, moved, scalars, place)
         except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError) as error:
             lost = lost or isinstance(error, StateLost)
             problem = f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         if not collective.decide(DECISION, ready=done is not None) or done is None:
             if lost:
-                mover.drop()
+                self.drop()
                 raise StateLost(problem or "another rank could not switch, and the state was moved in place") from None
             raise TransitionError(_ended(problem)) from None
         stages, change = done
@@ -205,20 +211,31 @@ class Reseater:
             seconds=time.perf_counter() - began,
             link_bytes=links,
             messages=moved.messages,
-            peak_bytes=moved.peak_bytes + beside_bytes,
+            peak_bytes=moved.peak_bytes,
         )
 
-    def _assembled(
-        self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int, config: Any
-    ) -> tuple[Stages, Change]:
-        """The new stages with the assignments that put the state in its place, all checked."""
+    def _ready(self, way: Way, target: Arrangement, place: int, config: Any) -> Stages:
+        """The new stages, made on the side with all that needs no values; raises what is wrong on this process."""
+        self.mover.check_free(self.mover.owned.parameters)
+        return self.mover.builder.build(target.stage_map, rank=place, config=config)
+
+    def _beside(self, others: list[Tensor]) -> list[Tensor]:
+        """What is given up with the state, and does not move: `others`, which copies have elsewhere, and padding."""
+        return others
+
+    def drop(self) -> None:
+        """Forget the state that was lost: what has it goes to `meta`, so that using it is an error."""
+        self.mover.drop()
+
+    def _change(self, target: Arrangement, moved: Moved, scalars: Mapping[str, Any], place: int) -> Change:
+        """The assignments that put the state in its place, all checked."""
         rank = self.mover.groups.world.rank
 
         def updates(name: str) -> bool:
             return rank in target.owners.updaters(name, place)
 
         mine = {name: value for name, value in scalars.items() if updates(base_name(name))}
-        return self.mover.assemble(target.stage_map, moved.state, mine, rank=place, config=config)
+        return self.mover.change(target.stage_map.layers_on(place), moved.state, mine)
 
     def _agreed_way(
         self, held: Held | str, target: Arrangement, collective: Collective, way: Way | None
@@ -273,11 +290,6 @@ def layout_over(
                 column = column[:1]
             holders[-1] += column
     return whole_tensors(space, processes, holders)
-
-
-def n_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of all of them."""
-    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def link_bytes(way: Route) -> dict[tuple[int, int], int]:

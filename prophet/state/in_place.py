@@ -8,7 +8,7 @@ What a rank holds in the same box before and after is handed over: it takes no m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,8 @@ from torch import Tensor
 from prophet.spec import IntArray
 from prophet.state.layout import Layout, Piece
 from prophet.state.table import numbered, starts
+
+_LEVELS = 1024  # of fullness, whose fourth power is summed over ranks
 
 
 def changes(before: Layout, after: Layout) -> tuple[tuple[IntArray, ...], tuple[IntArray, ...]]:
@@ -39,8 +41,9 @@ def changes(before: Layout, after: Layout) -> tuple[tuple[IntArray, ...], tuple[
 def in_place(before: Layout, after: Layout) -> tuple[IntArray, IntArray]:
     """The wave in which each tensor goes, and the most bytes that each rank has at any time, without buffers: [T], [P].
 
-    Tensors are put in an order: each time, that one is next which leaves the fullest rank least full, and among equals
-    the one that frees most. Neighbours go together, in one wave, where that raises no rank's peak.
+    Tensors are put in an order: each time, one is next that raises the fullest rank's peak least. Among equals it is
+    the one that leaves ranks least full, where fuller ranks count for more, then the one that frees most. Neighbours go
+    together, in one wave, where that raises no rank's peak.
     """
     freed, taken = changes(before, after)
     tensors, ranks = len(before.space.tensors), before.ranks
@@ -53,11 +56,17 @@ def in_place(before: Layout, after: Layout) -> tuple[IntArray, IntArray]:
     begin = before.table.rank_bytes()
     limit = np.maximum(np.maximum(begin, after.table.rank_bytes()), 1)
     now, peak, order = begin.copy(), begin.copy(), np.zeros(tensors, np.int64)
+
+    def full(n_bytes: IntArray) -> IntArray:
+        """In parts of the larger state; whole numbers, so that all ranks find the same order."""
+        return n_bytes * _LEVELS // limit
+
     for k in range(tensors):
         there = np.flatnonzero(left)
-        full = np.maximum(((now + new[there]) / limit).max(1), (peak / limit).max())
-        change = (new[there] - old[there]).sum(1)
-        pick = int(there[np.lexsort([there, change, full])[0]])
+        most = np.maximum(full(now + new[there]).max(1), full(peak).max())
+        change = new[there] - old[there]
+        after_it = (full(now + change) ** 4).sum(1)
+        pick = int(there[np.lexsort([there, change.sum(1), after_it, most])[0]])
         order[k] = members[at[pick]]
         at[pick] += 1
         left[pick] -= 1
@@ -99,8 +108,8 @@ class Replacing:
     """One rank's memory in a transition in place: what each wave takes and gives back, and the peak.
 
     `begins` is called with a wave's new pieces once the wave before has given its memory back. An old tensor's memory
-    is its storage's: it goes back once all of the storage that anybody knows of has been read. A storage that also
-    holds something else, or that torch cannot resize, stays.
+    is its storage's, of which it may be a view: it goes back once all of the storage that is state has been read. A
+    storage that also holds something else, or that torch cannot resize, stays.
     """
 
     old_bytes: int
@@ -119,25 +128,31 @@ class Replacing:
         waves: int,
         sizes: Mapping[str, int],
         begins: Callable[[list[Piece]], None],
+        beside: Sequence[Tensor] = (),
     ) -> Replacing:
-        """`sizes` are bytes of an element, by tensor."""
+        """`sizes` are bytes of an element, by tensor. `beside` is given up with the state, and takes memory till then.
+
+        A storage goes back where state and `beside` are all of it; one of `beside` alone stays.
+        """
         wanted = set(after)
         takes: list[list[Piece]] = [[] for _ in range(waves)]
         for piece in after:
             if piece not in state:
                 takes[wave_of[piece.name]].append(piece)
-        shares: dict[int, list[Piece]] = {}
+        pieces_in: dict[int, list[Piece]] = {}
+        views_of: dict[int, list[Tensor]] = {}
         for piece, tensor in state.items():
-            shares.setdefault(tensor.untyped_storage()._cdata, []).append(piece)
+            pieces_in.setdefault(tensor.untyped_storage()._cdata, []).append(piece)
+        for tensor in (*state.values(), *beside):
+            views_of.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
         gives: list[list[Tensor]] = [[] for _ in range(waves)]
         old_bytes = 0
-        for pieces in shares.values():
-            storage = state[pieces[0]].untyped_storage()
+        for key, views in views_of.items():
+            storage, pieces = views[0].untyped_storage(), pieces_in.get(key, [])
             old_bytes += storage.nbytes()
-            parts = {(t.storage_offset(), t.numel() * t.element_size()) for t in (state[p] for p in pieces)}
-            known = sum(n_bytes for _, n_bytes in parts)
-            if wanted.isdisjoint(pieces) and known >= storage.nbytes() and storage.resizable():
-                gives[max(wave_of[p.name] for p in pieces)].append(state[pieces[0]])
+            whole = _covered(views) >= storage.nbytes() and storage.resizable()
+            if pieces and whole and wanted.isdisjoint(pieces):
+                gives[max(wave_of[p.name] for p in pieces)].append(views[0])
         return cls(old_bytes, takes, gives, begins, sizes)
 
     def piece_bytes(self, piece: Piece) -> int:
@@ -178,3 +193,13 @@ class Replacing:
     def _give_back(self, wave: int) -> None:
         for tensor in self.gives[wave] if wave >= 0 else ():
             tensor.untyped_storage().resize_(0)
+
+
+def _covered(views: Iterable[Tensor]) -> int:
+    """Bytes of a storage that its `views` have; of one that lies within another, nothing more."""
+    spans = {(int(t.storage_offset()) * t.element_size(), t.numel() * t.element_size()) for t in views}
+    found = end = 0
+    for first, n_bytes in sorted(spans, key=lambda span: (span[0], -span[1])):
+        if first + n_bytes > end:
+            found, end = found + n_bytes, first + n_bytes
+    return found

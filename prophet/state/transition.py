@@ -98,6 +98,8 @@ def transition(
     allocate: Allocate = empty,
     chunk_bytes: int = CHUNK_BYTES,
     depth: int = DEPTH,
+    beside: Sequence[Tensor] = (),
+    problem: str = "",
     conclude: Conclude | None = None,
 ) -> Moved:
     """Move this rank from `route.before` to `route.after`; collective over `route.ranks` ranks.
@@ -111,7 +113,10 @@ def transition(
     With `mode="in-place"` the tensors of `state` lose their memory, but for those that are handed over; reading one
     then crashes. The budget is for what this rank needs beyond the larger of its old and new state: buffers, and what
     no order of tensors saves. `BudgetError` on every rank where it is too small: nothing has moved. After a failure on
-    the way `StateLost` is raised on every rank.
+    the way `StateLost` is raised on every rank. `beside` are tensors that the caller gives up with the state, such as
+    padding in the same storages.
+
+    `problem` says, if anything, why this rank cannot go on after the move: then none begins it.
 
     A caller that has more to do on the side gives `conclude`, so that ranks agree once, on all of it. It is called in
     place of the last vote, and raises on all ranks what went wrong on any.
@@ -127,10 +132,10 @@ def transition(
     streams, measures = Streams.of(route, rank), Measures.of(route, waves)
     mover = _Mover(route, state, collective, device, allocate)
     # all on the side, before ranks agree: what the others wish for can only make the buffer smaller
-    problem = _check_state(route.before, state, rank, device)
+    problem = problem or _check_state(route.before, state, rank, device)
     excess = 0
     if not problem:
-        excess = mover.plan(waves, len(measures.longest))
+        excess = mover.plan(waves, len(measures.longest), beside)
         wishes = (budget_bytes - excess, chunk_bytes, depth)
         problem = mover.prepare(_buffer_bytes(streams, measures, wishes), whole=mode == "safe")
     try:
@@ -182,17 +187,17 @@ class _Mover:
         self.problem = ""
         self.messages = 0
 
-    def plan(self, waves: IntArray | None, many: int) -> int:
+    def plan(self, waves: IntArray | None, many: int, beside: Sequence[Tensor]) -> int:
         """Decide what replaces what; without `waves` nothing goes back. Bytes beyond the larger of both states."""
         names, rank = self.route.space.tensors, self.collective.rank
         wave_of = {t.name: 0 if waves is None else int(waves[k]) for k, t in enumerate(names)}
         sizes = {t.name: t.item_bytes for t in names}
         after = self.route.after.on(rank)
-        self.memory = Replacing.of(self.state, after, wave_of, many, sizes, self._begin_wave)
+        self.memory = Replacing.of(self.state, after, wave_of, many, sizes, self._begin_wave, beside)
         if waves is None:
             self.memory.gives = [[] for _ in range(many)]
         self.peak_bytes = self.memory.peak_bytes()
-        larger = max(sum(map(self.memory.piece_bytes, row)) for row in (self.route.before.on(rank), after))
+        larger = max(self.memory.old_bytes, sum(map(self.memory.piece_bytes, after)))
         return 0 if waves is None else self.peak_bytes - larger
 
     def prepare(self, buffer_bytes: int, *, whole: bool) -> str:

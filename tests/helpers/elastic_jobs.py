@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from pipeline_balance import elastic
@@ -21,6 +22,7 @@ from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.elastic.reshape import describe
 from pipeline_balance.pipeline import reseat
 from pipeline_balance.pipeline.rebuild import Change
+from pipeline_balance.pipeline.stages import StageBuilder
 from prophet.state import transition
 from tests.helpers.pipeline_model import plain_step
 
@@ -95,13 +97,17 @@ def train(job: Job, steps: int, schedule: Any = None) -> list[float]:
 
 
 def whole(job: Job) -> dict[str, Tensor]:
-    """All parameters, buffers and moments of all processes by name, once their copies were compared."""
+    """All parameters, buffers and moments of all processes by name, once their copies were compared.
+
+    Shards are put together by torch: every process of a mesh gathers the same tensors in the same order.
+    """
     names = {id(p): n for n, p in job.model.named_parameters()}
-    mine = {n: t.detach() for n, t in (*job.model.named_parameters(), *job.model.named_buffers()) if not t.is_meta}
+    mine: dict[str, Tensor] = {n: t.detach() for n, t in (*job.model.named_parameters(), *job.model.named_buffers())}
     for parameter, entries in job.optimizer.state.items():
         mine |= {f"{names[id(parameter)]}@{e}": t for e, t in entries.items()}
+    mine = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in sorted(mine.items())}
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, {n: t for n, t in mine.items() if not t.is_meta})
     found: dict[str, Tensor] = {}
     for row in every:
         for name, tensor in row.items():
@@ -138,7 +144,8 @@ def broken(job: Job, place: str) -> Iterator[None]:
         "allocate": (job.pipeline.mover, "allocate"),
         "pack": (transition._Mover, "_pack"),
         "unpack": (transition._Mover, "_unpack"),
-        "assemble": (job.pipeline.mover, "assemble"),
+        "build": (StageBuilder, "build"),
+        "assemble": (job.pipeline.mover, "change"),
         "decide": (Change, "check"),
     }[place]
     with pytest.MonkeyPatch.context() as patch:

@@ -186,7 +186,7 @@ def _broken(rank: int, size: int) -> list[str]:
     job = start("pp2,dp2,zero1")
     train(job, 1)
     said = []
-    for place in ("collect", "group", "allocate", "pack", "unpack", "assemble", "decide"):
+    for place in ("collect", "group", "build", "allocate", "pack", "unpack", "assemble", "decide"):
         before = whole(job)
         with broken(job, place) if rank == 2 else nullcontext():
             job.prepare(Parallelism(pp=4))
@@ -207,8 +207,8 @@ def _broken(rank: int, size: int) -> list[str]:
 def test_a_failure_in_each_stage_leaves_the_old_state_and_goes_on() -> None:
     results = run_gloo(_broken, 4)
     for rank, said in enumerate(results):
-        assert len(said) == 7
-        for place, words in zip(("collect", "group", "allocate"), said, strict=False):
+        assert len(said) == 8
+        for place, words in zip(("collect", "group", "build", "allocate"), said, strict=False):
             assert "whole" in words or "goes on" in words, (rank, place, words)
     assert all("broken in" in words for words in results[2])
     assert all("rank 2" in words or "ranks [2]" in words or "another rank" in words for words in results[0])

@@ -17,7 +17,7 @@ from prophet.state.in_place import in_place
 from prophet.state.layout import Piece, layout_from
 from prophet.state.route import route
 from prophet.state.space import Space, TensorSpec
-from prophet.state.transition import empty, transition
+from prophet.state.transition import Moved, empty, transition
 from tests.helpers.moving import assert_whole, outcomes, pair
 
 
@@ -101,6 +101,37 @@ def test_views_of_one_buffer_give_it_back_together() -> None:
     flat = torch.arange(65.0)
     assert run(flat, list(flat[:64].split(16))) == (260, 260)
     assert torch.equal(flat, torch.arange(65.0))
+
+
+def test_padding_goes_back_with_the_state_and_counts_until_then() -> None:
+    space = Space((TensorSpec(name="t", shape=(3, 4)),))
+    every = [("t", space["t"].box)]
+    way = route(layout_from(space, 2, {0: every}), layout_from(space, 2, {1: every}))
+    padded, apart = torch.arange(20.0), torch.zeros(7)
+    states: list[dict[Piece, Tensor]] = [{Piece(*every[0]): padded[:12].view(3, 4)}, {}]
+    beside = [[padded, padded[12:16], apart], []]
+    moved = ThreadWorld(2).run(
+        lambda c: transition(
+            way, states[c.rank], c, budget_bytes=64, mode="in-place", beside=beside[c.rank], chunk_bytes=16
+        )
+    )
+    assert torch.equal(next(iter(moved[1].state.values())), torch.arange(12.0).view(3, 4))
+    assert padded.untyped_storage().nbytes() == 0
+    assert apart.untyped_storage().nbytes() == 28
+    assert [m.peak_bytes - m.buffer_bytes for m in moved] == [80 + 28, 48]
+
+
+def test_what_a_rank_knows_to_fail_later_is_refused_before_anything_moves() -> None:
+    way, states, values = pair()
+    said = ["", "no module can be made"]
+
+    def body(c: ThreadCollective) -> Moved:
+        return transition(way, states[c.rank], c, budget_bytes=1 << 10, mode="in-place", problem=said[c.rank])
+
+    first, second = map(str, outcomes(2, body))
+    assert "ranks [1] could not prepare the transition; nothing has moved" in first
+    assert "rank 1: no module can be made; nothing has moved" in second
+    assert_whole(way, states, values)
 
 
 def test_a_buffer_goes_back_after_the_last_of_its_tensors() -> None:

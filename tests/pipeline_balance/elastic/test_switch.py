@@ -206,6 +206,21 @@ def test_the_order_of_tensors_decides_the_peak_in_place() -> None:
     assert in_place(old, new)[1].max() <= 1.1 * memory.larger.max()
 
 
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        ("llama2-13b", "pp8,dp2,zero1", "dp16,zero3"),
+        ("llama2-13b", "dp16,zero3", "tp4,pp4"),
+        ("llama2-13b", "tp2,pp4,dp2,zero1", "tp4,pp4,zero1"),
+        ("qwen3-30b-a3b", "pp4,dp4,ep4,zero1", "pp2,dp8,ep8,zero1"),
+    ],
+)
+def test_no_rank_has_much_more_than_the_larger_of_both_states(model: str, before: str, after: str) -> None:
+    old, new = (layout_of(model_named(model), Parallelism.parse(t), ranks=16) for t in (before, after))
+    larger = memory_of(old, new).larger
+    assert (in_place(old, new)[1] / larger).max() <= 1.02
+
+
 def run(*arguments: str) -> None:
     parser = argparse.ArgumentParser()
     add(parser.add_subparsers())
