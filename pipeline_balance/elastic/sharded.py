@@ -8,6 +8,7 @@ are one stage then; their random numbers are those of the unsplit model's units.
 from __future__ import annotations
 
 import random
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -158,6 +159,17 @@ def leaves_of(root: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, n
                 if gathered is not None and name is not None:
                     leaves[name] = gathered
     return leaves
+
+
+def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+    """Raise `SpecError` for a module or parameter with weak references, which would find the old one or none."""
+    for name, held in (*root.named_modules(), *named.items()):
+        torchs = isinstance(held, FSDPModule)  # FSDP2 has one itself
+        if weakref.getweakrefcount(held) > torchs:
+            raise SpecError(
+                f"something has a weak reference to {name or 'the model'}, and would go on with the old one: drop it, "
+                "and take it anew afterwards"
+            )
 
 
 def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
