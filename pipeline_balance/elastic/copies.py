@@ -6,7 +6,6 @@ sharded copy is in force. A copy has the attributes, buffers and hooks of its or
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from prophet.errors import SpecError
 
@@ -238,17 +236,6 @@ def check_parameters(named: Mapping[str, nn.Parameter]) -> None:
     for name, parameter in named.items():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise SpecError(f"{name} has a hook on the tensor, which cannot go over to a shard: remove it first")
-
-
-def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
-    """Raise `SpecError` for a module or parameter with weak references, which would find the old one or none."""
-    for name, held in (*root.named_modules(), *named.items()):
-        torchs = isinstance(held, FSDPModule)  # FSDP2 has one itself
-        if weakref.getweakrefcount(held) > torchs:
-            raise SpecError(
-                f"something has a weak reference to {name or 'the model'}, and would go on with the old one: drop it, "
-                "and take it anew afterwards"
-            )
 
 
 def _inside(value: Any, depth: int = 3) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.copies import check_copyable, check_parameters, check_weak
+from pipeline_balance.elastic.copies import check_copyable, check_parameters
 from pipeline_balance.elastic.describe import Rule
 from pipeline_balance.elastic.experts import stacks
 from pipeline_balance.elastic.groups import Groups
@@ -24,6 +24,7 @@ from pipeline_balance.elastic.sharded import (
     ShardedModel,
     Shards,
     add_empty,
+    check_weak,
     entries_like,
     leaves_of,
     mesh_of,

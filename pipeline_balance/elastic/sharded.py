@@ -8,6 +8,7 @@ are one stage then; their random numbers are those of the unsplit model's units.
 from __future__ import annotations
 
 import random
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -166,6 +167,17 @@ def padded(root: nn.Module) -> list[Tensor]:
     groups = (g for m in root.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups)
     found = [param._sharded_param_data for group in groups for param in group.fsdp_params]
     return [memory for memory in found if not memory.is_meta]
+
+
+def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
+    """Raise `SpecError` for a module or parameter with weak references, which would find the old one or none."""
+    for name, held in (*root.named_modules(), *named.items()):
+        torchs = isinstance(held, FSDPModule)  # FSDP2 has one itself
+        if weakref.getweakrefcount(held) > torchs:
+            raise SpecError(
+                f"something has a weak reference to {name or 'the model'}, and would go on with the old one: drop it, "
+                "and take it anew afterwards"
+            )
 
 
 def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from pipeline_balance.elastic.copies import Copy, check_copyable, check_weak
+from pipeline_balance.elastic.copies import Copy, check_copyable
+from pipeline_balance.elastic.sharded import check_weak
 from pipeline_balance.pipeline.ownership import check_free
 from prophet.errors import SpecError
 
