@@ -140,6 +140,7 @@ _MAY_COMMUNICATE = {
     "pipeline_balance/pipeline/stages.py",
     "pipeline_balance/pipeline/executor.py",  # how torch splits a backward pass; sends nothing
     "pipeline_balance/elastic/groups.py",
+    "pipeline_balance/elastic/fully_sharded.py",  # reads what FSDP2 keeps; sends nothing
     "pipeline_balance/elastic/sharded.py",  # torch's tensor parallelism and FSDP2 send what they must
     "pipeline_balance/elastic/holdings.py",  # reads shards off tensors; sends nothing
     "pipeline_balance/leave/membership.py",

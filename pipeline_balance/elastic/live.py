@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline_balance.elastic.fully_sharded import give_back
 from pipeline_balance.elastic.groups import members_of
 from pipeline_balance.elastic.holdings import cut_over, pieces_of
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.elastic.reshape import is_sharded
-from pipeline_balance.elastic.sharded import give_back
 from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import local
 from pipeline_balance.pipeline.registered import registered

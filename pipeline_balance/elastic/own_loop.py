@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.elastic.copies import check_copyable, check_parameters
+from pipeline_balance.elastic.fully_sharded import check_weak, leaves_of, policies_of
 from pipeline_balance.elastic.groups import Groups, Members, groups_of_world, met
 from pipeline_balance.elastic.holdings import digests, refuse_apart
 from pipeline_balance.elastic.live import Live
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.reshape import is_sharded, mesh_axes, shards_in
-from pipeline_balance.elastic.sharded import check_parts, check_weak, leaves_of, policies_of
+from pipeline_balance.elastic.sharded import check_parts
 from pipeline_balance.elastic.styles import styles_of
 from pipeline_balance.elastic.target import Target
 from pipeline_balance.pipeline.agreement import from_all, refuse_where

@@ -16,22 +16,12 @@ from torch import Tensor, nn
 from pipeline_balance.elastic.copies import check_copyable, check_parameters
 from pipeline_balance.elastic.describe import Rule
 from pipeline_balance.elastic.experts import stacks
+from pipeline_balance.elastic.fully_sharded import check_weak, leaves_of, padded
 from pipeline_balance.elastic.groups import Groups
 from pipeline_balance.elastic.holdings import box_of, digests, refuse_apart
 from pipeline_balance.elastic.layouts import ModelDescription, Parameter, layout_of
 from pipeline_balance.elastic.parallelism import Axis, Parallelism
-from pipeline_balance.elastic.sharded import (
-    ShardedModel,
-    Shards,
-    add_empty,
-    check_weak,
-    entries_like,
-    leaves_of,
-    mesh_of,
-    padded,
-    shard_like,
-    sharded,
-)
+from pipeline_balance.elastic.sharded import ShardedModel, Shards, add_empty, entries_like, mesh_of, shard_like, sharded
 from pipeline_balance.elastic.styles import styles_of
 from pipeline_balance.pipeline.model import PipelineModel
 from pipeline_balance.pipeline.optimizers import Optimizers

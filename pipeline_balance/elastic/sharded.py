@@ -8,7 +8,6 @@ are one stage then; their random numbers are those of the unsplit model's units.
 from __future__ import annotations
 
 import random
-import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from pipeline_balance.elastic.copies import Copy, without_memory
+from pipeline_balance.elastic.fully_sharded import give_back
 from pipeline_balance.elastic.styles import Style
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.experts import collective_of
@@ -141,60 +141,6 @@ def cut_over_dp(
     for module in root.modules():
         if isinstance(module, FSDPModule) and mesh.device_type == "cpu":
             module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
-
-
-def give_back(root: nn.Module) -> None:
-    """Have FSDP2 drop the parameters that it has gathered: a pass without a backward keeps some."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-def leaves_of(root: nn.Module, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """What a graph would hold of parameters: themselves, or what FSDP2 last gathered for them."""
-    leaves, names = dict(named), {id(p): name for name, p in named.items()}
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            for param in (p for g in module._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params):
-                gathered, name = getattr(param, "_unsharded_param", None), names.get(id(param.sharded_param))
-                if gathered is not None and name is not None:
-                    leaves[name] = gathered
-    return leaves
-
-
-def padded(root: nn.Module) -> list[Tensor]:
-    """The memory that FSDP2 keeps shards in, with padding: those on other processes may be larger."""
-    groups = (g for m in root.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups)
-    found = [param._sharded_param_data for group in groups for param in group.fsdp_params]
-    return [memory for memory in found if not memory.is_meta]
-
-
-def check_weak(root: nn.Module, named: Mapping[str, nn.Parameter]) -> None:
-    """Raise `SpecError` for a module or parameter with weak references, which would find the old one or none."""
-    for name, held in (*root.named_modules(), *named.items()):
-        torchs = isinstance(held, FSDPModule)  # FSDP2 has one itself
-        if weakref.getweakrefcount(held) > torchs:
-            raise SpecError(
-                f"something has a weak reference to {name or 'the model'}, and would go on with the old one: drop it, "
-                "and take it anew afterwards"
-            )
-
-
-def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
-    """The different ways in which FSDP2 computes `root`'s modules; none where it shards none.
-
-    Raises `SpecError` for parameters that it keeps on the host.
-    """
-    found: list[MixedPrecisionPolicy] = []
-    for name, module in root.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        if any(isinstance(g.offload_policy, CPUOffloadPolicy) for g in state._fsdp_param_groups):
-            raise SpecError(f"{name or 'the model'} is offloaded to the host by FSDP2, which cannot be resharded")
-        if state._mp_policy not in found:
-            found.append(state._mp_policy)
-    return found
 
 
 def sharing(units: Sequence[nn.Module]) -> list[list[nn.Module]]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from pipeline_balance.elastic.copies import Copy, check_copyable
-from pipeline_balance.elastic.sharded import check_weak
+from pipeline_balance.elastic.fully_sharded import check_weak
 from pipeline_balance.pipeline.ownership import check_free
 from prophet.errors import SpecError
 
