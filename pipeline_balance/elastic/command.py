@@ -29,7 +29,8 @@ def add(commands: Any) -> None:
         ),
         epilog=(
             "A layout is written like tp4,pp8,dp2,ep4. Sizes that are not named are 1. stages3:5 gives the layers of\n"
-            "every chunk, v2 the chunks of a stage, zero0 to zero3 what is sharded over dp.\n\n"
+            "every chunk, v2 the chunks of a stage, slices8 the parts of a sequence, zero0 to zero3 what is sharded\n"
+            "over dp.\n\n"
             "machines: a800 (its stated bandwidths), the presets of `prophet plan`, or a topology file."
         ),
     )

@@ -7,6 +7,7 @@ sharded copy is in force. A copy has the attributes, buffers and hooks of its or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -103,17 +104,35 @@ class Copy:
                     shared.update(hooks)
                 copy.__dict__[kind] = shared
 
+    def _take_out(self, original: nn.Module, copy: nn.Module) -> None:
+        """Leave the user's hooks alone on a module."""
+        for added in (self.inner, self.outer):
+            for kind, hooks in added.get(id(copy), {}).items():
+                for key in hooks:
+                    original.__dict__[kind].pop(key, None)
+
     def unmake(self) -> None:
         """Give hooks and attributes back to the originals. Cannot fail."""
         for original, copy in self._pairs.values():
-            for added in (self.inner, self.outer):
-                for kind, hooks in added.get(id(copy), {}).items():
-                    for key in hooks:
-                        original.__dict__[kind].pop(key, None)
+            self._take_out(original, copy)
             kept = self.attributes(original)
             for name in set(vars(original)) - _OWN - set(kept):
                 del original.__dict__[name]
             original.__dict__.update(kept)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within, the originals have the user's hooks alone, and may run."""
+        shared = [original.__dict__[kind] for original, _ in self._pairs.values() for kind in _HOOKS]
+        before = [dict(hooks) for hooks in shared]
+        try:
+            for original, copy in self._pairs.values():
+                self._take_out(original, copy)
+            yield
+        finally:
+            for hooks, every in zip(shared, before, strict=True):
+                hooks.clear()
+                hooks.update(every)
 
     def sharded(self) -> None:
         """What copies have gained as attributes by now is of those who shard."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance, BalanceConfig
 from pipeline_balance.elastic.data import GlobalBatches, Stream, cuts, microbatches_of, rows_from, rows_of
 from pipeline_balance.elastic.describe import Rule
@@ -35,7 +36,7 @@ from pipeline_balance.elastic.sharded import Shards, check_shardable, mesh_of
 from pipeline_balance.elastic.styles import rules_for, styles_of
 from pipeline_balance.pipeline.adapter import TransformersModel
 from pipeline_balance.pipeline.agreement import NO_ROWS, from_all
-from pipeline_balance.pipeline.model import CountLabels, LossFn, ModuleChain, PipelineModel
+from pipeline_balance.pipeline.model import CountLabels, LossFn, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.replicas import Grid
@@ -44,6 +45,7 @@ from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import Seats, alone
 from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import gather_json
+from pipeline_balance.slices import SliceOptions
 from pipeline_balance.spec import StageMap
 from prophet.engine.engine import Engine
 from prophet.errors import SpecError, TransitionError
@@ -86,8 +88,12 @@ class Job:
     `balance` has them balanced where ep > 1; it may be a function from a layout to its configuration. The job sets
     `accumulation_steps`.
 
-    Raises `SpecError` for a layout that cannot be trained yet: slices, experts with tp, pp or experts with zero 2
-    and 3.
+    `slices` are what layouts with slices take beside their number and that of stages per rank, as
+    `SliceOptions(1, order="aligned")`. `SliceOptions.recompute` holds in other layouts of pp and dp, too. Layers of
+    one's own call `pipeline_balance.slices.attend` in every layout.
+
+    Raises `SpecError` for a layout that cannot be trained yet: experts with tp or slices, pp or experts with zero 2
+    and 3, slices with tp.
     """
 
     def __init__(
@@ -106,6 +112,7 @@ class Job:
         budget_bytes: int = 64 << 20,
         nodes: Sequence[int] | None = None,
         balance: BalanceConfig | None = None,
+        slices: SliceOptions | None = None,
     ) -> None:
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
@@ -117,13 +124,14 @@ class Job:
         self._balance = Balance(balance)
         self._preparing: Future[_Prepared] | None = None
         self._device = at = device if device is not None else torch.device("cpu")
-        built: list[PipelineModel] = []
+        first: list[PipelineModel] = []
 
         def begin() -> str:
-            built.append(_model(build(), loss_fn, counted, at))
-            check_unsplit(built[0].root)
+            self._adapters = Adapters(build(), loss_fn, counted, slices, at)
+            check_unsplit(self._plain.root)
             self._balance.check(layout)
-            check(layout, built[0], processes())
+            check(layout, self._plain, processes())
+            first.append(self._adapters.of(layout))
             return ""
 
         met("beginning a job", begin)
@@ -131,18 +139,17 @@ class Job:
             raise SpecError(f"ranks begin with different layouts: {texts}")
         wanted = layout = replace(layout, order=None) if layout.order == FEWEST_BYTES else layout
         if is_sharded(layout):  # begin with the model spread out, and go there
-            layout = Parallelism(pp=min(layout.ranks, len(built[0].units)))
-        self.layout = layout
-        self._plain, self._shards = built[0], _arranged(None)
+            layout = Parallelism(pp=min(layout.ranks, len(self._plain.units)))
+        self.layout, self._shards = layout, _arranged(None)
         self._experts = has_experts(self._plain.root)
         met("making process groups", lambda: self._groups.make(self._wanted(layout)))
         seats = self._seats(layout)
-        stage_map = layout.stage_map(len(built[0].units))
+        stage_map = layout.stage_map(len(self._plain.units))
 
         def filled() -> PipelineModel:
-            share_out(built[0].root, seats)
-            materialize(built[0], stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank())), seed, at)
-            return built[0]
+            share_out(self._plain.root, seats)
+            materialize(self._plain, stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank())), seed, at)
+            return first[0]
 
         self.pipeline = ElasticPipeline(
             filled,
@@ -170,6 +177,10 @@ class Job:
     def engine(self) -> Engine | None:
         """What balances this process's experts in the layout in force, if `balance` was given; None without any."""
         return self._balance.engine
+
+    @property
+    def _plain(self) -> PipelineModel:
+        return self._adapters.plain
 
     @property
     def model(self) -> nn.Module:
@@ -259,9 +270,13 @@ class Job:
         pipe = self.pipeline
         self._finish_preparing()
 
+        model = self._plain
+
         def said() -> str:
+            nonlocal model
             check(layout, self._plain, processes())
             self._balance.check(layout)
+            model = self._adapters.of(layout, pipe.model)
             return str(layout)
 
         with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
@@ -284,7 +299,7 @@ class Job:
             if failed:
                 self._groups.undo()
                 return _Prepared(problem=f"{layout} could not be prepared ({'; '.join(failed[:3])})")
-            target = self._arrangement(layout, stage_map, rules)
+            target = self._arrangement(layout, stage_map, rules, model)
             return _Prepared(target=target, way=reseater.way(specs, target, words))
 
         self._next = layout
@@ -360,12 +375,14 @@ class Job:
             return ExpertReseater(plain.mover, plain.passes, plain.now)
         if self._shards is None and not is_sharded(layout):
             return plain
-        return Reshaper(plain.mover, plain.passes, plain.now, self.pipeline, self._plain, self._shards)
+        return Reshaper(plain.mover, plain.passes, plain.now, self._plain, self._shards)
 
-    def _arrangement(self, layout: Parallelism, stage_map: StageMap, rules: dict[str, Rule]) -> Arrangement:
+    def _arrangement(
+        self, layout: Parallelism, stage_map: StageMap, rules: dict[str, Rule], model: PipelineModel
+    ) -> Arrangement:
         """The layout as a pipeline takes it, once its groups were made."""
         seats, owned = self._seats(layout), self.pipeline.owned
-        given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "nodes": self._nodes}
+        given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "model": model, "nodes": self._nodes}
         given["microbatches"] = microbatches_of(self.microbatches, layout.dp)
         if not is_sharded(layout):
             shapes = {name: stack.shape for name, stack in stacks(self._plain.root).items()}
@@ -422,13 +439,10 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
     """Raise `SpecError` unless a `Job` of `world` processes can train `model` in this layout."""
     if not isinstance(layout, Parallelism):
         raise SpecError(f"expected a layout, such as elastic.Parallelism(pp=2), got {layout!r:.100}")
-    wrong = [f"slices{layout.slices}"] if layout.slices > 1 else []
-    if is_sharded(layout):
-        wrong += [f"pp{layout.pp} with zero{layout.zero}"] if layout.pp > 1 and layout.zero > 1 else []
-    if wrong:
+    if is_sharded(layout) and layout.pp > 1 and layout.zero > 1:
         raise SpecError(
-            f"{layout}: a job cannot train {' and '.join(wrong)} yet; expected pp x dp x tp or pp x dp x ep with "
-            "zero 0 or 1, or dp x tp with zero 2 or 3"
+            f"{layout}: a job cannot train pp{layout.pp} with zero{layout.zero} yet; expected pp x dp x tp or "
+            "pp x dp x ep with zero 0 or 1, or dp x tp with zero 2 or 3"
         )
     check_experts(model.root, layout)
     last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
@@ -441,15 +455,3 @@ def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
             raise SpecError(f"{layout}: tp needs a transformers model, got a {type(model.root).__name__}")
     if is_sharded(layout):
         check_shardable(model)
-
-
-def _model(built: Any, loss_fn: LossFn | None, counted: CountLabels | None, device: torch.device) -> PipelineModel:
-    if isinstance(built, PipelineModel):
-        return built
-    if isinstance(built, nn.Sequential | nn.ModuleList | list | tuple):
-        if loss_fn is None:
-            raise SpecError("layers in a row need a loss_fn")
-        return ModuleChain(built, loss_fn, counted=counted, device=device)
-    if not isinstance(built, nn.Module):
-        raise SpecError(f"build() must return layers or a model, got a {type(built).__name__}")
-    return TransformersModel(built, device=device)

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
+from pipeline_balance.schedules.sliced import check_slices
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from prophet.spec import IntArray
@@ -41,9 +42,10 @@ class Parallelism:
 
     pp, tp, dp: pipeline stages, tensor shards, copies; pp * tp * dp ranks have a place. ep: expert shards, a divisor
     of tp * dp. zero: 0 nothing is sharded over dp, 1 optimizer state, 2 gradients too, 3 parameters too. v: chunks of
-    layers per stage; chunk c runs on stage c mod pp. slices: parts of a sequence. stages: layers of every chunk
-    [pp * v]; None: even. order: the rank of every place [P]; None: place k is rank k; "fewest-bytes": a switch chooses
-    those that leave the least to move. Raises `SpecError`.
+    layers per stage; chunk c runs on stage c mod pp. slices: parts of a sequence that pass the stages one by one, a
+    multiple of pp where v > 1; 1: sequences pass whole. stages: layers of every chunk [pp * v]; None: even. order: the
+    rank of every place [P]; None: place k is rank k; "fewest-bytes": a switch chooses those that leave the least to
+    move. Raises `SpecError`.
     """
 
     pp: int = 1
@@ -67,6 +69,7 @@ class Parallelism:
             raise SpecError(f"Parallelism.ep must divide tp * dp = {self.tp * self.dp}, got {self.ep}")
         if self.v > 1 and self.pp == 1:
             raise SpecError(f"Parallelism.v = {self.v} needs several stages, got pp = 1")
+        check_slices(self.pp, self.v, self.slices)
         self._check_stages()
         self._check_order()
 
@@ -201,7 +204,7 @@ class Parallelism:
         """Raise `SpecError` for combinations that can be described but not trained; `experts`: the model has some.
 
         What can be: pp x tp x dp with zero 0 and 1, tp x dp with zero 2 and 3, pp x dp x ep with zero 0 and 1, and
-        slices with pp x dp.
+        slices with pp x dp and zero 0 and 1.
         """
         faults = []
         if self.zero >= 2 and self.pp > 1:
@@ -214,10 +217,12 @@ class Parallelism:
             faults.append(f"ep{self.ep} with a model that has no experts")
         if self.slices > 1 and self.tp > 1:
             faults.append(f"slices{self.slices} with tp{self.tp}")
+        if self.slices > 1 and self.zero >= 2:
+            faults.append(f"slices{self.slices} with zero{self.zero}")
         if self.slices > 1 and experts:
             faults.append(f"slices{self.slices} with experts")
         if faults:
             raise SpecError(
                 f"{self}: {' and '.join(faults)} cannot be trained; expected pp x tp x dp with zero 0 or 1, tp x dp "
-                "with zero 2 or 3, pp x dp x ep with zero 0 or 1, or slices with pp x dp"
+                "with zero 2 or 3, pp x dp x ep with zero 0 or 1, or slices with pp x dp and zero 0 or 1"
             )

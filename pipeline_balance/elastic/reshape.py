@@ -25,7 +25,6 @@ from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.registered import settings
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Way
 from pipeline_balance.pipeline.stages import Stages
-from pipeline_balance.pipeline.trainer import ElasticPipeline
 from pipeline_balance.pipeline.training_state import Held, base_name, state_entries
 from prophet.errors import LayoutError, TransitionError
 from prophet.ranks.collective import Collective
@@ -100,8 +99,6 @@ def sharded_layout(
 class Remodel(Change):
     """Also other modules, with their parameters in the optimizers."""
 
-    pipeline: ElasticPipeline | None = None
-    owned: Ownership | None = None
     leaves: ShardedModel | None = None
     enters: ShardedModel | None = None
     groups: list[tuple[list[nn.Parameter], list[nn.Parameter]]] = field(default_factory=list)
@@ -125,17 +122,12 @@ class Remodel(Change):
             optimizer.state.pop(before, None)
             if entries is not None:
                 optimizer.state[after] = entries
-        assert self.pipeline is not None
-        assert self.owned is not None
-        self.pipeline.model = self.pipeline.builder.model = self.owned.model
-        self.pipeline.owned.become(self.owned)
 
 
 @dataclass
 class Reshaper(Reseater):
     """Takes a pipeline from shards to other shards or to none. `before`: the shards' layout in force, None of none."""
 
-    pipeline: ElasticPipeline
     plain: PipelineModel
     before: ShardedArrangement | None
 
@@ -180,12 +172,12 @@ class Reshaper(Reseater):
         now, mover = self.now_sharded, self.mover
         values = {piece.name: tensor for piece, tensor in moved.state.items()}
         boxes = {piece.name: piece.box for piece in moved.state}
-        model: PipelineModel = self.plain
+        model = target.model or self.plain
         enters = None
         if shards is not None:
             enters = model = sharded(self.plain, shards, now, config.seed, lambda: self.passes.progress.updates)
-        change = Remodel(pipeline=self.pipeline, leaves=now, enters=enters)
-        plain = Ownership(self.plain)
+        change = Remodel(leaves=now, enters=enters)
+        plain = self.becomes or Ownership(self.plain)
         own = plain.parameters
         here_too = {name: own[name] for name in plain.of(target.stage_map.layers_on(place))}
         twins = self._filled(enters, here_too, values, boxes) if enters is not None else {}  # and empty moments

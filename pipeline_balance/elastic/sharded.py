@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -308,6 +309,14 @@ class ShardedModel(PipelineModel):
     def counted(self, microbatch: Microbatch) -> float:
         return self.plain.counted(microbatch)
 
+    def sliced(self, microbatch: Microbatch) -> list[Microbatch]:
+        return self.plain.sliced(microbatch)  # one, in which layers may attend as in slices
+
+    @contextmanager
+    def working(self, microbatch: Microbatch) -> Iterator[None]:
+        with self.plain.working(microbatch):
+            yield
+
     def activations(self, microbatch: Microbatch) -> list[Activations]:
         return [()] * (len(self.units) + 1)  # no other stage waits for them
 
@@ -321,6 +330,10 @@ class ShardedModel(PipelineModel):
         """Give memory of gathered parameters back: a pass without a backward keeps it otherwise."""
         self._part = None
         give_back(self.root)
+        self.plain.end_pass()
+
+    def rest(self) -> None:
+        self.plain.rest()
 
 
 class _Row(nn.Module):

@@ -124,6 +124,11 @@ class Executor:
             self._begin()
             self.model.end_pass()
 
+    def rest(self) -> None:
+        """Let go of memory that is kept for the next pass."""
+        self.received = BufferPool()
+        self.model.rest()
+
     def run_action(self, action: Action, run: Run) -> None:
         """One action, with its input waited for."""
         s, m = action.stage, action.microbatch

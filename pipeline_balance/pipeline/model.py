@@ -122,6 +122,9 @@ class PipelineModel(ABC):
     def end_pass(self) -> None:  # noqa: B027 - most models keep nothing
         """A pass of a batch has ended or failed: let go of what it has left behind."""
 
+    def rest(self) -> None:  # noqa: B027 - most models keep nothing
+        """No pass is under way: let go of memory that is kept for the next one."""
+
     @abstractmethod
     def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
         """Forward of one unit. Unit 0 gets none; the loss is computed from the last unit's."""

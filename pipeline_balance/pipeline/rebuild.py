@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ class Change:
     once `check` has passed.
 
     `contents` has what parameters become, `grads`, `states` and `settings` (of registered tensors) what belongs to them
-    afterwards; `buffers` likewise.
+    afterwards; `buffers` likewise. `owned` is what the mover is to own then, where another model runs the units.
     """
 
     contents: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
@@ -81,6 +81,7 @@ class Change:
     states: list[tuple[torch.optim.Optimizer, nn.Parameter, dict[str, Any] | None]] = field(default_factory=list)
     buffers: list[tuple[HeldBuffer, Tensor]] = field(default_factory=list)
     settings: Settings = field(default_factory=list)
+    owned: Ownership | None = None
 
     def check(self) -> None:
         """Raise RuntimeError on a parameter whose content cannot be exchanged."""
@@ -297,16 +298,21 @@ class StateMover:
         *,
         rank: int | None = None,
         config: PipelineConfig | None = None,
+        becomes: Ownership | None = None,
     ) -> tuple[Stages, Change]:
-        """The stages of `stage_map`, and the assignments that give them this state; see `StageBuilder.build`."""
+        """The stages of `stage_map`, and the assignments that give them this state; see `StageBuilder.build`.
+
+        `becomes` is of another model that runs them from then on, with the same parameters.
+        """
         rank = self.groups.rank if rank is None else rank
-        stages = self.builder.build(stage_map, durations, rank=rank, config=config)
+        builder = self.builder if becomes is None else replace(self.builder, model=becomes.model)
+        stages = builder.build(stage_map, durations, rank=rank, config=config)
         values = {piece.name: tensor for piece, tensor in state.items()}
         entries = state_entries(values, scalars)
         optimizer_of = self.optimizers.of()
         units = stage_map.layers_on(rank)
         mine = set(self.owned.of(units))
-        change = Change(settings=settings(self.owned.parameters, values))
+        change = Change(settings=settings(self.owned.parameters, values), owned=becomes)
         for name, parameter in self.owned.parameters.items():
             optimizer = optimizer_of.get(id(parameter))
             if name in mine:

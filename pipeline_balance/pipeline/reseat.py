@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from pipeline_balance.pipeline.model import PipelineModel
 from pipeline_balance.pipeline.owners import Owners
+from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
 from pipeline_balance.pipeline.stages import Seats, Stages
@@ -38,13 +40,15 @@ DECISION = Operation("deciding on a switch")
 class Arrangement:
     """Who runs what: places of processes, the stage map, who updates which tensor, microbatches of a replica.
 
-    `nodes` [N] are the processes' nodes, as routes take them.
+    `model` runs the units; it is of the same modules as the one in force, which None leaves as it is. `nodes` [N] are
+    the processes' nodes, as routes take them.
     """
 
     seats: Seats
     stage_map: StageMap
     owners: Owners
     microbatches: int
+    model: PipelineModel | None = None
     nodes: Sequence[int] | None = None
 
 
@@ -82,6 +86,8 @@ class Reseater:
     passes: Passes
     now: Stages
     mode: Mode = field(default="safe", init=False)
+    becomes: Ownership | None = field(default=None, init=False)
+    """What `mover` is to own, where another model runs the units; `check` reads it."""
     moves_experts = False
     """Whether it takes along what replicas share of experts."""
 
@@ -135,7 +141,11 @@ class Reseater:
         def read() -> dict[str, tuple[int, int]]:
             nonlocal ties
             self.passes.read_model()
-            self.mover.builder.check_map(target.stage_map, target.seats.grid)
+            builder = self.mover.builder
+            if target.model not in (None, self.mover.owned.model):
+                builder = replace(builder, model=target.model)
+                self.becomes = Ownership(target.model)
+            builder.check_map(target.stage_map, target.seats.grid)
             if self.passes.progress.parts:
                 raise SpecError("an update is under way: switch after step(update=True)")
             ties = ties_of(self.mover.owned) if self.passes.owners.zero < 2 else ()  # else all have other shards
@@ -165,6 +175,8 @@ class Reseater:
         began = time.perf_counter()
         mover, rank = self.mover, collective.rank
         self.passes.drop_gradients()  # they were used
+        if self.now.executor is not None:
+            self.now.executor.rest()
         config = replace(mover.builder.config, microbatches=target.microbatches)
         place = target.seats.grid.pipeline_rank_of(rank)
         problem, beside_bytes, lost = "", 0, False
@@ -198,6 +210,9 @@ class Reseater:
             raise TransitionError(_ended(problem)) from None
         stages, change = done
         change.make()  # also the modules, where they are other ones
+        if change.owned is not None:
+            mover.owned.become(change.owned)
+            mover.builder.model = mover.owned.model
         mover.builder.config = config
         mover.groups.sit(target.seats)
         self.passes.reseat(target.owners)
@@ -218,7 +233,7 @@ class Reseater:
             return rank in target.owners.updaters(name, place)
 
         mine = {name: value for name, value in scalars.items() if updates(base_name(name))}
-        return self.mover.assemble(target.stage_map, moved.state, mine, rank=place, config=config)
+        return self.mover.assemble(target.stage_map, moved.state, mine, rank=place, config=config, becomes=self.becomes)
 
     def _agreed_way(
         self, held: Held | str, target: Arrangement, collective: Collective, way: Way | None

@@ -19,15 +19,7 @@ from pipeline_balance.pipeline.agreement import agree_on_model, agree_on_optimiz
 from pipeline_balance.pipeline.experts import Balancer, StageExperts
 from pipeline_balance.pipeline.export import held_by_root, whole_state, write_pretrained
 from pipeline_balance.pipeline.failures import Failures, together
-from pipeline_balance.pipeline.model import (
-    Batch,
-    CountLabels,
-    Labels,
-    LossFn,
-    ModuleChain,
-    PipelineModel,
-    Slicer,
-)
+from pipeline_balance.pipeline.model import Batch, CountLabels, Labels, LossFn, ModuleChain, PipelineModel, Slicer
 from pipeline_balance.pipeline.optimizers import MakeOptimizer, Optimizers
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership
@@ -104,11 +96,11 @@ class ElasticPipeline:
                 self.groups.arrange(replicas)
             else:
                 self.groups.sit(seats)
-            self.model = model if isinstance(model, PipelineModel) else model()
-            check_units(self.model.units, self.model.root)
-            self.owned = Ownership(self.model)
+            made = model if isinstance(model, PipelineModel) else model()
+            check_units(made.units, made.root)
+            self.owned = Ownership(made)
             self.builder = StageBuilder(
-                model=self.model, config=config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
+                model=made, config=config, groups=self.groups, meter=self.meter, on_stage_done=self._stage_done
             )
             first = stage_map if stage_map is not None or joins else self.builder.first_map()
             if first is not None:
@@ -190,6 +182,11 @@ class ElasticPipeline:
     def config(self) -> PipelineConfig:
         """How it trains."""
         return self.builder.config
+
+    @property
+    def model(self) -> PipelineModel:
+        """What runs the layers; a switch may put another one of the same modules in its place."""
+        return self.owned.model
 
     @property
     def module(self) -> nn.Module:

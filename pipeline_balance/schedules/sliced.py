@@ -30,20 +30,12 @@ def sliced(ranks: int, stages_per_rank: int, microbatches: int, slices: int, ord
     `ScheduleError` if ranks run several stages and do not divide the slices.
     """
     check_shape(ranks, microbatches)
-    if min(stages_per_rank, slices) < 1:
-        raise ScheduleError(f"stages_per_rank and slices must be at least 1, got {stages_per_rank} and {slices}")
     if order not in get_args(Order):
         raise ScheduleError(f"order must be one of {', '.join(get_args(Order))}, got {order!r}")
+    check_slices(ranks, stages_per_rank, slices)
     if slices == 1:
         one_each = stages_per_rank == 1
         return one_f_one_b(ranks, microbatches) if one_each else interleaved(ranks, stages_per_rank, microbatches)
-    if stages_per_rank > 1 and slices % ranks:
-        below = slices // ranks * ranks
-        near = f"{below} or {below + ranks}" if below else str(ranks)
-        raise ScheduleError(
-            f"with {stages_per_rank} stages per rank, slices must be a multiple of the {ranks} ranks: "
-            f"take {near} instead of {slices}"
-        )
     passes = slices * stages_per_rank
     total = passes * microbatches
     rows = []
@@ -58,6 +50,19 @@ def sliced(ranks: int, stages_per_rank: int, microbatches: int, slices: int, ord
             row.append(Action(stage, "B", unit))
         rows.append(row)
     return build(rows, ranks * stages_per_rank, microbatches, slices)
+
+
+def check_slices(ranks: int, stages_per_rank: int, slices: int) -> None:
+    """Raise `ScheduleError` unless P ranks of V stages each can pass N slices on; it names numbers nearby."""
+    if min(stages_per_rank, slices) < 1:
+        raise ScheduleError(f"stages_per_rank and slices must be at least 1, got {stages_per_rank} and {slices}")
+    if stages_per_rank > 1 and slices > 1 and slices % ranks:
+        below = slices // ranks * ranks
+        near = f"{below} or {below + ranks}" if below else str(ranks)
+        raise ScheduleError(
+            f"with {stages_per_rank} stages per rank, slices must be a multiple of the {ranks} ranks: "
+            f"take {near} instead of {slices}"
+        )
 
 
 def _turn(k: int, rank: int, ranks: int, stages_per_rank: int, slices: int) -> tuple[int, int]:

@@ -52,6 +52,10 @@ class Sliced:
         """No chunk outlives a pass."""
         self.store.clear()
 
+    def rest(self) -> None:
+        """Let go of the chunks' memory."""
+        self.store = ChunkStore()
+
     def starts(self, tokens: int) -> tuple[int, ...]:
         """[N + 1] first tokens of the slices, and T; see `slice_starts`."""
         if not self._uneven:

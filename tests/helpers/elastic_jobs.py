@@ -116,7 +116,8 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def check_held(job: Job) -> None:
     """What this process has memory for is what the layout gives it, found from the layout and the model alone."""
     layout = layout_of(describe(job.pipeline.owned), job.layout, ranks=dist.get_world_size())
-    found = {piece for piece in held(job.model, job.optimizer) if not piece.name.endswith(".scale")}
+    buffers = dict(job.model.named_buffers())
+    found = {piece for piece in held(job.model, job.optimizer) if piece.name not in buffers}
     assert found == set(layout.on(dist.get_rank()))
 
 

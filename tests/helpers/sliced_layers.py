@@ -94,18 +94,21 @@ class _Joined:
         return scores.softmax(-1) @ values
 
 
+Slices = int | tuple[int, ...]
+
+
 def one_process(
-    updates: int, slices: int | tuple[int, ...], calls: int, model: nn.Sequential | None = None
+    updates: int, slices: Slices | list[Slices], calls: int, model: nn.Sequential | None = None
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and weights at the end, with the slices' random numbers and one backward per microbatch.
 
-    `slices` is how many of equal length, or where they start and the last one ends.
+    `slices` is how many of equal length, or where they start and the last one ends; a list has those of every update.
     """
     model = layers() if model is None else model
-    starts = slices if isinstance(slices, tuple) else tuple(range(0, TOKENS + 1, TOKENS // slices))
-    cuts = list(pairwise(starts))
     optimizer, losses = adam(model.named_parameters()), []
     for update in range(updates):
+        here = slices[update] if isinstance(slices, list) else slices
+        cuts = list(pairwise(here if isinstance(here, tuple) else range(0, TOKENS + 1, TOKENS // here)))
         optimizer.zero_grad()
         given = [batch(update, call) for call in range(calls)]
         count, total, number = sum(counted(labels) for _, labels in given), 0.0, 0
@@ -116,13 +119,13 @@ def one_process(
                     if isinstance(block, Block):
                         block.attention = joined  # type: ignore[assignment]
                 for at, (start, stop) in enumerate(cuts):
-                    here = slice(start, stop)
+                    part = slice(start, stop)
                     x: Any = None
                     for unit, layer in enumerate(model):
                         torch.manual_seed(unit_seed(SEED, unit, update, number, at if len(cuts) > 1 else None))
-                        x = layer(**{n: t[rows, here] for n, t in inputs.items()}) if not unit else layer(x)
-                    if counted(labels[rows, here]):
-                        loss = loss + loss_fn(x, labels[rows, here]) * counted(labels[rows, here]) / count
+                        x = layer(**{n: t[rows, part] for n, t in inputs.items()}) if not unit else layer(x)
+                    if counted(labels[rows, part]):
+                        loss = loss + loss_fn(x, labels[rows, part]) * counted(labels[rows, part]) / count
                 loss.backward()
                 total, number = total + float(loss.detach()), number + 1
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)

@@ -9,18 +9,25 @@ import pytest
 from pipeline_balance import elastic
 from tests.helpers.launch import EXAMPLES, as_launched, torchrun
 
-STEP = re.compile(r"step (\d+) in [\w,]+: loss ([\d.]+)")
+STEP = re.compile(r"step (\d+) (?:of \d+ tokens )?in [\w,]+: loss ([\d.]+)")
 
 
 @pytest.mark.slow
-def test_five_layouts_train_as_one() -> None:
+@pytest.mark.parametrize(
+    ("program", "layouts", "learned"),
+    [("elastic_training", 5, 0.3), ("elastic_experts", 4, 0.5), ("elastic_long_context", 4, 0.5)],
+)
+def test_layouts_train_as_one(program: str, layouts: int, learned: float) -> None:
+    """float32, sums in another order."""
+    if program == "elastic_long_context":
+        pytest.importorskip("transformers", reason="the model is transformers'")
     how = (("--steps", "6"), ("--steps", "6", "--fixed"))
-    said = [torchrun(EXAMPLES / "elastic_training.py", *options, ranks=4) for options in how]
+    said = [torchrun(EXAMPLES / f"{program}.py", *options, ranks=4) for options in how]
     moving, fixed = ({step: float(loss) for step, loss in STEP.findall(text)} for text in said)
-    assert len(moving) == 5
-    assert moving == pytest.approx(fixed, abs=2e-5)  # float32, sums in another order
-    assert moving["30"] < moving["6"] - 0.3
-    assert said[0].count("held up for") == 4
+    assert len(moving) == layouts
+    assert moving == pytest.approx(fixed, abs=2e-5 if program == "elastic_training" else 2e-3)
+    assert moving[str(6 * layouts)] < moving["6"] - learned
+    assert said[0].count("held up for") == layouts - 1
 
 
 LOOP = re.compile(r"step (\d+) in ([\w,]+): loss of rank 0 ([\d.]+)")

@@ -149,7 +149,6 @@ def _refusals(rank: int, size: int) -> None:
     refused = {
         "pp2,dp2,zero2": "pp2 with zero2",
         "dp2,ep2": "ep2",
-        "pp2,slices2": "slices2",
     }
     for text, words in refused.items():
         with pytest.raises(SpecError, match=f"cannot train .*{words}"):

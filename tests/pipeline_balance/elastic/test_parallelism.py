@@ -20,7 +20,7 @@ def parallelisms(draw: st.DrawFn) -> Parallelism:
     ep = draw(st.sampled_from([n for n in range(1, tp * dp + 1) if tp * dp % n == 0]))
     order = draw(st.none() | st.just(FEWEST_BYTES) | st.permutations(range(2, 2 + pp * tp * dp)).map(tuple))
     stages = draw(st.none() | st.lists(st.integers(1, 5), min_size=pp * v, max_size=pp * v).map(tuple))
-    zero, slices = draw(st.integers(0, 3)), draw(st.integers(1, 3))
+    zero, slices = draw(st.integers(0, 3)), draw(st.integers(1, 3)) * (pp if v > 1 else 1)
     return Parallelism(pp=pp, tp=tp, dp=dp, ep=ep, zero=zero, v=v, slices=slices, stages=stages, order=order)
 
 
@@ -75,6 +75,8 @@ def test_stages_may_be_unequal_and_chunks_go_round() -> None:
         (lambda: Parallelism(zero=4), "zero must be 0, 1, 2 or 3"),
         (lambda: Parallelism(tp=2, dp=3, ep=4), "ep must divide tp \\* dp = 6, got 4"),
         (lambda: Parallelism(v=2), "v = 2 needs several stages"),
+        (lambda: Parallelism(slices=0), "slices must be a whole number of at least 1, got 0"),
+        (lambda: Parallelism(pp=4, v=2, slices=6), "a multiple of the 4 ranks: take 4 or 8 instead of 6"),
         (lambda: Parallelism(pp=2, stages=(1, 2, 3)), "one number of layers per chunk \\(2\\)"),
         (lambda: Parallelism(pp=2, stages=(0, 2)), "every chunk needs a layer"),
         (lambda: Parallelism(dp=2, order=(1, 1)), "2 different ranks"),
@@ -106,6 +108,7 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object], text: str) -
         ("dp2,ep2", False, "ep2 with a model that has no experts"),
         ("tp2,pp2,slices2", False, "slices2 with tp2"),
         ("pp2,slices2", True, "slices2 with experts"),
+        ("dp2,slices2,zero2", False, "slices2 with zero2"),
     ],
 )
 def test_what_cannot_be_trained_is_named(layout: str, experts: bool, named: str) -> None:

@@ -1,0 +1,87 @@
+"""What runs a job's model in a layout: microbatches whole, or in slices that pass the stages one by one.
+
+All of them are of the same modules and parameters. A switch between layouts therefore moves tensors as between any
+others, and puts another of these in its place by an assignment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline_balance.elastic.experts import has_experts
+from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.reshape import is_sharded
+from pipeline_balance.elastic.sharded import ShardedModel
+from pipeline_balance.pipeline.adapter import TransformersModel
+from pipeline_balance.pipeline.model import CountLabels, LossFn, PipelineModel
+from pipeline_balance.slices import SliceOptions
+from prophet.errors import SpecError
+
+
+class Adapters:
+    """Makes what runs the model that `build()` has returned; `plain` runs whole microbatches.
+
+    `slices` are what layouts with slices take beside their number and that of stages per rank. Raises `SpecError` for
+    options that have such numbers, and for what is no model.
+    """
+
+    def __init__(
+        self,
+        built: nn.Module | Sequence[nn.Module] | PipelineModel,
+        loss_fn: LossFn | None,
+        counted: CountLabels | None,
+        slices: SliceOptions | None,
+        device: torch.device,
+    ) -> None:
+        self._options = options = slices if slices is not None else SliceOptions(1)
+        if not isinstance(options, SliceOptions) or options.slices > 1 or options.stages_per_rank > 1:
+            raise SpecError(
+                f"slices: expected SliceOptions(1, ...), got {options!r}: a layout says how many slices it has "
+                "(slices), and how many stages a rank (v)"
+            )
+        self._loss_fn, self._counted, self._device = loss_fn, counted, device
+        self._named: dict[str, Any] = {}
+        self._cuts = not isinstance(built, PipelineModel) or type(built) is TransformersModel
+        if not self._cuts:
+            assert isinstance(built, PipelineModel)
+            self.plain = built
+            return
+        root: Any = built
+        if isinstance(built, TransformersModel):
+            root = built.root
+            layers = (name for name, module in root.named_modules() if module is built.layers)
+            self._named = {"layers": next(layers), "example": built._example}
+        self.plain = self._made(root, options)
+        self.plain.slicing = None  # whole microbatches may pass in any order
+
+    def of(self, layout: Parallelism, now: PipelineModel | None = None) -> PipelineModel:
+        """What runs the model in this layout; `now` is in force. Raises `SpecError` where nothing can."""
+        options = self._options
+        if layout.slices == 1:
+            if options.recompute != "none" and is_sharded(layout):
+                raise SpecError(f'{layout}: shards are not computed again; leave out recompute="{options.recompute}"')
+            return self.plain
+        layout.check_trainable(experts=has_experts(self.plain.root))
+        if not self._cuts:
+            raise SpecError(
+                f"{layout}: a {type(self.plain).__name__} cannot be cut into slices: let build() return the model "
+                "itself, or its layers"
+            )
+        options = replace(options, slices=layout.slices, stages_per_rank=layout.v)
+        with now.copy.apart() if isinstance(now, ShardedModel) else nullcontext():
+            return self._made(self.plain.root, options)
+
+    def _made(self, root: Any, options: SliceOptions) -> PipelineModel:
+        if isinstance(root, nn.Sequential | nn.ModuleList | list | tuple):
+            if self._loss_fn is None:
+                raise SpecError("layers in a row need a loss_fn")
+            return options.chain(root, self._loss_fn, counted=self._counted, device=self._device)
+        if not isinstance(root, nn.Module):
+            raise SpecError(f"build() must return layers or a model, got a {type(root).__name__}")
+        return options.transformers(root, device=self._device, **self._named)
