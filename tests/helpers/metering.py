@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
@@ -56,36 +55,3 @@ def metered(job: Job, layout: Parallelism | None = None, **options: Any) -> tupl
     buffers = sum(t.nbytes for t in new if t.dtype == torch.uint8)  # no state of these tests is
     larger = max(before, n_bytes(storages(state_of(job))))
     return report, most[0], (most[0] - buffers) / larger if larger else 1.0
-
-
-_MARK = 7777  # bytes; nobody else asks for so many
-
-
-class Allocator:
-    """What torch's allocator has given out on this thread since `begin`, by its own account."""
-
-    def begin(self) -> None:
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        self._profile.start()
-
-    def mark(self) -> None:
-        """Begin or end a window."""
-        torch.empty(_MARK, dtype=torch.uint8)
-
-    def windows(self) -> list[int]:
-        """By how many bytes the most in each window was above its beginning; ends the account."""
-        self._profile.stop()
-        events = [e for e in self._profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-        found: list[int] = []
-        now = first = marks = 0
-        for event in sorted(events, key=lambda e: e.start_ns()):
-            if abs(event.nbytes()) == _MARK:
-                marks += event.nbytes() > 0
-                if event.nbytes() > 0 and marks % 2:
-                    first = now
-                    found.append(0)
-                continue
-            now += event.nbytes()
-            if marks % 2:
-                found[-1] = max(found[-1], now - first)
-        return found

@@ -17,7 +17,7 @@ from prophet.state import transition
 from tests.helpers import elastic_experts, elastic_jobs
 from tests.helpers.elastic_jobs import broken, same, train
 from tests.helpers.launch import run_gloo
-from tests.helpers.metering import Allocator, metered, n_bytes, state_of, storages
+from tests.helpers.metering import metered, state_of, storages
 from tests.helpers.sliced_models import adam, batch_of, model_of
 
 Whole = Callable[[Job], dict[str, torch.Tensor]]
@@ -41,6 +41,8 @@ PAIRS = {
     "transformers": ("pp2,tp2", ("dp2,tp2,zero1", "pp2,dp2", "dp2,tp2,zero3", "dp4,zero2", "dp1")),
     "experts": ("pp2,dp2,ep2,zero1", ("dp4,ep4", "pp2,dp2", "dp4,ep2,zero1", "dp1")),
 }
+
+STAYS = "pp2,dp2"  # back from there, experts have nothing to send
 
 
 def _walk(kind: str, *, in_place: bool) -> tuple[list[float], list[tuple[str, float]]]:
@@ -91,11 +93,11 @@ def _refused(rank: int, size: int, kind: str) -> None:
     first, others = PAIRS[kind]
     job = begin(first)
     losses = train(job, 1)
-    for other in others[:3]:
+    for other in (o for o in others[:3] if o != STAYS):
         for text in (other, first):
             before = whole(job)
             mover, layout = job.pipeline.mover, job.layout
-            budget, mover.budget_bytes = mover.budget_bytes, 4  # less than an element
+            budget, mover.budget_bytes = mover.budget_bytes, 1  # less than an element
             with pytest.raises(TransitionError, match=r"a budget of|needs \d+ bytes beyond"):
                 job.switch(Parallelism.parse(text), mode="in-place")
             mover.budget_bytes = budget
@@ -114,33 +116,6 @@ def _refused(rank: int, size: int, kind: str) -> None:
 @pytest.mark.parametrize("kind", list(STARTS))
 def test_what_does_not_fit_is_refused_and_a_safe_switch_goes(kind: str) -> None:
     run_gloo(_refused, 4, kind, timeout_s=150.0)
-
-
-def _allocated(rank: int, size: int) -> list[tuple[int, int]]:
-    """By how much memory rises above the old state in every switch, as computed and by torch's own account."""
-    account = Allocator()
-    account.begin()
-    sizes = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256}
-    make = lambda: model_of("llama", **sizes)  # noqa: E731
-    job = Job(make, adam, Parallelism(pp=2), data=[batch_of()], microbatches=2, budget_bytes=1 << 18, timeout_s=60.0)
-    train(job, 1)
-    computed = []
-    for text in ("dp2,zero3", "tp2", "dp2,zero2", "pp2"):
-        job.prepare(Parallelism.parse(text))
-        before = n_bytes(storages(state_of(job)))
-        account.mark()
-        report = job.switch(mode="in-place")
-        account.mark()
-        computed.append(report.peak_bytes - before)
-        train(job, 1)
-    return list(zip(computed, account.windows(), strict=True))
-
-
-def test_a_switch_takes_no_memory_but_what_was_computed() -> None:
-    """Besides, ranks say a few words to each other."""
-    for rows in run_gloo(_allocated, 2, timeout_s=150.0):
-        for computed, rise in rows:
-            assert computed <= rise <= computed + (1 << 17), rows
 
 
 @contextmanager
@@ -192,7 +167,8 @@ def _fails(rank: int, size: int, kind: str, first: str, other: str, place: str) 
         ("row", "pp2,dp2,zero1", "dp4,zero3", "middle"),
         ("row", "dp4,zero3", "pp4", "middle"),
         ("transformers", "dp2,tp2,zero3", "pp2,tp2", "middle"),
-        ("transformers", "pp2,tp2", "dp2,tp2,zero1", "assemble"),
+        ("transformers", "pp2,tp2", "dp2,tp2,zero1", "decide"),
+        ("row", "pp2,dp2", "dp4", "assemble"),
         ("experts", "pp2,dp2,ep2,zero1", "dp4,ep4", "middle"),
         ("row", "dp4,zero3", "dp3,zero2", "decide"),
     ],
