@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,7 +43,11 @@ class Simulated:
     messages: int
 
 
-def simulate(route: Route, rates: Rates, chunk_bytes: int | None = None) -> Simulated:
+Seen = Callable[[int, int, int, float, float], None]
+"""Told of every chunk: source, destination, bytes, and when it begins and ends, in seconds from the first chunk on."""
+
+
+def simulate(route: Route, rates: Rates, chunk_bytes: int | None = None, seen: Seen | None = None) -> Simulated:
     """Run the route's bytes over the ports. `chunk_bytes`: None takes the busiest port's over `CHUNKS`."""
     rows, ranks = route.rows, route.ranks
     far = (route.nodes[route.source] != route.nodes[rows.destination]).astype(np.int64)
@@ -60,7 +64,7 @@ def simulate(route: Route, rates: Rates, chunk_bytes: int | None = None) -> Simu
         busiest.append(int(max(sent[mine].max(), received[mine].max())))
         chunk = chunk_bytes or max(-(-busiest[kind] // chunks), -(-n_bytes[kind] // _MOST_CHUNKS), 1)
         links.append(_Link(chunk, rate, latency_s))
-    seconds, messages = _OpenShop(_streams(route, far), links, ranks).run()
+    seconds, messages = _OpenShop(_streams(route, far), links, ranks, seen).run()
     before_s = host_s(route, rates)
     return Simulated(
         seconds=before_s + seconds,
@@ -156,8 +160,8 @@ def _streams(route: Route, far: IntArray) -> list[_Stream]:
 class _OpenShop:
     """Ports that take one chunk at a time at each end; greedy, in the order of events."""
 
-    def __init__(self, streams: list[_Stream], links: Sequence[_Link], ranks: int) -> None:
-        self.links, self.ranks = links, ranks
+    def __init__(self, streams: list[_Stream], links: Sequence[_Link], ranks: int, seen: Seen | None) -> None:
+        self.links, self.ranks, self.seen = links, ranks, seen
         self.leaving: dict[int, list[_Stream]] = defaultdict(list)
         self.coming: dict[int, list[_Stream]] = defaultdict(list)
         self.to_send: dict[int, int] = defaultdict(int)
@@ -215,4 +219,7 @@ class _OpenShop:
         self.free_out.discard(stream.source)
         self.free_in.discard(stream.target)
         self.messages += 1
-        heapq.heappush(self.running, (self.now + link.latency_s + size / link.bytes_per_s, self.messages, size, stream))
+        end = self.now + link.latency_s + size / link.bytes_per_s
+        heapq.heappush(self.running, (end, self.messages, size, stream))
+        if self.seen is not None:
+            self.seen(stream.source % self.ranks, stream.target % self.ranks, size, self.now, end)
