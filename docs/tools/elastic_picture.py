@@ -41,7 +41,7 @@ def draw() -> str:
     )
     lines = [f'<text x="0" y="18" font-weight="bold">{title}</text>']
     lines.append(
-        '<text x="0" y="38">dark: between nodes, pale: within one. Two upper rows: sends, two lower ones: receives</text>'
+        '<text x="0" y="38">dark: between nodes, pale: within one. Upper two rows: sends; lower two: receives</text>'
     )
     port = HIGH // 4 - 1
     for rank in range(RANKS):
