@@ -45,7 +45,7 @@ def _held(rank: int, size: int, stage: int) -> None:
     assert set(elastic.held(engine.module, engine.optimizer)) == mine
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_an_engine_holds_is_what_a_layout_of_flat_ranges_says(stage: int) -> None:
     run_gloo(_held, 2, stage, timeout_s=100.0)
 

@@ -42,6 +42,7 @@ PAIRS = {
     "experts": ("pp2,dp2,ep2,zero1", ("dp4,ep4", "pp2,dp2", "dp4,ep2,zero1", "dp1")),
 }
 
+KINDS = ["row", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("transformers", "experts"))]
 STAYS = "pp2,dp2"  # back from there, experts have nothing to send
 
 
@@ -80,7 +81,7 @@ def _there_and_back(rank: int, size: int, kind: str) -> list[tuple[str, float]]:
     return ratios
 
 
-@pytest.mark.parametrize("kind", list(STARTS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back_in_place_has_the_bits_the_losses_and_the_peak(kind: str) -> None:
     every = run_gloo(_there_and_back, 4, kind, timeout_s=150.0)
     for at, (text, _) in enumerate(every[0]):
@@ -113,7 +114,7 @@ def _refused(rank: int, size: int, kind: str) -> None:
             assert same(whole(job), before), text
 
 
-@pytest.mark.parametrize("kind", list(STARTS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_does_not_fit_is_refused_and_a_safe_switch_goes(kind: str) -> None:
     run_gloo(_refused, 4, kind, timeout_s=150.0)
 
@@ -165,12 +166,12 @@ def _fails(rank: int, size: int, kind: str, first: str, other: str, place: str) 
     ("kind", "first", "other", "place"),
     [
         ("row", "pp2,dp2,zero1", "dp4,zero3", "middle"),
-        ("row", "dp4,zero3", "pp4", "middle"),
+        pytest.param("row", "dp4,zero3", "pp4", "middle", marks=pytest.mark.slow),
         ("transformers", "dp2,tp2,zero3", "pp2,tp2", "middle"),
-        ("transformers", "pp2,tp2", "dp2,tp2,zero1", "decide"),
-        ("row", "pp2,dp2", "dp4", "assemble"),
-        ("experts", "pp2,dp2,ep2,zero1", "dp4,ep4", "middle"),
-        ("row", "dp4,zero3", "dp3,zero2", "decide"),
+        pytest.param("transformers", "pp2,tp2", "dp2,tp2,zero1", "decide", marks=pytest.mark.slow),
+        pytest.param("row", "pp2,dp2", "dp4", "assemble", marks=pytest.mark.slow),
+        pytest.param("experts", "pp2,dp2,ep2,zero1", "dp4,ep4", "middle", marks=pytest.mark.slow),
+        pytest.param("row", "dp4,zero3", "dp3,zero2", "decide", marks=pytest.mark.slow),
     ],
 )
 def test_a_failure_on_the_way_is_one_of_all_processes(kind: str, first: str, other: str, place: str) -> None:

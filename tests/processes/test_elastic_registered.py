@@ -79,7 +79,7 @@ def _llama(layout: str) -> elastic.Job:
     ("begin", "layouts"),
     [
         (elastic_experts.start, ("pp2,dp2,ep2,zero1", "dp4,ep4", "pp2", "dp4,ep2", "dp2,ep2")),
-        (_llama, ("pp2,tp2", "dp2,tp2,zero2", "pp2,tp2,order3:1:0:2", "pp4")),
+        pytest.param(_llama, ("pp2,tp2", "dp2,tp2,zero2", "pp2,tp2,order3:1:0:2", "pp4"), marks=pytest.mark.slow),
     ],
 )
 def test_what_is_registered_is_cut_as_its_parameter(

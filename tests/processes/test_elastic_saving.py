@@ -132,6 +132,7 @@ def _dense_alone(steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_dense_model_goes_from_stages_to_shards_and_back(tmp_path: Path) -> None:
     expected = _dense_alone(2 * len(DENSE))
     for number, (layout, size) in enumerate(DENSE):
@@ -163,7 +164,7 @@ def _experts(rank: int, size: int, layout: str, folder: str, number: int, balanc
     return losses
 
 
-@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("balanced", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_experts_go_to_other_homes_with_what_balancing_remembers(balanced: bool, tmp_path: Path) -> None:
     rows = EXPERTS if not balanced else EXPERTS[:2]
     expected = elastic_experts.plain_losses(2 * len(rows))
@@ -233,6 +234,7 @@ def _lost_experts(rank: int, size: int, folder: str) -> list[float]:
     return losses + train(job, 1)
 
 
+@pytest.mark.slow
 def test_a_job_with_experts_goes_on_from_files_after_a_failure(tmp_path: Path) -> None:
     for losses in run_gloo(_lost_experts, 2, str(tmp_path)):
         assert losses == pytest.approx(elastic_experts.plain_losses(2), abs=EXACT)

@@ -130,6 +130,7 @@ def _there_and_back(rank: int, size: int) -> None:
     assert [fired.count(what) for what in ("step", "module", "gradient")] == [1, slices, slices]
 
 
+@pytest.mark.slow
 def test_there_and_back_is_bit_identical() -> None:
     run_gloo(_there_and_back, 4)
 
@@ -179,6 +180,7 @@ def _scaled(rank: int, size: int) -> tuple[list[float], list[float], set[float]]
     return losses, scales, steps
 
 
+@pytest.mark.slow
 def test_a_scaler_goes_through_switches_of_slices() -> None:
     results = run_gloo(_scaled, 4)
     assert all(r == results[0] for r in results)
@@ -271,6 +273,7 @@ def _own_shards(rank: int, size: int) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_layers_attend_in_shards_too() -> None:
     losses, _ = own.one_process(len(OWN_SHARDS), [own_slices(text, None) for text in OWN_SHARDS], 1)
     for got in run_gloo(_own_shards, 2):
