@@ -299,10 +299,10 @@ def test_an_allocation_that_fails_stops_all_ranks(fails_at: int) -> None:
     assert_whole(way, states, values)
 
 
-@pytest.mark.parametrize("what", ["_pack", "_unpack", "_keep"])
+@pytest.mark.parametrize("what", ["_pack", "_unpack", "keep"])
 def test_a_failure_on_the_way_is_told_and_hangs_nobody(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, states, values = pair()
-    owner = module if what == "_keep" else module._Mover
+    owner = module if what == "keep" else module._Mover
     inner = getattr(owner, what)
 
     def failing(*args: object) -> None:
