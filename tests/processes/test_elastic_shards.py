@@ -157,6 +157,7 @@ def _gathers_again(block: Any) -> bool:
     return found
 
 
+@pytest.mark.slow
 def test_layers_in_a_row_go_through_shards_with_all_that_belongs_to_them() -> None:
     expected = plain_losses(2 * len(CHAIN))
     for losses in run_gloo(_chain, 4, timeout_s=150.0):
@@ -247,6 +248,7 @@ def _kinds(rank: int, size: int) -> None:
         assert losses[0] == pytest.approx(losses[1], rel=1e-9), kind
 
 
+@pytest.mark.slow
 def test_what_other_optimizers_keep_goes_through_shards() -> None:
     run_gloo(_kinds, 2, timeout_s=100.0)
 

@@ -150,6 +150,7 @@ def _evaluates(rank: int, size: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_evaluation_in_slices_has_the_loss_of_the_whole() -> None:
     model = model_of("llama", tied=True).eval()
     expected = []
@@ -255,6 +256,7 @@ def whole_values(job: Job) -> dict[str, Tensor]:
     return {name: next(row[name] for row in gathered if row[name] is not None) for name in every}
 
 
+@pytest.mark.slow
 def test_slices_and_shards_follow_each_other() -> None:
     losses, *_ = alone(model_of("llama", tied=True), [KINDS[k % 3] for k in range(len(SHARDS))], max_norm=MAX_NORM)
     for got in run_gloo(_shards, 4, timeout_s=120.0):

@@ -41,7 +41,6 @@ def _refuse(rank: int, size: int) -> list[str]:
 
     refused(lambda: pipe.rebuild(StageMap((0, 2, UNITS), (0, 1))))
     refused(pipe.state_dict)
-    refused(pipe.held)
     rows = 10 if pipe.replica else 5
     refused(lambda: pipe.evaluate(x[:rows], y[:rows]))
     pipe.step(x, y)
