@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from pipeline_balance.leave.checkpoint import save_checkpoint
 from pipeline_balance.spec import StageMap
 from prophet.errors import SpecError
 from tests.helpers.launch import run_gloo
@@ -27,7 +29,7 @@ def test_two_replicas_of_two_stages_train_as_one_process(balanced: bool, split: 
         assert (got.copies > 0) == balanced
 
 
-def _refuse(rank: int, size: int) -> list[str]:
+def _refuse(rank: int, size: int, folder: str) -> list[str]:
     """What a pipeline that shares experts says to what it cannot do, on this rank."""
     pipe = pipeline(size, 2)
     x, y = (t.chunk(2)[pipe.replica] for t in batch(0))
@@ -41,6 +43,7 @@ def _refuse(rank: int, size: int) -> list[str]:
 
     refused(lambda: pipe.rebuild(StageMap((0, 2, UNITS), (0, 1))))
     refused(pipe.state_dict)
+    refused(lambda: save_checkpoint(pipe, folder, step=1))
     rows = 10 if pipe.replica else 5
     refused(lambda: pipe.evaluate(x[:rows], y[:rows]))
     pipe.step(x, y)
@@ -55,11 +58,12 @@ def _sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.1)
 
 
-def test_what_cannot_be_done_is_refused_on_all_ranks() -> None:
-    for move, state, held, evaluate, group in run_gloo(_refuse, 4):
+def test_what_cannot_be_done_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    for move, state, saved, evaluate, group in run_gloo(_refuse, 4, str(tmp_path)):
         assert "cannot move layers while the replicas of layers [1, 4] share their experts" in move
         assert "cannot gather or save a model while the replicas of layers [1, 4] share" in state
-        assert held == state
+        assert "cannot save or load a checkpoint while the replicas of layers [1, 4] share" in saved
+        assert not list(tmp_path.iterdir())
         assert (
             evaluate == "ranks [2, 3] would run the stages that share experts in another order, or on other "
             "microbatches, than rank 0"
