@@ -86,7 +86,7 @@ def _alone(steps: int, options: dict[str, Any]) -> list[float]:
     ("ranks", "layouts", "options"),
     [
         (2, TWO, {"family": "llama", "attention_bias": True, "mlp_bias": True}),
-        (2, TWO[:4], {"family": "qwen3", "tied": True}),
+        pytest.param(2, TWO[:4], {"family": "qwen3", "tied": True}, marks=pytest.mark.slow),
         (4, FOUR, {"family": "llama", "tied": True}),
     ],
 )
