@@ -347,7 +347,7 @@ class Job:
 
         With `mode="in-place"` memory of the old state goes back while the new one comes, so the peak is about the
         larger of the two. What does not fit into `budget_bytes` beyond that is refused before anything moves. What
-        fails on the way is a `StageFailed` on all processes: the state is lost, and a job goes on from a checkpoint.
+        fails on the way is a `StageFailed` on all processes: the state is lost, and `load` goes on from a checkpoint.
         """
         if layout is not None:
             self.prepare(layout)
