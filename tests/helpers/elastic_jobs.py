@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
 
 from pipeline_balance import elastic
@@ -24,6 +23,7 @@ from pipeline_balance.pipeline import reseat
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.stages import StageBuilder
 from prophet.state import transition
+from tests.helpers.own_loops import gathered
 from tests.helpers.pipeline_model import plain_step
 
 DIM, VOCABULARY, UNITS, SEED = 6, 11, 6, 3
@@ -105,14 +105,7 @@ def whole(job: Job) -> dict[str, Tensor]:
     mine: dict[str, Tensor] = {n: t.detach() for n, t in (*job.model.named_parameters(), *job.model.named_buffers())}
     for parameter, entries in job.optimizer.state.items():
         mine |= {f"{names[id(parameter)]}@{e}": t for e, t in entries.items()}
-    mine = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in sorted(mine.items())}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {n: t for n, t in mine.items() if not t.is_meta})
-    found: dict[str, Tensor] = {}
-    for row in every:
-        for name, tensor in row.items():
-            assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
-    return found
+    return gathered(mine)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:

@@ -27,6 +27,7 @@ from tests.helpers.disk_faults import Disk
 from tests.helpers.elastic_jobs import broken, build, check_held, dataset, plain_losses, same, start, train, whole
 from tests.helpers.fuzzing import Payload
 from tests.helpers.launch import run_gloo
+from tests.helpers.own_loops import gathered
 from tests.helpers.sliced_models import adam, batch_of, model_of
 from tests.helpers.support import RandomPlanner
 
@@ -39,14 +40,7 @@ def _gathered(job: Job) -> dict[str, Tensor]:
     mine: dict[str, Any] = {n: p.detach() for n, p in job.model.named_parameters()}
     for p, entries in job.optimizer.state.items():
         mine |= {f"{names[id(p)]}@{e}": t for e, t in entries.items()}
-    mine = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in sorted(mine.items())}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {n: t for n, t in mine.items() if not t.is_meta})
-    found: dict[str, Tensor] = {}
-    for row in every:
-        for name, tensor in row.items():
-            assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
-    return found
+    return gathered(mine)
 
 
 def _schedule(job: Job) -> Any:

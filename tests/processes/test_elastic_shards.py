@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline_balance import elastic
@@ -16,6 +15,7 @@ from pipeline_balance.elastic import reshape
 from prophet.errors import SpecError, StageFailed, TransitionError
 from tests.helpers.elastic_jobs import DIM, batches, build, check_held, dataset, plain_losses, start, train
 from tests.helpers.launch import run_gloo
+from tests.helpers.own_loops import gathered
 from tests.helpers.sliced_models import adam, batch_of, model_of
 
 KINDS = ("plain", "packed", "padded")
@@ -29,15 +29,7 @@ def _whole(job: elastic.Job) -> dict[str, Tensor]:
     mine: dict[str, Tensor] = {n: p.detach() for n, p in job.model.named_parameters()}
     for p, entries in job.optimizer.state.items():
         mine |= {f"{names[id(p)]}@{e}": t for e, t in entries.items()}
-    # every process of a mesh gathers the same tensors in the same order
-    mine = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in sorted(mine.items())}
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, {n: t for n, t in mine.items() if not t.is_meta})
-    found: dict[str, Tensor] = {}
-    for row in every:
-        for name, tensor in row.items():
-            assert torch.equal(found.setdefault(name, tensor), tensor), f"copies of {name} differ"
-    return found
+    return gathered(mine)
 
 
 def _tour(rank: int, size: int, layouts: tuple[str, ...], options: dict[str, Any], steps: int = 1) -> list[float]:

@@ -167,6 +167,21 @@ def test_microbatches_and_layers_are_apart() -> None:
     assert len(store) == 0
 
 
+def test_chunks_that_lie_apart_are_read_apart() -> None:
+    store, both = ChunkStore(), (tensors(), [t.detach().flip(2).requires_grad_() for t in tensors()])
+    outs: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for number, (start, stop) in enumerate(pairwise(EVEN)):
+        for microbatch, parts in enumerate(both):  # in turn, so each has the other's slices between its own
+            with active(store, Unit(microbatch, number, 3)):
+                outs[microbatch].append(attend(*(t[:, :, start:stop] for t in parts), layer=3))
+    for parts, found in zip(both, outs, strict=True):
+        expected = whole(*parts)
+        torch.testing.assert_close(torch.cat(found, 2), expected, rtol=0, atol=1e-14)
+        got = backward(found, torch.ones_like(expected), EVEN, parts)
+        for one, other in zip(got, torch.autograd.grad(expected.sum(), parts), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-13)
+
+
 def test_buffers_are_used_again() -> None:
     store = ChunkStore()
     weights = torch.ones(2, 4, 12, 8, dtype=torch.float64)
