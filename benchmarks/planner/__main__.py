@@ -20,7 +20,6 @@ from benchmarks.planner.splits import split_rows
 from prophet.errors import SpecError, TraceError
 from prophet.machine.presets import PRESET_NAMES
 from prophet.planner import PLANNER_NAMES
-from prophet.planner.search.prophet import Tuning
 from prophet.traces.npz import read_trace
 
 POLICIES = tuple(n for n in PLANNER_NAMES if n != "top-k")
@@ -42,13 +41,11 @@ def optimum_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             first=arguments.first_case,
         )
     )
-    bare = {"tuning": Tuning(gain_margin=0.0, spare=0)}
     yield from gap_rows(
         solved,
         {
             **{f"prophet, {n} calls": {"calls": n} for n in (1, 10, 50, 100, 200, 400)},
-            "prophet, 100 calls, bare": {"calls": 100, **bare},
-            "prophet, 100 calls, effort 1, bare": {"calls": 100, "effort": 1.0, **bare},
+            "prophet, 100 calls, effort 1": {"calls": 100, "effort": 1.0},
             "static": {},
             "pro-prophet": {},
             "laer": {},

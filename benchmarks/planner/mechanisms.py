@@ -1,13 +1,13 @@
 """What is every mechanism of our planner worth? Predicted steps without it over those with all.
 
-A mechanism is an edit of the core's sources (`cores.py`) or another value in `Tuning`; the product has no switches.
+A mechanism is an edit of the core's sources (`cores.py`); the product has no switches.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.planner.cores import Edit, build, edited, in_place, load
 from benchmarks.planner.walks import Call, Walked, alike, calls_of, contexts, geomean, machine_of, walk
-from prophet.planner.search.prophet import ProphetPlanner, Tuning
+from prophet.planner.search.prophet import ProphetPlanner
 from prophet.spec import PlanContext
 from prophet.traces.npz import read_trace
 
@@ -26,11 +26,11 @@ LIMIT_S = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Mechanism:
-    """What the planner does without it: edits of its core, other numbers, or no withdrawing of replicas."""
+    """What the planner does without it: edits of its core, no descent, or no withdrawing of replicas."""
 
     name: str
     edits: tuple[Edit, ...] = ()
-    tuning: Mapping[str, float] = field(default_factory=dict)
+    descends: bool = True
     withdraw: bool = True
 
 
@@ -48,11 +48,11 @@ MECHANISMS = (
         "        if (growing_) first.copy_from(Placement(problem_, limit_R_, room_));\n"
         "        if (growing_) first_s = base_.total;\n        Placement spared(problem_, limit_R_, room_);",
     ),
-    Mechanism("first plan: spares", tuning={"spare": 0}),
+    _without("first plan: spares", "plan.cpp", "Int SPARES = 8;", "Int SPARES = 0;"),
     _without("first plan: growth", "plan.cpp", "if (try_s_ <= FRESH_S) attempt(first, placed_s, true);", ""),
     _without("first plan: tries", "plan.cpp", "double left_s = BURST *", "double left_s = 0.0 * BURST *"),
-    Mechanism("gain_margin", tuning={"gain_margin": 0.0}),
-    Mechanism("keep_margin", tuning={"keep_margin": 0.0}),
+    _without("replicas that gain little", "plan.cpp", "double GAINED = 0.01;", "double GAINED = 0.0;"),
+    _without("placement in force kept by a margin", "plan.cpp", "double KEPT = 0.002;", "double KEPT = 0.0;"),
     _without("tries where exchanges are short, too", "plan.cpp", "> FROM * base_.total", ">= 0.0 * FROM"),
     _without("tries and growth", "plan.cpp", "> FROM * base_.total", "> (2.0 + FROM) * base_.total"),
     _without(
@@ -68,11 +68,11 @@ MECHANISMS = (
         "(growing_ ? 0.0 * UNEVEN - 1.0 : margin)",
     ),
     _without("tries", "plan.cpp", "draws_.affords(try_s_, budget_s_)", "draws_.affords(try_s_, 0.0 * budget_s_)"),
-    Mechanism("least_search_s", tuning={"least_search_s": 0.0}),
     _without("tries: fresh", "plan.cpp", "draws_.one_of(4) == 0", "false"),
     _without("tries: others", "plan.cpp", "draws_.one_of(4) == 0", "true"),
     _without("tries: one put elsewhere", "plan.cpp", "add_one(growth, q, draws);", "(void)add_one;"),
     _without("tries: growth by three prices", "plan.cpp", "SMOOTH << draws.one_of(3)", "SMOOTH"),
+    _without("tries: no token is sent", "plan.cpp", "if (growth.close(q))", "if (false && growth.close(q))"),
     _without("growth: patience", "growth.cpp", "flow.arcs - kept < PATIENCE", "flow.arcs - kept < PATIENCE - 1"),
     _without("growth: few experts valued", "growth.cpp", "n < VALUED", "n < (VALUED << 20)"),
     _without(
@@ -81,7 +81,7 @@ MECHANISMS = (
         "gain_R[d] - (exposed_with(",
         "gain_R[d] - 0.0 * (exposed_with(",
     ),
-    Mechanism("split: descent", tuning={"split_effort": 0.0}),
+    Mechanism("split: descent", descends=False),
     _without(
         "split: few sweeps from low q",
         "split.cpp",
@@ -147,7 +147,7 @@ def parts_of(paths: Sequence[Path], presets: Sequence[str], slots: int, iteratio
 
 def walked(mechanism: Mechanism, folder: Path, parts: Sequence[Part], draw: int = 0) -> list[Walked]:
     """Every part's walk without this mechanism."""
-    planner = ProphetPlanner(tuning=Tuning(**mechanism.tuning))
+    planner = ProphetPlanner() if mechanism.descends else ProphetPlanner(split_effort=0.0)
     edits = (*mechanism.edits, Edit("plan.cpp", "Int seed_ = 1;", f"Int seed_ = {1 + draw};"))
     with in_place(load(build(edited(edits), folder))):
         return [walk(planner, p.context, p.calls, withdraw=mechanism.withdraw)[0] for p in parts]

@@ -14,7 +14,7 @@ from benchmarks.planner.predictions import traced
 from benchmarks.planner.walks import timed
 from prophet.planner import get_planner
 from prophet.planner.model.cost import step_cost
-from prophet.planner.search.prophet import ProphetPlanner, Tuning
+from prophet.planner.search.prophet import ProphetPlanner
 from prophet.spec import FloatArray, Placement, PlanContext
 
 EFFORTS = (0.0, 0.003, 0.01, 0.03, 0.06, 0.2, 1.0)  # of splits; others are compared with the last
@@ -26,9 +26,7 @@ def split_rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for policy in arguments.policy:
             walk = Walk(get_planner(policy), context)
             placed = [(case, walk.place(case)) for case in cases]
-            found = [
-                split_times(ProphetPlanner(tuning=Tuning(split_effort=effort)), context, placed) for effort in EFFORTS
-            ]
+            found = [split_times(ProphetPlanner(split_effort=effort), context, placed) for effort in EFFORTS]
             for effort, (step_s, split_s) in zip(EFFORTS, found, strict=True):
                 yield {
                     "trace": trace,

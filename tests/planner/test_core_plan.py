@@ -18,9 +18,8 @@ def arguments() -> list[Any]:
     context = get_preset("h100-ib:Qwen3-30B-A3B").context(4, 8, routed_per_rank=1000, slots_per_rank=2)
     m = Machine.of(context)
     load = np.random.default_rng(0).integers(0, 500, (4, 8))
-    options = np.array([0.002, 0.01, 8.0, 0.02, 0.003, 2.5e-5, 0.06])
     none, holds = np.zeros((0, 0), np.bool_), np.zeros((8, 4), np.bool_)
-    return [load, m.home, m.node, m.speed, m.seconds_per_token, m.figures, m.limit, none, options, holds]
+    return [load, m.home, m.node, m.speed, m.seconds_per_token, m.figures, m.limit, none, 0.003, 0.06, holds]
 
 
 def test_a_plan_is_written() -> None:
@@ -29,7 +28,7 @@ def test_a_plan_is_written() -> None:
     assert given[-1][np.arange(8), given[1]].all()
 
 
-@pytest.mark.parametrize("place", range(10))
+@pytest.mark.parametrize("place", [*range(8), 10])
 def test_no_array_is_converted(place: int) -> None:
     for wrong in (
         lambda a: a.astype(np.float32),
@@ -42,11 +41,11 @@ def test_no_array_is_converted(place: int) -> None:
             native.plan(*given)
 
 
-@pytest.mark.parametrize("place", [1, 2, 3, 4, 5, 6, 8, 9])
+@pytest.mark.parametrize("place", [1, 2, 3, 4, 5, 6, 10])
 def test_sizes_that_disagree_are_refused(place: int) -> None:
     given = arguments()
     given[place] = np.concatenate([given[place], given[place][-1:]])
-    with pytest.raises(ValueError, match=r"must be|must have|options"):
+    with pytest.raises(ValueError, match=r"must be|must have"):
         native.plan(*given)
 
 
@@ -98,8 +97,7 @@ def bits(shape: tuple[int, int, int], figures: tuple[float, ...]) -> str:
     found = hashlib.blake2b(digest_size=8)
     for call in range(10):
         load, following = drawn(ranks, experts, call // 5 * 100 + call), np.zeros((experts, ranks), np.bool_)
-        options = np.array([0.002, 0.01, 8.0, 0.02, 0.5, 1e-3, 0.06])
-        native.plan(load, *machine, np.full(ranks, 4), holds, options, following)
+        native.plan(load, *machine, np.full(ranks, 4), holds, 10.0, 0.06, following)
         holds = following
         rows, rank_load, level, cost = native.split(load, holds, *machine, 0.06, NOT_DENSE)[1:]
         for array in (holds, rows, rank_load, np.array([level, *cost])):

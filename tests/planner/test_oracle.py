@@ -11,7 +11,6 @@ from prophet.errors import SpecError
 from prophet.machine.presets import PRESET_NAMES, get_preset
 from prophet.planner import get_planner
 from prophet.planner.model.cost import step_cost
-from prophet.planner.search.prophet import Tuning
 from prophet.spec import Placement
 
 pytest.importorskip("scipy")
@@ -32,7 +31,7 @@ def test_no_planner_beats_the_oracle(name: str, overlap_cost: float, experts: bo
     best = solve_exactly(load, context, time_limit_s=20)
     assert best.bound <= best.seconds * (1 + 1e-3)
     assert lower_bound(load, context) <= best.bound * (1 + 1e-6)
-    split = get_planner("prophet", tuning=Tuning(split_effort=10.0)).split(load, best.placement, context)
+    split = get_planner("prophet", split_effort=10.0).split(load, best.placement, context)
     assert step_cost(split, best.placement, context).total_s <= 1.03 * best.seconds, "it is what the model says"
     for policy in ("prophet", "static", "top2", "pro-prophet", "eplb"):
         planner = get_planner(policy)
@@ -56,11 +55,11 @@ def test_the_timed_split_comes_close_to_the_best_one() -> None:
         if seed % 4 < 2:
             topology = dataclasses.replace(context.topology, ranks_per_node=ranks // 2)
             context = dataclasses.replace(context, topology=topology)
-        planned = get_planner("prophet", tuning=Tuning(gain_margin=0.0, spare=0)).place(load, context)
+        planned = get_planner("prophet").place(load, context)
         best = solve_exactly(load, context, within=planned, time_limit_s=20)
         placement = best.placement  # without replicas that only cost
         for gaps, effort in ((timed, 10.0), (exact, 0.0)):
-            split = get_planner("prophet", tuning=Tuning(split_effort=effort)).split(load, placement, context)
+            split = get_planner("prophet", split_effort=effort).split(load, placement, context)
             gaps.append(step_cost(split, placement, context).total_s / best.seconds - 1)
     assert min(timed) >= -1e-3
     assert np.median(timed) <= 0.005

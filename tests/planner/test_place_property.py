@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from prophet.planner import PLANNER_NAMES, core, get_planner
 from prophet.planner.model.cost import step_cost
 from prophet.planner.model.machine import Machine
-from prophet.planner.search.prophet import ProphetPlanner, Tuning
+from prophet.planner.search.prophet import ProphetPlanner
 from prophet.planner.split.exact import NOT_DENSE
 from prophet.spec import LayerShape, Link, Placement, PlanContext, Topology, Windows
 from tests.helpers.planner_cases import Case, cases
@@ -68,7 +68,7 @@ def test_compiled_cost_agrees_with_its_definition(case: Case, effort: float) -> 
         NOT_DENSE,
     )
     slow = step_cost(
-        ProphetPlanner(tuning=Tuning(split_effort=effort)).split(case.load, case.placement, case.context),
+        ProphetPlanner(split_effort=effort).split(case.load, case.placement, case.context),
         case.placement,
         case.context,
     )
@@ -79,23 +79,24 @@ def test_compiled_cost_agrees_with_its_definition(case: Case, effort: float) -> 
 @MANY
 @given(cases())
 def test_the_placement_in_force_is_kept_while_it_is_as_good(case: Case) -> None:
-    planner = ProphetPlanner(effort=0.0, tuning=Tuning(least_search_s=0.0))  # a try may find a better one
+    planner = ProphetPlanner(effort=0.0)  # a try may find a better one
     first = planner.place(case.load, case.context)
     again = planner.place(case.load, dataclasses.replace(case.context, previous=first))
     assert again == first
 
 
 @MANY
-@given(cases(), st.sampled_from([0.0, 0.1]))
-def test_a_placement_that_no_longer_pays_is_not_kept(case: Case, gain_margin: float) -> None:
-    planner = ProphetPlanner(tuning=Tuning(gain_margin=gain_margin))
+@given(cases())
+def test_a_placement_that_no_longer_pays_is_not_kept(case: Case) -> None:
+    """Replicas have to save 1 % of a step."""
+    planner = ProphetPlanner()
     context = dataclasses.replace(case.context, previous=case.placement)
     placement = planner.place(case.load, context)
     homes = context.homes_only()
     with_s, without_s = (
         step_cost(planner.split(case.load, p, context), p, context).total_s for p in (placement, homes)
     )
-    assert placement == homes or with_s <= without_s * (1 - gain_margin) * (1 + 1e-9)
+    assert placement == homes or with_s <= without_s * 0.99 * (1 + 1e-9)
 
 
 @MANY
@@ -103,7 +104,7 @@ def test_a_placement_that_no_longer_pays_is_not_kept(case: Case, gain_margin: fl
 def test_effort_never_makes_a_split_slower_than_the_one_with_the_lowest_bottleneck(case: Case, effort: float) -> None:
     timed, exact = (
         step_cost(
-            ProphetPlanner(tuning=Tuning(split_effort=e)).split(case.load, case.placement, case.context),
+            ProphetPlanner(split_effort=e).split(case.load, case.placement, case.context),
             case.placement,
             case.context,
         )
@@ -113,24 +114,25 @@ def test_effort_never_makes_a_split_slower_than_the_one_with_the_lowest_bottlene
 
 
 def test_a_first_plan_has_spare_copies_where_transfers_are_hidden() -> None:
+    """One copy levels this load; a transfer that shows is 4 % of the step."""
     load = np.tile(np.array([300, 200, 200, 100], dtype=np.int64), (4, 1))
-    context = PlanContext(
-        topology=Topology.uniform(4, flops_per_s=1e9, intra=Link(bytes_per_s=1e9)),
-        shape=LayerShape.feed_forward(dim=16, hidden=64),
-        home=(0, 1, 2, 3),
-        windows=Windows(fnec_s=1.0, bnec_s=1.0),
-    )
-    bare, spared = (
-        ProphetPlanner(tuning=Tuning(spare=spare)).place(load, context).copies_per_rank().sum() for spare in (0, 1)
-    )
-    assert bare < spared <= bare + 4  # one on every rank at most
+
+    def copies(windows: Windows) -> int:
+        context = PlanContext(
+            topology=Topology.uniform(4, flops_per_s=1e9, intra=Link(bytes_per_s=1e9)),
+            shape=LayerShape.feed_forward(dim=16, hidden=64, param_bytes=100, grad_bytes=100),
+            home=(0, 1, 2, 3),
+            windows=windows,
+        )
+        return int(ProphetPlanner().place(load, context).copies_per_rank().sum())
+
+    assert copies(Windows(experts=False)) == 1 < copies(Windows(fnec_s=1.0, bnec_s=1.0))
 
 
 @MANY
-@given(cases(), st.sampled_from([0.0, 1.0]))
-def test_a_later_call_never_makes_the_prediction_worse(case: Case, least_search_s: float) -> None:
-    """But for what noise in the counts may cost: `keep_margin`, where a plan is made anew; and spare replicas."""
-    planner = ProphetPlanner(tuning=Tuning(least_search_s=least_search_s, gain_margin=0.0, spare=0, keep_margin=0.0))
+@given(cases(), st.sampled_from([0.0, 1e6]))
+def test_a_later_call_never_makes_the_prediction_worse(case: Case, effort: float) -> None:
+    planner = ProphetPlanner(effort=effort)
 
     def predicted(placement: Placement) -> float:
         return step_cost(planner.split(case.load, placement, case.context), placement, case.context).total_s
@@ -144,10 +146,10 @@ def test_a_later_call_never_makes_the_prediction_worse(case: Case, least_search_
 
 
 @MANY
-@given(cases(), st.sampled_from([0.0, 1.0]))
-def test_it_goes_on_from_any_placement(case: Case, least_search_s: float) -> None:
+@given(cases(), st.sampled_from([0.0, 1e6]))
+def test_it_goes_on_from_any_placement(case: Case, effort: float) -> None:
     """Also from one that no longer fits the limits; and equal arguments give equal plans."""
-    planner = ProphetPlanner(tuning=Tuning(least_search_s=least_search_s))
+    planner = ProphetPlanner(effort=effort)
     context = dataclasses.replace(case.context, previous=case.placement)
     placement = planner.place(case.load, context)
     assert placement.home.tolist() == list(case.context.home)

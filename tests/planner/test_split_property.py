@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from prophet.planner import PLANNER_NAMES, get_planner
 from prophet.planner.model.cost import step_cost
-from prophet.planner.search.prophet import ProphetPlanner, Tuning
+from prophet.planner.policies.splits import local_split
+from prophet.planner.search.prophet import ProphetPlanner
 from prophet.planner.split.exact import exact_flows, exact_split
-from prophet.planner.split.local import local_split
 from prophet.planner.split.naive import naive_bottleneck, naive_split
 from prophet.spec import Placement, Split, Topology
 from tests.helpers.planner_cases import Case, cases
@@ -139,7 +139,7 @@ def test_without_replicas_everything_goes_home(case: Case) -> None:
 @given(cases(), st.sampled_from([1e-6, 0.03, 10.0]))
 def test_a_timed_split_is_never_slower_than_using_no_replica(case: Case, effort: float) -> None:
     """Whatever the placement: replicas that were planned for other routing are left alone where they only cost."""
-    planner = ProphetPlanner(tuning=Tuning(split_effort=effort))
+    planner = ProphetPlanner(split_effort=effort)
     timed = step_cost(planner.split(case.load, case.placement, case.context), case.placement, case.context)
     home = step_cost(Split.to_homes(case.load, case.placement), case.placement, case.context)
     assert timed.total_s <= home.total_s * (1 + 1e-9)
@@ -150,7 +150,7 @@ def test_a_timed_split_is_never_slower_than_using_no_replica(case: Case, effort:
 def test_replicas_of_experts_that_get_no_tokens(case: Case, effort: float) -> None:
     load = case.load.copy()
     load[:, case.placement.holds.sum(axis=1) > 1] = 0
-    split = ProphetPlanner(tuning=Tuning(split_effort=effort)).split(load, case.placement, case.context)
+    split = ProphetPlanner(split_effort=effort).split(load, case.placement, case.context)
     assert split == Split.to_homes(load, case.placement)
 
 

@@ -41,7 +41,8 @@ def plan(
     figures: FloatArray,
     limit_R: IntArray,
     previous_ER: BoolArray,
-    options: FloatArray,
+    effort: float,
+    split_effort: float,
     out_holds_ER: BoolArray,
 ) -> None:
     """Write the holders of the next placement; `previous_ER` has no rows where none is in force."""

@@ -88,6 +88,19 @@ void Growth::grow(Int q) {
     while (flow.arcs > kept) remove(flow.arcs - 1);
 }
 
+bool Growth::close(Int q) {
+    const Problem& problem = *flow.problem;
+    if (flow.experts() < problem.experts()) return false;
+    for (Int r = 0; r < flow.ranks(); r++) {
+        for (Int e = 0; e < problem.experts(); e++) {
+            if (problem.load_RE[r][e] == 0 || flow.has(e, r)) continue;
+            if (free_R[r] <= 0) return false;
+            add(e, r, q);
+        }
+    }
+    return true;
+}
+
 void Growth::write(Placement& to) const {
     for (Int j = 0; j < flow.experts(); j++) {
         each_holder(to.holds_ER[flow.chosen_J[j]], [&](Int r) {

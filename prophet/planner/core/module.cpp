@@ -11,19 +11,18 @@ namespace {
 
 void plan_entry(const IntArray2D& load_RE, const IntArray& home_E, const IntArray& node_R, const FloatArray& speed_R,
                 const FloatArray& seconds_per_token_R, const FloatArray& figures, const IntArray& limit_R,
-                const BoolArray2D& previous_ER, const FloatArray& options, const OutBools2D& out_holds_ER) {
+                const BoolArray2D& previous_ER, double effort, double split_effort, const OutBools2D& out_holds_ER) {
     Given given = checked(load_RE, home_E, node_R, speed_R, seconds_per_token_R, figures);
     require(limit_R.shape(0) == load_RE.shape(0), "limit_R must be [ranks]");
     for (Int limit : view(limit_R)) require(limit >= 0, "limit_R must not be negative");
     if (previous_ER.shape(0) != 0) check_holders(previous_ER, given);
-    require(options.shape(0) == Options::COUNT, "options must be those of a plan");
     require(out_holds_ER.shape(0) == load_RE.shape(1) && out_holds_ER.shape(1) == load_RE.shape(0),
             "out_holds_ER must be [experts, ranks]");
     nb::gil_scoped_release unlocked;
     Workspace& room = thread_workspace();
     Scope scope(room);
     const Problem problem(given, room);
-    plan(problem, view(limit_R), view(previous_ER), Options::from(view(options)), view(out_holds_ER), room);
+    plan(problem, view(limit_R), view(previous_ER), effort, split_effort, view(out_holds_ER), room);
 }
 
 // Returns the split in sparse form, the lowest bottleneck, and the cost. Where `out_tokens_RED` has rows, it is written
@@ -82,8 +81,8 @@ NB_MODULE(_core, module) {
     module.def("held_bytes", [] { return thread_workspace().held_bytes(); });
     bind_partition(module);
     module.def("plan", plan_entry, Arg("load_RE"), Arg("home_E"), Arg("node_R"), Arg("speed_R"),
-               Arg("seconds_per_token_R"), Arg("figures"), Arg("limit_R"), Arg("previous_ER"), Arg("options"),
-               Arg("out_holds_ER"));
+               Arg("seconds_per_token_R"), Arg("figures"), Arg("limit_R"), Arg("previous_ER"), nb::arg("effort"),
+               nb::arg("split_effort"), Arg("out_holds_ER"));
     module.def("split", split_entry, Arg("load_RE"), Arg("holds_ER"), Arg("home_E"), Arg("node_R"), Arg("speed_R"),
                Arg("seconds_per_token_R"), Arg("figures"), nb::arg("effort"), Arg("out_tokens_RED"));
 }

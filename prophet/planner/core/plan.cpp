@@ -5,6 +5,10 @@ namespace prophet {
 constexpr double FROM = 0.1;     // share of the step that the all-to-alls must have, else levelling is as good
 constexpr double JUMPED = 0.02;  // share by which a first plan beats what is in force where routing has jumped
 constexpr double UNEVEN = 0.03;  // share of the step that products must be above the even level for a look at it
+constexpr double GAINED = 0.01;  // share of the step that replicas must save: no prediction is truer than that
+constexpr double KEPT = 0.002;   // share by which a new plan must be better than what is in force: counts are noisy
+constexpr Int SPARES = 8;        // copies per rank that a first plan has at most beside those that level products
+constexpr double SPARES_COST = 0.02;  // share of the step that they may cost: they make a stale plan good
 
 // Assumed seconds of one slow core; they only fix how often there is a try. A call that tries nothing takes CALL_S.
 constexpr double TRY_S = 2e-5, TRY_PAIR_S = 2e-7, TRY_WORK_S = 3e-9, TRY_SPLIT_S = 2e-8;
@@ -87,15 +91,15 @@ Ints choose_experts(const Problem& problem, Draws& draws, Workspace& room) {
 
 class Planning {
    public:
-    Planning(const Problem& problem, ConstInts limit_R, const Options& options, Workspace& room)
+    Planning(const Problem& problem, ConstInts limit_R, double effort, double split_effort, Workspace& room)
         : problem_(problem),
           limit_R_(limit_R),
-          options_(options),
+          split_effort_(split_effort),
           room_(room),
           base_(cost_of(make_flow(problem, {}, 0, room), problem.home_groups)),
           draws_(problem),
-          most_s_(base_.total * (1.0 - options.gain_margin)),
-          budget_s_(std::max(options.effort * base_.total, options.least_s)),
+          most_s_(base_.total * (1.0 - GAINED)),
+          budget_s_(effort * base_.total),
           growing_(base_.a2a > FROM * base_.total) {
         Int ranks = problem.ranks(), experts = problem.experts(), slots = 0;
         for (Int limit : limit_R) slots += limit;
@@ -111,10 +115,10 @@ class Planning {
         Cost cost = base_;
         if (now.replicas > 0) {
             Scope scope(room_);
-            cost = best_split(problem_, index_holders(now.holds_ER, room_), options_.split_effort, true, room_).cost;
+            cost = best_split(problem_, index_holders(now.holds_ER, room_), split_effort_, true, room_).cost;
         }
         // Levelling can gain no more than what products are above the even level.
-        double margin = growing_ ? JUMPED : options_.keep_margin;
+        double margin = growing_ ? JUMPED : KEPT;
         bool keeps = given && cost.total <= most_s_;
         double above_s = cost.expert - even_products(problem_);
         if (keeps && above_s <= (growing_ ? UNEVEN : margin) * cost.total) return go_on(now);
@@ -126,17 +130,17 @@ class Planning {
         if (now.replicas > 0) {
             double now_s = full_s(now);
             if (first_s == UNKNOWN) first_s = full_s(first);
-            if (now_s <= most_s_ && now_s <= first_s * (1.0 + options_.keep_margin)) return;
+            if (now_s <= std::min(most_s_, first_s * (1.0 + KEPT))) return;
         }
         now.copy_from(first);
     }
 
    private:
     double quick_s(const Placement& placement) const {
-        return step_seconds(problem_, placement.holds_ER, options_.split_effort, true, room_);
+        return step_seconds(problem_, placement.holds_ER, split_effort_, true, room_);
     }
     double full_s(const Placement& placement) const {
-        return step_seconds(problem_, placement.holds_ER, options_.split_effort, false, room_);
+        return step_seconds(problem_, placement.holds_ER, split_effort_, false, room_);
     }
     // Changes this placement in one way where a step gets shorter by it: grows replicas from none (`fresh`), or takes
     // up to three away, puts one elsewhere and then lets grow what is worth it. Both placements are compared by the
@@ -161,6 +165,11 @@ class Planning {
             add_one(growth, q, draws);
         }
         growth.grow(q);
+        take_if_better(growth, placement, placed_s);
+        if (growth.close(q)) take_if_better(growth, placement, placed_s);
+    }
+    void take_if_better(const Growth& growth, Placement& placement, double& placed_s) const {
+        Scope scope(room_);
         Placement changed(problem_, limit_R_, room_);
         changed.copy_from(placement);
         growth.write(changed);
@@ -182,11 +191,11 @@ class Planning {
     double plan_anew(Placement& first, double first_s) {
         Scope scope(room_);
         Placement spared(problem_, limit_R_, room_);
-        for (Int copies = 1; copies <= static_cast<Int>(options_.spare); copies *= 2) {
+        for (Int copies = 1; copies <= SPARES; copies *= 2) {
             spared.copy_from(first);
             add_spares(problem_, copies, spared, room_);
             double spared_s = quick_s(spared);
-            if (spared.replicas == first.replicas || spared_s >= first_s * (1.0 + options_.spare_margin)) break;
+            if (spared.replicas == first.replicas || spared_s >= first_s * (1.0 + SPARES_COST)) break;
             first.copy_from(spared);
             first_s = spared_s;
         }
@@ -202,7 +211,7 @@ class Planning {
 
     const Problem& problem_;
     ConstInts limit_R_;
-    const Options& options_;
+    double split_effort_;
     Workspace& room_;
     Cost base_;  // without replicas
     Draws draws_;
@@ -213,7 +222,7 @@ class Planning {
 
 }  // namespace
 
-void plan(const Problem& problem, ConstInts limit_R, ConstBoolGrid previous_ER, const Options& options,
+void plan(const Problem& problem, ConstInts limit_R, ConstBoolGrid previous_ER, double effort, double split_effort,
           Grid<bool> holds_ER, Workspace& room) {
     Scope scope(room);
     Placement now(problem, limit_R, room);
@@ -226,7 +235,7 @@ void plan(const Problem& problem, ConstInts limit_R, ConstBoolGrid previous_ER, 
         });
     }
     if (!fits) now.copy_from(Placement(problem, limit_R, room));
-    Planning(problem, limit_R, options, room).run(now, previous_ER.rows > 0);
+    Planning(problem, limit_R, effort, split_effort, room).run(now, previous_ER.rows > 0);
     holds_ER.flat().copy_from(now.holds_ER.flat());
 }
 

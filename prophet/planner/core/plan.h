@@ -30,6 +30,9 @@ struct Growth {
     void settle_all();
     // Adds replicas while slots last, until `PATIENCE` of them bring nothing; those are taken away again.
     void grow(Int q);
+    // Gives every rank all experts that it routes tokens to, so that none is sent; returns whether slots suffice. No
+    // price sees an exchange's latency, which ends with its last token.
+    bool close(Int q);
     // Writes the replicas of the experts that take part.
     void write(Placement& to) const;
 
@@ -50,23 +53,9 @@ struct Growth {
     Floats gain_R, near_R, far_R;
 };
 
-struct Options {
-    double keep_margin;   // what is in force is kept while its step is within this fraction of a new plan's
-    double gain_margin;   // replicas are used where they save at least this fraction of the step
-    double spare;         // copies per rank that a first plan has beside those that level products
-    double spare_margin;  // share of the step that they may cost
-    double effort;        // share of the step that tries may take in the mean
-    double least_s;       // seconds that they may take however short the step
-    double split_effort;
-
-    static constexpr Int COUNT = 7;
-    static Options from(ConstFloats array) {
-        return {array[0], array[1], array[2], array[3], array[4], array[5], array[6]};
-    }
-};
-
-// Writes the holders. `previous_ER` are those in force, of no rows where there are none.
-void plan(const Problem& problem, ConstInts limit_R, ConstBoolGrid previous_ER, const Options& options,
+// Writes the holders. `previous_ER` are those in force, of no rows where there are none. `effort` is the share of the
+// step that tries may take in the mean.
+void plan(const Problem& problem, ConstInts limit_R, ConstBoolGrid previous_ER, double effort, double split_effort,
           Grid<bool> holds_ER, Workspace& room);
 
 }  // namespace prophet

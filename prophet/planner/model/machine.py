@@ -65,6 +65,11 @@ class Machine:
             limit=limit,
         )
 
+    @property
+    def arrays(self) -> tuple[IntArray, FloatArray, FloatArray, FloatArray]:
+        """What every entry of the core takes of it, in their order."""
+        return self.node, self.speed, self.seconds_per_token, self.figures
+
     def matches(self, context: PlanContext) -> bool:
         """Whether `context` (apart from `previous`) is the one these arrays were made from."""
         return (

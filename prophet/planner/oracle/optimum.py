@@ -3,20 +3,24 @@
 Shape legend: R ranks, E experts, D destination ranks (equal to R).
 
 The mixed-integer program chooses replicas and tokens together and contains every term of `model.cost.step_cost`.
-Tokens are continuous in it, so its optimum is a lower bound that whole tokens miss by at most a rounding.
+Tokens are continuous in it, so its optimum is a lower bound that whole tokens miss by at most a rounding. Times are
+counted in those of level forward products: the solver's tolerances are absolute, and a step may take microseconds.
 Needs scipy.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from prophet.errors import SpecError
-from prophet.spec import IntArray, Link, Placement, PlanContext, check_load
+from prophet.spec import IntArray, Link, Placement, PlanContext, Windows, check_load
+
+INFEASIBLE = 2  # the solver's status
+SLACK = 1e-3  # share by which a known step is exceeded where shorter ones are looked for, so that itself is found
 
 Terms = dict[int, float]
 
@@ -219,39 +223,64 @@ def _transfers(
     return direct, scatter, gather
 
 
+def _counted_in(unit_s: float, context: PlanContext) -> PlanContext:
+    """The same context, whose times are counted in so many seconds."""
+    topology, windows = context.topology, context.windows
+
+    def link(of: Link) -> Link:
+        return Link(bytes_per_s=of.bytes_per_s * unit_s, latency_s=of.latency_s / unit_s)
+
+    return replace(
+        context,
+        topology=replace(
+            topology,
+            intra=link(topology.intra),
+            inter=link(topology.inter),
+            flops_per_s=tuple(rate * unit_s for rate in topology.flops_per_s),
+            expert_overhead_s=topology.expert_overhead_s / unit_s,
+        ),
+        windows=Windows(fnec_s=windows.fnec_s / unit_s, bnec_s=windows.bnec_s / unit_s, experts=windows.experts),
+    )
+
+
 def solve_exactly(
-    load: IntArray, context: PlanContext, *, within: Placement | None = None, time_limit_s: float = 60.0
+    load: IntArray,
+    context: PlanContext,
+    *,
+    within: Placement | None = None,
+    known_s: float = np.inf,
+    time_limit_s: float = 60.0,
 ) -> Optimum:
     """The placement and split with the smallest predicted step, for `load` [R, E]; for up to about 8 x 16.
 
-    `within` allows only the replicas of that placement: what is left is the best split over it. `bound` is proven even
-    where the time limit stops the solver before `seconds` is.
+    `within` allows only the replicas of that placement: what is left is the best split over it. `known_s` are seconds
+    of a step that are possible: longer ones are not looked for. `bound` is proven even where the time limit, of every
+    form that transfers may take, stops the solver before `seconds` is.
     """
     load = check_load(load)
     if load.shape != (context.ranks, context.experts):
         raise SpecError(f"load must be [{context.ranks}, {context.experts}], got {list(load.shape)}")
     if within is not None and (within.experts, within.ranks) != (context.experts, context.ranks):
         raise SpecError(f"`within` is for {within.experts} experts x {within.ranks} ranks, load is {list(load.shape)}")
-    best: Optimum | None = None
+    unit_s = float(load.sum()) * context.shape.forward_flops_per_token / sum(context.topology.flops_per_s) or 1.0
+    counted, cutoff = _counted_in(unit_s, context), known_s / unit_s * (1.0 + SLACK)
+    best = Optimum(np.inf, np.inf, context.homes_only())
     for forms in itertools.product((False, True), (False, True)):
-        program, copy = _build(load, context, forms)
+        program, copy = _build(load, counted, forms)
         if within is not None:
             for (e, r), v in copy.items():
                 program.upper[v] = float(within.holds[e, r])
+        if cutoff < np.inf:
+            program.require({i: price for i, price in enumerate(program.price) if price}, high=cutoff)
         solved = program.solve(time_limit_s)
-        bound = float(solved.mip_dual_bound) if solved.mip_dual_bound is not None else 0.0
-        seconds, replicas = np.inf, []
-        if solved.x is not None:
-            seconds = float(solved.fun)
+        bound = 0.0 if solved.mip_dual_bound is None else float(solved.mip_dual_bound)
+        bound = cutoff if solved.status == INFEASIBLE else min(bound, cutoff)
+        best = replace(best, bound=min(best.bound, bound * unit_s))
+        if solved.x is not None and solved.fun * unit_s < best.seconds:
             replicas = [pair for pair, v in copy.items() if solved.x[v] > 0.5]
-        placement = Placement.with_replicas(context.home, context.ranks, replicas)
-        if best is None:
-            best = Optimum(seconds, bound, placement)
-        else:
-            kept = best if best.seconds <= seconds else Optimum(seconds, bound, placement)
-            best = Optimum(kept.seconds, min(best.bound, bound), kept.placement)
-    if best is None:  # pragma: no cover - there is always a form
-        raise SpecError("no transfer form to solve for")
+            placement = Placement.with_replicas(context.home, context.ranks, replicas)
+            best = replace(best, seconds=float(solved.fun) * unit_s, placement=placement)
+            cutoff = min(cutoff, float(solved.fun))
     return best
 
 

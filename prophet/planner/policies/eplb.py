@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from prophet.errors import SpecError
 from prophet.planner.base import Planner
 from prophet.planner.policies.copies import heap_copies, pack, slots_of
-from prophet.planner.split.local import even_amounts, fill
+from prophet.planner.policies.splits import even_amounts, fill
 from prophet.spec import IntArray, Placement, PlanContext, Split, check_load
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from prophet.planner.split.local import local_split
+from prophet.planner.policies.splits import local_split
 from prophet.spec import IntArray, Placement, PlanContext, Split, check_load
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from prophet.planner.base import Planner
 from prophet.planner.model.cost import exchange_seconds
 from prophet.planner.policies.copies import heap_copies, pack, slots_of
-from prophet.planner.split.local import even_amounts, fill
+from prophet.planner.policies.splits import even_amounts, fill
 from prophet.spec import FloatArray, IntArray, Placement, PlanContext, Split, check_load
 
 

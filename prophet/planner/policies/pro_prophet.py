@@ -15,7 +15,7 @@ from prophet.errors import SpecError
 from prophet.planner.base import Planner
 from prophet.planner.model.cost import paper_cost
 from prophet.planner.policies.copies import Copies
-from prophet.planner.split.local import local_split
+from prophet.planner.policies.splits import local_split
 from prophet.spec import BoolArray, IntArray, Placement, PlanContext, Split, StepCost, check_load
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prophet.planner.base import Planner
-from prophet.planner.split.local import local_split
+from prophet.planner.policies.splits import local_split
 from prophet.spec import IntArray, Placement, PlanContext, Split
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from prophet.errors import SpecError
 from prophet.planner.base import Planner
 from prophet.planner.policies.copies import Copies
-from prophet.planner.split.local import local_split
+from prophet.planner.policies.splits import local_split
 from prophet.spec import IntArray, Placement, PlanContext, Split, check_load
 
 

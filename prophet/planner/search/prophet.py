@@ -5,7 +5,6 @@ Shape legend: R ranks, E experts.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,34 +21,6 @@ _NONE = np.zeros((0, 0), dtype=np.bool_)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tuning:
-    """What tests and studies vary, and nobody else has to.
-
-    keep_margin: the placement in force is kept while its predicted step is within this fraction of a new plan's, so
-        that noise in the counts moves no experts.
-    gain_margin: replicas are used only where the prediction gains at least this fraction over none; the model is not
-        truer than that.
-    spare: a first plan gets up to so many further copies per rank of the experts with most tokens per holder, where
-        they cost at most `spare_margin` of the step. They are what makes a stale plan good.
-    least_search_s: seconds of searching per call however short the step; a share of a very short one buys nothing.
-    split_effort: share of the seconds by which exchanges exceed their floor that the split may take to bring them down;
-        0 always minimises the bottleneck.
-    """
-
-    keep_margin: float = 0.002
-    gain_margin: float = 0.01
-    spare: int = 8
-    spare_margin: float = 0.02
-    least_search_s: float = 2.5e-5
-    split_effort: float = 0.06
-
-    def __post_init__(self) -> None:
-        low = min(self.keep_margin, self.spare, self.spare_margin, self.least_search_s, self.split_effort)
-        if not low >= 0 or not self.spare >= 0 or not 0 <= self.gain_margin < 1:
-            raise SpecError(f"planner prophet: nothing may be negative, and gain_margin must be below 1, got {self}")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ProphetPlanner(Planner):
     """Cost-aware replicas with fractional use, and an exact split.
 
@@ -57,17 +28,19 @@ class ProphetPlanner(Planner):
     then try a change of it. Where routing has jumped, a call makes a new plan at once.
 
     effort: the share of the predicted step that one core may search in the mean of many calls. Work is counted by
-        assumed times and never by a clock, so that every rank does the same. 0 searches for the least time: see
-        `Tuning.least_search_s`.
+        assumed times and never by a clock, so that every rank does the same. With 0 nothing is tried but for what
+        makes a first plan.
+    split_effort: share of the seconds by which exchanges exceed their floor that the split may take to bring them down;
+        0 always minimises the bottleneck. Tests and studies vary it, and nobody else has to.
     """
 
     effort: float = EFFORT
-    tuning: Tuning = field(default_factory=Tuning)
+    split_effort: float = 0.06
     _memo: list[Machine] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.effort >= 0:
-            raise SpecError(f"planner prophet: effort must not be negative, got {self.effort}")
+        if not (self.effort >= 0 and self.split_effort >= 0):
+            raise SpecError(f"planner prophet: effort must not be negative, got {self.effort}, {self.split_effort}")
 
     @property
     def name(self) -> str:
@@ -98,19 +71,17 @@ class ProphetPlanner(Planner):
 
     def place(self, load: IntArray, context: PlanContext) -> Placement:
         """Choose replicas for the predicted `load` [R, E]; homes only where nothing beats them."""
-        machine, tuning = self._machine(context), self.tuning
+        machine = self._machine(context)
         load = _checked(load, context)
         holds = np.empty((context.experts, context.ranks), dtype=np.bool_)
         core.native.plan(
             load,
             machine.home,
-            machine.node,
-            machine.speed,
-            machine.seconds_per_token,
-            machine.figures,
+            *machine.arrays,
             machine.limit,
             _in_force(context),
-            _numbers(self.effort, tuning),
+            self.effort,
+            self.split_effort,
             holds,
         )
         return Placement.trusted(machine.home, holds)
@@ -118,13 +89,13 @@ class ProphetPlanner(Planner):
     def split(self, load: IntArray, placement: Placement, context: PlanContext) -> Split:
         """Assign `load` [R, E] exactly, for the shortest step."""
         tokens = np.empty((context.ranks, context.experts, context.ranks), dtype=np.int64)
-        core.native.split(*self._to_split(load, placement, context), self.tuning.split_effort, tokens)
+        core.native.split(*self._to_split(load, placement, context), self.split_effort, tokens)
         return Split.trusted(tokens)
 
     def flows(self, load: IntArray, placement: Placement, context: PlanContext) -> Flows:
         """The same as `split` in sparse form, for large groups."""
         given = self._to_split(load, placement, context)
-        shared, rows, rank_load, level, _ = core.native.split(*given, self.tuning.split_effort, NOT_DENSE)
+        shared, rows, rank_load, level, _ = core.native.split(*given, self.split_effort, NOT_DENSE)
         return Flows(given[0], placement.home, shared, rows, rank_load, level)
 
     def _to_split(
@@ -137,22 +108,7 @@ class ProphetPlanner(Planner):
                 f"placement is for {placement.experts} experts x {placement.ranks} ranks, "
                 f"the context for {context.experts} x {context.ranks}"
             )
-        return (
-            load,
-            placement.holds,
-            placement.home,
-            machine.node,
-            machine.speed,
-            machine.seconds_per_token,
-            machine.figures,
-        )
-
-
-@functools.lru_cache(maxsize=REMEMBERED)
-def _numbers(effort: float, tuning: Tuning) -> FloatArray:
-    """The options in the order of `core/plan.h`."""
-    t = tuning
-    return np.array([t.keep_margin, t.gain_margin, t.spare, t.spare_margin, effort, t.least_search_s, t.split_effort])
+        return (load, placement.holds, placement.home, *machine.arrays)
 
 
 def _in_force(context: PlanContext) -> BoolArray:
