@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks.common import Row, rows_on_ranks, write_rows
 from benchmarks.slices import counts, simulated
+from benchmarks.slices.floor import floor
 from benchmarks.slices.steps import against_baseline, measure
 from prophet.errors import RankFailed
 
@@ -18,7 +19,7 @@ SMALL = {"layers": 8, "hidden": 64, "heads": 4, "intermediate": 172, "microbatch
 TORCHS = ("torch-1f1b", "torch-interleaved", "torch-zbv")
 WITHIN = 0.95  # of the speed without slices, where one process runs them
 SLICES = 16
-REAL = ("bytes", "recompute", "longest", "one-process", "step-m1", "step-m2")
+REAL = ("bytes", "recompute", "longest", "floor", "one-process", "step-m1", "step-m2")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,6 +74,10 @@ def real(case: str, args: argparse.Namespace) -> list[Row]:
     if case == "longest":
         options = {"work": {**SMALL, "kv_heads": 1, "tokens": 256}, "slices": SLICES}
         return _on_ranks(case, counts.longest_real, options, 4, args.limit_s)
+    if case == "floor":
+        work = {**LLAMA, "microbatches": 1, "tokens": args.tokens}
+        options = {"work": work, "slices": (8, SLICES), "repeats": args.repeats}
+        return _on_ranks(case, floor, options, 1, args.limit_s)
     return _timed(case, args)
 
 
@@ -80,7 +85,7 @@ def table(rows: Sequence[Row]) -> str:
     """One line per row: what it is, what was found, and the target."""
     lines = []
     for row in rows:
-        named = [str(row[k]) for k in ("case", "schedule", "layer", "recompute", "costs") if k in row]
+        named = [str(row[k]) for k in ("case", "schedule", "operations", "layer", "recompute", "costs") if k in row]
         found = [f"{k} {row[k]:.4g}" for k in _FIGURES if k in row]
         target = [f"target {row['target']}: {'met' if row['met'] else 'MISSED'}"] if "target" in row else []
         lines.append(
@@ -89,8 +94,10 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-_FIGURES = ("step_s_median", "speed_over_own_1f1b", "idle_over_work", "worst_gradient_error", "over_form")
-_FIGURES += ("longest_over_1f1b", "by_hand_bytes", "transfer_of_forward")  # type: ignore[assignment]
+_FIGURES = (
+    *("step_s_median", "speed_over_own_1f1b", "idle_over_work", "worst_gradient_error", "over_form"),
+    *("n", "whole_s", "sliced_s", "speed_over_whole", "longest_over_1f1b", "by_hand_bytes", "transfer_of_forward"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -143,7 +143,7 @@ class TransformersModel(PipelineModel):
             found = self._run_behind(activations, microbatch)
         else:
             found = self._run_layer(unit - 1, activations, microbatch)
-        if torch.is_grad_enabled() and (_trains(self.units[unit]) or any(t.requires_grad for t in activations)):
+        if torch.is_grad_enabled() and (any(t.requires_grad for t in activations) or _trains(self.units[unit])):
             # as `activations` says, even where no gradient will come of it
             return tuple(_requiring_grad(t) for t in found)
         return found

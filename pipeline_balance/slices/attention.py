@@ -20,6 +20,7 @@ from pipeline_balance.schedules.sliced import BLOCK
 from pipeline_balance.slices.store import Chunk, ChunkStore, Unit, current
 from prophet.errors import SpecError
 
+_ALL = slice(None)
 CUT = 512  # tokens of a triangle from which on cutting it saves more time than further calls take
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -77,12 +78,13 @@ class _Place:
         *before, own = self.store.chunks(self.layer, unit.microbatch)[: unit.slice + 1]
         seen = self._seen(unit.slice)
         mask = _mask(seen.tril(), query.dtype) if seen is not None else None
-        for rows, columns, diagonal in _triangle(0, query.shape[2]):
+        own_parts = [*_triangle(0, query.shape[2])]
+        for rows, columns, diagonal in own_parts if len(own_parts) > 1 else [(_ALL, _ALL, True)]:
             part = mask[:, :, rows, columns] if mask is not None else None
             yield _Block(own, own.place, rows, columns, diagonal, part)
         for first, place, seen in self._runs(before):
             mask = _mask(seen, query.dtype) if seen is not None else None
-            yield _Block(first, place, slice(None), slice(None), False, mask)
+            yield _Block(first, place, _ALL, _ALL, False, mask)
 
     def _runs(self, before: list[Chunk]) -> Iterator[tuple[Chunk, tuple[int, int], Tensor | None]]:
         """Chunks that lie side by side and are read at once, by the first of them and their place.
@@ -137,13 +139,18 @@ class _Block:
         """Whether the kernel is to hide what comes later; a mask does so itself."""
         return self.diagonal and self.mask is None
 
+    @property
+    def alone(self) -> bool:
+        """Whether this is all of the slice's attention to itself."""
+        return self.diagonal and self.rows == _ALL
+
     def of_rows(self, tensor: Tensor) -> Tensor:
         """Of a tensor [B, Hq, T, ...], the part of the slice's tokens."""
-        return tensor[:, :, self.rows]
+        return tensor if self.rows == _ALL else tensor[:, :, self.rows]
 
     def of_columns(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Of tensors [B, Hkv, S, D], the part of the tokens that are attended to."""
-        return [t[:, :, self.columns] for t in tensors]
+        return [*tensors] if self.columns == _ALL else [t[:, :, self.columns] for t in tensors]
 
 
 def _triangle(start: int, stop: int) -> Iterator[tuple[slice, slice, bool]]:
@@ -197,12 +204,9 @@ class _Attend(torch.autograd.Function):
             raise SpecError(f"layer {layer}: the output of its attention was changed in place; work on a copy of it")
         grad_out = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
         wide = torch.promote_types(query.dtype, torch.float32)
-        query_grad = _by_token(query.shape, wide)
         line = store.line(layer, unit.microbatch)
-        own_grads = [_by_token(t.shape, wide) for t in line.room.tokens(*own.place)]
         later = line.summed(own)
-        for total, part in zip(own_grads, later, strict=False):
-            total.copy_(part)
+        totals: list[Tensor] = []  # gradients of the query, the key and the value
         for block in place.blocks(query):
             found = _backward(
                 *(block.of_rows(t) for t in (grad_out, query)),
@@ -213,16 +217,21 @@ class _Attend(torch.autograd.Function):
                 attn_mask=block.mask,
                 scale=place.scale,
             )
-            _gather(block.of_rows(query_grad), found[0], first=block.diagonal)
-            if block.first is own:
-                for total, part in zip(block.of_columns(own_grads), found[1:], strict=True):
-                    _gather(total, part, first=block.diagonal and not later)
-            elif block.first.pending:
-                for total, part in zip(line.gradients(*block.place), found[1:], strict=True):
+            if block.alone:
+                totals = [t.to(wide) for t in found]
+            elif block.first is own:
+                totals = totals or [_by_token(t.shape, wide) for t in (query, *line.room.tokens(*own.place))]
+                for total, part, at in zip(totals, found, (block.rows, block.columns, block.columns), strict=True):
+                    _gather(total[:, :, at], part, first=block.diagonal)
+            else:
+                sums = line.gradients(*block.place) if block.first.pending else ()
+                for total, part in zip((totals[0], *sums), found, strict=False):
                     total.add_(part)
+        for total, part in zip(totals[1:], later, strict=False):
+            total.add_(part)
         store.pop(layer, unit)
-        key_grad, value_grad = own_grads
-        return query_grad.to(query.dtype), key_grad.to(query.dtype), value_grad.to(query.dtype), None
+        query_grad, key_grad, value_grad = (t.to(query.dtype) for t in totals)
+        return query_grad, key_grad, value_grad, None
 
 
 def _gather(total: Tensor, part: Tensor, *, first: bool) -> None:
@@ -236,14 +245,18 @@ def _gather(total: Tensor, part: Tensor, *, first: bool) -> None:
 def _merged(query: Tensor, place: _Place) -> tuple[Tensor, Tensor]:
     """Attention to all that the slice sees, [B, Hq, T, D], and its log-sum-exp, [B, Hq, T]."""
     wide = torch.promote_types(query.dtype, torch.float32)
-    out = _by_token(query.shape, wide)
-    lse = torch.empty(query.shape[:3], dtype=wide)
+    out = lse = query.new_empty(0)
     room = place.store.line(place.layer, place.unit.microbatch).room
     for block in place.blocks(query):
         keys, values = block.of_columns(room.tokens(*block.place))
         part, part_lse = _forward(
             block.of_rows(query), keys, values, 0.0, block.causal, attn_mask=block.mask, scale=place.scale
         )
+        if block.alone:
+            out, lse = part.to(wide), part_lse.to(wide)
+            continue
+        if not out.numel():
+            out, lse = _by_token(query.shape, wide), torch.empty(query.shape[:3], dtype=wide)
         if block.diagonal:  # every token sees itself
             block.of_rows(out).copy_(part)
             block.of_rows(lse).copy_(part_lse)

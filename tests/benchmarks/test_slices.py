@@ -12,7 +12,9 @@ pytest.importorskip("transformers", reason="the models are transformers'")
 from benchmarks.common import rows_on_ranks
 from benchmarks.slices.__main__ import main, table
 from benchmarks.slices.counts import longest_real, ranks_beside_form, recomputed
+from benchmarks.slices.floor import Operations, floor
 from benchmarks.slices.steps import against_baseline, measure
+from benchmarks.slices.workload import Work
 from pipeline_balance.pipeline.executor import SENDS
 
 TINY = {"layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "intermediate": 40, "microbatches": 2, "tokens": 64}
@@ -83,6 +85,23 @@ def test_two_real_ranks_in_turn() -> None:
     # one process's activations of both microbatches, whichever schedule holds them
     assert by_name["own-1f1b"]["activation_bytes"][0] == by_name["torch-1f1b"]["activation_bytes"][0]
     assert "minimal-n5" in table(rows)
+
+
+def test_the_baseline_of_a_round_is_that_round() -> None:
+    rows = [{"schedule": "own-1f1b", "step_s": [2.0, 6.0, 2.0]}, {"schedule": "minimal-n4", "step_s": [1.0, 3.0, 4.0]}]
+    found = against_baseline(rows, target={"minimal-n4": 1.5})[1]
+    assert found["speed_over_own_1f1b"] == 2.0
+    assert found["speed_quartiles"] == [1.25, 2.0]
+    assert found["met"]
+
+
+def test_operations_alone_are_timed_whole_and_in_slices() -> None:
+    rows = rows_on_ranks(floor, {"work": TINY, "slices": (4, 8), "repeats": 2}, ranks=1, limit_s=100.0)
+    assert rows is not None
+    groups = [*Operations(Work(**TINY)).groups(), "all"]
+    assert [(r["operations"], r["n"]) for r in rows] == [(g, n) for n in (4, 8) for g in groups]
+    assert all(r["whole_s"] > 0 and r["sliced_s"] > 0 and r["speed_over_whole"] > 0 for r in rows)
+    assert rows[len(groups) - 1]["whole_s"] > max(r["whole_s"] for r in rows[: len(groups) - 1])
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="the models are transformers'")
 
+from pipeline_balance.slices.store import Line
 from tests.helpers.launch import run_gloo
 from tests.helpers.sliced_models import alone, apart, batch_of, model_of, no_update, pipe_of
 
@@ -27,10 +29,16 @@ def _in_slices(rank: int, size: int) -> tuple[float, dict[str, Tensor], set[torc
     seen: set[torch.dtype] = set()
     executor = pipe._stages.executor
     assert executor is not None
-    losses, gradients = pipe.model.loss, pipe.model.store.gradients  # type: ignore[attr-defined]
+    losses, gradients = pipe.model.loss, Line.gradients
     pipe.model.loss = lambda b, part: (found := losses(b, part), seen.add(found.dtype))[0]  # type: ignore[method-assign]
-    pipe.model.store.gradients = lambda c: (found := gradients(c), seen.update(t.dtype for t in found))[0]  # type: ignore[attr-defined]
-    loss = pipe.step(*batch_of(tokens=TOKENS, rows=ROWS))
+
+    def noted(line: Line, start: int, stop: int) -> tuple[Tensor, ...]:
+        found = gradients(line, start, stop)
+        seen.update(t.dtype for t in found)
+        return found
+
+    with patch.object(Line, "gradients", noted):
+        loss = pipe.step(*batch_of(tokens=TOKENS, rows=ROWS))
     return loss, {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None and not p.is_meta}, seen
 
 
