@@ -1,11 +1,26 @@
-"""For all tests: gradients of replicas that are said to be zero are checked."""
+"""For all tests: gradients of replicas said to be zero are checked; garbage is looked for among what is new."""
 
 from __future__ import annotations
+
+import gc
 
 import pytest
 from torch import Tensor
 
 from prophet.experts.replica import ReplicaPool
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # the longest tests first: none is left for one process alone at the end
+    items.sort(key=lambda item: item.path.name != "test_interpreter.py")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays: every full collection would look through all of it
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("prophet", "pipeline_balance", "integrations")
+BUILD = (sys.executable, "-m", "build")
 _LIMIT_S = 600
 
 TRACE = """
@@ -117,7 +118,7 @@ def build(folder: Path) -> tuple[Path, Path]:
         shutil.copytree(ROOT / name, sources / name, ignore=leave)
     for name in ("pyproject.toml", "setup.cfg", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, sources)
-    run(sys.executable, "-m", "build", "--sdist", "--outdir", folder, sources, cwd=folder)
+    run(*BUILD, "--no-isolation", "--sdist", "--outdir", folder, sources, cwd=folder)
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
@@ -127,16 +128,16 @@ def build(folder: Path) -> tuple[Path, Path]:
     needed |= {p.relative_to(ROOT).as_posix() for suffix in ("h", "cpp") for p in ROOT.glob(f"prophet/*/*/*.{suffix}")}
     assert not needed - names, f"the sdist lacks {sorted(needed - names)}"
 
-    def make(where: str, expect: int = 0, **settings: str) -> str:
-        command = (sys.executable, "-m", "build", "--wheel", "--outdir", folder / where)
+    def make(where: str, *options: str, expect: int = 0, **settings: str) -> str:
+        command = (*BUILD, *options, "--wheel", "--outdir", folder / where)
         done = run(*command, folder / where / sdist.name.removesuffix(".tar.gz"), cwd=folder, expect=expect, **settings)
         return done.stdout + done.stderr
 
     none = {"CC": "no-compiler-here", "CXX": "no-compiler-here"}
-    make("with", PROPHET_REQUIRE_CORE="1")
-    refused = make("none", 1, PROPHET_REQUIRE_CORE="1", **none)
+    make("with", PROPHET_REQUIRE_CORE="1")  # with nothing but what it asks for, in an environment of its own
+    refused = make("none", "--no-isolation", expect=1, PROPHET_REQUIRE_CORE="1", **none)
     assert "no-compiler-here" in refused, refused
-    make("without", **none)
+    make("without", "--no-isolation", **none)
     wheels = []
     for where, cores in ((folder / "with", 1), (folder / "without", 0)):
         (wheel,) = where.glob("*.whl")

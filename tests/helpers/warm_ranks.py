@@ -5,6 +5,8 @@ Only what starts no thread and keeps no state: a rank must find everything as in
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 
 IMPORTED = (
@@ -14,7 +16,14 @@ IMPORTED = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
+    "accelerate",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
     "tests.helpers.training",
+    "tests.helpers.elastic_experts",
+    "tests.helpers.sliced_models",
 )
 for name in IMPORTED:
     importlib.import_module(name)
+gc.freeze()  # ranks look for garbage, and for what holds on to their models, among what they make themselves
+atexit.register(gc.unfreeze)  # in the server; ranks end without

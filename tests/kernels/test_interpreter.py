@@ -44,7 +44,8 @@ def run(*arguments: str, interpreted: bool = False) -> subprocess.CompletedProce
 
 def passed(*arguments: str, interpreted: bool = False) -> str:
     """What pytest prints in a process of its own; fails unless all of its tests passed."""
-    done = run("pytest", "-q", "-x", *arguments, interpreted=interpreted)
+    quick = ("-p", "tests.helpers.interpreted") if interpreted else ()
+    done = run("pytest", "-q", "-x", *quick, *arguments, interpreted=interpreted)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
     return done.stdout

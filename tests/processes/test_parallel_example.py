@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import EXAMPLES, as_launched, torchrun
+from tests.helpers.launch import EXAMPLES, as_launched
 
 EXAMPLE = EXAMPLES / "expert_and_data_parallel.py"
 
@@ -22,12 +22,13 @@ def losses(said: str) -> dict[int, float]:
 
 
 def test_a_run_goes_on_at_another_size(tmp_path: Path) -> None:
-    whole = losses(torchrun(EXAMPLE, *options(tmp_path / "whole", ep_size=2, steps=8), ranks=4))
+    all_steps = as_launched(EXAMPLE, *options(tmp_path / "whole", ep_size=2, steps=8), ranks=4)
+    whole = losses(all_steps[0])
     assert list(whole) == list(range(1, 9))
     assert whole[8] < whole[1]
     first = as_launched(EXAMPLE, *options(tmp_path / "parts", ep_size=4, steps=4), ranks=4)
     then = as_launched(EXAMPLE, *options(tmp_path / "parts", ep_size=1, steps=8), ranks=2)
-    assert not any(first[1:] + then[1:])
+    assert not any(all_steps[1:] + first[1:] + then[1:])
     parts = losses(first[0]) | losses(then[0])
     assert list(parts) == list(whole)
     assert parts == pytest.approx(whole, rel=1e-4)
