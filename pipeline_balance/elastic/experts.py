@@ -26,7 +26,7 @@ from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.registered import registered
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater
 from pipeline_balance.pipeline.stages import Seats, alone
-from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd, rows_of, space_of
+from pipeline_balance.pipeline.training_state import Held, Item, base_name, refuse_odd, space_of, spec_rows
 from prophet.engine.regroup import check_regroupable, check_unsplit, has_experts, regroup, stacked_experts
 from prophet.errors import LayoutError, SpecError
 from prophet.ranks.collective import Collective, Operation
@@ -88,8 +88,9 @@ class Stack:
 
 def stacks(model: nn.Module) -> dict[str, Stack]:
     """The stacked parameters of experts by name, as they are shared out now."""
-    named, found = dict(model.named_parameters()), {}
-    for name, bank in stacked_experts(model).items():
+    stacked, found = stacked_experts(model), {}
+    named = dict(model.named_parameters()) if stacked else {}
+    for name, bank in stacked.items():
         rows = named[name].shape[0] // bank.experts
         shape = (rows * bank.total_experts, *named[name].shape[1:])
         found[name] = Stack(shape=shape, experts=bank.total_experts, first=rows * bank.first_expert)
@@ -141,20 +142,22 @@ class ExpertReseater(Reseater):
     def _owned(self) -> Ownership:
         return self.mover.owned
 
-    def describe(self) -> Held | str:
-        held = super().describe()
+    def __post_init__(self) -> None:
+        self.stacked = stacks(self._owned.model.root)
+
+    def described(self, found: list[Item] | str) -> Held | str:
+        held = super().described(found)
         if isinstance(held, Held):
-            whole: Held | str = self.mover.attempt(lambda: self._described(held))
+            whole: Held | str = self.mover.attempt(lambda: self._as_boxes(held))
             return whole
         return held
 
     def shapes(self) -> dict[str, Shape]:
-        return super().shapes() | {name: stack.shape for name, stack in stacks(self._owned.model.root).items()}
+        return super().shapes() | {name: stack.shape for name, stack in self.stacked.items()}
 
-    def _described(self, held: Held) -> Held:
+    def _as_boxes(self, held: Held) -> Held:
         """What is held as boxes of whole tensors."""
-        stacked = stacks(self._owned.model.root)
-        specs = []
+        stacked, specs = self.stacked, []
         for spec in held.specs:
             name = base_name(spec.name)
             part = tuple(self._owned.parameters[name].shape) if name in stacked else None
@@ -171,7 +174,7 @@ class ExpertReseater(Reseater):
         owners = self.passes.owners if target is None else target.owners
         stage_map = self.now.stage_map if target is None else target.stage_map
         home, tied = stage_map.assignment(), self._owned.tied()
-        stacked = stacks(self._owned.model.root)
+        stacked = self.stacked
         found: dict[int, list[tuple[str, Box]]] = {}
         for tensor in space.tensors:
             name = base_name(tensor.name)
@@ -195,7 +198,7 @@ class ExpertReseater(Reseater):
         made = Regroup(**given, group=seats.experts, copies=seats.copies)
         contents = {id(parameter): k for k, (parameter, _) in enumerate(change.contents)}
         values = {piece.name: tensor for piece, tensor in moved.state.items()}
-        for name, stack in stacks(root).items():
+        for name, stack in self.stacked.items():
             parameter, part = self._owned.parameters[name], stack.part(0, seats.grid.ep).shape
             memory = values.get(name)
             if memory is None:
@@ -226,7 +229,7 @@ class ExpertReseater(Reseater):
             if isinstance(found, str):
                 raise SpecError(found)
             kept.append(found)
-            return rows_of([spec for spec in found.specs if spec.kind != "optimizer"])
+            return spec_rows([spec for spec in found.specs if spec.kind != "optimizer"])
 
         every = from_all(described, collective, self.mover.device, Operation("collecting the model"))
         space = space_of([row for said in every for row in said])

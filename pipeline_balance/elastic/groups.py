@@ -23,10 +23,12 @@ from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
 from prophet.ranks.process_group import ProcessGroupCollective, meet
 from prophet.ranks.waiting import Waiter, joined
+from prophet.ranks.works import all_made
 
 T = TypeVar("T")
 Members = tuple[int, ...]
-_CHANNELS = 2
+SHARDS = "shards"
+"""The purpose of groups that meshes take: torch itself talks in them, and nothing else, so they have one channel."""
 _KEEPS_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
@@ -78,6 +80,10 @@ class Groups:
         """Call this on the thread that makes groups, after what it was given before."""
         return self._thread.submit(call)
 
+    def idle(self) -> None:
+        """Wait until the thread has done what it was given."""
+        joined(self.beside(lambda: None))
+
     def make(self, wanted: Sequence[tuple[Members, str]]) -> str:
         """Make the groups that are not there yet; each has its members and a purpose.
 
@@ -86,6 +92,15 @@ class Groups:
         if threading.current_thread() is self._thread.thread:
             return self._make(list(wanted))
         return joined(self.beside(lambda: self._make(list(wanted))))
+
+    def together(self, wanted: Sequence[tuple[Members, str]]) -> None:
+        """`make` on all processes, or `SpecError` on all of them, with the groups that were there. Collective."""
+        self.keep()
+        try:
+            met("making process groups", lambda: self.make(wanted), self.timeout_s)
+        except BaseException:
+            self.undo()
+            raise
 
     def get(self, members: Members, purpose: str) -> Collective:
         """The collective of this process among `members`; KeyError if it was not made."""
@@ -101,9 +116,14 @@ class Groups:
         group: dist.ProcessGroup = found._groups["tokens"]
         return group
 
+    def keep(self) -> None:
+        """Keep what has been made so far: `undo` forgets what is made from here on."""
+        self._new = []
+
     def undo(self) -> None:
-        """Forget what the last `make` has made: one of the processes could not. On all processes alike."""
+        """Forget what was made since `keep`: one of the processes could not. On all processes alike."""
         self.drop(self._new)
+        self.keep()
 
     def drop(self, wanted: Sequence[tuple[Members, str]]) -> None:
         """Make these anew the next time; on all processes alike."""
@@ -118,15 +138,16 @@ class Groups:
 
     def _make(self, wanted: list[tuple[Members, str]]) -> str:
         problem = ""
-        self._new = [key for key in dict.fromkeys(wanted) if key not in self._made]
-        for members, purpose in self._new:
+        lacking = [key for key in dict.fromkeys(wanted) if key not in self._made]
+        self._new += lacking
+        for members, purpose in lacking:
             try:
-                self._made[members, purpose] = self._one(members)
+                self._made[members, purpose] = self._one(members, 1 if purpose == SHARDS else 2)
             except (RuntimeError, ValueError, SpecError) as error:  # the others are tried: all must count alike
                 problem = problem or f"{purpose} of ranks {list(members)}: {str(error).splitlines()[0]}"
         return problem
 
-    def _one(self, members: Members) -> Collective | None:
+    def _one(self, members: Members, number: int) -> Collective | None:
         here = dist.get_rank()
         if len(members) == 1:
             return alone() if here in members else None
@@ -135,10 +156,10 @@ class Groups:
             if not _KEEPS_ORDER:
                 raise SpecError("this version of torch sorts a group's members: use ranks in ascending order")
             options["sort_ranks"] = False
-        made = [dist.new_group(list(members), **options) for _ in range(_CHANNELS)]
+        made = all_made(lambda: dist.new_group(list(members), **options), number)
         if here not in members:
             return None
-        found = ProcessGroupCollective(made[0], timeout_s=self.timeout_s, channels=(made[0], made[1]))
+        found = ProcessGroupCollective(made[0], timeout_s=self.timeout_s, channels=(made[0], made[-1]))
         if found.rank != members.index(here):
             raise RuntimeError(f"rank {here} is number {found.rank} in a group of {list(members)}")
         return found

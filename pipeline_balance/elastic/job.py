@@ -5,12 +5,13 @@ Shape legend: N processes, M microbatches of a global batch.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from numbers import Integral
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,40 +20,31 @@ from pipeline_balance.elastic.adapters import Adapters
 from pipeline_balance.elastic.balance import Balance, BalanceConfig
 from pipeline_balance.elastic.data import GlobalBatches, Stream, cuts, microbatches_of, rows_from, rows_of
 from pipeline_balance.elastic.describe import Rule
-from pipeline_balance.elastic.experts import (
-    ExpertReseater,
-    check_experts,
-    check_unsplit,
-    has_experts,
-    nobody,
-    share_out,
-    stacks,
-)
-from pipeline_balance.elastic.groups import Groups, Members, met
+from pipeline_balance.elastic.experts import ExpertReseater, check_unsplit, has_experts, nobody, share_out
+from pipeline_balance.elastic.groups import SHARDS, Groups, Members, met
 from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
 from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, describe, is_sharded, mesh_axes, shards_in
 from pipeline_balance.elastic.saving import load_job, save_job
-from pipeline_balance.elastic.sharded import check_shardable
-from pipeline_balance.elastic.styles import rules_for, styles_of
-from pipeline_balance.pipeline.adapter import TransformersModel
-from pipeline_balance.pipeline.agreement import from_all, refuse_where
+from pipeline_balance.elastic.trainable import check, check_mode, check_nodes
+from pipeline_balance.pipeline.agreement import alike, refuse_where
 from pipeline_balance.pipeline.model import CountLabels, LossFn, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
+from pipeline_balance.pipeline.ownership import Ownership
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
 from pipeline_balance.pipeline.saved import Also
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import Seats, alone
 from pipeline_balance.pipeline.trainer import ElasticPipeline
-from pipeline_balance.pipeline.training_state import gather_json, in_words
+from pipeline_balance.pipeline.training_state import Held, gather_json, in_words, spec_rows
 from pipeline_balance.slices import SliceOptions
 from pipeline_balance.spec import StageMap
 from prophet.engine.engine import Engine
-from prophet.errors import SpecError, TransitionError
+from prophet.errors import SpecError, StageFailed, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Operation
 from prophet.ranks.process_group import meet, process_rank, processes
 from prophet.ranks.waiting import joined
@@ -149,7 +141,7 @@ class Job:
             layout = Parallelism(pp=min(layout.ranks, len(self._plain.units)))
         self.layout, self._shards = layout, _arranged(None)
         self._experts = has_experts(self._plain.root)
-        met("making process groups", lambda: self._groups.make(self._wanted(layout)), timeout_s)
+        self._groups.together(self._wanted(layout))
         seats = self._seats(layout)
         stage_map = layout.stage_map(len(self._plain.units))
 
@@ -265,7 +257,7 @@ class Job:
         reseater = self._reseater(self.layout)
         assert isinstance(reseater, ExpertReseater)
         with pipe.failures.during(f"collecting the model before step {self.steps}", pipe.stage_map):
-            return reseater.whole_state(self._groups.get(*self._state), first)
+            return reseater.whole_state(pipe.groups.world, first)
 
     def save(self, folder: str | Path, *, also: Also = None) -> None:
         """Write all that training goes on from, for any layout and number of processes; between steps, collective.
@@ -285,47 +277,56 @@ class Job:
 
     # --- switching --------------------------------------------------------------------------------------------
 
-    def prepare(self, layout: Parallelism) -> None:
+    def prepare(self, layout: Parallelism, *, mode: Mode = "safe") -> None:
         """Make groups and find the route for a switch to `layout`, in the background; training goes on. Collective.
 
-        Meanwhile the program must not make process groups itself. Raises `SpecError` on all processes for a layout that
-        cannot be trained, or where they are given different ones.
+        `mode` is what `switch` will be given; in another one it has more to do itself. Meanwhile the program must not
+        make process groups itself. Raises `SpecError` on all processes for a layout that cannot be trained, for a mode
+        that does not exist, or where they are given different layouts.
         """
-        pipe = self.pipeline
-        self._prepared()
-        self._preparing = None
-
-        runs = self._plain
+        pipe, broken = self.pipeline, self._prepared().broken
+        runs, rules = self._plain, dict[str, Rule]()
 
         def said() -> str:
-            nonlocal runs
-            check(layout, self._plain, processes())
+            nonlocal runs, rules
+            check_mode(mode)
+            rules = check(layout, self._plain, processes())
             self._balance.check(layout)
             runs = self._adapters.of(layout, pipe.model)
-            return str(layout)
+            return json.dumps([str(layout), broken])
 
         with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
-            every = from_all(said, pipe.collective, pipe.config.device, Operation("comparing layouts"))
-            differ = [r for r, text in enumerate(every) if text != every[0]]
+            told = alike(said, pipe.collective, pipe.config.device, Operation("comparing layouts"))
+            every = [json.loads(text) for text in told]
+            self._preparing = None
+            self._give_up([lost for _, lost in every])
+            differ = [r for r, (text, _) in enumerate(every) if text != every[0][0]]
             if differ:
-                raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0]})")
+                raise SpecError(f"ranks {differ} were given another layout than rank 0 ({every[0][0]})")
         # the live model is read here; the thread works on what was read
-        rules, present, world = self._rules(layout), self.layout, processes()
-        model, model_now = describe(pipe.owned, rules), describe(pipe.owned, self._rules(present))
-        stage_map, reseater = layout.stage_map(len(pipe.model.units)), self._reseater(layout)
-        described = reseater.describe()
-        specs = described.specs if not isinstance(described, str) else []
+        read, world = pipe.owned.as_read(), processes()
+        present, rules_now = self.layout, self._rules
+        reseater = self._reseater(layout, read)
+        found = reseater.items()
 
         def made() -> _Prepared:
-            chosen = ordered(model, layout_of(model_now, present, ranks=world), layout, nodes=self._nodes)
-            problem = self._groups.make(self._wanted(chosen)) or (described if isinstance(described, str) else "")
-            words = self._groups.get(*self._words)
-            every = gather_json(problem, words, pipe.config.device, Operation("preparing a layout"))
-            if any(every):
+            self._groups.keep()
+            held, stage_map = reseater.described(found), layout.stage_map(len(read.model.units))
+            chosen = layout
+            if layout.order == FEWEST_BYTES:
+                now = layout_of(describe(read, rules_now), present, ranks=world)
+                chosen = ordered(describe(read, rules), now, layout, nodes=self._nodes)
+            problem = self._groups.make(self._wanted(chosen)) or (held if isinstance(held, str) else "")
+            words, specs = self._groups.get(*self._words), held.specs if isinstance(held, Held) else []
+            every = gather_json([problem, spec_rows(specs)], words, pipe.config.device, Operation("preparing a layout"))
+            if any(said for said, _ in every):
                 self._groups.undo()
-                return _Prepared(problem=f"{chosen} could not be prepared ({in_words(every)})")
-            target = self._arrangement(chosen, stage_map, rules, runs)
-            return _Prepared(layout=chosen, target=target, way=reseater.way(specs, target, words))
+                problem = f"{chosen} could not be prepared ({in_words([said for said, _ in every])})"
+                return _Prepared(problem=problem)
+            target = self._arrangement(chosen, stage_map, rules, runs, reseater)
+            way = reseater.way_from([rows for _, rows in every], specs, target, words.rank)
+            way.itinerary.foresee(pipe.mover.budget_bytes, in_place=mode == "in-place")
+            return _Prepared(layout=chosen, target=target, way=way)
 
         self._preparing = self._groups.beside(made)
 
@@ -333,10 +334,20 @@ class Job:
         """What was made in the background, waited for."""
         if self._preparing is None:
             return _Prepared(problem="no layout was prepared: call prepare(layout) first")
-        try:
-            return joined(self._preparing)
-        except Exception as error:
-            return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
+        pipe = self.pipeline
+        with pipe.failures.during(f"preparing a switch before step {self.steps}", pipe.stage_map):
+            try:
+                return joined(self._preparing, pipe.failures.watch.turns(math.inf))
+            except StageFailed:
+                raise
+            except Exception as error:
+                return _Prepared(problem=f"{type(error).__name__}: {error}".splitlines()[0], broken=True)
+
+    def _give_up(self, broken: Sequence[bool]) -> None:
+        """Make groups anew the next time where a preparation has `broken` off on any process; on all alike."""
+        if any(broken):
+            self._groups.undo()
+            self._groups.drop([self._state, self._words])
 
     def switch(self, layout: Parallelism | None = None, *, mode: Mode = "safe") -> Switched:
         """Go to the prepared layout, or prepare `layout` and go there; between two steps, collective.
@@ -350,19 +361,17 @@ class Job:
         fails on the way is a `StageFailed` on all processes: the state is lost, and `load` goes on from a checkpoint.
         """
         if layout is not None:
-            self.prepare(layout)
+            self.prepare(layout, mode=mode)
         pipe, ready = self.pipeline, self._prepared()
         with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
             op = Operation("meeting for a switch")
             said = [ready.problem, ready.broken, mode, self._balance.told(self.layout)]
             every = gather_json(said, pipe.collective, pipe.config.device, op)
             refuse_where([mode for _, _, mode, *_ in every], "switch in another mode")
-            if mode not in get_args(Mode):
-                raise SpecError(f"mode {mode!r}: expected {' or '.join(get_args(Mode))}; {_WHOLE}")
+            check_mode(mode)
             self._preparing = None
             failed = in_words([problem for problem, *_ in every])
-            if any(broken for _, broken, *_ in every):
-                self._groups.drop([self._state, self._words])
+            self._give_up([broken for _, broken, *_ in every])
             if failed:
                 raise TransitionError(f"{failed}; {_WHOLE}")
         assert ready.target is not None
@@ -383,39 +392,41 @@ class Job:
     def _wanted(self, layout: Parallelism) -> list[tuple[Members, str]]:
         """The groups of a job in this layout, in the order in which all processes make them."""
         rows = [(members, "stages") for members in layout.groups("pp")]
-        columns = [(members, "replicas") for members in layout.groups("dp")]
-        shards = [(group, "shards") for axis in mesh_axes(layout) for group in layout.groups(axis)]
+        # torch averages what it shards
+        columns = [(members, "replicas") for members in layout.groups("dp")] if layout.zero < 2 else []
+        shards = [(group, SHARDS) for axis in mesh_axes(layout) for group in layout.groups(axis)]
         experts = [(group, "experts") for group in layout.groups("ep")] if layout.ep > 1 else []
         copies = [(group, "copies of experts") for group in layout.groups("edp")] if layout.ep > 1 else []
         return [self._words, self._state, *rows, *columns, *shards, *experts, *copies]
 
-    def _rules(self, layout: Parallelism) -> dict[str, Rule]:
-        """How tp cuts the model."""
-        return rules_for(styles_of(self._plain.root, layout.tp)) if layout.tp > 1 else {}
+    @property
+    def _rules(self) -> Mapping[str, Rule]:
+        """How tp cuts the model now."""
+        return self._shards.rules if self._shards is not None else {}
 
-    def _reseater(self, layout: Parallelism) -> Reseater:
-        """What takes the pipeline to `layout`."""
+    def _reseater(self, layout: Parallelism, read: Ownership | None = None) -> Reseater:
+        """What takes the pipeline to `layout`; with `read`, it works on what was read of the model."""
         plain = self.pipeline.reseater()
+        mover = plain.mover if read is None else replace(plain.mover, owned=read)
         if self._experts:
-            return ExpertReseater(plain.mover, plain.passes, plain.now)
+            return ExpertReseater(mover, plain.passes, plain.now)
         if self._shards is None and not is_sharded(layout):
-            return plain
-        return Reshaper(plain.mover, plain.passes, plain.now, self._plain, self._shards)
+            return replace(plain, mover=mover)
+        return Reshaper(mover, plain.passes, plain.now, self._plain, self._shards)
 
     def _arrangement(
-        self, layout: Parallelism, stage_map: StageMap, rules: dict[str, Rule], model: PipelineModel
+        self, layout: Parallelism, stage_map: StageMap, rules: Mapping[str, Rule], model: PipelineModel, to: Reseater
     ) -> Arrangement:
         """The layout as a pipeline takes it, once its groups were made."""
-        seats, owned = self._seats(layout), self.pipeline.owned
+        seats, owned, read = self._seats(layout), self.pipeline.owned, to.mover.owned
         given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "model": model, "nodes": self._nodes}
         given["microbatches"] = microbatches_of(self.microbatches, layout.dp)
         if not is_sharded(layout):
-            shapes = {name: stack.shape for name, stack in stacks(self._plain.root).items()}
-            owners = Owners(owned, seats.grid, stage_map, layout.zero, shapes=shapes)
+            owners = Owners(owned, seats.grid, stage_map, layout.zero, shapes=to.shapes(), read=read)
             return Arrangement(owners=owners, **given)
         shards = shards_in(layout, self._plain.root, self._groups, process_rank(), self._device)
-        cut = {p.name: layout.tp for p in describe(owned, rules).parameters if p.dim is not None}
-        owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut)
+        cut = {p.name: layout.tp for p in describe(read, rules).parameters if p.dim is not None}
+        owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut, read=read)
         return ShardedArrangement(owners=owners, layout=layout, rules=rules, shards=shards, **given)
 
     def _seats(self, layout: Parallelism) -> Seats:
@@ -438,10 +449,9 @@ class Job:
         if grid.replica_of(here) == grid.replicas:
             return Seats(grid=grid, collective=alone(grid.pipeline_ranks), column=alone(), **experts)
         row, column = grid.replica(grid.replica_of(here)), grid.column(grid.pipeline_rank_of(here))
-        stages, replicas = self._groups.get(row, "stages"), self._groups.get(column, "replicas")
-        if layout.zero > 1:  # torch averages what it shards
-            replicas = alone()
-        shards = tuple(self._groups.get(layout.group(axis, here), "shards") for axis in mesh_axes(layout))
+        stages = self._groups.get(row, "stages")
+        replicas = self._groups.get(column, "replicas") if layout.zero < 2 else alone()
+        shards = tuple(self._groups.get(layout.group(axis, here), SHARDS) for axis in mesh_axes(layout))
         return Seats(grid=grid, collective=stages, column=replicas, shards=shards, **experts)
 
     def close(self) -> None:
@@ -452,34 +462,3 @@ class Job:
 
 def _arranged(target: Arrangement | None) -> ShardedArrangement | None:
     return target if isinstance(target, ShardedArrangement) else None
-
-
-def check(layout: Parallelism, model: PipelineModel, world: int) -> None:
-    """Raise `SpecError` unless a `Job` of `world` processes can train `model` in this layout."""
-    if not isinstance(layout, Parallelism):
-        raise SpecError(f"expected a layout, such as elastic.Parallelism(pp=2), got {layout!r:.100}")
-    if is_sharded(layout) and layout.pp > 1 and layout.zero > 1:
-        raise SpecError(
-            f"{layout}: a job cannot train pp{layout.pp} with zero{layout.zero} yet; expected pp x dp x tp or "
-            "pp x dp x ep with zero 0 or 1, or dp x tp with zero 2 or 3"
-        )
-    check_experts(model.root, layout)
-    last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
-    if last >= world:
-        raise SpecError(f"{layout} needs rank {last}, the world has {world} ranks")
-    layout.stage_map(len(model.units))
-    if layout.tp > 1:
-        styles_of(model.root, layout.tp)
-        if not isinstance(model, TransformersModel):
-            raise SpecError(f"{layout}: tp needs a transformers model, got a {type(model.root).__name__}")
-    if is_sharded(layout):
-        check_shardable(model)
-
-
-def check_nodes(nodes: Any, world: int) -> None:
-    """Raise `SpecError` unless `nodes` has the node of every one of `world` processes; None is all on one."""
-    if nodes is None:
-        return
-    whole = all(isinstance(n, Integral) and int(n) >= 0 for n in nodes)
-    if not whole or len(nodes) != world:
-        raise SpecError(f"nodes: expected {world} whole numbers from 0 on, a process's node each, got {nodes!r:.100}")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline_balance.elastic.copies import check_copyable, check_parameters
 from pipeline_balance.elastic.fully_sharded import check_weak, leaves_of, policies_of
-from pipeline_balance.elastic.groups import Groups, Members, groups_of_world, met
+from pipeline_balance.elastic.groups import SHARDS, Groups, Members, groups_of_world, met
 from pipeline_balance.elastic.holdings import digests, refuse_apart
 from pipeline_balance.elastic.live import Live
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
@@ -147,8 +147,8 @@ class _Own:
     def run(self) -> nn.Module:
         state: tuple[Members, str] = (tuple(range(processes())), "state")
         axes = mesh_axes(self.after) or (["dp"] if self.after.dp > 1 else [])
-        wanted = [state, *((members, "shards") for axis in axes for members in self.after.groups(axis))]
-        met("making process groups", lambda: self.groups.make(wanted), self.timeout_s)
+        wanted = [state, *((members, SHARDS) for axis in axes for members in self.after.groups(axis))]
+        self.groups.together(wanted)
         try:
             return self._moved(self.groups.get(*state))
         except (TransitionError, CollectiveError):
@@ -232,7 +232,7 @@ class _Own:
         runs, wrap = after.place(rank) is not None, None
         shards = shards_in(after, self.built, self.groups, rank, live.device)
         if runs and after.dp > 1 and not is_sharded(after):
-            group = self.groups.process_group(after.group("dp", rank), "shards")
+            group = self.groups.process_group(after.group("dp", rank), SHARDS)
             wrap = partial(nn.parallel.DistributedDataParallel, process_group=group, init_sync=False)
             wrap = partial(wrap, **self.options)
         return Target(live, runs=runs, shards=shards, wrap=wrap, options=self.options)

@@ -17,7 +17,7 @@ from pipeline_balance.elastic.copies import check_copyable, check_parameters
 from pipeline_balance.elastic.describe import Rule
 from pipeline_balance.elastic.experts import stacks
 from pipeline_balance.elastic.fully_sharded import check_weak, leaves_of, padded
-from pipeline_balance.elastic.groups import Groups
+from pipeline_balance.elastic.groups import SHARDS, Groups
 from pipeline_balance.elastic.holdings import box_of, digests, refuse_apart
 from pipeline_balance.elastic.layouts import ModelDescription, Parameter, layout_of
 from pipeline_balance.elastic.parallelism import Axis, Parallelism
@@ -293,7 +293,7 @@ def shards_in(layout: Parallelism, root: nn.Module, groups: Groups, rank: int, d
     axes = mesh_axes(layout)
     if not axes or layout.place(rank) is None:
         return None
-    along = [groups.process_group(layout.group(axis, rank), "shards") for axis in axes]
+    along = [groups.process_group(layout.group(axis, rank), SHARDS) for axis in axes]
     styles = styles_of(root, layout.tp) if layout.tp > 1 else {}
     mesh = mesh_of(along, axes, layout.grid[0], device)
     return Shards(mesh=mesh, styles=styles, reshard=layout.zero == 3)

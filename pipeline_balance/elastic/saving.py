@@ -17,6 +17,7 @@ from pipeline_balance.pipeline.agreement import from_all
 from pipeline_balance.pipeline.saved import Also, Checkpoint
 from prophet.errors import SpecError
 from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import at_work
 
 if TYPE_CHECKING:
     from pipeline_balance.elastic.job import Job
@@ -40,10 +41,11 @@ def load_job(job: Job, folder: str | Path, also: Also) -> None:
     """See `Job.load`."""
     if job.pipeline.failures.error is not None:
         _renew(job)
+    job._groups.idle()  # balancing may make groups, too
     pipe, layout = job.pipeline, job.layout
     how = job._reseater(layout)
-    model, rules = pipe.model if job._shards is None else job._plain, job._rules(layout)
-    target = job._arrangement(layout, layout.stage_map(len(pipe.model.units)), rules, model)
+    model = pipe.model if job._shards is None else job._plain
+    target = job._arrangement(layout, layout.stage_map(len(pipe.model.units)), job._rules, model, how)
     ready: list[Callable[[], None]] = []
 
     def check(saved: Checkpoint) -> None:
@@ -64,11 +66,28 @@ def _renew(job: Job) -> None:
     """Make all communicators anew: those from before a failure are of no use. Collective."""
     limit_s, pipe = job._groups.timeout_s, job.pipeline
     met("loading after a failure", lambda: "", limit_s)
+
+    def ended() -> str:
+        with at_work("what was being prepared"):
+            job._groups.idle()
+        return ""
+
+    met("ending what was being prepared", ended, limit_s)  # its thread makes groups, in an order with these
     job._preparing = None
     job._groups.close()
     job._groups = Groups(limit_s)
-    pipe.groups.enter(None)
-    met("making process groups", lambda: job._groups.make(job._wanted(job.layout)), limit_s)
+    lost = pipe.failures.error
+
+    def entered() -> str:
+        pipe.groups.enter(None)
+        return ""
+
+    try:
+        met("making the world's process groups", entered, limit_s)
+        job._groups.together(job._wanted(job.layout))
+    except BaseException:
+        pipe.failures.error = lost  # the next load makes them
+        raise
     pipe.groups.sit(job._seats(job.layout))
 
 

@@ -29,7 +29,7 @@ class Owners:
     The owners are those of `zero_owners`; replica 0 has what was frozen then or is added later. With 2 and 3 every
     replica has other shards, and updates those. `shards` says into how many others are cut; None: parameters are no
     shards (`DTensor`). Where replicas share experts, each part of them has an owner among its copies; `shapes` are then
-    those of whole parameters, where they differ from the parts in force.
+    those of whole parameters, where they differ from the parts in force. `read` is what `owned` was as it was read.
     """
 
     def __init__(
@@ -41,18 +41,21 @@ class Owners:
         *,
         shards: Mapping[str, int] | None = None,
         shapes: Mapping[str, Sequence[int]] | None = None,
+        read: Ownership | None = None,
     ) -> None:
         self.sharded = shards is not None
         self.owned, self.grid, self.stage_map = owned, grid, stage_map
         self.zero = zero if grid.replicas > 1 else 0
         self._owner: list[dict[str, int]] = []  # by parameter: its owner's place among those that have the same
         if self.zero == 1 and stage_map is not None:
+            seen = read if read is not None else owned
+            trains, parameters = seen.trained(), seen.parameters
             for rank in range(grid.pipeline_ranks):
-                trained = [n for n in owned.of(stage_map.layers_on(rank)) if owned.parameters[n].requires_grad]
+                trained = [n for n in seen.of(stage_map.layers_on(rank)) if n in trains]
                 self._owner.append({})
                 for every in (1, grid.ep) if grid.ep > 1 else (1,):
                     names = [n for n in trained if self._every(n) == every]
-                    whole = [(shapes or {}).get(n, owned.parameters[n].shape) for n in names]
+                    whole = [(shapes or {}).get(n, parameters[n].shape) for n in names]
                     sizes = [math.prod(x) // (shards or {}).get(n, 1) for n, x in zip(names, whole, strict=True)]
                     found = zero_owners(sizes, grid.replicas // every)
                     self._owner[-1] |= dict(zip(names, found.tolist(), strict=True))

@@ -6,6 +6,7 @@ is on `meta`: shape and type without memory.
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
 import zlib
@@ -54,6 +55,7 @@ class Ownership:
         self._structure = 0
         self._split: dict[tuple[int, ...], tuple[list[str], list[str]]] = {}
         self._known: set[str] = set()
+        self._trained: frozenset[str] | None = None
         self.read()
 
     def read(self) -> None:
@@ -89,6 +91,18 @@ class Ownership:
                     units_of[name] = buffers[name].units
         self.parameters, self.buffers, self.units_of = parameters, buffers, units_of
         self._read, self._split, self._structure = now, {}, self._digest()
+
+    def as_read(self) -> Ownership:
+        """What is known now, for another thread: neither `read` nor a change of what trains reaches it."""
+        found = copy.copy(self)
+        found._trained = frozenset(self.trained())
+        return found
+
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that train."""
+        if self._trained is not None:
+            return self._trained
+        return frozenset(n for n, p in self.parameters.items() if p.requires_grad)
 
     def become(self, other: Ownership) -> None:
         """Be of the model that `other` is of, whose tensors have the same names. Cannot fail."""

@@ -36,8 +36,9 @@ from pipeline_balance.schedules.simulate import Durations
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
 from prophet.ranks.collective import Collective, Operation
+from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece
-from prophet.state.route import Route, route
+from prophet.state.route import route
 from prophet.state.space import Space, TensorSpec
 from prophet.state.transition import Allocate, State, empty, transition
 
@@ -60,7 +61,7 @@ class Prepared:
 
     stage_map: StageMap
     specs: tuple[TensorSpec, ...]
-    route: Route
+    itinerary: Itinerary
 
     def fits(self, stage_map: StageMap, held: Held | str) -> bool:
         """Whether it is for this map, and this rank's state still has that shape."""
@@ -131,9 +132,10 @@ class StateMover:
         self.builder.check_map(stage_map)
         held = self._collect(now, gradients=False)
         space, _ = share(held, collective, self.device, WHOLE)
-        way = self._route(space, now.stage_map, stage_map)
+        way = self._itinerary(space, now.stage_map, stage_map)
+        way.foresee(self.budget_bytes, in_place=False)
         specs = tuple(held.specs) if isinstance(held, Held) else ()
-        return Prepared(stage_map=stage_map, specs=specs, route=way)
+        return Prepared(stage_map=stage_map, specs=specs, itinerary=way)
 
     def check_replicas(self, stage_map: StageMap) -> None:
         """Raise `SpecError` on a column whose replicas have other parameters; collective over each column."""
@@ -170,13 +172,14 @@ class StateMover:
 
         try:
             moved = transition(
-                way,
-                {piece: self._piece(held, piece) for piece in way.before.on(self.groups.rank)},
+                way.route,
+                {piece: self._piece(held, piece) for piece in way.route.before.on(self.groups.rank)},
                 self.groups.collective,
                 budget_bytes=self.budget_bytes,
                 device=self.device,
                 allocate=self.allocate,
                 conclude=conclude,
+                ahead=way,
             )
         except (TransitionError, BudgetError) as error:
             if found is None and self.groups.grid.replicas > 1:
@@ -194,8 +197,8 @@ class StateMover:
 
     def _facts(
         self, now: Stages, stage_map: StageMap, prepared: Prepared | None, *, gradients: bool, midway: bool
-    ) -> tuple[Held, Route, dict[str, Any]]:
-        """What this rank holds, the route, and the plain numbers of the optimizers, which travel in words; collective.
+    ) -> tuple[Held, Itinerary, dict[str, Any]]:
+        """What this rank holds, its part of the route, and optimizers' plain numbers, which go in words; collective.
 
         All that ranks compare before a move goes in one message: see `rebuild` for what is refused.
         """
@@ -230,10 +233,10 @@ class StateMover:
         refuse_untied(ties, before, groups.grid, [said["ties"] for said in every])
         ready = [said["ready"] for said in every]
         if prepared is not None and all(ready):
-            return held, prepared.route, scalars
+            return held, prepared.itinerary, scalars
         if any(ready):  # on another rank something has changed since
             space, scalars = share(held, groups.world, self.device, WHOLE)
-        return held, self._route(space, before, stage_map), scalars
+        return held, self._itinerary(space, before, stage_map), scalars
 
     def check_put(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raise `TransitionError` for a parameter whose content cannot be exchanged; nothing changes."""
@@ -324,6 +327,7 @@ class StateMover:
         change.check()
         return change
 
-    def _route(self, space: Space, before: StageMap, after: StageMap) -> Route:
+    def _itinerary(self, space: Space, before: StageMap, after: StageMap) -> Itinerary:
         ranks, tied = self.groups.grid.pipeline_ranks, self.owned.tied()
-        return route(by_layer(space, before, ranks, tied), by_layer(space, after, ranks, tied))
+        way = route(by_layer(space, before, ranks, tied), by_layer(space, after, ranks, tied))
+        return Itinerary(way, self.groups.rank)

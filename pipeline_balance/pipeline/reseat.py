@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from pipeline_balance.pipeline.model import PipelineModel
@@ -25,10 +24,20 @@ from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.rebuild import WHOLE, Change, StateMover
 from pipeline_balance.pipeline.stages import Seats, Stages
 from pipeline_balance.pipeline.ties import Tie, refuse_untied, tie_digests, ties_of
-from pipeline_balance.pipeline.training_state import Held, base_name, collect, gather_json, in_words, rows_of, space_of
+from pipeline_balance.pipeline.training_state import (
+    Held,
+    Item,
+    base_name,
+    gather_json,
+    in_words,
+    items,
+    space_of,
+    spec_rows,
+)
 from pipeline_balance.spec import StageMap
 from prophet.errors import BudgetError, LayoutError, SpecError, StateLost, TransitionError
 from prophet.ranks.collective import Collective, Operation
+from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Layout, whole_tensors
 from prophet.state.route import Route, route
 from prophet.state.space import Box, Space, TensorSpec
@@ -58,7 +67,11 @@ class Way:
     """A route that was found ahead, and the description of this process's state that it holds for."""
 
     specs: tuple[TensorSpec, ...]
-    route: Route
+    itinerary: Itinerary
+
+    @property
+    def route(self) -> Route:
+        return self.itinerary.route
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,30 +105,45 @@ class Reseater:
     moves_experts = False
     """Whether it takes along what replicas share of experts."""
 
-    def describe(self) -> Held | str:
-        """This process's state without gradients, or in words why it cannot be moved."""
+    def items(self) -> list[Item] | str:
+        """This process's state without gradients as it was found, or in words why it cannot be moved."""
         units = self.now.stage_map.layers_on(self.mover.groups.rank)
-        held: Held | str = self.mover.attempt(
-            lambda: collect(self.mover.owned, self.mover.optimizers, units, gradients=False)
+        found: list[Item] | str = self.mover.attempt(
+            lambda: items(self.mover.owned, self.mover.optimizers, units, gradients=False)
         )
+        return found
+
+    def described(self, found: list[Item] | str) -> Held | str:
+        """These with their description, or in words why they cannot be moved; in any thread."""
+        held: Held | str = found if isinstance(found, str) else self.mover.attempt(lambda: Held.of(found))
         return held
 
+    def describe(self) -> Held | str:
+        """This process's state without gradients, or in words why it cannot be moved."""
+        return self.described(self.items())
+
     def way(self, specs: Sequence[TensorSpec], target: Arrangement, collective: Collective) -> Way:
-        """The route from what is in force to `target`; collective, in any thread."""
-        every = gather_json(rows_of(specs), collective, self.mover.device, Operation("describing state"))
+        """The route from what is in force to `target`; collective."""
+        every = gather_json(spec_rows(specs), collective, self.mover.device, Operation("describing state"))
+        return self.way_from(every, specs, target, collective.rank)
+
+    def way_from(
+        self, every: Sequence[Sequence[Any]], specs: Sequence[TensorSpec], target: Arrangement, rank: int
+    ) -> Way:
+        """The same from what `every` process says it holds (`spec_rows`); in any thread."""
         space, before = self.held_by(every)
-        after = self.layout(space, target, collective.size)
-        return Way(specs=tuple(specs), route=route(before, after, nodes=target.nodes))
+        after = self.layout(space, target, len(every))
+        return Way(specs=tuple(specs), itinerary=Itinerary(route(before, after, nodes=target.nodes), rank))
 
     def held_by(self, every: Sequence[Sequence[Any]]) -> tuple[Space, Layout]:
-        """The space of what all processes say they hold (`rows_of`), and who holds what in force.
+        """The space of what all processes say they hold (`spec_rows`), and who holds what in force.
 
         Raises `TransitionError` where a process lacks something that it should hold.
         """
         space = space_of([row for rows in every for row in rows])
         before = self.layout(space, None, len(every))
         for rank, described in enumerate(every):
-            lacks = {piece.name for piece in before.on(rank)} - {row[0] for row in described}
+            lacks = before.names_on(rank) - {row[0] for row in described}
             if lacks:
                 raise TransitionError(
                     f"rank {rank} does not keep {min(lacks)}, which others do: keep it on every replica"
@@ -195,7 +223,7 @@ class Reseater:
         config = replace(mover.builder.config, microbatches=target.microbatches)
         place = target.seats.grid.pipeline_rank_of(rank)
         problem, lost = "", False
-        links: dict[tuple[int, int], int] = {}
+        links: Mapping[tuple[int, int], int] = {}
         done: tuple[Stages, Change] | None = None
         try:
             held = self.describe()
@@ -216,10 +244,11 @@ class Reseater:
                 allocate=mover.allocate,
                 beside=self._beside([t for name, t in held.tensors.items() if name not in moving]),
                 problem=found if isinstance(found, str) else "",
+                ahead=way.itinerary,
             )
             lost = self.mode == "in-place"  # from here on the new state is the only one
             assert not isinstance(found, str)
-            links = link_bytes(way.route)
+            links = way.route.link_bytes
             done = found, self._change(target, moved, scalars, place)
         except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError) as error:
             lost = lost or isinstance(error, StateLost)
@@ -358,13 +387,6 @@ def layout_over(
                 column = column[:1]
             holders[-1] += column
     return whole_tensors(space, processes, holders)
-
-
-def link_bytes(way: Route) -> dict[tuple[int, int], int]:
-    """Bytes by sending and receiving process."""
-    found = np.zeros((way.ranks, way.ranks), dtype=np.int64)
-    np.add.at(found, (way.source, way.rows.destination), way.rows.n_bytes)
-    return {(int(s), int(d)): int(found[s, d]) for s, d in np.argwhere(found)}
 
 
 def _ended(problem: str) -> str:

@@ -27,7 +27,7 @@ from pipeline_balance.pipeline.registered import MARK
 from pipeline_balance.pipeline.replicas import refuse_apart
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater
 from pipeline_balance.pipeline.stages import Stages
-from pipeline_balance.pipeline.training_state import Held, base_name, rows_of
+from pipeline_balance.pipeline.training_state import Held, base_name, spec_rows
 from pipeline_balance.spec import StageMap
 from prophet.errors import CheckpointError, SpecError
 from prophet.ranks.collective import Operation
@@ -204,7 +204,7 @@ def save_state(
         )
         alike = [str(folder), step, parts["boundaries"], parts["ranks"], sorted(parts["also"])]
         words = number_of(json.dumps([parts[n] for n in ("frozen", "options", "progress", "run")], sort_keys=True))
-        state = {"tensors": rows_of(held.specs), "scalars": how.told_numbers(held)}
+        state = {"tensors": spec_rows(held.specs), "scalars": how.told_numbers(held)}
         return {"alike": alike, "words": words, "number": secrets.randbits(48), **state}
 
     every = agree("collecting a checkpoint", describe)
@@ -217,7 +217,7 @@ def save_state(
         scalars = dict[str, Any]()
         for row in reversed(every):
             scalars.update(row["scalars"])  # of the lowest process
-        parts.update(tensors=rows_of(layouts[0][0].tensors), scalars=scalars)
+        parts.update(tensors=spec_rows(layouts[0][0].tensors), scalars=scalars)
         if len(json.dumps(parts)) > MAX_DESCRIPTION_BYTES - 100:
             raise SpecError(f"{folder}: a description of more than {MAX_DESCRIPTION_BYTES} bytes could not be read")
         copied = _copied(layouts[0][1], here)

@@ -13,7 +13,7 @@ import struct
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +40,17 @@ class Held:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     scalars: dict[str, int | float | bool | None] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, found: Sequence[Item]) -> Held:
+        """These with their description; any thread may ask, as no step changes the form of what is there."""
+        held = cls()
+        for item in found:
+            if item.parameter is None:
+                held.add(item.name, item.value, item.kind, item.unit)
+            else:
+                held.add_state(item.name, item.entry, item.value, item.parameter.device, item.unit)
+        return held
+
     def add(self, name: str, tensor: Tensor, kind: StateKind, unit: int) -> None:
         """Take in a tensor of `unit`; `LayoutError` for a kind of tensor that cannot be moved."""
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -60,28 +71,44 @@ class Held:
             raise LayoutError(f"{key}: optimizer state {entry!r} is a {type(value).__name__}, cannot be moved")
 
 
-def collect(owned: Ownership, optimizers: Optimizers, units: Collection[int], *, gradients: bool = True) -> Held:
-    """Everything that belongs to `units`, which run on this rank.
+class Item(NamedTuple):
+    """A tensor, or what an optimizer keeps as its `entry` for `parameter`, as it was found; `unit` holds it."""
+
+    name: str
+    value: Any
+    kind: StateKind
+    unit: int
+    entry: str = ""
+    parameter: Tensor | None = None
+
+
+def items(owned: Ownership, optimizers: Optimizers, units: Collection[int], *, gradients: bool = True) -> list[Item]:
+    """Everything that belongs to `units`, which run on this rank; quick, for `Held.of` to look at closer.
 
     Without `gradients`, those are left out: a backward pass may be filling them in at this moment.
     """
-    held = Held()
+    found: list[Item] = []
     state = optimizers.state()
     for name in owned.of(units):
         parameter, unit = owned.parameters[name], owned.units_of[name][0]
         if parameter.is_meta:
             raise LayoutError(f"{name} has no memory on this rank, which runs layer {unit}: load its state first")
-        held.add(name, parameter, "parameter", unit)
+        found.append(Item(name, parameter, "parameter", unit))
         if gradients and parameter.grad is not None:
-            held.add(f"{name}#grad", parameter.grad, "gradient", unit)
+            found.append(Item(f"{name}#grad", parameter.grad, "gradient", unit))
         for entry, value in state.get(id(parameter), {}).items():
-            held.add_state(name, entry, value, parameter.device, unit)
+            found.append(Item(name, value, "optimizer", unit, entry, parameter))
         for key, handle in registered(name, parameter):
-            held.add(key, handle.tensor, "registered", unit)
+            found.append(Item(key, handle.tensor, "registered", unit))
     for name, buffer in owned.buffers.items():
         if not set(buffer.units).isdisjoint(units):
-            held.add(name, buffer.tensor, "buffer", buffer.units[0])
-    return held
+            found.append(Item(name, buffer.tensor, "buffer", buffer.units[0]))
+    return found
+
+
+def collect(owned: Ownership, optimizers: Optimizers, units: Collection[int], *, gradients: bool = True) -> Held:
+    """The same `items` with their description."""
+    return Held.of(items(owned, optimizers, units, gradients=gradients))
 
 
 def gather_json(value: Any, collective: Collective, device: torch.device, op: Operation) -> list[Any]:
@@ -134,13 +161,15 @@ def in_words(said: Sequence[str], most: int = 3) -> str:
 
 def space_of(rows: Sequence[Sequence[Any]]) -> Space:
     """The space of the tensors that ranks have described, each as [name, shape, dtype, kind, layer], layer by layer."""
-    specs: dict[str, TensorSpec] = {}
-    for name, shape, dtype, kind, layer in rows:
-        specs[name] = TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=layer)
-    return Space(tuple(sorted(specs.values(), key=lambda t: (t.layer or 0, t.name))))
+    found = {row[0]: row for row in rows}  # copies say the same
+    specs = [
+        TensorSpec(name=name, shape=tuple(shape), dtype=dtype, kind=kind, layer=layer)
+        for name, shape, dtype, kind, layer in found.values()
+    ]
+    return Space(tuple(sorted(specs, key=lambda t: (t.layer or 0, t.name))))
 
 
-def rows_of(specs: Sequence[TensorSpec]) -> list[list[Any]]:
+def spec_rows(specs: Sequence[TensorSpec]) -> list[list[Any]]:
     """Tensors as `space_of` takes them, in what JSON can say."""
     return [[s.name, s.shape, s.dtype, s.kind, s.layer] for s in specs]
 
@@ -149,7 +178,7 @@ def described(held: Held | str, *, tensors: bool = True) -> dict[str, Any]:
     """What `union` takes of one rank; of a rank that could not collect, the reason. Without `tensors`, numbers only."""
     if isinstance(held, str):
         return {"problem": held, "tensors": [], "scalars": {}}
-    return {"problem": "", "tensors": rows_of(held.specs) if tensors else [], "scalars": held.scalars}
+    return {"problem": "", "tensors": spec_rows(held.specs) if tensors else [], "scalars": held.scalars}
 
 
 def union(every: Sequence[Mapping[str, Any]], after: str) -> tuple[Space, dict[str, Any]]:

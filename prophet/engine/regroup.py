@@ -23,9 +23,9 @@ def has_experts(model: nn.Module) -> bool:
 
 def stacked_experts(model: nn.Module) -> dict[str, Bank]:
     """The parameters whose first dimension counts a rank's experts, by name, with their bank: [m x rows, ...]."""
-    names = {id(p): name for name, p in model.named_parameters()}
     banks = [layer.experts for layer in moe_layers(model)]
     stacked = [bank for bank in banks if isinstance(bank, FeedForwardBank)]
+    names = {id(p): name for name, p in model.named_parameters()} if stacked else {}
     return {names[id(p)]: bank for bank in stacked for p in bank.parameters(recurse=False)}
 
 

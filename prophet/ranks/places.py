@@ -5,8 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
+import weakref
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+known_places: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+"""The places of all processes, by their world, once a group of all of them has asked: all of them know it, or none."""
 
 
 def place() -> int:

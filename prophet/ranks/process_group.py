@@ -38,12 +38,12 @@ from prophet.ranks.collective import (
     check_rows,
 )
 from prophet.ranks.messages import Frames
-from prophet.ranks.places import machine, place
+from prophet.ranks.places import known_places, machine, place
 from prophet.ranks.presence import Lost, Presence, Pulse, crossed, explained
 from prophet.ranks.threads import ThreadWorld
 from prophet.ranks.waiting import Waiter, joined
 from prophet.ranks.watch import Watch
-from prophet.ranks.works import abort, at_once, beside, in_turns, nothing
+from prophet.ranks.works import abort, all_made, at_once, beside, in_turns, nothing
 
 T = TypeVar("T")
 LOOK_S = 1.2  # after which a rank that waits looks whether the others can come; a little more than a pulse
@@ -105,10 +105,10 @@ class ProcessGroupCollective(Collective):
         # group's name from how many groups exist, so a name may come back after a group was destroyed and then hang on
         # what the store remembers: hence not where all processes take part, and `collective_for` never destroys.
         local = len(ranks) < dist.get_world_size()
-        self._base = weakref.ref(base)
-        made = channels or [dist.new_group(ranks, timeout=limit, use_local_synchronization=local) for _ in range(2)]
+        options: dict[str, Any] = {"timeout": limit, "use_local_synchronization": local}
+        made = channels or all_made(lambda: dist.new_group(ranks, **options), 2)
         self._groups: dict[Channel, Any] = {"tokens": made[0], "weights": made[1]}
-        self._ranks = ranks
+        self._base, self._ranks = weakref.ref(base), ranks
         self._presence = presence()
         self._presence.counters[self._groups["tokens"].group_name] = self.frames
         self._broken: CollectiveError | None = None
@@ -118,15 +118,18 @@ class ProcessGroupCollective(Collective):
             counted = level == dist.DebugLevel.DETAIL  # type: ignore[attr-defined]  # compares ranks' numbers of messages
             over_gloo = "cpu:gloo" in str(dist.get_backend_config(self._groups["tokens"]))
             self._receive_first = not counted and over_gloo and self._on_several_hosts()
-        threaded = self._groups if self._receive_first else ()
-        self._posters: dict[Channel, Waiter] = {c: Waiter(f"gloo posts {c}") for c in threaded}
-        self._waiters: dict[Channel, Waiter] = {c: Waiter(f"gloo waits for {c}") for c in threaded}
+        self._threads: dict[Channel, tuple[Waiter, Waiter]] = {}  # post and wait, from the first all-to-all on
         self._posted: dict[Channel, int] = dict.fromkeys(self._groups, 0)
         self._single: Waiter | None = None
 
     def _on_several_hosts(self) -> bool:
-        places = self.all_gather(torch.tensor([place()], device="cpu"), op=Operation("where ranks are"))
-        return bool((places != places[0]).any())
+        places = known_places.get(dist.group.WORLD)
+        if places is None:
+            found = self.all_gather(torch.tensor([place()], device="cpu"), op=Operation("where ranks are"))
+            places = dict(zip(self._ranks, found.reshape(-1).tolist(), strict=True))
+            if self.size == dist.get_world_size():
+                known_places[dist.group.WORLD] = places
+        return len({places[r] for r in self._ranks}) > 1
 
     def guard(self, call: Callable[[], T], op: Operation, peers: Sequence[int] = ()) -> T:
         """Run `call`, turning the backend's failures into errors that name rank, layer and operation."""
@@ -197,11 +200,13 @@ class ProcessGroupCollective(Collective):
         posted at once, so that peers need not wait until that thread gets the interpreter.
         """
         group, rank = self._groups[channel], self.rank
+        if channel not in self._threads:
+            self._threads[channel] = Waiter(f"gloo posts {channel}"), Waiter(f"gloo waits for {channel}")
+        poster, waiter = self._threads[channel]
         self._posted[channel] += 1
         tag = self._posted[channel] % _TAGS + 1  # `exchange` has 0
         sent, received = source.split(list(send_rows)), out.split(list(recv_rows))
         peers = [(rank + i) % self.size for i in range(1, self.size)]
-
         coming = [dist.irecv(received[p], group=group, group_src=p, tag=tag) for p in peers if recv_rows[p]]
 
         def post() -> list[Any]:
@@ -210,14 +215,14 @@ class ProcessGroupCollective(Collective):
                 received[rank].copy_(sent[rank])
             return going
 
-        posted = self._posters[channel].submit(post)
+        posted = poster.submit(post)
 
         def finish() -> Tensor:
             for work in (*coming, *posted.result()):
                 work.wait()
             return out
 
-        done = self._waiters[channel].submit(finish)
+        done = waiter.submit(finish)
         return Coming(
             lambda: self.guard(lambda: joined(done, self._turn()), op),
             done.done,
@@ -301,15 +306,15 @@ class ProcessGroupCollective(Collective):
     def abort(self) -> None:
         """Let whatever waits for this collective fail at once, in any thread; it cannot be used afterwards."""
         self._broken = CollectiveError(self.rank, Operation("abort"), "the collective was given up")
-        for group in self._groups.values():
+        for group in dict.fromkeys(self._groups.values()):
             abort(group)
 
     def close(self) -> None:
         self._broken = CollectiveError(self.rank, Operation("close"), "the collective was closed")
         if dist.is_initialized():
-            for group in self._groups.values():
+            for group in dict.fromkeys(self._groups.values()):
                 dist.destroy_process_group(group)
-        for waiter in (*self._posters.values(), *self._waiters.values()):
+        for waiter in (w for both in self._threads.values() for w in both):
             waiter.close()
         if self._single is not None:
             self._single.close()

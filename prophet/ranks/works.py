@@ -1,17 +1,18 @@
-"""How torch's works are waited for, so that Ctrl-C is seen in between, and how they are given up."""
+"""How torch's works are waited for, so that Ctrl-C is seen in between, and how groups are made and given up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from prophet.ranks.waiting import TURN_S, Waiter, joined, stay
 
+T = TypeVar("T")
 _NEVER_SENT = 1 << 30  # a tag
 
 
@@ -61,3 +62,21 @@ def abort(group: dist.ProcessGroup) -> None:
     for work in works[:1]:
         with suppress(RuntimeError):
             work.wait(timedelta(milliseconds=1))
+
+
+def all_made(make: Callable[[], T], number: int) -> list[T]:
+    """A group for each of so many channels. `make` is called as often also where it fails, which is raised then.
+
+    torch names groups by how many a process has tried to make. One that tried fewer would meet others under the names
+    of other groups from then on, without an error.
+    """
+    made: list[T] = []
+    failed: list[Exception] = []
+    for _ in range(number):
+        try:
+            made.append(make())
+        except (RuntimeError, ValueError) as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return made

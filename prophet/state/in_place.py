@@ -196,10 +196,12 @@ class Replacing:
 
 
 def _covered(views: Iterable[Tensor]) -> int:
-    """Bytes of a storage that its `views` have; of one that lies within another, nothing more."""
-    spans = {(int(t.storage_offset()) * t.element_size(), t.numel() * t.element_size()) for t in views}
+    """Bytes of a storage that its `views` have, each counted once; a view with gaps counts for nothing."""
     found = end = 0
-    for first, n_bytes in sorted(spans, key=lambda span: (span[0], -span[1])):
-        if first + n_bytes > end:
-            found, end = found + n_bytes, first + n_bytes
+    for t in sorted(views, key=lambda t: t.storage_offset() * t.element_size()):
+        extent = 1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+        first = int(t.storage_offset()) * t.element_size()
+        last = first + t.numel() * t.element_size()
+        if extent == t.numel() and last > end:
+            found, end = found + last - max(first, end), last
     return found

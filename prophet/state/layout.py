@@ -85,6 +85,13 @@ class Layout:
             self._made[rank] = tuple(made)
         return self._made[rank]
 
+    def names_on(self, rank: int) -> set[str]:
+        """The tensors of which one rank has a piece."""
+        if "pieces" in self.__dict__:
+            return {piece.name for piece in self.pieces[rank]}
+        names = self.space.tensors
+        return {names[t].name for t in self.table.tensor[self.table.on(rank)].tolist()}
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self.space == other.space and self.pieces == other.pieces
 

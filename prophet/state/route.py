@@ -84,6 +84,14 @@ class Route:
         return tuple(np.bincount(self.rows.destination, self.rows.n_bytes, self.ranks).astype(np.int64).tolist())
 
     @cached_property
+    def link_bytes(self) -> dict[tuple[int, int], int]:
+        """Bytes by sending and receiving rank."""
+        pair, first = numbered(self.source, self.rows.destination)
+        n_bytes = np.bincount(pair, self.rows.n_bytes, len(first)).astype(np.int64)
+        ends = zip(self.source[first].tolist(), self.rows.destination[first].tolist(), strict=True)
+        return {end: size for end, size in zip(ends, n_bytes.tolist(), strict=True) if size}
+
+    @cached_property
     def hop(self) -> IntArray:
         """How often each row has been sent before, [rows]."""
         found = np.zeros(len(self.rows), np.int64)

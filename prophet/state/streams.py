@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -61,23 +62,31 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one message carries."""
+    """What one message carries. Its `parts` are all there before anything else is asked for."""
 
     wave: int
     parts: list[Part]
 
-    @property
+    @cached_property
     def n_bytes(self) -> int:
         return sum((p.last - p.first) * p.spec.item_bytes for p in self.parts)
 
-    def views(self, memory: Tensor) -> Iterable[tuple[str, Box, Tensor]]:
-        """Boxes, and their elements within the memory that carries the chunk."""
+    @cached_property
+    def cuts(self) -> list[tuple[str, Box, int, int, torch.dtype]]:
+        """Boxes with the bytes first .. last-1 of the message that carry them, and their element type."""
+        found: list[tuple[str, Box, int, int, torch.dtype]] = []
         offset = 0
         for part in self.parts:
             for box in part.boxes():
                 stop = offset + box.elements * part.spec.item_bytes
-                yield part.transfer.name, box, memory[offset:stop].view(torch_dtype(part.spec)).view(box.shape)
+                found.append((part.transfer.name, box, offset, stop, torch_dtype(part.spec)))
                 offset = stop
+        return found
+
+    def views(self, memory: Tensor) -> Iterable[tuple[str, Box, Tensor]]:
+        """Boxes, and their elements within the memory that carries the chunk."""
+        for name, box, first, last, dtype in self.cuts:
+            yield name, box, memory[first:last].view(dtype).view(box.shape)
 
 
 @dataclass(frozen=True)

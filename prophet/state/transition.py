@@ -29,7 +29,8 @@ from torch import Tensor
 from prophet.errors import BudgetError, CollectiveError, StateLost, TransitionError
 from prophet.ranks.collective import Collective, Operation, Pending
 from prophet.spec import IntArray
-from prophet.state.in_place import Replacing, in_place
+from prophet.state.in_place import Replacing
+from prophet.state.itinerary import Itinerary, Rounds
 from prophet.state.layout import Layout, Piece
 from prophet.state.route import Route
 from prophet.state.space import Box
@@ -39,7 +40,6 @@ from prophet.state.streams import (
     Chunk,
     Measures,
     Streams,
-    Timetable,
     Window,
     torch_dtype,
     window_of,
@@ -101,6 +101,7 @@ def transition(
     beside: Sequence[Tensor] = (),
     problem: str = "",
     conclude: Conclude | None = None,
+    ahead: Itinerary | None = None,
 ) -> Moved:
     """Move this rank from `route.before` to `route.after`; collective over `route.ranks` ranks.
 
@@ -119,7 +120,8 @@ def transition(
     `problem` says, if anything, why this rank cannot go on after the move: then none begins it.
 
     A caller that has more to do on the side gives `conclude`, so that ranks agree once, on all of it. It is called in
-    place of the last vote, and raises on all ranks what went wrong on any.
+    place of the last vote, and raises on all ranks what went wrong on any. `ahead` is what this rank has found of the
+    route so far.
     """
     began = time.perf_counter()
     if route.ranks != collective.size:
@@ -128,8 +130,9 @@ def transition(
         raise TransitionError(f"expected mode {' or '.join(get_args(Mode))}, got {mode!r}")
     device = device or next((t.device for t in state.values()), torch.device("cpu"))
     rank, after = collective.rank, _WHOLE if mode == "safe" else _LOST
-    waves = in_place(route.before, route.after)[0] if mode == "in-place" else None
-    streams, measures = Streams.of(route, rank), Measures.of(route, waves)
+    in_place = mode == "in-place"
+    plan = ahead if ahead is not None else Itinerary(route, rank)
+    waves, streams, measures = plan.waves(in_place=in_place), plan.streams, plan.measures(in_place=in_place)
     mover = _Mover(route, state, collective, device, allocate)
     # all on the side, before ranks agree: what the others wish for can only make the buffer smaller
     problem = problem or _check_state(route.before, state, rank, device)
@@ -137,11 +140,11 @@ def transition(
     if not problem:
         excess = mover.plan(waves, len(measures.longest), beside)
         wishes = (budget_bytes - excess, chunk_bytes, depth)
-        problem = mover.prepare(_buffer_bytes(streams, measures, wishes), whole=mode == "safe")
+        problem = mover.prepare(_buffer_bytes(streams, measures, wishes), whole=not in_place)
     try:
         ready = _Ready(problem, mode, budget_bytes, excess, chunk_bytes, depth)
-        window = _agree(route, measures, ready, collective, device)
-        mover.run(streams, window, waves)
+        window = _agree(plan.digest, measures, ready, collective, device)
+        mover.run(plan.rounds(window, in_place=in_place), streams.number, window)
         if conclude is not None:
             conclude(mover.new_state, mover.problem)
         else:
@@ -239,22 +242,13 @@ class _Mover:
 
         self.attempt(begin)
 
-    def run(self, streams: Streams, window: Window, waves: IntArray | None) -> None:
-        """All rounds, up to `window.depth` of them under way."""
-        table, rank = Timetable(self.route, window, waves), self.collective.rank
-        going: dict[int, list[tuple[int, Chunk]]] = {}
-        coming: dict[int, list[tuple[int, Chunk]]] = {}
-        for (peer, hop), stream in streams.sends.items():
-            for number, chunk in table.rounds(rank, hop, stream):
-                going.setdefault(number, []).append((peer, chunk))
-        for (peer, hop), stream in streams.receives.items():
-            for number, chunk in table.rounds(peer, hop, stream):
-                coming.setdefault(number, []).append((peer, chunk))
+    def run(self, rounds: Rounds, streams: int, window: Window) -> None:
+        """All rounds, up to `window.depth` of them under way; `streams` go and come in one at most."""
         under_way: deque[_Round] = deque()
-        share = streams.number * window.slot_bytes
+        share = streams * window.slot_bytes
         depth = min(window.depth, self.buffer.numel() // share) if share else 1
         begun = 0
-        for number in range(max((*going, *coming), default=-1) + 1):
+        for number in range(rounds.number):
             if len(under_way) == depth:
                 self._end(under_way.popleft())
             while begun < len(self.memory.takes) and window.starts[begun] <= number:
@@ -262,7 +256,8 @@ class _Mover:
                 begun += 1
             start = number % depth * share
             place = self.buffer[start : start + share]
-            under_way.append(self._begin(going.get(number, []), coming.get(number, []), place, window.slot_bytes))
+            going, coming = rounds.going.get(number, []), rounds.coming.get(number, [])
+            under_way.append(self._begin(going, coming, place, window.slot_bytes))
         self.memory.end()
         while under_way:
             self._end(under_way.popleft())
@@ -335,9 +330,9 @@ class _Ready:
         return [int(self.mode == "in-place"), int(bool(self.problem)), *wishes]
 
 
-def _agree(route: Route, measures: Measures, ready: _Ready, collective: Collective, device: torch.device) -> Window:
+def _agree(digest: int, measures: Measures, ready: _Ready, collective: Collective, device: torch.device) -> Window:
     """Whether all ranks mean the same route and are ready, and the window by what all of them can spare."""
-    mine = torch.tensor([route.digest(), *ready.numbers()], dtype=torch.int64, device=device)
+    mine = torch.tensor([digest, *ready.numbers()], dtype=torch.int64, device=device)
     gathered = collective.all_gather(mine, op=Operation("agreeing on a transition")).cpu()
     meant = gathered[:, :2].tolist()
     differ = [r for r, way in enumerate(meant) if way != meant[0]]

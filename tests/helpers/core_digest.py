@@ -26,9 +26,8 @@ def planned(seed: int) -> bytes:
     for _ in range(6):
         skew = rng.pareto(1.2, experts) + 0.05
         load = rng.poisson(500 * skew * rng.uniform(0.2, 1.8, (ranks, experts))).astype(np.int64)
-        options = np.array([0.002, 0.01, 8.0, 0.02, 0.5, 1e-3, 0.06])
         following = np.zeros((experts, ranks), dtype=np.bool_)
-        native.plan(load, *machine, np.full(ranks, 3), holds, options, following)
+        native.plan(load, *machine, np.full(ranks, 3), holds, 10.0, 0.06, following)
         holds = following
         for effort in (0.0, 0.03, 100.0):
             tokens = np.empty((ranks, experts, ranks), dtype=np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -114,10 +114,20 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 def check_held(job: Job) -> None:
     """What this process has memory for is what the layout gives it, found from the layout and the model alone."""
-    described = describe(job.pipeline.owned, job._rules(job.layout))
+    described = describe(job.pipeline.owned, job._rules)
     layout, buffers = layout_of(described, job.layout, ranks=dist.get_world_size()), dict(job.model.named_buffers())
     found = {piece for piece in held(job.model, job.optimizer) if piece.name not in buffers}
     assert found == set(layout.on(dist.get_rank()))
+
+
+def losing(make: Callable[..., Any]) -> Callable[..., Any]:
+    """What calls `make` and then fails."""
+
+    def made_and_lost(*given: Any, **options: Any) -> Any:
+        make(*given, **options)
+        raise RuntimeError("broken in group")
+
+    return made_and_lost
 
 
 @contextmanager
@@ -127,13 +137,8 @@ def broken(job: Job, place: str) -> Iterator[None]:
     def fails(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"broken in {place}")
 
-    def made_and_lost(self: Groups, members: Any) -> Any:
-        one(self, members)
-        fails()
-
-    one = Groups._one
     owner, name = {
-        "collect": (reseat, "collect"),
+        "collect": (reseat, "items"),
         "group": (Groups, "_one"),
         "allocate": (job.pipeline.mover, "allocate"),
         "pack": (transition._Mover, "_pack"),
@@ -143,5 +148,5 @@ def broken(job: Job, place: str) -> Iterator[None]:
         "decide": (Change, "check"),
     }[place]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, made_and_lost if place == "group" else fails)
+        patch.setattr(owner, name, losing(Groups._one) if place == "group" else fails)
         yield

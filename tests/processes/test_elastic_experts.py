@@ -184,6 +184,7 @@ def _goes_on(rank: int, size: int) -> None:
             with pytest.raises(TransitionError, match="whole"):
                 job.switch()
         assert same(whole(job), before)
+        assert bool(job.state_dict()) == (rank == 0)
         train(job, 1)
         check_held(job)
         job.switch(Parallelism.parse(text))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -238,6 +240,32 @@ def test_a_failure_in_each_stage_leaves_the_old_state_and_goes_on() -> None:
             assert "whole" in words or "goes on" in words, (rank, place, words)
     assert all("broken in" in words for words in results[2])
     assert all("rank 2" in words or "ranks [2]" in words or "another rank" in words for words in results[0])
+
+
+def _lost(rank: int, size: int) -> tuple[str, float]:
+    """A process ends while it prepares a switch."""
+    from pipeline_balance.elastic import job as module
+
+    job = start("pp2,dp2")
+    train(job, 1)
+    if rank == 2:
+        pytest.MonkeyPatch().setattr(module, "ordered", lambda *_, **__: os._exit(1))
+    job.prepare(Parallelism(pp=4, order="fewest-bytes"))
+    began = time.monotonic()
+    with pytest.raises(StageFailed) as lost:
+        job.switch()
+    with pytest.raises(StageFailed):
+        job.step()
+    return str(lost.value), time.monotonic() - began
+
+
+def test_a_process_that_ends_while_it_prepares_is_named_before_the_limit() -> None:
+    for rank, told in enumerate(run_gloo(_lost, 4, silent=[2])):
+        if rank != 2:
+            said, seconds = told
+            assert "rank 2" in said
+            assert "its process has ended" in said
+            assert seconds < 30, "it has waited for the limit of 60 s"
 
 
 def _in_place(rank: int, size: int) -> tuple[list[float], str]:

@@ -14,7 +14,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from pipeline_balance import elastic
 from pipeline_balance.elastic import target
+from pipeline_balance.elastic.groups import Groups
 from prophet.errors import CollectiveError, SpecError, TransitionError
+from tests.helpers.elastic_jobs import losing
 from tests.helpers.launch import run_gloo
 from tests.helpers.own_loops import (
     Net,
@@ -175,8 +177,12 @@ def _refused(rank: int, size: int) -> tuple[list[str], list[float]]:
     elastic.register("ema", weight.detach().clone(), weight)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 2:
+            patch.setattr(Groups, "_one", losing(Groups._one))
+        told(dp4, parse("dp2,tp2,zero3"))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
             patch.setattr(target.Target, "_buffers", _no_memory)
-        told(dp4, parse("dp4,zero3"), error=TransitionError)
+        told(dp4, parse("dp2,tp2,zero3"), error=TransitionError)
     model = elastic.reshard(model, optimizer, dp4, parse("dp4,zero3"), build, timeout_s=60.0)
     losses.append(train_step(model, optimizer, parse("dp4,zero3"), 2))
     said += _alone_in_it(rank, size)
@@ -243,6 +249,7 @@ NAMED = (
     "ranks [1, 2, 3] were given other layouts than rank 0",
     "rank 1: SpecError: embed.weight has a hook on the tensor",
     "rank 3: embed.weight%ema is not registered on this process",
+    "rank 2: state of ranks [0, 1, 2, 3]: broken in group",
     "rank 2: no memory for buffers; the model and the optimizer are as they were",
     "ranks 0 and 2 have copies of head.weight that differ",
     "group 0 of the optimizer has a parameter that the model does not have",

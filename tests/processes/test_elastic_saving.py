@@ -6,8 +6,9 @@ import json
 import pickle
 import re
 import shutil
-from collections.abc import Callable
-from contextlib import nullcontext
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import prophet
+from pipeline_balance.elastic import job as job_module
 from pipeline_balance.elastic.job import Job
 from pipeline_balance.elastic.parallelism import Parallelism
 from pipeline_balance.leave.checkpoint import load_checkpoint, save_checkpoint
@@ -215,8 +217,51 @@ def test_a_job_goes_on_from_files_after_failures(tmp_path: Path) -> None:
         assert losses == pytest.approx([*expected[:3], expected[2], expected[3]], abs=EXACT)
 
 
-def _lost_experts(rank: int, size: int, folder: str) -> list[float]:
-    job = elastic_experts.start("dp2,ep2")
+@contextmanager
+def _late(here: bool) -> Iterator[None]:
+    """Preparing a switch takes longer on this process."""
+    inner = job_module.ordered
+
+    def late(*given: Any, **options: Any) -> Parallelism:
+        time.sleep(2.0 if here else 0.0)
+        return inner(*given, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job_module, "ordered", late)
+        yield
+
+
+def _lost_meanwhile(rank: int, size: int, folder: str) -> list[float]:
+    """A step fails while a switch is being prepared, which one rank is late with. Groups fail, too, at first."""
+    job = start("pp2,dp2,zero1", timeout_s=20.0)
+    losses = train(job, 1)
+    job.save(folder)
+    with _late(rank == 1):
+        job.prepare(Parallelism(pp=4))
+        hook = job.model[2].register_forward_pre_hook(_fails) if rank == 1 else None
+        with pytest.raises(StageFailed, match="a fault of this test"):
+            job.step()
+        if hook is not None:
+            hook.remove()
+        with broken(job, "group") if rank == 2 else nullcontext(), pytest.raises(SpecError, match="broken in group"):
+            job.load(folder)
+        with pytest.raises(StageFailed, match="a fault of this test"):
+            job.step()
+        job.load(folder)
+    losses += train(job, 1)
+    job.switch(Parallelism(pp=4))
+    check_held(job)
+    return losses + train(job, 1)
+
+
+def test_groups_that_are_being_made_when_a_step_fails_cross_with_no_others(tmp_path: Path) -> None:
+    for losses in run_gloo(_lost_meanwhile, 4, str(tmp_path)):
+        assert losses == pytest.approx(plain_losses(3), abs=EXACT)
+
+
+def _lost_experts(rank: int, size: int, folder: str, balanced: bool) -> list[float]:
+    config = prophet.EngineConfig(planner=RandomPlanner(5, 0.8), slots_per_rank=4) if balanced else None
+    job = elastic_experts.start("dp2,ep2", balance=config)
     losses = train(job, 1)
     job.save(folder)
     hook = job.model[2].register_forward_pre_hook(_fails) if rank == 1 else None
@@ -225,13 +270,20 @@ def _lost_experts(rank: int, size: int, folder: str) -> list[float]:
     if hook is not None:
         hook.remove()
     job.load(folder)
+    losses += train(job, 1)
+    with _late(rank == 1):
+        job.prepare(Parallelism(dp=2))
+        job.load(folder)
+    job.switch()
     return losses + train(job, 1)
 
 
 @pytest.mark.slow
-def test_a_job_with_experts_goes_on_from_files_after_a_failure(tmp_path: Path) -> None:
-    for losses in run_gloo(_lost_experts, 2, str(tmp_path)):
-        assert losses == pytest.approx(elastic_experts.plain_losses(2), abs=EXACT)
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_job_with_experts_goes_on_from_files_after_a_failure(balanced: bool, tmp_path: Path) -> None:
+    for losses in run_gloo(_lost_experts, 2, str(tmp_path), balanced):
+        first, second = elastic_experts.plain_losses(2)
+        assert losses == pytest.approx([first, second, second], abs=EXACT)
 
 
 # --- mistakes ---

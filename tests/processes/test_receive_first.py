@@ -56,6 +56,26 @@ def same_as_gloos_own() -> list[str]:
     return wrong
 
 
+def ways_of_groups() -> list[bool]:
+    """Whether groups receive first where ranks 0 and 1 share a host: of all ranks, then of those that this one is in.
+
+    Only the first of them asks where ranks are.
+    """
+    rank = dist.get_rank()
+    with mock.patch("prophet.ranks.process_group.place", return_value=rank // 2):
+        found = [ProcessGroupCollective(timeout_s=30)._receive_first]
+    for members in ((0, 1), (1, 2)):
+        group = dist.new_group(members)
+        with mock.patch.object(ProcessGroupCollective, "all_gather", side_effect=AssertionError):
+            if rank in members:
+                found.append(ProcessGroupCollective(group, timeout_s=30, channels=(group, group))._receive_first)
+    return list(map(bool, found))
+
+
+def test_groups_know_from_the_first_of_all_ranks_who_shares_a_host() -> None:
+    assert on_processes(3, ways_of_groups) == [[True, False], [True, False, True], [True, True]]
+
+
 def test_the_same_rows_arrive_as_by_gloos_own() -> None:
     assert on_processes(3, same_as_gloos_own) == [[]] * 3
 

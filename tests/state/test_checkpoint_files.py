@@ -61,6 +61,22 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     assert read_description(tmp_path)["step"] == 1
 
 
+def test_a_file_that_lacks_its_last_byte_is_refused(tmp_path: Path) -> None:
+    (file,) = saved(tmp_path).tensors.glob("*.distcp")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=f"at least {len(whole)} bytes, got {len(whole) - 1}: the copy is inc"):
+        Files(file.parent)
+
+
+def test_a_save_takes_the_place_of_a_damaged_one(tmp_path: Path) -> None:
+    before = saved(tmp_path)
+    (tmp_path / DESCRIPTION).write_text("{")
+    saved(tmp_path, 2).check_space(SPACE)
+    assert read_description(tmp_path)["step"] == 2
+    assert not before.tensors.exists()
+
+
 def test_a_gap_in_the_index_is_refused(tmp_path: Path) -> None:
     files = saved(tmp_path)
     path = files.tensors / ".metadata"

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -91,8 +92,9 @@ def test_views_of_one_buffer_give_it_back_together() -> None:
     def run(flat: Tensor, views: list[Tensor]) -> tuple[int, int]:
         states: list[dict[Piece, Tensor]] = [{Piece(n, b): v for (n, b), v in zip(every, views, strict=True)}, {}]
         options: dict[str, Any] = {"budget_bytes": 1 << 10, "mode": "in-place"}
+        expected = torch.cat(views)
         moved = ThreadWorld(2).run(lambda c: transition(way, states[c.rank], c, **options))
-        assert torch.equal(torch.cat(list(moved[1].state.values())), torch.arange(64.0))
+        assert torch.equal(torch.cat(list(moved[1].state.values())), expected)
         return flat.untyped_storage().nbytes(), moved[0].peak_bytes - moved[0].buffer_bytes
 
     flat = torch.arange(64.0)
@@ -101,6 +103,15 @@ def test_views_of_one_buffer_give_it_back_together() -> None:
     flat = torch.arange(65.0)
     assert run(flat, list(flat[:64].split(16))) == (260, 260)
     assert torch.equal(flat, torch.arange(65.0))
+    # also where views have as many elements as the buffer: some have the same ones, or every second one
+    flat = torch.arange(48.0)
+    assert run(flat, [flat[i : i + 16] for i in (0, 8, 16, 24)]) == (192, 192)
+    flat = torch.arange(64.0)
+    assert run(flat, [flat[0:32:2], flat[32:64:2], flat[16:32], flat[48:64]]) == (256, 256)
+    assert torch.equal(flat, torch.arange(64.0))
+    # nor can numpy's memory be given back
+    flat = torch.from_numpy(np.arange(64, dtype=np.float32))
+    assert run(flat, list(flat.split(16))) == (256, 256)
 
 
 def test_padding_goes_back_with_the_state_and_counts_until_then() -> None:

@@ -370,6 +370,8 @@ def test_ranks_that_mean_different_moves_do_not_hang() -> None:
     for error in outcomes(2, body):
         assert "ranks [1] want another transition" in str(error)
     assert_whole(way, states, values)
+    with pytest.raises(TransitionError, match="the route is of 2 ranks, the collective of 1"):
+        transition(way, states[0], ThreadWorld(1).collective(0), budget_bytes=128)
 
 
 def test_wrong_state_is_named_before_anything_moves() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline_balance.elastic.memory import memory_of
-from prophet.ranks.collective import Channel, Messages, Operation, Pending
+from prophet.ranks.collective import Channel, Coming, Messages, Operation, Pending
 from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.state.in_place import in_place
 from prophet.state.layout import Layout, layout_from
@@ -35,13 +35,27 @@ MOVES = (st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(400, 4_000), 
 
 
 class Counts(ThreadCollective):
-    """Counts the bytes that its rank hands over to be sent."""
+    """Counts the bytes that its rank hands over to be sent. Memory of messages under way must not be used again."""
 
     sent_bytes = 0
 
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(world, rank)
+        self.under_way: list[tuple[int, int]] = []
+
     def exchange(self, sends: Messages, recvs: Messages, *, op: Operation, channel: Channel = "weights") -> Pending:
-        self.sent_bytes += sum(t.numel() * t.element_size() for _, t in sends)
-        return super().exchange(sends, recvs, op=op, channel=channel)
+        self.sent_bytes += sum(t.nbytes for _, t in sends)
+        handed = [(t.data_ptr(), t.data_ptr() + t.nbytes) for _, t in (*sends, *recvs)]
+        assert all(stop <= first or last <= start for first, last in handed for start, stop in self.under_way)
+        self.under_way += handed
+        pending = super().exchange(sends, recvs, op=op, channel=channel)
+
+        def finish() -> torch.Tensor:
+            result = pending.wait()
+            self.under_way = [span for span in self.under_way if span not in handed]
+            return result
+
+        return Coming(finish, pending.ended)
 
 
 @given(*MOVES)

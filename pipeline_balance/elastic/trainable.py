@@ -1,0 +1,54 @@
+"""Which layouts a job can train a model in, and how it goes there."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any, get_args
+
+from pipeline_balance.elastic.describe import Rule
+from pipeline_balance.elastic.experts import check_experts
+from pipeline_balance.elastic.parallelism import Parallelism
+from pipeline_balance.elastic.reshape import is_sharded
+from pipeline_balance.elastic.sharded import check_shardable
+from pipeline_balance.elastic.styles import rules_for, styles_of
+from pipeline_balance.pipeline.adapter import TransformersModel
+from pipeline_balance.pipeline.model import PipelineModel
+from prophet.errors import SpecError
+from prophet.state.transition import Mode
+
+
+def check(layout: Parallelism, model: PipelineModel, world: int) -> dict[str, Rule]:
+    """How tp cuts `model` in this layout. Raises `SpecError` unless a `Job` of `world` processes can train it there."""
+    if not isinstance(layout, Parallelism):
+        raise SpecError(f"expected a layout, such as elastic.Parallelism(pp=2), got {layout!r:.100}")
+    if is_sharded(layout) and layout.pp > 1 and layout.zero > 1:
+        raise SpecError(
+            f"{layout}: a job cannot train pp{layout.pp} with zero{layout.zero} yet; expected pp x dp x tp or "
+            "pp x dp x ep with zero 0 or 1, or dp x tp with zero 2 or 3"
+        )
+    check_experts(model.root, layout)
+    last = layout.ranks - 1 if isinstance(layout.order, str) else max(layout.rank_of_place)
+    if last >= world:
+        raise SpecError(f"{layout} needs rank {last}, the world has {world} ranks")
+    layout.stage_map(len(model.units))
+    rules = rules_for(styles_of(model.root, layout.tp)) if layout.tp > 1 else {}
+    if layout.tp > 1 and not isinstance(model, TransformersModel):
+        raise SpecError(f"{layout}: tp needs a transformers model, got a {type(model.root).__name__}")
+    if is_sharded(layout):
+        check_shardable(model)
+    return rules
+
+
+def check_mode(mode: Any) -> None:
+    """Raise `SpecError` unless state can move in this mode."""
+    if mode not in get_args(Mode):
+        raise SpecError(f"mode {mode!r}: expected {' or '.join(get_args(Mode))}; the job goes on in its layout")
+
+
+def check_nodes(nodes: Any, world: int) -> None:
+    """Raise `SpecError` unless `nodes` has the node of every one of `world` processes; None is all on one."""
+    if nodes is None:
+        return
+    whole = all(isinstance(n, Integral) and int(n) >= 0 for n in nodes)
+    if not whole or len(nodes) != world:
+        raise SpecError(f"nodes: expected {world} whole numbers from 0 on, a process's node each, got {nodes!r:.100}")

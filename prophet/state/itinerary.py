@@ -1,0 +1,97 @@
+"""One rank's part in a route: what follows from the route, and from a window, without the state itself.
+
+All of it can be found before the move: by a thread that prepares it while the state is still in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from prophet.errors import BudgetError
+from prophet.spec import IntArray
+from prophet.state.in_place import in_place
+from prophet.state.route import Route
+from prophet.state.streams import CHUNK_BYTES, DEPTH, Chunk, Measures, Streams, Timetable, Window, window_of
+
+Chunks = Mapping[int, list[tuple[int, Chunk]]]
+"""By round: peers, each with a chunk."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What one rank sends and receives in every round of a window; `number` of them."""
+
+    going: Chunks
+    coming: Chunks
+
+    @cached_property
+    def number(self) -> int:
+        return max((*self.going, *self.coming), default=-1) + 1
+
+
+class Itinerary:
+    """What `rank` does on a `route`. Each part is found when it is first asked for, and kept.
+
+    Not for two threads at the same time.
+    """
+
+    def __init__(self, route: Route, rank: int) -> None:
+        self.route, self.rank = route, rank
+        self._measures: dict[bool, Measures] = {}
+        self._rounds: dict[tuple[Window, bool], Rounds] = {}
+
+    @cached_property
+    def digest(self) -> int:
+        """The route's."""
+        return self.route.digest()
+
+    @cached_property
+    def streams(self) -> Streams:
+        """What this rank sends and receives."""
+        return Streams.of(self.route, self.rank)
+
+    @cached_property
+    def _order(self) -> IntArray:
+        return in_place(self.route.before, self.route.after)[0]
+
+    def waves(self, *, in_place: bool) -> IntArray | None:
+        """The wave of every tensor, [T]; None where the old state stays."""
+        return self._order if in_place else None
+
+    def measures(self, *, in_place: bool) -> Measures:
+        """What a window is chosen by."""
+        if in_place not in self._measures:
+            self._measures[in_place] = Measures.of(self.route, self.waves(in_place=in_place))
+        return self._measures[in_place]
+
+    def rounds(self, window: Window, *, in_place: bool) -> Rounds:
+        """The chunks of every round of this window."""
+        key = window, in_place
+        if key not in self._rounds:
+            self._rounds[key] = self._scheduled(Timetable(self.route, window, self.waves(in_place=in_place)))
+        return self._rounds[key]
+
+    def _scheduled(self, table: Timetable) -> Rounds:
+        going: dict[int, list[tuple[int, Chunk]]] = {}
+        coming: dict[int, list[tuple[int, Chunk]]] = {}
+        for (peer, hop), stream in self.streams.sends.items():
+            for number, chunk in table.rounds(self.rank, hop, stream):
+                going.setdefault(number, []).append((peer, chunk))
+        for (peer, hop), stream in self.streams.receives.items():
+            for number, chunk in table.rounds(peer, hop, stream):
+                coming.setdefault(number, []).append((peer, chunk))
+        return Rounds(going, coming)
+
+    def foresee(self, budget_bytes: int, *, in_place: bool, chunk_bytes: int = CHUNK_BYTES, depth: int = DEPTH) -> None:
+        """Find all parts now, as far as others have the same budget and no rank's state takes any of it."""
+        _ = self.digest, self.route.before.on(self.rank), self.route.after.on(self.rank), self.route.link_bytes
+        try:
+            window = window_of(budget_bytes, chunk_bytes, depth, self.measures(in_place=in_place))
+        except BudgetError:
+            return  # the ranks find out together
+        rounds = self.rounds(window, in_place=in_place)
+        for row in (*rounds.going.values(), *rounds.coming.values()):
+            for _, chunk in row:
+                _ = chunk.cuts, chunk.n_bytes
