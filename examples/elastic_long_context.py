@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/elastic_long_context.py
 
-The text is this repository's documentation. With --fixed the job stays in the first layout: the losses are the same.
+The text is this repository's documentation. With --fixed the job stays in the first layout: the losses are the same,
+but for rounding.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def main() -> None:
         if number and not args.fixed:
             report = job.switch()
             if dist.get_rank() == 0:
-                print(f"{sum(report.link_bytes.values())} bytes moved, held up for {report.seconds:.3f} s")
+                moved = sum(report.link_bytes.values())
+                print(f"{layouts[number - 1]} -> {job.layout}: {moved:,} bytes, held up for {report.seconds:.3f} s")
         if number + 1 < len(PHASES) and not args.fixed:
             job.prepare(layouts[number + 1])  # groups and routes, while training goes on
         for _ in range(args.steps):

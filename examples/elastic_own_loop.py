@@ -1,6 +1,7 @@
-"""A training loop of your own that changes its layout halfway. Run it on four processes:
+"""A training loop of your own that changes its layout halfway.
 
-torchrun --standalone --nproc-per-node 4 examples/elastic_own_loop.py --layout dp4 --then dp4,zero3
+    torchrun --standalone --nproc-per-node 4 examples/elastic_own_loop.py --layout dp4 --then dp4,zero3
+
 Layouts are dp4 (DDP), dp4,zero3 (FSDP2), tp4 (tensor parallelism), dp2,tp2,zero3 (both), dp1 and so on.
 """
 
@@ -24,9 +25,9 @@ def build() -> nn.Module:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--layout", type=elastic.Parallelism.parse, default="dp4")
-    parser.add_argument("--then", type=elastic.Parallelism.parse, default="dp4,zero3")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layout", type=elastic.Parallelism.parse, default="dp4", help="of the first half")
+    parser.add_argument("--then", type=elastic.Parallelism.parse, default="dp4,zero3", help="of the second half")
     args = parser.parse_args()
 
     dist.init_process_group("gloo")

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/elastic_training.py
 
-With --fixed it stays in the first layout: the losses are the same.
+With --fixed it stays in the first layout: the losses are the same, but for rounding.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="in each layout")
     parser.add_argument("--fixed", action="store_true", help="stay in the first layout")
     args = parser.parse_args()
@@ -72,7 +72,7 @@ def main() -> None:
             report = job.switch()
             if dist.get_rank() == 0:
                 moved = sum(report.link_bytes.values())
-                print(f"{layouts[number - 1]} -> {layout}: {moved} bytes, held up for {report.seconds:.3f} s")
+                print(f"{layouts[number - 1]} -> {layout}: {moved:,} bytes, held up for {report.seconds:.3f} s")
         if number + 1 < len(layouts) and not args.fixed:
             job.prepare(layouts[number + 1])  # groups and routes, while training goes on
         for _ in range(args.steps):

@@ -18,7 +18,7 @@ import prophet
 from pipeline_balance import elastic
 from pipeline_balance.elastic import Job, Parallelism
 from pipeline_balance.elastic.bound import Rates, demand_of, least_s
-from pipeline_balance.pipeline.reseat import Reseater, Switched
+from pipeline_balance.pipeline.reseat import Switched
 from prophet.state.route import Route
 from prophet.state.transition import Mode
 
@@ -198,7 +198,7 @@ def switched(here: Any, job: Job, layout: Parallelism, mode: Mode) -> dict[str, 
     before = str(job.layout)
     here.meet()
     began = time.perf_counter()
-    job.prepare(layout)
+    job.prepare(layout, mode=mode)
     assert job._preparing is not None
     prepared = job._preparing.result(timeout=here.timeout_s)
     hidden_s = time.perf_counter() - began
@@ -242,31 +242,35 @@ def port_bytes(link_bytes: Any) -> int:
 
 
 @contextmanager
-def timed(job: Job) -> Iterator[list[tuple[str, float, float]]]:
-    """Inside, what the job does to make groups and find routes is noted: what, when it began, when it ended."""
-    notes: list[tuple[str, float, float]] = []
-    groups, reseater = cast("Any", job._groups), cast("Any", Reseater)
-    make, way = groups.make, reseater.way
+def timed(job: Job) -> Iterator[dict[str, float]]:
+    """Inside, what the job's preparations take: seconds of groups, of all, and of the thread's processor."""
+    spent = dict.fromkeys(("groups_s", "prepared_s", "cpu_s"), 0.0)
+    groups = cast("Any", job._groups)
+    make, beside = groups.make, groups.beside
 
     def made(*args: Any) -> Any:
         began = time.perf_counter()
         try:
             return make(*args)
         finally:
-            notes.append(("groups", began, time.perf_counter()))
+            spent["groups_s"] += time.perf_counter() - began
 
-    def found(*args: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return way(*args)
-        finally:
-            notes.append(("routes", began, time.perf_counter()))
+    def prepared(call: Callable[[], Any]) -> Any:
+        def all_of_it() -> Any:
+            began, at_work = time.perf_counter(), time.thread_time()
+            try:
+                return call()
+            finally:
+                spent["prepared_s"] += time.perf_counter() - began
+                spent["cpu_s"] += time.thread_time() - at_work
 
-    groups.make, reseater.way = made, found
+        return beside(all_of_it)
+
+    groups.make, groups.beside = made, prepared
     try:
-        yield notes
+        yield spent
     finally:
-        groups.make, reseater.way = make, way
+        groups.make, groups.beside = make, beside
 
 
 def orders(layout: Parallelism, many: int) -> list[Parallelism]:
@@ -282,16 +286,17 @@ def orders(layout: Parallelism, many: int) -> list[Parallelism]:
 def beside(here: Any, job: Job, steps_in: str, many: int) -> list[dict[str, float]]:
     """Preparations while the job trains. Each is thrown away; the last one is switched to.
 
-    before_s: seconds of steps before, meanwhile_s: of as many from the call of `prepare` on.
+    before_s: seconds of steps before, meanwhile_s: of as many from the call of `prepare` on. groups_s: of making
+    groups, routes_s: of the rest: layouts, the order of ranks, routes, rounds. cpu_s: of a processor, in the thread.
     """
     rows: list[dict[str, float]] = []
     layout = Parallelism.parse(steps_in)
     job.switch(layout)
     for _ in range(2):
         job.step()
-    with timed(job) as notes:
+    with timed(job) as spent:
         for target in orders(layout, many):
-            notes.clear()
+            spent.update(dict.fromkeys(spent, 0.0))
             before = [_step(job) for _ in range(STEPS)]
             here.meet()
             began = time.perf_counter()
@@ -308,13 +313,11 @@ def beside(here: Any, job: Job, steps_in: str, many: int) -> list[dict[str, floa
             waited = time.perf_counter()
             preparing.result(timeout=here.timeout_s)
             waited_s = time.perf_counter() - waited
-            spent = {"groups": 0.0, "routes": 0.0}
-            for what, start, stop in notes:
-                spent[what] += stop - start
             rows.append(
                 {
-                    "groups_s": spent["groups"],
-                    "routes_s": spent["routes"] + front_s,
+                    "groups_s": spent["groups_s"],
+                    "routes_s": spent["prepared_s"] - spent["groups_s"] + front_s,
+                    "cpu_s": spent["cpu_s"],
                     "exposed_s": front_s + waited_s,
                     "called_s": front_s,
                     "before_s": statistics.median(before),

@@ -123,7 +123,7 @@ def _cause(t: Row, row: Row, found: Mapping[str, Any]) -> str:
     if t["what"] == HIDDEN:
         return f"{row['called_s'] * 1e3:.0f} ms of {row['exposed_s'] * 1e3:.0f} ms are the call of `prepare`"
     if t["what"] == SLOWED:
-        return f"all hosts share the cores: {found['hosts']} busy threads more"
+        return f"{found['hosts']} threads' processor time on shared cores makes {row['cpu_slows_by']:.3g}"
     if t["what"].startswith("blocked") and row["case"].startswith(("whole job, sharded", "whole job, tp")):
         return "modules are made anew, which is no part of the move"
     if row.get("predicted_s") and t["what"].startswith("blocked"):
@@ -190,6 +190,8 @@ def _beside(found: Mapping[str, Any]) -> str:
             f"{r['hidden_share']:.1%}",
             *(f"{r[k] * 1e3:.0f}" for k in ("step_before_s", "step_meanwhile_s")),
             f"{r['slowed_by']:+.1%}",
+            f"{r['cpu_s'] * 1e3:.0f}",
+            f"{r['cpu_slows_by']:+.1%}",
             f"{r['table_2_here']:.3f}",
         )
         for r in found["beside"]
@@ -197,7 +199,7 @@ def _beside(found: Mapping[str, Any]) -> str:
     head = ("job", "times", "groups ms", "routes ms", "exposed ms", "in the call ms", "hidden", "step before ms")
     paper = " and ".join(f"{share:.3f} ({name})" for name, share in found["table_2_paper"].items())
     return (
-        _rows((*head, "step meanwhile ms", "slowed by", "Table 2's ratio"), lines)
+        _rows((*head, "step meanwhile ms", "slowed by", "CPU ms", "by that alone", "Table 2's ratio"), lines)
         + f"\n\nDynaTran's Table 2 has {paper}, with groups that take 41 s. No target is set for it."
     )
 

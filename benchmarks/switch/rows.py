@@ -6,6 +6,7 @@ A move is over when its slowest rank is: seconds are the largest of all ranks, t
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +27,7 @@ Row = dict[str, Any]
 AND_RESTART = f"{DCP}, and restart"
 BUSIEST, ORDER = "busiest port of the plan / bound", "bytes in the chosen order / as given"
 HIDDEN, SLOWED = "groups and routes: hidden share", "steps slowed meanwhile"
+CORES = len(os.sched_getaffinity(0))
 ONE_OVER_OURS = "one message per tensor / ours"
 
 
@@ -161,10 +163,14 @@ def beside_rows(parts: Sequence[Sequence[Mapping[str, Any]]]) -> list[Row]:
 
 
 def _beside(parts: Sequence[Sequence[Mapping[str, float]]]) -> Row:
-    """Of the rank with the smallest share hidden; `slowed_by` is the mean of all ranks."""
+    """Of the rank with the smallest share hidden; what slows steps is the mean of all ranks.
+
+    `cpu_slows_by`: by how much steps take longer since all ranks' threads use the machine's processors, whatever else.
+    """
     found = []
     for rows in parts:
         groups_s, routes_s, exposed_s = (sum(r[k] for r in rows) for k in ("groups_s", "routes_s", "exposed_s"))
+        cpu_s, overlapped = (statistics.fmean(r[k] for r in rows) for k in ("cpu_s", "overlapped"))
         before_s, meanwhile_s = (statistics.median(r[k] for r in rows) for k in ("before_s", "meanwhile_s"))
         found.append(
             {
@@ -177,9 +183,12 @@ def _beside(parts: Sequence[Sequence[Mapping[str, float]]]) -> Row:
                 "step_before_s": before_s,
                 "step_meanwhile_s": meanwhile_s,
                 "slowed_by": meanwhile_s / before_s - 1,
+                "cpu_s": cpu_s,
+                "cpu_slows_by": len(parts) * cpu_s / CORES / (max(overlapped, 1.0) * before_s),
             }
         )
-    return min(found, key=lambda r: r["hidden_share"]) | {"slowed_by": statistics.fmean(r["slowed_by"] for r in found)}
+    means = {k: statistics.fmean(r[k] for r in found) for k in ("slowed_by", "cpu_s", "cpu_slows_by")}
+    return min(found, key=lambda r: r["hidden_share"]) | means
 
 
 # --- targets ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from benchmarks.switch import universal, worker
 from benchmarks.switch.__main__ import main
 from benchmarks.switch.cases import LARGE_BYTES, Case, cases, least_port_bytes, sized
 from benchmarks.switch.jobs import KINDS
-from benchmarks.switch.rows import case_rows, summary, targets
+from benchmarks.switch.rows import HIDDEN, SLOWED, beside_rows, case_rows, job_rows, summary, targets
 from benchmarks.switch.storage import Client, Storage, json_of, metadata_of
 from benchmarks.switch.universal import UNIVERSAL, reason
 from benchmarks.switch.ways import DCP, GATHER, ONE_BY_ONE, OURS, USUAL, WAYS, Setting, contributions
@@ -140,6 +141,60 @@ def test_rows_have_the_slowest_rank_and_targets_what_they_say() -> None:
     held = {t["what"]: t for t in targets(large, [], [])}
     assert not held["blocked / bound"]["met"]
     assert "| blocked / bound | 0 of 1 |  | 1.3 | 1.25 |" in summary(list(held.values()))
+
+
+def _switch(rank: int, seconds: Sequence[float]) -> dict[str, Any]:
+    fixed = {"model_bytes": 9, "wire_bytes": 80, "least_port_bytes": 40, "port_bytes": 50, "inside_s": 0.1}
+    fixed |= {"hidden_s": 0.2, "messages": 3, "larger_bytes": 101}
+    times = [fixed | {"blocked_s": s, "peak_bytes": 200 * rank + k} for k, s in enumerate(seconds)]
+    return {"before": "pp2", "after": "pp4", "mode": "in-place", "times": times}
+
+
+def test_a_switch_of_a_job_takes_what_its_slowest_rank_does() -> None:
+    parts = [[{"job": "whole job", "switches": [_switch(r, s)]}] for r, s in enumerate(([1.0, 5.0, 2.0], [3.0, 1, 1]))]
+    (row,) = job_rows(parts, bytes_per_s=20.0)
+    assert (row["case"], row["from"], row["to"]) == ("whole job, in-place", "pp2", "pp4")
+    assert (row["blocked_s"], row["blocked_least_s"], row["blocked_most_s"]) == (3.0, 2.0, 5.0)
+    assert (row["bound_s"], row["ratio"], row["messages"]) == (2.0, 1.5, 6)
+    assert (row["larger_bytes"], row["peak_bytes"]) == (101, 202)
+    row |= {"budget_bytes": 100}
+    found = {t["what"]: t for t in targets([], [row], [])}
+    peak = found["in-place: peak less the budget / larger state"]
+    assert (peak["value"], peak["met"]) == (pytest.approx(102 / 101), True)
+
+
+def test_what_was_hidden_is_that_of_the_rank_with_least() -> None:
+    fixed = {"groups_s": 1.0, "routes_s": 3.0, "called_s": 0.5, "before_s": 2.0}
+    parts = [
+        [{"job": "whole job", "beside": [fixed | {"exposed_s": e, "meanwhile_s": m} for e in (0.0, exposed)]}]
+        for exposed, m in ((0.8, 2.2), (2.0, 2.0))
+    ]
+    (row,) = beside_rows(parts)
+    assert (row["job"], row["preparations"], row["exposed_s"]) == ("whole job", 2, 1.0)
+    assert row["hidden_share"] == pytest.approx(0.75)  # of four seconds each, rank 1 stood for one
+    assert row["slowed_by"] == pytest.approx(0.05)  # the mean of 10 % and nothing
+    found = {t["what"]: t for t in targets([], [], [row | {"slowed_by": 0.051}])}
+    assert not found[HIDDEN]["met"]
+    assert not found[SLOWED]["met"]
+
+
+def test_errors_of_predictions_are_held_with_their_sign_and_without() -> None:
+    move = {"port_bytes": 0, "peer_s": None, "least_port_bytes": 0, "bound_s": 1.0, "wire_bytes": 1, "blocked_s": 1.0}
+    rows = [{"case": c, "from": "a", "to": "b", "predicted_s": p} | move for c, p in (("x", 0.8), ("y", 0.9))]
+    found = {t["what"]: t["value"] for t in targets(rows, [], [])}
+    assert found["predicted: mean error"] == found["predicted: bias (absolute)"] == pytest.approx(0.15)
+    rows[0]["predicted_s"] = 1.1
+    found = {t["what"]: t["value"] for t in targets(rows, [], [])}
+    assert found["predicted: mean error"] == pytest.approx(0.1)
+    assert found["predicted: bias (absolute)"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_large_moves_are_held_against_files() -> None:
+    row = {"case": "dp doubled", "from": "a", "to": "b", "peer": DCP, "peer_s": 1.1, "peer_bytes": 1}
+    row |= {"blocked_s": 1.0, "port_bytes": 1, "least_port_bytes": 0, "bound_s": 1.0, "predicted_s": 1.0}
+    for n_bytes, held in ((LARGE_BYTES, True), (LARGE_BYTES - 1, False)):
+        found = {t["what"]: t["met"] for t in targets([row | {"wire_bytes": n_bytes}], [], [])}
+        assert found.get("I/O of DCP / ours, 32 MB moved") == (False if held else None)
 
 
 def test_what_no_mover_can_reach_is_counted() -> None:
