@@ -309,10 +309,11 @@ def beside(here: Any, job: Job, steps_in: str, many: int) -> list[dict[str, floa
                 overlapped = not preparing.done()
                 taken = _step(job)
                 meanwhile.append(taken if overlapped else -taken)
+            done = preparing.done()
             here.meet()
             waited = time.perf_counter()
             preparing.result(timeout=here.timeout_s)
-            waited_s = time.perf_counter() - waited
+            waited_s = 0.0 if done else time.perf_counter() - waited
             rows.append(
                 {
                     "groups_s": spent["groups_s"],
