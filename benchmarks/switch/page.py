@@ -6,6 +6,7 @@ import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from benchmarks.switch.cases import LARGE_BYTES
@@ -55,7 +56,8 @@ def _made(documents: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield f"  Python {first['python']}, torch {first['torch']}."
     for document in documents:
         at = document["environment"]
-        yield f"- Command: `{at['command']}`. Load average before: {at['load_before']:.2f}."
+        yield fill(f"- Command: `{at['command']}`.", 120, subsequent_indent="  ", break_on_hyphens=False)
+        yield f"  Load average before: {at['load_before']:.2f}."
     for found in (d["measured"] for d in documents if "measured" in d):
         name = NUMBERS[found["hosts"]]
         yield f"- {name} hosts: {found['sizes']['repetitions']} repetitions, medians with least and most."

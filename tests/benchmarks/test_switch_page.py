@@ -101,7 +101,7 @@ def test_a_page_has_both_runs_and_names_the_cause_of_what_is_missed(tmp_path: Pa
     assert text.startswith("# Switches of the parallel layout, 2026-11-25\n")
     assert "## Four hosts" in text
     assert "## Eight hosts" in text
-    assert "`python -m benchmarks.switch --json OUT`. Load average before: 0.25." in text
+    assert "`python -m benchmarks.switch --json OUT`.\n  Load average before: 0.25." in text
     assert f"| {ONE_OVER_OURS} | 0 of 1 | 1 | 1.03 | 1.25 | dp doubled dp2,zero1 -> dp4,zero1 |" in text
     cause = "out of reach: one message per tensor keeps the busiest port busy 94% of its time"
     assert f"| {ONE_OVER_OURS} | dp doubled, dp2,zero1 to dp4,zero1 | 1.03 | 1.25 | {cause} |" in text
