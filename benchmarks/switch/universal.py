@@ -43,7 +43,7 @@ def reason(case: Case) -> str:
     if before.tp * after.tp > 1:
         return "tp: only weights that its AutoTP or Megatron has cut are converted, and this model is plain"
     if before.pp * after.pp > 1:
-        return "pp: only layers of its own pipeline module are converted, and this model is plain"
+        return "pp: only layers of DeepSpeed's pipeline module are converted, and this model is plain"
     return _STAGES.get((before.zero, after.zero), "")
 
 
