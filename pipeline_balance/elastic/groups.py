@@ -156,7 +156,7 @@ class Groups:
             if not _KEEPS_ORDER:
                 raise SpecError("this version of torch sorts a group's members: use ranks in ascending order")
             options["sort_ranks"] = False
-        made = all_made(lambda: dist.new_group(list(members), **options), number)
+        made = all_made([lambda: dist.new_group(list(members), **options)] * number)
         if here not in members:
             return None
         found = ProcessGroupCollective(made[0], timeout_s=self.timeout_s, channels=(made[0], made[-1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from prophet.errors import SpecError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.ranks.threads import ThreadWorld
+from prophet.ranks.works import all_made
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +128,8 @@ class PipelineGroups:
 
     def _part(self, parts: list[tuple[int, ...]]) -> Collective:
         """Among groups that all ranks make in the same order, the one of this rank."""
-        made = [dist.new_group([self._world[r] for r in part], timeout=self._limit) for part in parts]
+        ranks = [[self._world[r] for r in part] for part in parts]
+        made = all_made([partial(dist.new_group, row, timeout=self._limit) for row in ranks])
         mine = next(g for part, g in zip(parts, made, strict=True) if self.world.rank in part)
         return alone() if dist.get_world_size(mine) == 1 else ProcessGroupCollective(mine, timeout_s=self.timeout_s)
 

@@ -106,7 +106,7 @@ class ProcessGroupCollective(Collective):
         # what the store remembers: hence not where all processes take part, and `collective_for` never destroys.
         local = len(ranks) < dist.get_world_size()
         options: dict[str, Any] = {"timeout": limit, "use_local_synchronization": local}
-        made = channels or all_made(lambda: dist.new_group(ranks, **options), 2)
+        made = channels or all_made([lambda: dist.new_group(ranks, **options)] * 2)
         self._groups: dict[Channel, Any] = {"tokens": made[0], "weights": made[1]}
         self._base, self._ranks = weakref.ref(base), ranks
         self._presence = presence()

@@ -64,15 +64,15 @@ def abort(group: dist.ProcessGroup) -> None:
             work.wait(timedelta(milliseconds=1))
 
 
-def all_made(make: Callable[[], T], number: int) -> list[T]:
-    """A group for each of so many channels. `make` is called as often also where it fails, which is raised then.
+def all_made(makes: Sequence[Callable[[], T]]) -> list[T]:
+    """The groups that these make. Where one fails the others are tried, too, and then its failure is raised.
 
     torch names groups by how many a process has tried to make. One that tried fewer would meet others under the names
     of other groups from then on, without an error.
     """
     made: list[T] = []
     failed: list[Exception] = []
-    for _ in range(number):
+    for make in makes:
         try:
             made.append(make())
         except (RuntimeError, ValueError) as error:
