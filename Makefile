@@ -103,7 +103,6 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-wheel: export PIP_FLAGS := $(PIP_FLAGS)
 wheel: $(VENV)/.installed-dev
 	$(BIN)/python tests/wheel.py $(ARGS)
 

@@ -7,10 +7,13 @@ appends compiler flags, which win over those below: `-O0 -g`, or sanitizers.
 import os
 import runpy
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import nanobind
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 CORE = Path("prophet", "planner", "core")
 library = Path(nanobind.source_dir())
@@ -18,7 +21,25 @@ library = Path(nanobind.source_dir())
 made_of = runpy.run_path(str(CORE / "sources.py"))
 files = [CORE / file.name for file in made_of["sources"]()]
 flags = shlex.split(os.environ.get("PROPHET_CORE_FLAGS", ""))
+
+
+class BuildCore(build_ext):
+    """Compiles as many sources at once as there are processors."""
+
+    def build_extensions(self) -> None:
+        compile_all = self.compiler.compile
+
+        def at_once(sources: list[str], **options: Any) -> list[str]:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                made = pool.map(lambda source: compile_all([source], **options), sources)
+                return [path for paths in made for path in paths]
+
+        self.compiler.compile = at_once
+        super().build_extensions()
+
+
 setup(
+    cmdclass={"build_ext": BuildCore},
     ext_modules=[
         Extension(
             "prophet.planner.core._core",
@@ -35,5 +56,5 @@ setup(
             language="c++",
             optional=os.environ.get("PROPHET_REQUIRE_CORE") != "1",
         )
-    ]
+    ],
 )

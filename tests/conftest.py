@@ -8,6 +8,9 @@ import pytest
 from torch import Tensor
 
 from prophet.experts.replica import ReplicaPool
+from prophet.ranks.launch import PRELOADED
+
+PRELOADED[:] = ["tests.helpers.warm_ranks"]  # before the first process is forked
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -152,7 +152,8 @@ _MAY_START_A_GROUP = {"prophet/ranks/launch.py"}
 _MAY_READ_THE_ENVIRONMENT = {"prophet/ranks/launch.py"}
 # torch keeps the index of its checkpoints as a pickle: one file reads it, and knows every class that may be in it.
 _READS_A_PICKLE = "prophet/state/tensor_index.py"
-_STARTING = {"init_process_group", "destroy_process_group", "is_initialized"}
+# a group has started when all of its ranks are connected
+_STARTING = {"init_process_group", "barrier", "destroy_process_group", "is_initialized"}
 
 _SHIPPED = ("prophet", "pipeline_balance", "integrations")
 _NEVER_IMPORTED = {"tests", "benchmarks", "examples", "conftest"}

@@ -2,7 +2,7 @@
 
     python tests/wheel.py [--keep FOLDER]
 
-The environment has the wheel and its dependencies, in the versions of constraints.txt, and no extras. Programs run in
+The environment has the wheel and what it asks for, in the versions of this environment, and no extras. Programs run in
 an empty folder, so that nothing of this checkout is on their path. A second wheel is built where no compiler works: it
 has no core, says so, and trains without balancing.
 """
@@ -19,7 +19,11 @@ import tarfile
 import tempfile
 import time
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import Distribution, distribution
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("prophet", "pipeline_balance", "integrations")
@@ -151,13 +155,58 @@ def build(folder: Path) -> tuple[Path, Path]:
     return wheels[0], wheels[1]
 
 
+def asked_for(requirements: Iterable[str]) -> dict[str, Distribution]:
+    """The distributions of this environment that meet requirements, and those that these ask for, by name."""
+    found: dict[str, Distribution] = {}
+    todo = [(text, "") for text in requirements]
+    done = set()
+    while todo:
+        text, extra = todo.pop()
+        requirement = Requirement(text)
+        if (text, extra) in done or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
+            continue
+        done.add((text, extra))
+        one = distribution(requirement.name)
+        found[one.name] = one
+        todo += [(more, wanted) for more in one.requires or () for wanted in ("", *requirement.extras)]
+    return found
+
+
 def install(wheel: Path, folder: Path) -> Path:
-    """A new environment with the wheel alone; its programs' folder."""
-    run(sys.executable, "-m", "venv", folder, cwd=folder.parent)
-    pip = (folder / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check", "-q")
-    flags = shlex.split(os.environ.get("PIP_FLAGS", ""))
-    run(*pip, *flags, "-c", ROOT / "constraints.txt", wheel, cwd=folder.parent)
+    """A new environment with the wheel alone; its programs' folder.
+
+    pip installs the wheel, and says that nothing it asks for is missing. What it asks for is not unpacked anew: its
+    files are links to those of this environment, that pip has chosen by the same metadata.
+    """
+    run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
+    put(wheel, folder / "bin")
+    (metadata,) = folder.glob("lib/python*/site-packages/moe_prophet-*.dist-info")
+    for one in asked_for(Distribution.at(metadata).requires or ()).values():
+        for file in one.files or ():
+            if ".." not in file.parts and "__pycache__" not in file.parts:  # neither programs nor bytecode
+                target = metadata.parent / file
+                target.parent.mkdir(parents=True, exist_ok=True)
+                link(Path(str(one.locate_file(file))), target)
+    run(*pip(folder / "bin"), "check", cwd=folder.parent)
     return folder / "bin"
+
+
+def pip(programs: Path) -> tuple[str | Path, ...]:
+    """This environment's pip, for another one, which has none."""
+    return (sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", programs / "python")
+
+
+def put(wheel: Path, programs: Path) -> None:
+    """Install a wheel and nothing else, also over the other one of the same version."""
+    run(*pip(programs), "install", "-q", "--no-deps", "--no-index", "--force-reinstall", wheel, cwd=wheel.parent)
+
+
+def link(source: Path, target: Path) -> None:
+    """The same file at another place; a copy where the places are on different disks."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def use(programs: Path, folder: Path) -> None:
@@ -181,7 +230,7 @@ def use(programs: Path, folder: Path) -> None:
 def use_without(programs: Path, wheel: Path, folder: Path) -> None:
     """The same environment with the wheel that has no core: one warning, steps without balancing, and no plan."""
     python, command = programs / "python", programs / "prophet"
-    run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--force-reinstall", wheel, cwd=folder)
+    put(wheel, programs)
     for ranks in (1, 2):
         done = run(python, "step.py", str(ranks), cwd=folder)
         assert done.stderr.count("pip install -v -e .") == 1, done.stderr

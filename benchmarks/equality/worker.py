@@ -170,7 +170,8 @@ def run(rank: int, ranks: int, folder: str, planners: list[str], modes: list[str
 def main() -> None:
     """Arguments: folder, ranks, steps, planners and modes, the last two joined by commas."""
     folder, ranks, steps, planners, modes = sys.argv[1:]
-    mp.spawn(run, (int(ranks), folder, planners.split(","), modes.split(","), int(steps)), nprocs=int(ranks))
+    told = (int(ranks), folder, planners.split(","), modes.split(","), int(steps))
+    mp.start_processes(run, told, nprocs=int(ranks), start_method="forkserver")
 
 
 if __name__ == "__main__":

@@ -109,6 +109,7 @@ def shown_progress(folder: Path, *, ranks: int, steps: int, console: Console | N
             if not console.is_terminal:
                 lines.show(doing, f"{first.steps}/{steps} steps  {words}")
 
+        look()
         watcher = threading.Thread(target=_repeat, args=(look, ended), name="demo-progress", daemon=True)
         watcher.start()
         try:

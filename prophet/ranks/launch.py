@@ -32,6 +32,7 @@ from prophet.ranks.collective import Collective
 from prophet.ranks.process_group import collective_for
 
 _GRACE_S = 5.0  # for the other ranks to notice and to say what they saw
+PRELOADED = ["prophet.ranks.launch"]  # imported once, torch with it, by the process that all ranks are forked from
 
 
 def run_ranks(
@@ -53,8 +54,9 @@ def run_ranks(
 
     Raises `RankFailed` when a rank fails, dies or the time is up; no process survives.
     """
-    context = multiprocessing.get_context("spawn")
-    told = (ranks, body, tuple(args), folder, timeout_s, traces)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    told = (ranks, body, tuple(args), folder, timeout_s, traces, dict(os.environ))
     processes = [
         context.Process(target=_rank_main, args=(rank, *told), name=f"rank {rank}", daemon=True)
         for rank in range(ranks)
@@ -187,9 +189,12 @@ def _rank_main(
     folder: Path,
     timeout_s: float,
     traces: Path | None,
+    environment: dict[str, str],
 ) -> None:
-    """Body of one rank's process; leaves a message where it fails."""
+    """Body of one rank's process, in its caller's environment; leaves a message where it fails."""
     try:
+        os.environ.clear()
+        os.environ.update(environment)
         torch.set_num_threads(1)
         # A file in a private folder is the meeting point: no port has to be free.
         dist.init_process_group(
@@ -200,6 +205,7 @@ def _rank_main(
             timeout=timedelta(seconds=timeout_s),
         )
         try:
+            dist.barrier()  # gloo connects ranks one by one: a body that ends at once cuts off none that still connects
             body(rank, *args)
         finally:
             dist.destroy_process_group()

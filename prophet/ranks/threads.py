@@ -44,7 +44,8 @@ class ThreadWorld:
         self.size = size
         self.timeout_s = timeout_s
         self._mail: dict[Key, tuple[Operation, bool, Tensor]] = {}
-        self._arrived = threading.Condition()
+        self._lock = threading.Lock()
+        self._awaited: dict[Key, threading.Condition] = {}  # a rank wakes for what it waits for alone
         self._failure: BaseException | None = None
 
     def collective(self, rank: int) -> ThreadCollective:
@@ -72,19 +73,22 @@ class ThreadWorld:
 
     def abort(self, error: BaseException) -> None:
         """Wake every waiting rank: `error` happened on one of them."""
-        with self._arrived:
+        with self._lock:
             self._failure = self._failure or error
-            self._arrived.notify_all()
+            for arrived in self._awaited.values():
+                arrived.notify_all()
 
     def put(self, key: Key, op: Operation, x: Tensor, *, message: bool = False) -> None:
         """Leave a copy of `x`. message: one that says itself what it is about."""
-        with self._arrived:
-            self._mail[key] = (op, message, x.detach().clone())
-            self._arrived.notify_all()
+        copy = x.detach().clone()
+        with self._lock:
+            self._mail[key] = (op, message, copy)
+            if key in self._awaited:
+                self._awaited.pop(key).notify_all()
 
     def has(self, keys: Sequence[Key]) -> bool:
         """Whether all this was put, or will never be."""
-        with self._arrived:
+        with self._lock:
             return self._failure is not None or all(key in self._mail for key in keys)
 
     def take(self, key: Key, op: Operation, timeout_s: float, *, message: bool = False) -> Tensor:
@@ -94,14 +98,14 @@ class ThreadWorld:
         """
         _, _, source, rank = key
         deadline = time.monotonic() + timeout_s
-        with self._arrived:
+        with self._lock:
             while key not in self._mail:
                 if self._failure is not None:
                     raise PeerLost(rank, op, f"a peer ended ({self._failure})") from self._failure
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise CollectiveTimeout(rank, op, f"no answer from rank {source} within {timeout_s:g} s")
-                self._arrived.wait(left)
+                self._awaited.setdefault(key, threading.Condition(self._lock)).wait(left)
             theirs, was_message, x = self._mail.pop(key)
         if was_message != message or (theirs != op and not message):
             raise CollectiveError(rank, op, f"rank {source} is in {theirs} instead")

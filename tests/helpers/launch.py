@@ -1,7 +1,8 @@
 """Ranks that are processes, for the tests: functions on a gloo group, and programs that torchrun has started.
 
-Ranks of a group are forked from a server that has imported and loaded what they need (`tests.helpers.warm_ranks`): a
-case gets processes that nobody has used, and waits for no import. Every wait has a limit, and no process outlives it.
+Ranks of a group are forked from a server that has imported and loaded what they need (`tests.helpers.warm_ranks`), and
+so are those of `run_ranks`: a case gets processes that nobody has used, and waits for no import. Every wait has a
+limit, and no process outlives it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from prophet.ranks.launch import leave
+from prophet.ranks.launch import PRELOADED, leave
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -95,7 +96,7 @@ def process_outcomes(
 def _server() -> ForkServerContext:
     """The server that ranks are forked from; its imports are done when this returns, so that no case pays for them."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.warm_ranks"])
+    context.set_forkserver_preload(PRELOADED)
     first = context.Process(target=leave, daemon=True)
     first.start()
     first.join(START_S)

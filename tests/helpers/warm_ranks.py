@@ -8,7 +8,10 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import importlib.util
+import os
 
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed looks for one when it is imported: ranks are on the host
 IMPORTED = (
     "hypothesis",  # by files of tests, which ranks import, too
     "pytest",
@@ -23,6 +26,8 @@ IMPORTED = (
     "tests.helpers.elastic_experts",
     "tests.helpers.sliced_models",
 )
+if importlib.util.find_spec("deepspeed"):  # accelerate looks for it, too
+    IMPORTED += ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 for name in IMPORTED:
     importlib.import_module(name)
 gc.freeze()  # ranks look for garbage, and for what holds on to their models, among what they make themselves

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
-from multiprocessing.context import SpawnProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -88,7 +88,28 @@ def test_a_rank_that_dies_at_work_is_named(tmp_path: Path) -> None:
         run_ranks(_dies, (), ranks=2, folder=tmp_path, limit_s=60, timeout_s=30)
 
 
-class _EndsBetweenTwoReadings(SpawnProcess):
+def _tells_its_origin(rank: int, folder: Path) -> None:
+    (folder / f"origin-{rank}").write_text(f"{os.getppid()} {os.environ.get('TOLD')}", encoding="utf-8")
+
+
+def test_ranks_are_forked_from_one_process_and_have_their_callers_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origins = set()
+    for value in ("first", "second"):
+        folder = tmp_path / value
+        folder.mkdir()
+        monkeypatch.setenv("TOLD", value)
+        run_ranks(_tells_its_origin, (folder,), ranks=2, folder=folder, limit_s=60, timeout_s=30)
+        for rank in range(2):
+            origin, told = (folder / f"origin-{rank}").read_text(encoding="utf-8").split()
+            assert told == value
+            origins.add(int(origin))
+    assert len(origins) == 1
+    assert origins != {os.getpid()}
+
+
+class _EndsBetweenTwoReadings(ForkServerProcess):
     """A rank that fails: still running when its exit code is first read, ended whenever it is read again."""
 
     readings = 0
