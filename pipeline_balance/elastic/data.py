@@ -65,15 +65,18 @@ class Batches(GlobalBatches):
         return self.batch_size
 
     def read(self, first: int, last: int) -> tuple[Any, Any]:
-        each = self._samples // self.batch_size * self.batch_size
-        epoch, start = divmod(self.position, each)
+        chosen = [self._sample(self.position + row) for row in range(first, last)]
+        inputs, labels = default_collate([self.dataset[i] for i in chosen])
+        return inputs, labels
+
+    def _sample(self, position: int) -> int:
+        """Its number in the dataset. A batch that begins where another size has ended one may reach into two epochs."""
+        epoch, at = divmod(position, self._samples // self.batch_size * self.batch_size)
         if self._order[0] != epoch:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             found = torch.randperm(self._samples, generator=generator) if self.shuffle else torch.arange(self._samples)
             self._order = epoch, found
-        chosen = self._order[1][start + first : start + last].tolist()
-        inputs, labels = default_collate([self.dataset[i] for i in chosen])
-        return inputs, labels
+        return int(self._order[1][at])
 
     def advance(self) -> None:
         self.position += self.batch_size

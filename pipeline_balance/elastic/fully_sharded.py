@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 
@@ -63,3 +66,24 @@ def policies_of(root: nn.Module) -> list[MixedPrecisionPolicy]:
         if state._mp_policy not in found:
             found.append(state._mp_policy)
     return found
+
+
+def options_in_words(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `fully_shard` or DDP as JSON can say them; `options_from` is the inverse."""
+    return {name: _in_words(option) for name, option in options.items()}
+
+
+def _in_words(option: Any) -> Any:
+    if isinstance(option, MixedPrecisionPolicy):
+        return {name: _in_words(value) for name, value in asdict(option).items()}
+    return str(option).removeprefix("torch.") if isinstance(option, torch.dtype) else option
+
+
+def options_from(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Reverse of `options_in_words`."""
+    return {name: _policy(option) if isinstance(option, dict) else option for name, option in words.items()}
+
+
+def _policy(words: Mapping[str, Any]) -> MixedPrecisionPolicy:
+    given = {name: getattr(torch, value) if isinstance(value, str) else value for name, value in words.items()}
+    return MixedPrecisionPolicy(**given)

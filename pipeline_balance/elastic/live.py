@@ -30,7 +30,16 @@ _NOT_DDP = {
     "DeepSpeedEngine": "its optimizer holds one flat parameter",
     "PipelineEngine": "its optimizer holds one flat parameter",
 }
-_OPTIONS = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+# as far as this version of torch has them; the last one is how older ones call the one before
+_OPTIONS = (
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+    "forward_sync_buffers",
+    "broadcast_buffers",
+)
 
 
 class Live:
@@ -165,7 +174,8 @@ class Live:
                 "DistributedDataParallel has communication hooks, mixed precision or parameters that it "
                 "ignores, which cannot go over"
             )
-        return {**{name: getattr(ddp, name) for name in _OPTIONS}, "bucket_cap_mb": ddp.bucket_bytes_cap / (1 << 20)}
+        kept = {name: vars(ddp)[name] for name in _OPTIONS if name in vars(ddp)}
+        return {**kept, "bucket_cap_mb": ddp.bucket_bytes_cap / (1 << 20)}
 
 
 def _differs(tensor: Tensor, layout: Parallelism, rank: int) -> str:

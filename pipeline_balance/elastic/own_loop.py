@@ -6,6 +6,7 @@ one mover of training state brings. Once all processes have decided, what is lef
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from pipeline_balance.elastic.copies import check_copyable, check_parameters
-from pipeline_balance.elastic.fully_sharded import check_weak, leaves_of, policies_of
+from pipeline_balance.elastic.fully_sharded import (
+    check_weak,
+    leaves_of,
+    options_from,
+    options_in_words,
+    policies_of,
+)
 from pipeline_balance.elastic.groups import SHARDS, Groups, Members, groups_of_world, met
 from pipeline_balance.elastic.holdings import digests, refuse_apart
 from pipeline_balance.elastic.live import Live
@@ -133,18 +140,19 @@ class _Own:
         self.options = self._options()
 
     def _options(self) -> dict[str, Any]:
-        """Options of FSDP2 or DDP that go over."""
-        policies = policies_of(self.live.root)
+        """Options of FSDP2 or DDP that go over; `SpecError` for those that cannot."""
+        policies, options = policies_of(self.live.root), dict(self.live.ddp_options())
         over_dp = "dp" in mesh_axes(self.after)
         if over_dp and len(policies) <= 1:
             return {"mp_policy": policies[0]} if policies else {}
         if any(p.param_dtype or p.reduce_dtype or p.output_dtype for p in policies):
             raise SpecError("the model computes in other types by FSDP2's MixedPrecisionPolicy, which cannot go over")
-        return {} if is_sharded(self.after) else dict(self.live.ddp_options())
+        return {} if is_sharded(self.after) else options
 
     # --- what ranks agree on ----------------------------------------------------------------------------------
 
     def run(self) -> nn.Module:
+        self._agree()
         state: tuple[Members, str] = (tuple(range(processes())), "state")
         axes = mesh_axes(self.after) or (["dp"] if self.after.dp > 1 else [])
         wanted = [state, *((members, SHARDS) for axis in axes for members in self.after.groups(axis))]
@@ -154,6 +162,21 @@ class _Own:
         except (TransitionError, CollectiveError):
             self.groups.drop([state])  # it may be of no more use
             raise
+
+    def _agree(self) -> None:
+        """Before groups are made: layouts are the same on all processes, and options on all that have the model.
+
+        They go over to the processes that it comes to, too.
+        """
+        rank = process_rank()
+        mine = options_in_words(self.options) if self.before.place(rank) is not None else None
+        words = json.dumps([str(self.before), str(self.after), mine])
+        said = meet(Operation("agreeing on layouts and options"), words, timeout_s=self.timeout_s)
+        every = list(map(json.loads, said))
+        refuse_where([row[:2] for row in every], "were given other layouts")
+        first = every[self.before.rank_of_place[0]][2]
+        refuse_where([first if row[2] is None else row[2] for row in every], "have other options of FSDP2 or DDP")
+        self.options = options_from(first)
 
     def _moved(self, collective: Collective) -> nn.Module:
         """Move, and decide together."""
@@ -197,7 +220,6 @@ class _Own:
             held, pieces = live.held(), live.pieces()
             target = self._target()
             return {
-                "alike": [str(self.before), str(self.after)],
                 "groups": live.groups(),
                 "trains": [name for name, p in live.parameters.items() if p.requires_grad],
                 "state": described(held),
@@ -207,7 +229,6 @@ class _Own:
             }
 
         every = from_all(said, collective, live.device, Operation("agreeing on a reshard"))
-        refuse_where([row["alike"] for row in every], "were given other layouts")
         refuse_where([row["groups"] for row in every], "have other parameters in the optimizer's groups")
         refuse_where([row["trains"] for row in every], "train (requires_grad) other parameters")
         refuse_apart([row["copies"] for row in every])

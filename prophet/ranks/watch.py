@@ -41,7 +41,6 @@ class Watch:
     ) -> None:
         self.presence = presence
         self.ranks = list(ranks)
-        self.rank = self.ranks.index(presence.rank)
         self.stages_of = stages_of
         self._key = f"prophet first failure of {name}"
         self._asker = Waiter(f"asks for news of {name}")

@@ -54,13 +54,14 @@ def indexes(folder: Path) -> Format:
         if field in ("size", "chunks"):
             setattr(entry, field, odd if field == "size" else [odd])
         elif field == "part":
-            attribute = rng.choice(("relative_path", "offset", "length"))
-            values = (
-                ("../x", "/etc/passwd", "", "a/b", 3, None)
-                if attribute == "relative_path"
-                else (-1, "x", 1 << 63, True)
-            )
-            found.storage_data[place] = dataclasses.replace(part, **{attribute: rng.choice(values)})
+            numbers = (-1, "x", 1 << 63, True)
+            attribute = rng.choice(("relative_path", "offset", "length", "transform_descriptors"))
+            values: dict[str, tuple[object, ...]] = {
+                "relative_path": ("../x", "..", "/etc/passwd", "", "a/b", 3, None),
+                "transform_descriptors": (["zstd"], ("x",)),
+            }
+            value = rng.choice(values.get(attribute, numbers))
+            found.storage_data[place] = dataclasses.replace(part, **{attribute: value})
         else:
             setattr(found, field, odd)
         words = {"size": "state_dict_metadata", "chunks": "state_dict_metadata", "part": "storage_data"}

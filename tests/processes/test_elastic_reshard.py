@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -72,11 +76,11 @@ def _mesh(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (size,))
 
 
-def _fsdp2(size: int) -> nn.Module:
+def _fsdp2(size: int, **options: Any) -> Any:
     """As somebody shards it who knows nothing of this library; gloo cannot average."""
     model = build()
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=_mesh(size)).set_force_sum_reduction_for_comms(True)
+        fully_shard(part, mesh=_mesh(size), **options).set_force_sum_reduction_for_comms(True)
     return model
 
 
@@ -151,11 +155,12 @@ def _refused(rank: int, size: int) -> tuple[list[str], list[float]]:
     losses = [train_step(model, optimizer, tp4, 0)]
 
     def told(before: Any, after: Any, made: Any = build, error: type[Exception] = SpecError, **options: Any) -> None:
-        seen = whole(model, optimizer)
+        seen, drawn = whole(model, optimizer), torch.get_rng_state()
         with pytest.raises(error) as caught:
             elastic.reshard(model, optimizer, before, after, made, **{"timeout_s": 60.0, **options})
         said.append(str(caught.value))
         assert same(seen, whole(model, optimizer))
+        assert torch.equal(torch.get_rng_state(), drawn)
 
     model.blocks[0].heads = 1
     told(tp4, dp4, lambda: _with_heads(4))
@@ -165,12 +170,30 @@ def _refused(rank: int, size: int) -> tuple[list[str], list[float]]:
     for after in ("pp2,dp2", "dp2,tp2", "dp4,zero1", "tp8"):
         told(dp4, parse(after))
     told(dp4, parse("dp4,zero3"), build_tied)
-    told(dp4, parse("dp4,zero3" if rank else "dp4,zero2"))
+    told(dp4, parse("dp4,zero3" if rank else "dp2,tp2,zero3"))  # which has other groups
     weight = model.module.embed.weight
+    weight.requires_grad_(rank != 2)
+    told(dp4, parse("dp4,zero3"))
+    weight.requires_grad_(True)
+    group = optimizer.param_groups[0]["params"]
+    last = [group.pop()] if rank == 1 else []
+    told(dp4, parse("dp4,zero3"))
+    group += last
     hook = weight.register_hook(lambda grad: grad) if rank == 1 else None
     told(dp4, parse("dp4,zero3"))
     if hook is not None:
         hook.remove()
+    held = weakref.ref(model.module.embed) if rank == 1 else None
+    told(dp4, parse("dp4,zero3"))
+    del held
+    hook = model.module.head.register_forward_hook(partial(print, model.module.embed)) if rank == 1 else None
+    told(dp4, parse("dp4,zero3"))
+    if hook is not None:
+        hook.remove()
+    if rank == 1:
+        optimizer.state[weight]["odd"] = torch.zeros(3)
+    told(dp4, parse("dp4,zero3"))
+    optimizer.state[weight].pop("odd", None)
     if rank != 3:
         elastic.register("ema", weight.detach().clone(), weight)
     told(dp4, parse("dp4,zero3"), error=TransitionError)
@@ -185,8 +208,28 @@ def _refused(rank: int, size: int) -> tuple[list[str], list[float]]:
         told(dp4, parse("dp2,tp2,zero3"), error=TransitionError)
     model = elastic.reshard(model, optimizer, dp4, parse("dp4,zero3"), build, timeout_s=60.0)
     losses.append(train_step(model, optimizer, parse("dp4,zero3"), 2))
+    _options_go_over(rank, size)
     said += _alone_in_it(rank, size)
     return said, losses
+
+
+def _options_go_over(rank: int, size: int) -> None:
+    """DDP's and FSDP2's, as all processes have them: those that the model comes to take the others'."""
+    dp4, dp2 = elastic.Parallelism(dp=4), elastic.Parallelism(dp=2)
+    made: Any = nn.parallel.DistributedDataParallel(build(), find_unused_parameters=True)
+    made.broadcast_buffers = False
+    optimizer = adamw(made.parameters())
+    for before, layout in ((dp4, dp2), (dp2, dp4)):
+        made = elastic.reshard(made, optimizer, before, layout, build, timeout_s=60.0)
+    assert (made.find_unused_parameters, made.broadcast_buffers) == (True, False)
+    train_step(made, optimizer, dp4, 0)
+    policy, dp4, dp2 = MixedPrecisionPolicy(param_dtype=torch.float32), replace(dp4, zero=3), replace(dp2, zero=3)
+    made = _fsdp2(size, mp_policy=policy)
+    optimizer = adamw(made.parameters())
+    for before, layout in ((dp4, dp2), (dp2, dp4)):
+        made = elastic.reshard(made, optimizer, before, layout, build, timeout_s=60.0)
+    assert [m._get_fsdp_state()._mp_policy for m in (*made.blocks, made)] == [policy] * 4
+    train_step(made, optimizer, dp4, 0)
 
 
 def _alone_in_it(rank: int, size: int) -> list[str]:
@@ -200,6 +243,12 @@ def _alone_in_it(rank: int, size: int) -> list[str]:
     handle.remove()
     train_step(model, optimizer, dp4, 1)
     assert seen == [1]
+    hooked: Any = nn.parallel.DistributedDataParallel(build())
+    if rank == 1:
+        hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(SpecError) as caught:
+        elastic.reshard(hooked, adamw(hooked.parameters()), dp4, elastic.Parallelism(dp=4, zero=3), build)
+    said.append(str(caught.value))
     model = build()
     optimizer = adamw(model.parameters())
     with torch.no_grad():
@@ -247,10 +296,16 @@ NAMED = (
     "tp8 needs rank 7, the world has 4 ranks",
     "head.weight and embed.weight are one parameter on one side only",
     "ranks [1, 2, 3] were given other layouts than rank 0",
+    "ranks [2] train (requires_grad) other parameters than rank 0",
+    "ranks [1] have other parameters in the optimizer's groups than rank 0",
     "rank 1: SpecError: embed.weight has a hook on the tensor",
+    "rank 1: SpecError: something has a weak reference to embed",
+    "rank 1: SpecError: head._forward_hooks refers to a module or parameter",
+    "rank 1: LayoutError: embed.weight@odd is [3]",
     "rank 3: embed.weight%ema is not registered on this process",
     "rank 2: state of ranks [0, 1, 2, 3]: broken in group",
     "rank 2: no memory for buffers; the model and the optimizer are as they were",
+    "rank 1: SpecError: DistributedDataParallel has communication hooks",
     "ranks 0 and 2 have copies of head.weight that differ",
     "group 0 of the optimizer has a parameter that the model does not have",
     "FSDP2's MixedPrecisionPolicy",

@@ -7,11 +7,13 @@ import json
 import os
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from prophet.errors import RankFailed, SpecError
-from prophet.ranks.launch import Launch, _watch, launched, run_ranks
+from prophet.ranks.launch import Launch, _explain, _watch, launched, run_ranks
 from tests.helpers.launch import torchrun
 
 JOINS = """
@@ -126,3 +128,11 @@ def test_a_rank_that_dies_while_it_is_looked_at_is_named(tmp_path: Path) -> None
     rank.start()
     with pytest.raises(RankFailed, match="rank 0 was ended by SIGABRT"):
         _watch([rank], tmp_path, limit_s=60, what="the run")
+
+
+def test_the_rank_that_left_the_others_is_the_cause(tmp_path: Path) -> None:
+    said = [("CollectiveTimeout", "no answer"), ("ValueError", "too hot"), ("PeerLost", "rank 1 is gone")]
+    for rank, (kind, message) in enumerate(said):
+        (tmp_path / f"error-{rank}.json").write_text(json.dumps({"kind": kind, "message": message}), encoding="utf-8")
+    ranks: list[Any] = [SimpleNamespace(name=f"rank {rank}", exitcode=1) for rank in range(3)]
+    assert _explain(ranks[0], ranks, tmp_path) == "rank 1 failed: ValueError: too hot; no answer"

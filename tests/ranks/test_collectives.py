@@ -50,10 +50,11 @@ def test_a_sent_tensor_may_be_overwritten_by_its_receiver_only() -> None:
         x = torch.full((2,), float(c.rank))
         pending = c.all_to_all(x, [1, 1], [1, 1], op=OP)
         got = pending.wait()
+        assert pending.wait() is got
         got += 100.0
         return x.tolist()
 
-    assert ThreadWorld(2).run(body) == [[0.0, 0.0], [1.0, 1.0]]
+    assert ThreadWorld(2, timeout_s=20.0).run(body) == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def test_exchange_matches_messages_in_order() -> None:

@@ -72,6 +72,11 @@ def test_a_longer_message_is_announced_once_and_makes_all_as_long() -> None:
     assert len(others) == 3
     assert set(others) == {512 * 8}
     assert short < 512 * 8
+    share(fake, torch.zeros(1, dtype=torch.float64), op=Operation("norm"))
+    assert fake.frames.told == len(fake.calls) == 5, "others see from it who has gone on"
+    tell(fake, [], [torch.arange(1 << 16)], op=Operation("counts"), device=CPU)
+    tell(fake, [], op=Operation("nothing"), device=CPU)
+    assert sizes(fake)[5:] == [512 * 8, (1 << 17) * 8, 512 * 8]
 
 
 def test_another_operation_another_layer_another_pass() -> None:
@@ -84,6 +89,14 @@ def test_another_operation_another_layer_another_pass() -> None:
         assert text.startswith(f"rank {rank}: the ranks are out of step: ")
         assert "rank(s) [0, 2] at MoE layer 1 of forward pass 7; rank(s) [1] at MoE layer 2 of forward pass 7" in text
         assert "Did rank(s) [1] skip or repeat" in text
+
+    def kind(group: Collective) -> None:
+        group.frames.forward, group.frames.kind = 7, 1 + 2 * (group.rank == 1)
+        tell(group, [1], op=Operation("exchange of counts", 0), device=CPU)
+
+    for text in said(kind):
+        assert "[0, 2] at MoE layer 0 of forward pass 7 (training)" in text
+        assert "[1] at MoE layer 0 of forward pass 7 (evaluation)" in text
 
     def norm(group: Collective) -> None:
         group.frames.forward = 7 + (group.rank == 1)

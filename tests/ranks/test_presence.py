@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -152,6 +153,35 @@ def test_work_of_a_process_that_has_ended_is_not_waited_for(
         here.meet("test", [0, 1], "", limit_s=PATIENT_S)
     assert caught.value.ended
     assert time.monotonic() - began < PATIENT_S / 2
+
+
+def test_work_of_a_process_that_falls_silent_is_not_waited_for(there: Callable[..., Presence]) -> None:
+    here, away = there(0), there(1)
+    away.begin("writing")
+    away.close()
+    with pytest.raises(Lost, match=r"rank 0 waited 0\.2 s for rank\(s\) \[1\]; rank 1 was at work: writing"):
+        here.meet("test", [0, 1], "", limit_s=0.2)
+
+
+def test_a_number_is_of_one_process_on_one_machine(
+    there: Callable[..., Presence], other: subprocess.Popen[bytes]
+) -> None:
+    """Systems give it again to other processes, and every machine has its own."""
+    here, away = there(0), there(1)
+    belongs_to(away, other)
+    pulse = here.pulse(1)
+    assert pulse is not None
+    assert not here.has_ended(pulse)
+    before, elsewhere = replace(pulse, started=pulse.started - 1), replace(pulse, machine=MACHINE + 1)
+    assert here.has_ended(before)
+    os.kill(other.pid, signal.SIGSTOP)
+    deadline = time.monotonic() + PATIENT_S
+    while not here.is_stopped(pulse) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [here.is_stopped(p) for p in (pulse, elsewhere)] == [True, False]
+    other.kill()
+    other.wait()
+    assert [here.has_ended(p) for p in (pulse, elsewhere)] == [True, False]
 
 
 def test_an_account_of_the_others(there: Callable[..., Presence], other: subprocess.Popen[bytes]) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
+from functools import partial
 
 import pytest
 
@@ -40,6 +42,18 @@ def test_what_has_not_begun_can_be_cancelled() -> None:
     assert not first.cancel()
     waiter.close(10)
     assert not waiter.thread.is_alive()
+
+
+def test_what_was_called_is_not_kept_until_the_next_call() -> None:
+    waiter, kept = Waiter("keeps nothing"), threading.Event()
+    gone = weakref.ref(kept)
+    waiter.submit(partial(kept.is_set)).result(timeout=10)
+    del kept
+    deadline = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert gone() is None
+    waiter.close(10)
 
 
 def test_ctrl_c_while_a_thread_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:

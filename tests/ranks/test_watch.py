@@ -134,6 +134,27 @@ def test_a_killed_process_is_named(ranks: Ranks, other: subprocess.Popen[bytes],
     assert str(failure) == f"rank {rank} ({place}) failed in {action}: its process has ended"
 
 
+def test_ranks_of_a_group_go_by_their_numbers_in_it(ranks: Ranks, other: subprocess.Popen[bytes]) -> None:
+    ranks.belongs_to(3, other)
+    other.kill()
+    watch = Watch(ranks.presences[2], [3, 2], "a pair", {0: (7,), 1: (8,)}.__getitem__)
+    with pytest.raises(StageFailed) as caught:
+        joined(Future(), watch.turns(5.0))
+    assert said(caught.value)[:2] == (0, (7,))
+
+
+def test_a_program_that_ends_between_its_pulse_and_a_look_is_no_failure(
+    ranks: Ranks, other: subprocess.Popen[bytes]
+) -> None:
+    ranks.belongs_to(1, other)
+    other.kill()
+    other.wait()
+    assert ranks.watches[0]._look() is None
+    ranks.presences[1].where = LEFT
+    ranks.presences[1].beat()
+    assert ranks.watches[0]._look() is None
+
+
 def test_places_are_said_as_a_sentence_needs_them(ranks: Ranks, other: subprocess.Popen[bytes]) -> None:
     ranks.belongs_to(1, other)
     for at, action in (
@@ -147,11 +168,16 @@ def test_places_are_said_as_a_sentence_needs_them(ranks: Ranks, other: subproces
         assert ranks.watches[0]._lost(1, "").action == action
 
 
-def test_a_killed_process_is_named_without_a_store(ranks: Ranks, other: subprocess.Popen[bytes]) -> None:
-    """The store may have died with it; whoever has waited before knows which process it was."""
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_killed_process_is_named_without_a_store(ranks: Ranks, other: subprocess.Popen[bytes], begun: bool) -> None:
+    """The store may have died with it; whoever has begun or waited before knows which process it was."""
     ranks.belongs_to(0, other)
-    with pytest.raises(TimeoutError):
-        joined(Future(), ranks.watches[1].turns(0.3))
+    if begun:
+        ranks.watches[1].begin()
+        time.sleep(0.3)
+    else:
+        with pytest.raises(TimeoutError):
+            joined(Future(), ranks.watches[1].turns(0.3))
     other.kill()
     ranks.stores[1] = Gone()
     assert said(ranks.heard(1))[:2] == (0, (0, 3))
@@ -165,12 +191,9 @@ def test_a_program_that_ends_by_itself_is_no_failure_of_a_wait(ranks: Ranks, oth
     other.kill()
     with pytest.raises(TimeoutError):
         joined(Future(), ranks.watches[0].turns(0.4))
-    assert said(ranks.watches[0].explain(OWN, 5.0)) == (
-        1,
-        (1,),
-        OUTSIDE,
-        "its program has ended",
-    )
+    ended = (1, (1,), OUTSIDE, "its program has ended")
+    assert said(ranks.watches[0].explain(OWN, 5.0)) == ended
+    assert said(ranks.heard(2)) == ended, "the others hear of it"
 
 
 def test_a_program_that_ends_with_an_error_is_named_at_once(ranks: Ranks) -> None:
@@ -218,6 +241,7 @@ def test_ranks_that_are_well_are_not_named(ranks: Ranks) -> None:
         joined(Future(), ranks.watches[0].turns(0.2))
     time.sleep(0.6)
     assert said(ranks.watches[0].explain(OWN, 0.6)) == said(OWN)
+    assert said(ranks.heard(1)) == said(OWN), "the others hear of it"
 
 
 @pytest.mark.parametrize("kind", [Silent, Gone])

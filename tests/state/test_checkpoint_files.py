@@ -122,6 +122,8 @@ VALUE = {
         torch.zeros(0, 2),
         torch.tensor(True),
         torch.ones(2, dtype=torch.bfloat16),
+        torch.arange(6.0).reshape(2, 3).t(),
+        torch.tensor([1 + 2j]).conj().imag,  # negated when it is read
     ],
 }
 
@@ -147,8 +149,29 @@ def test_values_come_back_from_words_as_they_were() -> None:
         {"tensor: dtype, shape, bytes in base 64": ["torch.load", [1], ""]},
         {"tensor: dtype, shape, bytes in base 64": ["torch.float32", [2], "AAAAAA=="]},
         {"tensor: dtype, shape, bytes in base 64": ["torch.float32", [-1], "AAAAAA=="]},
+        {"tensor: dtype, shape, bytes in base 64": ["torch.float32", [1], "AAAA!AA=="]},
     ],
 )
 def test_words_that_nobody_said_are_refused(words: Any) -> None:
     with pytest.raises(SpecError, match="expected a value as it is saved"):
         meant({"a": [words]})
+
+
+LARGE = torch.zeros(3)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *(
+            (value, r" is a tensor of torch.float32 \[3\]; expected at most 8 bytes of")
+            for value in (LARGE, [LARGE], (LARGE,), {"a": LARGE}, {1: LARGE})
+        ),
+        (torch.zeros(1, dtype=torch.complex64), r"^it is a tensor of torch.complex64 \[1\]"),
+        (torch.zeros(1, device="meta"), "^it is a Tensor; expected numbers"),
+        ({"a": {(1, 2): 3}}, r"^it\['a'\] is a dict; expected numbers"),
+    ],
+)
+def test_what_has_no_words_is_named(value: Any, text: str) -> None:
+    with pytest.raises(SpecError, match=text):
+        said(value, "it", most_bytes=8)

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prophet.errors import LayoutError
+from prophet.state import table
 from prophet.state.layout import Layout, layout_from
 from prophet.state.route import Route, route
 from prophet.state.space import Box, Space, TensorSpec, flat_boxes
-from prophet.state.table import flat_ranges
+from prophet.state.table import flat_ranges, numbered, numbered_lists
 from tests.helpers.pipeline_support import missing_bytes, random_boxes, random_layout, random_space
 
 
@@ -154,3 +155,19 @@ def test_digests_differ_where_routes_do() -> None:
     before = layout_from(space, 3, {0: whole})
     to = [route(before, layout_from(space, 3, {0: whole, r: whole})).digest() for r in (1, 2, 1)]
     assert to[0] == to[2] != to[1]
+
+
+def test_rows_are_numbered_in_their_order_however_large_their_numbers_are() -> None:
+    large = 1 << 40  # two columns of these are not one of 64 bits
+    number, first = numbered(np.array([large, 0, large, 0]), np.array([0, large, large, large]))
+    assert number.tolist() == [1, 0, 2, 0]
+    assert first.tolist() == [1, 0, 2]
+
+
+def test_lists_that_differ_under_one_digest_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, start = np.array([3, 4, 3, 4, 4, 3]), np.array([0, 2, 4, 6])
+    one, same, other = numbered_lists(values, start)[0].tolist()
+    assert one == same != other
+    monkeypatch.setattr(table, "_mix", np.zeros_like)
+    with pytest.raises(LayoutError, match="two lists of ranks have one digest"):
+        numbered_lists(values, start)

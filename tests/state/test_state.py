@@ -20,8 +20,8 @@ from prophet.ranks.threads import ThreadCollective, ThreadWorld
 from prophet.state import transition as module
 from prophet.state.layout import Layout, Piece, flat_shard, layout_from, missing, slice_box, whole_tensors
 from prophet.state.route import Route, route
-from prophet.state.space import Box, Space, TensorSpec
-from prophet.state.streams import CHUNK_BYTES, DEPTH, Measures, window_of
+from prophet.state.space import ITEM_BYTES, Box, Space, TensorSpec
+from prophet.state.streams import CHUNK_BYTES, DEPTH, Measures, torch_dtype, window_of
 from prophet.state.transition import Moved, empty, transition
 from tests.helpers.moving import assert_whole, outcomes, pair
 from tests.helpers.pipeline_support import csr_rows, csr_specs, random_values, states_of
@@ -407,3 +407,8 @@ def test_layouts_grow_and_shrink_in_ranks() -> None:
     assert [len(m.state) for m in there] == [3, 3, 0, 0]
     back = ThreadWorld(4).run(lambda c: transition(route(two, four), there[c.rank].state, c, budget_bytes=64))
     assert_whole(route(two, four), [m.state for m in back], values)
+
+
+def test_elements_take_the_bytes_that_torch_says() -> None:
+    specs = [TensorSpec(name="t", shape=(1,), dtype=name) for name in ITEM_BYTES]
+    assert [spec.item_bytes for spec in specs] == [torch_dtype(spec).itemsize for spec in specs]

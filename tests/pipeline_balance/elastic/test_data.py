@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -27,8 +27,10 @@ class _Counts(Dataset[tuple[int, int]]):
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.booleans(), st.integers(0, 3))
+@settings(deadline=None)
 def test_replicas_read_every_sample_once(replicas: int, wanted: int, shuffle: bool, seed: int) -> None:
     parts = microbatches_of(wanted, replicas) * replicas
+    assert wanted <= parts < wanted + replicas
     batch = 12 if parts > 7 else 7
     if parts > batch:
         with pytest.raises(SpecError, match="cannot be cut into"):
@@ -56,6 +58,8 @@ def test_an_epoch_has_every_sample_and_its_own_order() -> None:
         assert len(set(seen)) == 20
         epochs.append(seen)
     assert epochs[0] != epochs[1]
+    other = Batches(TensorDataset(NUMBERS, NUMBERS), 5, seed=2)
+    assert other.read(0, 5)[0].tolist() != epochs[0][:5]
     again = Batches(TensorDataset(NUMBERS, NUMBERS), 5, seed=1)
     again.position = 25
     assert again.read(0, 5)[0].tolist() == epochs[1][5:10]
@@ -69,6 +73,15 @@ def test_a_rank_reads_its_own_rows_alone() -> None:
     assert counts.read == [10, 11, 12]
 
 
+def test_a_batch_is_whole_at_a_position_that_another_batch_size_has_left() -> None:
+    data = Batches(_Counts(), 5, shuffle=False)
+    go = data.reach(18)  # an epoch has 20 of the 23 samples
+    assert data.position == 0
+    go()
+    assert data.read(0, 5)[0].tolist() == [18, 19, 0, 1, 2]
+    assert data.read(1, 3)[0].tolist() == [19, 0]
+
+
 def test_a_stream_begins_anew_and_counts_samples() -> None:
     loader = DataLoader(TensorDataset(NUMBERS, NUMBERS), batch_size=10)
     data: GlobalBatches = Stream(loader)
@@ -80,6 +93,26 @@ def test_a_stream_begins_anew_and_counts_samples() -> None:
         data.advance()
     assert seen[0] == seen[3] == list(range(10))
     assert data.position == 33
+
+
+def test_a_stream_goes_to_a_position_when_all_are_ready() -> None:
+    loader = DataLoader(TensorDataset(NUMBERS, NUMBERS), batch_size=10)
+    data = Stream(loader)
+    data.advance()
+    go = data.reach(33)
+    assert (data.position, data.read(0, 1)[0].tolist()) == (10, [10])
+    go()
+    assert (data.position, data.read(0, 2)[0].tolist()) == (33, [10, 11])
+    data.reach(33)()
+    assert data.read(0, 2)[0].tolist() == [10, 11]
+    with pytest.raises(SpecError, match="no batch of data begins at sample 15: one ends at 20"):
+        data.reach(15)
+    once = Stream(iter(loader))
+    once.advance()
+    once.reach(10)()
+    with pytest.raises(SpecError, match="an iterator, which cannot begin anew to go to sample 20"):
+        once.reach(20)
+    assert once.read(0, 1)[0].tolist() == [10]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -39,6 +41,7 @@ def test_a_module_is_described() -> None:
     assert by_name["embed.weight"].layers == (0, 3), "tied: one tensor of two layers"
     assert "head.weight" not in by_name
     assert by_name["qkv.bias"].blocks == by_name["qkv.weight"].blocks
+    assert by_name["qkv.weight"].blocks[0] == Block(length=16, units=4)
     assert by_name["qkv.weight"].blocks[1] == Block(length=4, units=1, repeated=True)
     assert (by_name["out.weight"].dim, by_name["out.bias"].dim) == (1, None)
     assert not by_name["frozen.weight"].trained
@@ -75,6 +78,8 @@ def test_transformers_models_bring_their_rules() -> None:
     attention = "model.layers.1.self_attn"
     assert by_name[f"{attention}.q_proj.weight"].blocks == (Block(length=64, units=8),)
     assert by_name[f"{attention}.k_proj.weight"].blocks == (Block(length=16, units=2, repeated=True),)
+    assert by_name[f"{attention}.v_proj.weight"].blocks == by_name[f"{attention}.k_proj.weight"].blocks
+    assert by_name[f"{attention}.o_proj.weight"].blocks == (Block(length=64, units=8),)
     assert by_name[f"{attention}.o_proj.weight"].dim == 1
     assert by_name[f"{attention}.q_norm.weight"].dim is None
     assert by_name["model.embed_tokens.weight"].dim == by_name["lm_head.weight"].dim == 0
@@ -84,3 +89,18 @@ def test_transformers_models_bring_their_rules() -> None:
     assert by_name["model.layers.0.mlp.gate.weight"].dim is None
     with pytest.raises(LayoutError, match="has no tensor-parallel plan"):
         rules_of(nn.Linear(2, 2))
+
+
+def test_the_first_rule_that_fits_a_module_or_a_parameter_holds() -> None:
+    model = nn.ModuleDict({"up": nn.Linear(4, 8), "norm": nn.BatchNorm1d(8)})
+    rules = {"up.bias": Rule(how="whole"), "up": Rule(how="column"), "*": Rule(how="row"), "norm": Rule(how="column")}
+    found = {p.name: p.dim for p in describe(model, [model], rules).parameters}
+    assert (found["up.bias"], found["up.weight"]) == (None, 0)
+    assert {found["norm.weight"], found["norm.running_mean"]} == {None}
+    assert describe(model, [model], {"norm": Rule(how="column")}).parameters[-2].dim is None, "buffers stay whole"
+
+
+def test_a_plan_with_a_word_that_has_no_rule_is_refused() -> None:
+    model = SimpleNamespace(tp_plan={"layers.*.up": "sideways"}, config=SimpleNamespace())
+    with pytest.raises(LayoutError, match=r"layers\.\*\.up is cut 'sideways', which has no rule"):
+        rules_of(model)

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from pipeline_balance.elastic import groups as module
-from pipeline_balance.elastic.groups import Groups
+from pipeline_balance.elastic.groups import SHARDS, Groups
 
 
 class _Group:
@@ -18,7 +18,8 @@ class _Group:
 
     rank, given_up = 0, False
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *given: Any, **options: Any) -> None:
+        self.made_of = given, options
 
     def abort(self) -> None:
         self.given_up = True
@@ -29,10 +30,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What `new_group` is asked for on process 0, by which thread; groups of rank 3 fail."""
     found: list[tuple[Any, ...]] = []
 
-    def new_group(ranks: list[int], *, timeout: timedelta, **_: Any) -> None:
-        found.append((ranks, timeout.total_seconds(), threading.current_thread().name))
+    def new_group(ranks: list[int], *, timeout: timedelta, backend: str | None, **more: Any) -> str:
+        given = ranks, timeout.total_seconds(), backend
+        found.append((*given, threading.current_thread().name, more.get("sort_ranks", True)))
         if 3 in ranks:
             raise RuntimeError(f"attempt {len(found)}")
+        return f"group {len(found)}"
 
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -45,7 +48,7 @@ def test_a_group_that_fails_is_tried_as_often_as_one_that_is_made(asked: list[tu
     words = groups.make([((0, 3), "stages"), ((1, 3), "stages"), ((0, 1), "stages"), ((0,), "replicas")])
     assert words == "stages of ranks [0, 3]: attempt 1"
     assert [ranks for ranks, *_ in asked] == [r for r in ([0, 3], [1, 3], [0, 1]) for _ in range(2)]
-    assert {tuple(how) for _, *how in asked} == {(7.0, "makes groups")}
+    assert {tuple(how) for _, *how in asked} == {(7.0, None, "makes groups", True)}
     assert groups.get((0,), "replicas").size == 1
     made: Any = groups.get((0, 1), "stages")
     groups.undo()
@@ -72,4 +75,17 @@ def test_what_was_kept_is_not_undone(asked: list[tuple[Any, ...]]) -> None:
 def test_members_in_another_order_than_they_were_asked_for_are_an_error(asked: list[tuple[Any, ...]]) -> None:
     groups = Groups(7.0)
     assert groups.make([((1, 0), "stages")]) == "stages of ranks [1, 0]: rank 0 is number 0 in a group of [1, 0]"
+    assert [row[-1] for row in asked] == [False] * 2, "not sorted"
+    groups.close()
+
+
+def test_a_collective_has_two_groups_and_one_for_shards_has_one(asked: list[tuple[Any, ...]]) -> None:
+    groups, pair, shards = Groups(7.0, "gloo"), ((0, 1), "stages"), ((0, 2), SHARDS)
+    assert groups.make([pair, shards, pair, ((2,), "stages")]) == ""
+    assert [row[:3] for row in asked] == [([0, 1], 7.0, "gloo")] * 2 + [([0, 2], 7.0, "gloo")]
+    found: list[Any] = [groups.get(*key) for key in (pair, shards)]
+    assert found[0].made_of == (("group 1",), {"timeout_s": 7.0, "channels": ("group 1", "group 2")})
+    assert found[1].made_of == (("group 3",), {"timeout_s": 7.0, "channels": ("group 3", "group 3")})
+    with pytest.raises(KeyError, match=r"this process is not one of \[2\]"):
+        groups.get((2,), "stages")
     groups.close()

@@ -80,6 +80,7 @@ def test_stages_may_be_unequal_and_chunks_go_round() -> None:
         (lambda: Parallelism(pp=2, stages=(1, 2, 3)), "one number of layers per chunk \\(2\\)"),
         (lambda: Parallelism(pp=2, stages=(0, 2)), "every chunk needs a layer"),
         (lambda: Parallelism(dp=2, order=(1, 1)), "2 different ranks"),
+        (lambda: Parallelism(dp=2, order=(-1, 0)), "2 different ranks"),
         (lambda: Parallelism(dp=2, order="best"), "\"fewest-bytes\", got 'best'"),
         (lambda: Parallelism(dp=2, order=FEWEST_BYTES).place(0), "not chosen yet"),
         (lambda: Parallelism(pp=2, stages=(1, 2)).stage_map(4), "stages are of 3 layers, the model has 4"),
@@ -104,11 +105,13 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object], text: str) -
         ("pp2,dp2,slices4", False, ""),
         ("pp2,dp2,zero2", False, "zero2 with pp2"),
         ("dp4,ep2,zero3", True, "zero3 with experts"),
+        ("dp4,ep2,zero2", True, "zero2 with experts"),
         ("tp2,dp2", True, "tp2 with experts"),
         ("dp2,ep2", False, "ep2 with a model that has no experts"),
         ("tp2,pp2,slices2", False, "slices2 with tp2"),
         ("pp2,slices2", True, "slices2 with experts"),
         ("dp2,slices2,zero2", False, "slices2 with zero2"),
+        ("dp2,slices2,zero3", False, "slices2 with zero3"),
     ],
 )
 def test_what_cannot_be_trained_is_named(layout: str, experts: bool, named: str) -> None:

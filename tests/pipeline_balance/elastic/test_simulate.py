@@ -18,7 +18,7 @@ from tests.helpers.pipeline_support import random_layout, random_space
 ONE = Rates(intra_bytes_per_s=1.0, inter_bytes_per_s=1.0)
 
 
-def moving(*moves: tuple[int, int, int]) -> Route:
+def moving(*moves: tuple[int, int, int], nodes: list[int] | None = None) -> Route:
     """A route of exactly these moves: source, destination, bytes."""
     space = Space(tuple(TensorSpec(name=f"t{i}", shape=(n,), dtype="uint8") for i, (*_, n) in enumerate(moves)))
     ranks = 1 + max(max(s, d) for s, d, _ in moves)
@@ -29,7 +29,7 @@ def moving(*moves: tuple[int, int, int]) -> Route:
             rows.setdefault(move[end], []).append((tensor.name, tensor.box))
         return layout_from(space, ranks, rows)
 
-    return route(layout(0), layout(1))
+    return route(layout(0), layout(1), nodes=nodes)
 
 
 def spread_from_one(ranks: int, n_bytes: int, nodes: list[int] | None = None) -> Route:
@@ -50,6 +50,15 @@ def test_a_freed_receiver_takes_from_the_sender_with_most_left() -> None:
     # found by trial: a freed receiver that takes from the first sender, or from the one with least left, ends at 7 s
     way = moving((1, 6, 5), (3, 5, 2), (2, 5, 3), (3, 6, 1), (2, 4, 2), (0, 5, 1))
     assert simulate(way, ONE, chunk_bytes=3).seconds == 6.0
+
+
+@pytest.mark.parametrize(("nodes", "each"), [(None, 10.0 + 2.0), ([0, 1], 100.0 + 1.0)])
+def test_every_chunk_has_its_links_latency_and_is_told(nodes: list[int] | None, each: float) -> None:
+    rates = Rates(intra_bytes_per_s=1.0, inter_bytes_per_s=2.0, intra_latency_s=10.0, inter_latency_s=100.0)
+    seen: list[tuple[float, ...]] = []
+    found = simulate(moving((0, 1, 4), nodes=nodes), rates, chunk_bytes=2, seen=lambda *chunk: seen.append(chunk))
+    assert found.seconds == 2 * each
+    assert seen == [(0, 1, 2, 0.0, each), (0, 1, 2, each, 2 * each)]
 
 
 def test_what_is_sent_on_must_have_come() -> None:
