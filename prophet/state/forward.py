@@ -60,7 +60,8 @@ def _parts(rows: Rows, most_bytes: FloatArray) -> IntArray:
     """Into how many parts each row is cut so that many ranks can send on about as much each, [M].
 
     A group has as many parts as ranks that miss it, less those that hold it but for one, or a multiple: none is larger
-    than `most_bytes` [M]. An atom has its share of them.
+    than `most_bytes` [M]. Of more than some dozens, it has as many as leave each rank `most_bytes` of it to send on: a
+    small group that many miss would come in rows by the square of them. An atom has its share of the parts.
     """
     outside = rows.outside == 1
     takers = np.where(outside, np.bincount(rows.atom, rows.outside)[rows.atom], np.bincount(rows.atom)[rows.atom])
@@ -68,7 +69,9 @@ def _parts(rows: Rows, most_bytes: FloatArray) -> IntArray:
     np.maximum.at(lacking, rows.atom, takers + 1 - (rows.hi - rows.lo))
     heads = np.unique(rows.atom, return_index=True)[1]
     total = np.maximum(np.bincount(rows.group[heads], rows.n_bytes[heads])[rows.group], 1)
-    many = lacking[rows.atom] * np.ceil(total / np.maximum(most_bytes, 1) / lacking[rows.atom])
+    large = total / np.maximum(most_bytes, 1)
+    senders = np.minimum(lacking[rows.atom], np.maximum(PARTS * _FINER, np.ceil(lacking[rows.atom] * large)))
+    many = senders * np.ceil(large / senders)
     most = np.zeros(len(lacking))
     np.maximum.at(most, rows.atom, many * rows.n_bytes / total)
     found: IntArray = np.ceil(most[rows.atom] - 1e-9).astype(np.int64)

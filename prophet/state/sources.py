@@ -13,7 +13,7 @@ import numpy as np
 
 from prophet.spec import FloatArray, IntArray
 from prophet.state.atoms import Atoms
-from prophet.state.table import numbered, positions, starts, volumes, within
+from prophet.state.table import numbered, positions, positions_of, starts, volumes, within
 
 PARTS = 8
 """Into how many parts the busiest port's bytes are cut where several ranks could send them."""
@@ -50,13 +50,6 @@ class Rows:
     def choices(self) -> IntArray:
         """How many ranks could send each row, [M]."""
         return self.hi - self.lo + (self.relay >= 0)
-
-    def sender(self, row: IntArray, pick: IntArray) -> IntArray:
-        """The rank that a pick of a row means."""
-        held = pick < (self.hi - self.lo)[row]
-        found: IntArray = self.relay[row]
-        found[held] = self.values[(self.lo[row] + pick)[held]]
-        return found
 
     def taken(self, rows: IntArray) -> Rows:
         """Some of the rows, in this order; one may come several times."""
@@ -141,20 +134,18 @@ def balanced(rows: Rows, goal: FloatArray, fixed: FloatArray) -> IntArray:
     ranks = len(goal) // 2
     order = np.lexsort([rows.destination, rows.hi, rows.lo])
     rows = rows.taken(order)
-    pick, every = _shared_out(rows), np.arange(len(rows))
-    port = rows.outside * ranks
-    one = rows.choices == 1
-    only = (port + rows.sender(every, 0 * pick))[one]
-    goal = np.maximum(goal, fixed + np.bincount(only, rows.n_bytes[one], 2 * ranks))
+    port, free = rows.outside * ranks + _shared_out(rows), np.flatnonzero(rows.choices > 1)
+    load = fixed + np.bincount(port, rows.n_bytes, 2 * ranks)
+    goal = np.maximum(goal, load - np.bincount(port[free], rows.n_bytes[free], 2 * ranks))
     for _ in range(_ROUNDS):
-        source = rows.sender(every, pick)
-        load = fixed + np.bincount(port + source, rows.n_bytes, 2 * ranks)
-        moves = _relieved(rows, port + source, load, goal * SLACK)
-        if not len(moves[0]):
+        moved, target = _relieved(rows, free, port, load, goal * SLACK)
+        if not len(moved):
             break
-        pick[moves[0]] = moves[1]
+        for change, at in ((-rows.n_bytes[moved], port[moved]), (rows.n_bytes[moved], target)):
+            load += np.bincount(at, change, 2 * ranks)
+        port[moved] = target
     found = np.zeros(len(rows), np.int64)
-    found[order] = rows.sender(every, pick)
+    found[order] = port % ranks
     return found
 
 
@@ -201,7 +192,7 @@ def parted(rows: Rows, parts: IntArray, members: IntArray, item_bytes: IntArray)
 
 
 def _shared_out(rows: Rows) -> IntArray:
-    """First picks: rows of one choice of holders go to them in turn, an equal share of the bytes each."""
+    """Who sends each row at first: rows of one choice of holders go to them in turn, equal shares of the bytes each."""
     new = np.ones(len(rows), dtype=bool)
     new[1:] = (rows.lo[1:] != rows.lo[:-1]) | (rows.hi[1:] != rows.hi[:-1])
     group = np.cumsum(new) - 1
@@ -211,16 +202,15 @@ def _shared_out(rows: Rows) -> IntArray:
     total = np.maximum(np.bincount(group, rows.n_bytes)[group], 1)
     middle = (before - offset + rows.n_bytes / 2) / total
     many = rows.hi - rows.lo
-    found: IntArray = np.minimum((middle * many).astype(np.int64), np.maximum(many - 1, 0))
-    return found
+    pick = np.minimum((middle * many).astype(np.int64), many - 1)
+    return np.where(many > 0, rows.values[rows.lo + pick], rows.relay)
 
 
-def _relieved(rows: Rows, port: IntArray, load: FloatArray, goal: FloatArray) -> tuple[IntArray, IntArray]:
-    """Rows that leave ports above the goal, and their new picks: each the least loaded, as far as that has room."""
-    many = rows.choices
-    movable = np.flatnonzero((load > goal)[port] & (many > 1))
-    if not len(movable):
-        return movable, movable
+def _relieved(
+    rows: Rows, free: IntArray, port: IntArray, load: FloatArray, goal: FloatArray
+) -> tuple[IntArray, IntArray]:
+    """Of the `free` rows some that leave ports above the goal, and their new ports: each the least loaded with room."""
+    movable = free[(load > goal)[port[free]]]
     # of every full port, the rows above its goal; what cannot move stands in front, then what only holders can send
     order = movable[np.lexsort([rows.relay[movable] >= 0, port[movable]])]
     fixed = load - np.bincount(port[order], rows.n_bytes[order], len(load))
@@ -228,24 +218,36 @@ def _relieved(rows: Rows, port: IntArray, load: FloatArray, goal: FloatArray) ->
     over = order[reached > goal[port[order]]]
     if not len(over):
         return over, over
-    ranks = len(load) // 2
-    of = np.repeat(over, many[over])
-    choice = rows.sender(of, within(many[over])) + rows.outside[of] * ranks
-    begin = starts(many[over])[:-1]
-    least = np.minimum.reduceat(load[choice], begin)
-    # of equally loaded ones, the first counted from the row's own place, so that rows do not all turn to one
-    place = (within(many[over]) - of % many[of]) % many[of]
-    place = np.where(load[choice] == np.repeat(least, many[over]), place, np.iinfo(np.int64).max)
-    pick = (np.minimum.reduceat(place, begin) + over % many[over]) % many[over]
-    target = rows.outside[over] * ranks + rows.sender(over, pick)
+    target = _least_loaded(rows, over, load)
     better = load[target] + rows.n_bytes[over] < load[port[over]]
-    over, pick, target = over[better], pick[better], target[better]
+    over, target = over[better], target[better]
     by_target = np.argsort(target, kind="stable")
     room = _running(target[by_target], rows.n_bytes[over][by_target]) + load[target[by_target]]
     first = np.ones(len(by_target), dtype=bool)
     first[1:] = target[by_target][1:] != target[by_target][:-1]
     fits = by_target[(room <= goal[target[by_target]]) | first]
-    return over[fits], pick[fits]
+    return over[fits], target[fits]
+
+
+def _least_loaded(rows: Rows, some: IntArray, load: FloatArray) -> IntArray:
+    """The least loaded port of each of these rows; a list of ranks is gone through once, however many rows have it.
+
+    Of equal ones it is the first counted from the row's own place, so that rows do not all turn to one.
+    """
+    ranks, outside = len(load) // 2, rows.outside[some]
+    of, first = numbered(rows.lo[some], rows.hi[some], outside)
+    lengths = (rows.hi - rows.lo)[some[first]]
+    begin = starts(lengths)
+    ports = rows.values[positions_of(rows.lo[some[first]], lengths)] + np.repeat(outside[first] * ranks, lengths)
+    least = np.minimum.reduceat(load[ports], begin[:-1])
+    able = np.flatnonzero(load[ports] == np.repeat(least, lengths))
+    heads = np.searchsorted(able, begin)
+    at = np.searchsorted(able, begin[of] + some % rows.choices[some])
+    around = at == heads[of + 1]  # none from the row's place on; a relay stands behind the list
+    relay = rows.relay[some]
+    relayed = np.where(relay >= 0, load[outside * ranks + relay], np.inf)
+    passed_on = (relayed < least[of]) | ((relayed == least[of]) & around)
+    return np.where(passed_on, outside * ranks + relay, ports[able[np.where(around, heads[of], at)]])
 
 
 def _running(key: IntArray, values: IntArray) -> IntArray:

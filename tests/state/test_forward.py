@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from prophet.ranks.threads import ThreadWorld
+from prophet.spec import IntArray
 from prophet.state.layout import Piece, layout_from
 from prophet.state.route import route
-from prophet.state.space import Space, TensorSpec
+from prophet.state.sources import Rows, _least_loaded, balanced
+from prophet.state.space import Box, Space, TensorSpec
 from prophet.state.streams import Measures, Timetable, sends_of, window_of
 from prophet.state.transition import transition
 
@@ -48,3 +53,55 @@ def test_what_is_passed_on_goes_while_more_comes(longer: int) -> None:
     )
     assert direct == list(range(0, 20 * longer, longer))
     assert passed_on == [number + window.depth for number in direct]
+
+
+def test_a_small_tensor_for_many_is_not_cut_in_as_many_parts_as_ranks() -> None:
+    # both ranks of a node get a large row from the next node; 240 ranks get a small tensor that 16 hold
+    ranks, width = 256, 1 << 17
+    space = Space((TensorSpec(name="large", shape=(ranks // 2, width)), TensorSpec(name="small", shape=(ranks,))))
+    small = ("small", space["small"].box)
+    large = [("large", Box((node, 0), (node + 1, width))) for node in range(ranks // 2)]
+    before = {rank: [large[rank // 2 - 1]] * (rank % 2 == 0) + [small] * (rank < 16) for rank in range(ranks)}
+    after = {rank: [large[rank // 2], small] for rank in range(ranks)}
+    nodes = [rank // 2 for rank in range(ranks)]
+    way = route(layout_from(space, ranks, before), layout_from(space, ranks, after), nodes=nodes)
+    assert max(way.sent_bytes()) < 1.6 * width * 4, "large rows are passed on inside a node"
+    assert sum(t.name == "small" for t in way.transfers) <= 32 * (ranks - 16), "in 32 parts, not in 225"
+
+
+def _rows(lo: IntArray, hi: IntArray, relay: IntArray, outside: IntArray, values: IntArray) -> Rows:
+    none, box = np.zeros(len(lo), np.int64), np.zeros((len(lo), 1), np.int64)
+    return Rows(none, none, none, none + 1, box, box + 1, none, lo, hi, outside, none + 1, relay, values)
+
+
+def test_the_least_loaded_port_of_every_row() -> None:
+    rng = np.random.default_rng(0)
+    ranks, many = 12, 400
+    for _ in range(20):
+        values = rng.integers(0, ranks, 30)
+        lo = rng.integers(0, 20, many)
+        hi = lo + rng.integers(1, 5, many)
+        relay, outside = rng.integers(-1, ranks, many), rng.integers(0, 2, many)
+        load = rng.integers(0, 4, 2 * ranks).astype(np.float64)
+        some = np.flatnonzero(rng.random(many) < 0.7)
+        found = _least_loaded(_rows(lo, hi, relay, outside, values), some, load)
+        for m, port in zip(some.tolist(), found.tolist(), strict=True):
+            senders = [*values[lo[m] : hi[m]].tolist(), *relay[m : m + 1][relay[m : m + 1] >= 0].tolist()]
+            ports = [outside[m] * ranks + sender for sender in senders]
+            places = range(len(ports))
+            assert port == ports[min(places, key=lambda k: (load[ports[k]], (k - m) % len(ports)))]
+
+
+def test_rows_of_one_list_take_memory_once_for_all_of_them() -> None:
+    many = 2000  # rows, and ranks that could send each
+    every, none = np.arange(many), np.zeros(many, np.int64)
+    rows = _rows(none, none + many, none - 1, none, every)
+    fixed = np.where(np.arange(2 * many) % 2 == 0, 2.0, 0.0)
+    tracemalloc.start()
+    try:
+        source = balanced(rows, np.full(2 * many, 2.0), fixed)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (fixed[:many] + np.bincount(source, minlength=many) <= 2).all()
+    assert peak < many * many, "less than a byte for every row and rank that could send it"
