@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from prophet.state.checkpoint_files import LoadPlanner, SavePlanner, by_tensor
 from prophet.state.layout import Piece
 from prophet.state.route import Route, Transfer, route
 from prophet.state.space import Box
-from prophet.state.streams import torch_dtype
-from prophet.state.transition import find, index_of, keep, transition
+from prophet.state.streams import kept, torch_dtype, views
+from prophet.state.transition import transition
 
 BUDGET_BYTES = 64 << 20
 GATHER_BYTES = 256 << 10
@@ -94,14 +93,23 @@ def _prepared(s: Setting) -> dict[Piece, Tensor]:
     rank, space = s.collective.rank, s.direct.space
     found: dict[Piece, Tensor] = {}
     for piece in s.direct.after.on(rank):
-        kept = s.state.get(piece)
-        found[piece] = torch.empty(piece.box.shape, dtype=torch_dtype(space[piece.name])) if kept is None else kept
-    keep(index_of(s.state), [(piece, tensor) for piece, tensor in found.items() if piece not in s.state])
+        there = s.state.get(piece)
+        found[piece] = torch.empty(piece.box.shape, dtype=torch_dtype(space[piece.name])) if there is None else there
+    for old, new in (pair for row in kept(s.direct, rank).values() for pair in row):
+        views([new], found)[0].copy_(views([old], s.state)[0])
     return found
 
 
 def _finder(state: State) -> Callable[[str, Box], Tensor]:
-    return partial(find, index_of(state))
+    index: dict[str, list[tuple[Box, Tensor]]] = {}
+    for piece, tensor in state.items():
+        index.setdefault(piece.name, []).append((piece.box, tensor))
+
+    def find(name: str, box: Box) -> Tensor:
+        held, tensor = next((held, tensor) for held, tensor in index[name] if held.contains(box))
+        return tensor[box.slices(held)]
+
+    return find
 
 
 def one_by_one(s: Setting) -> Done:

@@ -124,14 +124,15 @@ def host_probe(here: Here) -> dict[str, float]:
     """What a rank's host takes, all ranks at once: per box that moves, per byte that is copied, to begin at all.
 
     Moves of a few and of many boxes to the next rank, of 64 bytes each, and a large tensor that is cut in two where it
-    is. start_s: what a move of few boxes takes beyond its boxes and a move of nothing.
+    is. What the same boxes take where nothing moves is no part of it: a case measures that with its own. start_s: what
+    a move of few boxes takes beyond its boxes and a move of nothing.
     """
     few, many = (_ring_of_boxes(here.collective.size, n) for n in PROBE_BOXES)
-    few_s, many_s, still_s = _moved_s(here, *few), _moved_s(here, *many), _moved_s(here, few[0], few[0])
+    few_s, many_s = (_moved_s(here, *ring) - _moved_s(here, ring[0], ring[0]) for ring in (few, many))
     box_s = max(many_s - few_s, 0.0) / (2 * (PROBE_BOXES[1] - PROBE_BOXES[0]))
     whole, halves = _cut_in_two(here.collective.size, PROBE_BYTES)
     copied_s = max(_moved_s(here, whole, halves) - _moved_s(here, whole, whole), 0.0)
-    start_s = max(few_s - still_s - 2 * PROBE_BOXES[0] * box_s, 0.0)
+    start_s = max(few_s - 2 * PROBE_BOXES[0] * box_s, 0.0)
     return {"box_s": box_s, "copied_byte_s": copied_s / PROBE_BYTES, "start_s": start_s}
 
 

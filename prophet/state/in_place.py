@@ -129,29 +129,30 @@ class Replacing:
         sizes: Mapping[str, int],
         begins: Callable[[list[Piece]], None],
         beside: Sequence[Tensor] = (),
+        *,
+        in_place: bool,
     ) -> Replacing:
         """`sizes` are bytes of an element, by tensor. `beside` is given up with the state, and takes memory till then.
 
-        A storage goes back where state and `beside` are all of it; one of `beside` alone stays.
+        In place, a storage goes back where state and `beside` are all of it; one of `beside` alone stays.
         """
         wanted = set(after)
         takes: list[list[Piece]] = [[] for _ in range(waves)]
         for piece in after:
             if piece not in state:
                 takes[wave_of[piece.name]].append(piece)
-        pieces_in: dict[int, list[Piece]] = {}
         views_of: dict[int, list[Tensor]] = {}
-        for piece, tensor in state.items():
-            pieces_in.setdefault(tensor.untyped_storage()._cdata, []).append(piece)
         for tensor in (*state.values(), *beside):
             views_of.setdefault(tensor.untyped_storage()._cdata, []).append(tensor)
+        old_bytes = sum(views[0].untyped_storage().nbytes() for views in views_of.values())
         gives: list[list[Tensor]] = [[] for _ in range(waves)]
-        old_bytes = 0
-        for key, views in views_of.items():
-            storage, pieces = views[0].untyped_storage(), pieces_in.get(key, [])
-            old_bytes += storage.nbytes()
+        pieces_in: dict[int, list[Piece]] = {}
+        for piece, tensor in state.items() if in_place else ():
+            pieces_in.setdefault(tensor.untyped_storage()._cdata, []).append(piece)
+        for key, pieces in pieces_in.items():
+            views, storage = views_of[key], views_of[key][0].untyped_storage()
             whole = _covered(views) >= storage.nbytes() and storage.resizable()
-            if pieces and whole and wanted.isdisjoint(pieces):
+            if whole and wanted.isdisjoint(pieces):
                 gives[max(wave_of[p.name] for p in pieces)].append(views[0])
         return cls(old_bytes, takes, gives, begins, sizes)
 

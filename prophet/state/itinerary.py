@@ -5,7 +5,6 @@ All of it can be found before the move: by a thread that prepares it while the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,10 +12,18 @@ from prophet.errors import BudgetError
 from prophet.spec import IntArray
 from prophet.state.in_place import in_place
 from prophet.state.route import Route
-from prophet.state.streams import CHUNK_BYTES, DEPTH, Chunk, Measures, Streams, Timetable, Window, window_of
-
-Chunks = Mapping[int, list[tuple[int, Chunk]]]
-"""By round: peers, each with a chunk."""
+from prophet.state.streams import (
+    CHUNK_BYTES,
+    DEPTH,
+    Chunks,
+    Kept,
+    Measures,
+    Streams,
+    Timetable,
+    Window,
+    kept,
+    window_of,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,11 @@ class Itinerary:
         return Streams.of(self.route, self.rank)
 
     @cached_property
+    def kept(self) -> Kept:
+        """What stays on this rank in another piece."""
+        return kept(self.route, self.rank)
+
+    @cached_property
     def _order(self) -> IntArray:
         return in_place(self.route.before, self.route.after)[0]
 
@@ -70,28 +82,15 @@ class Itinerary:
         """The chunks of every round of this window."""
         key = window, in_place
         if key not in self._rounds:
-            self._rounds[key] = self._scheduled(Timetable(self.route, window, self.waves(in_place=in_place)))
+            self._rounds[key] = Rounds(*Timetable(self.streams, window, self.waves(in_place=in_place)).rounds())
         return self._rounds[key]
-
-    def _scheduled(self, table: Timetable) -> Rounds:
-        going: dict[int, list[tuple[int, Chunk]]] = {}
-        coming: dict[int, list[tuple[int, Chunk]]] = {}
-        for (peer, hop), stream in self.streams.sends.items():
-            for number, chunk in table.rounds(self.rank, hop, stream):
-                going.setdefault(number, []).append((peer, chunk))
-        for (peer, hop), stream in self.streams.receives.items():
-            for number, chunk in table.rounds(peer, hop, stream):
-                coming.setdefault(number, []).append((peer, chunk))
-        return Rounds(going, coming)
 
     def foresee(self, budget_bytes: int, *, in_place: bool, chunk_bytes: int = CHUNK_BYTES, depth: int = DEPTH) -> None:
         """Find all parts now, as far as others have the same budget and no rank's state takes any of it."""
         _ = self.digest, self.route.before.on(self.rank), self.route.after.on(self.rank), self.route.link_bytes
+        _ = self.streams.number, self.streams.out_bytes, self.streams.in_bytes, self.kept
         try:
             window = window_of(budget_bytes, chunk_bytes, depth, self.measures(in_place=in_place))
         except BudgetError:
             return  # the ranks find out together
-        rounds = self.rounds(window, in_place=in_place)
-        for row in (*rounds.going.values(), *rounds.coming.values()):
-            for _, chunk in row:
-                _ = chunk.cuts, chunk.n_bytes
+        self.rounds(window, in_place=in_place)

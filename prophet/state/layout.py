@@ -45,6 +45,7 @@ class Layout:
         self.space = space
         self.ranks = len(rows)
         self.pieces = rows
+        self._made = {}
         for rank, row in enumerate(rows):
             by_name: dict[str, list[Box]] = {}
             for piece in row:
@@ -77,8 +78,10 @@ class Layout:
 
     def on(self, rank: int) -> tuple[Piece, ...]:
         """Pieces of one rank."""
-        if "pieces" in self.__dict__:
-            return self.pieces[rank]
+        return self.pieces[rank] if "pieces" in self.__dict__ else self.listed(rank)
+
+    def listed(self, rank: int) -> tuple[Piece, ...]:
+        """Pieces of one rank as the table lists them: each box once."""
         if rank not in self._made:
             table, names = self.table, self.space.tensors
             made = (Piece(names[int(table.tensor[k])].name, table.box(int(k))) for k in table.on(rank))

@@ -166,7 +166,8 @@ class Route:
 
     def digest(self) -> int:
         """62 bits that differ where spaces, layouts or transfers do: ranks compare them before they move anything."""
-        found = hashlib.blake2b(repr(self.space.tensors).encode(), digest_size=8)
+        tensors = [(t.name, t.shape, t.dtype, t.kind, t.layer) for t in self.space.tensors]
+        found = hashlib.blake2b(repr(tensors).encode(), digest_size=8)
         for table in (self.before.table, self.after.table):
             for part in (table.tensor, table.low, table.high, table.start, table.holder):
                 found.update(np.ascontiguousarray(part).tobytes())

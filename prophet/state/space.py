@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import le, sub
 from typing import Literal, get_args
 
 import numpy as np
@@ -48,7 +49,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise LayoutError(f"a box needs as many starts as stops, got {self.start} and {self.stop}")
-        if any(a < 0 or b < a for a, b in zip(self.start, self.stop, strict=True)):
+        if min(self.start, default=0) < 0 or not all(map(le, self.start, self.stop)):
             raise LayoutError(f"a box needs 0 <= start <= stop, got {self.start} and {self.stop}")
 
     @classmethod
@@ -58,7 +59,7 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def elements(self) -> int:
@@ -204,6 +205,12 @@ class Space:
     def item_bytes(self) -> npt.NDArray[np.int64]:
         """Bytes of an element of every tensor, [tensors]."""
         return np.array([t.item_bytes for t in self.tensors], dtype=np.int64)
+
+    @cached_property
+    def types(self) -> tuple[tuple[str, ...], npt.NDArray[np.int64]]:
+        """Names of the types of elements, the widest first, and which of them every tensor has, [tensors]."""
+        names = tuple(sorted({t.dtype for t in self.tensors}, key=lambda name: (-ITEM_BYTES[name], name)))
+        return names, np.array([names.index(t.dtype) for t in self.tensors], dtype=np.int64)
 
     @cached_property
     def _by_name(self) -> dict[str, TensorSpec]:

@@ -7,21 +7,21 @@ stream cut it alike, and put each chunk into the same round, without a word.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from operator import mul
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from prophet.errors import BudgetError
-from prophet.spec import IntArray
-from prophet.state.route import Route, Transfer
-from prophet.state.space import Box, Space, TensorSpec, flat_boxes
+from prophet.errors import BudgetError, LayoutError
+from prophet.spec import BoolArray, IntArray
+from prophet.state.layout import Layout, Piece
+from prophet.state.route import Route
+from prophet.state.space import TensorSpec
+from prophet.state.table import distinct, flat_ranges, numbered, positions_of, starts, volumes, within
 
 # Measured on four hosts, gloo, links of 200 Mbit/s, 8 MiB through the busiest port: seconds over that port's, medians
 # of three. All move two layers to the next rank: 32 KiB take 1.19 with one round under way and 1.09 to 1.11 with
@@ -32,9 +32,6 @@ SMALL_CHUNK_BYTES = 128 << 10  # above this, memory is better spent on rounds th
 DEPTH = 4  # rounds under way
 FORWARDED_CHUNKS = 16  # of the longest stream, at least: the first of them is sent on while the others come
 
-StreamKey = tuple[int, int]
-"""The peer, and how often it has been sent before."""
-
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
     """The tensor's element type in torch; TypeError where it has none."""
@@ -44,49 +41,76 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
     return dtype
 
 
-class Part(NamedTuple):
-    """Elements first .. last-1 of a transfer's box, in that order."""
-
-    transfer: Transfer
-    spec: TensorSpec
-    first: int
-    last: int
-
-    def boxes(self) -> list[Box]:
-        """The boxes that hold these elements."""
-        box = self.transfer.box
-        if self.last - self.first == box.elements:
-            return [box]
-        return [b.shift(box.start) for b in flat_boxes(box.shape, self.first, self.last)]
+Place = tuple[Piece, list[int], list[int]]
+"""A box as it lies in a piece: where it begins there, and its shape."""
 
 
-@dataclass(frozen=True)
+def views(places: Sequence[Place], state: Mapping[Piece, Tensor]) -> list[Tensor]:
+    """The elements of every box, in the tensors of the state."""
+    found = []
+    for piece, low, shape in places:
+        tensor = state[piece]
+        steps = tensor.stride()
+        found.append(tensor.as_strided(shape, steps, tensor.storage_offset() + sum(map(mul, low, steps))))
+    return found
+
+
+def placed(layout: Layout, rank: int, tensor: IntArray, low: IntArray, high: IntArray) -> list[Place]:
+    """Where these boxes, [M], lie in the pieces of `rank`; `LayoutError` unless each lies in one."""
+    table, tensors, pieces = layout.table, layout.space.tensors, layout.listed(rank)
+    box, at = table.meeting(rank, tensor, low, high)
+    entry = table.on(rank)[at]
+    if (
+        not np.array_equal(box, np.arange(len(tensor)))
+        or (low < table.low[entry]).any()
+        or (high > table.high[entry]).any()
+    ):
+        raise LayoutError(f"rank {rank} has no piece with all of a box that it sends or receives")
+    columns = at.tolist(), (low - table.low[entry]).tolist(), (high - low).tolist(), tensor.tolist()
+    found = []
+    for k, begin, shape, t in zip(*columns, strict=True):
+        dims = len(tensors[t].shape)
+        found.append((pieces[k], begin[:dims], shape[:dims]))
+    return found
+
+
+Kept = Mapping[Piece, Sequence[tuple[Place, Place]]]
+"""By new piece, what of it stays on its rank: where it lies in an old piece, and in the new one."""
+
+
+def kept(route: Route, rank: int) -> Kept:
+    """What stays on `rank` in another piece."""
+    old, new = route.before.table, route.after.table
+    entry = new.on(rank)
+    box, at = old.meeting(rank, new.tensor[entry], new.low[entry], new.high[entry])
+    b, a = entry[box], old.on(rank)[at]
+    other = ((old.low[a] != new.low[b]) | (old.high[a] != new.high[b])).any(1)
+    a, b = a[other], b[other]
+    common = new.tensor[b], np.maximum(old.low[a], new.low[b]), np.minimum(old.high[a], new.high[b])
+    found: dict[Piece, list[tuple[Place, Place]]] = {}
+    for pair in zip(placed(route.before, rank, *common), placed(route.after, rank, *common), strict=True):
+        found.setdefault(pair[1][0], []).append(pair)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
-    """What one message carries. Its `parts` are all there before anything else is asked for."""
+    """What one message carries: boxes, the widest elements first, so that none needs padding.
 
-    wave: int
-    parts: list[Part]
+    places: of every box, in a piece of the new state where the chunk comes or is sent on. runs: the first of the
+    message's bytes that have elements of one type, the one behind the last, the type, and how many elements each box in
+    turn has.
+    """
 
-    @cached_property
-    def n_bytes(self) -> int:
-        return sum((p.last - p.first) * p.spec.item_bytes for p in self.parts)
+    n_bytes: int
+    sent_on: bool
+    places: list[Place]
+    runs: list[tuple[int, int, torch.dtype, list[int]]]
 
-    @cached_property
-    def cuts(self) -> list[tuple[str, Box, int, int, torch.dtype]]:
-        """Boxes with the bytes first .. last-1 of the message that carry them, and their element type."""
-        found: list[tuple[str, Box, int, int, torch.dtype]] = []
-        offset = 0
-        for part in self.parts:
-            for box in part.boxes():
-                stop = offset + box.elements * part.spec.item_bytes
-                found.append((part.transfer.name, box, offset, stop, torch_dtype(part.spec)))
-                offset = stop
-        return found
-
-    def views(self, memory: Tensor) -> Iterable[tuple[str, Box, Tensor]]:
-        """Boxes, and their elements within the memory that carries the chunk."""
-        for name, box, first, last, dtype in self.cuts:
-            yield name, box, memory[first:last].view(dtype).view(box.shape)
+    def packed(self, memory: Tensor) -> list[Tensor]:
+        """The elements of every box within the memory that carries the chunk."""
+        parts = [p for first, last, t, sizes in self.runs for p in memory[first:last].view(t).split_with_sizes(sizes)]
+        return [part.view(shape) for part, (_, _, shape) in zip(parts, self.places, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -163,122 +187,176 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Streams:
-    """What one rank sends and receives, by peer and how often it was sent before."""
+    """What one rank sends and receives, and what others send each other first, for it to be sent on.
 
-    sends: Mapping[StreamKey, list[Transfer]]
-    receives: Mapping[StreamKey, list[Transfer]]
-    out_bytes: Mapping[int, int]
-    in_bytes: int
+    Shape legend: S streams, B boxes. ends: hop, source and destination of every stream, ascending, [S, 3]. stream, row,
+    tensor: of every box, the row being the route's, by stream, tensor and place, [B].
+    """
+
+    route: Route
+    rank: int
+    ends: IntArray
+    stream: IntArray
+    row: IntArray
+    tensor: IntArray
 
     @classmethod
     def of(cls, route: Route, rank: int) -> Streams:
-        sends, receives = sends_of(route, rank), receives_of(route, rank)
-        sizes: dict[int, int] = defaultdict(int)
-        for (peer, _), stream in sends.items():
-            sizes[peer] += sum(map(route.n_bytes, stream))
-        return cls(sends, receives, dict(sizes), sum(route.n_bytes(t) for row in receives.values() for t in row))
+        """Those of `rank`."""
+        rows, feed = route.rows, route.feed
+        chosen = (route.source == rank) | (rows.destination == rank)
+        if (feed[chosen] >= 0).any():
+            number, first = numbered(route.hop, route.source, rows.destination)
+            wanted, more = np.zeros(len(first), dtype=bool), number[chosen]
+            while len(more):
+                wanted[more] = True
+                chosen = wanted[number]
+                more = number[feed[chosen & (feed >= 0)]]
+                more = more[~wanted[more]]
+        row = np.flatnonzero(chosen)
+        many = (rows.last - rows.first)[row]
+        tensor = route.atoms.members[positions_of(rows.first[row], many)]
+        row = np.repeat(row, many)
+        ends = np.stack([route.hop[row], route.source[row], rows.destination[row]], axis=1)
+        order = np.lexsort([*rows.low[row].T[::-1], tensor, *ends.T[::-1]])
+        stream, first = numbered(*ends[order].T)
+        return cls(route, rank, ends[order][first], stream, row[order], tensor[order])
 
     @property
+    def leaving(self) -> BoolArray:
+        """Whether this rank sends the stream, [S]."""
+        found: BoolArray = self.ends[:, 1] == self.rank
+        return found
+
+    @property
+    def coming(self) -> BoolArray:
+        """Whether this rank receives the stream, [S]."""
+        found: BoolArray = self.ends[:, 2] == self.rank
+        return found
+
+    @cached_property
     def number(self) -> int:
-        return len(self.sends) + len(self.receives)
+        """How many this rank sends and receives."""
+        return int(self.leaving.sum() + self.coming.sum())
+
+    @cached_property
+    def out_bytes(self) -> dict[int, int]:
+        """Bytes that this rank sends, by the rank that they go to."""
+        sent = np.flatnonzero(self.route.source == self.rank)
+        found = np.bincount(self.route.rows.destination[sent], self.route.rows.n_bytes[sent])
+        return {peer: int(found[peer]) for peer in np.flatnonzero(found).tolist()}
+
+    @cached_property
+    def in_bytes(self) -> int:
+        """Bytes that this rank receives."""
+        return int(self.route.rows.n_bytes[self.route.rows.destination == self.rank].sum())
 
 
-def sends_of(route: Route, rank: int) -> dict[StreamKey, list[Transfer]]:
-    """The streams that leave `rank`."""
-    return _gathered((t.destination, t.hop, t) for t in route.sends(rank))
-
-
-def receives_of(route: Route, rank: int) -> dict[StreamKey, list[Transfer]]:
-    """The streams that come to `rank`."""
-    return _gathered((t.source, t.hop, t) for t in route.receives(rank))
-
-
-def _gathered(transfers: Iterable[tuple[int, int, Transfer]]) -> dict[StreamKey, list[Transfer]]:
-    found: dict[StreamKey, list[Transfer]] = {}
-    for peer, hop, transfer in transfers:
-        found.setdefault((peer, hop), []).append(transfer)
-    return dict(sorted(found.items()))  # what two ranks send each other in one round goes by hop
-
-
-def chunks_of(space: Space, stream: Sequence[Transfer], chunk_bytes: int, waves: IntArray | None = None) -> list[Chunk]:
-    """The stream cut into chunks of at most `chunk_bytes`, wave by wave, its widest elements first: none needs padding.
-
-    Alike at both ends.
-    """
-
-    def place(t: Transfer) -> tuple[int, int]:
-        number = space.number[t.name]
-        return 0 if waves is None else int(waves[number]), -space.tensors[number].item_bytes
-
-    chunks: list[Chunk] = []
-    left = 0
-    for t in sorted(stream, key=place):
-        spec, wave = space[t.name], place(t)[0]
-        first, total = 0, t.box.elements
-        while first < total:
-            if left < spec.item_bytes or chunks[-1].wave != wave:
-                chunks.append(Chunk(wave, []))
-                left = chunk_bytes
-            last = min(total, first + left // spec.item_bytes)
-            chunks[-1].parts.append(Part(t, spec, first, last))
-            left -= (last - first) * spec.item_bytes
-            first = last
-    return chunks
+Chunks = Mapping[int, list[tuple[int, Chunk]]]
+"""By round: peers, each with a chunk."""
 
 
 class Timetable:
-    """The round of every chunk: those of a stream spread evenly over their wave's rounds.
+    """The chunks that streams are cut into, and the round of each.
+
+    Shape legend: B boxes and C chunks, by stream, wave and type of elements. Bytes count from the first box on. In a
+    wave all chunks of a stream are full but the last. They are spread evenly over the wave's rounds.
 
     What is sent on goes once the round that brings it has ended: `depth` rounds later, since a rank ends that one
     before it begins this one. So every rank gets to its next round, whatever the others do.
     """
 
-    def __init__(self, route: Route, window: Window, waves: IntArray | None) -> None:
-        self.route, self.window, self.waves = route, window, waves
-        self._arrivals: dict[tuple[int, int], dict[tuple[str, Box], tuple[list[int], list[int]]]] = {}
-        self._received: dict[int, dict[StreamKey, list[Transfer]]] = {}
+    def __init__(self, streams: Streams, window: Window, waves: IntArray | None) -> None:
+        self.streams, self.window = streams, window
+        space, rows = streams.route.space, streams.route.rows
+        names, self.kinds = space.types
+        self.types: list[torch.dtype] = [getattr(torch, name) for name in names]
+        wave = np.zeros(len(streams.row), np.int64) if waves is None else waves[streams.tensor]
+        order = np.lexsort([self.kinds[streams.tensor], wave, streams.stream])
+        self.row, self.tensor, stream, wave = (x[order] for x in (streams.row, streams.tensor, streams.stream, wave))
+        self.item_bytes = space.item_bytes[self.tensor]
+        self.begin = starts(volumes(rows.low, rows.high)[self.row] * self.item_bytes)  # [B + 1]
+        _, first = numbered(stream, wave)
+        begin = self.begin[np.append(first, len(stream))]
+        many = -(-np.diff(begin) // window.chunk_bytes)
+        self.chunk_begin = np.append(  # [C + 1]
+            np.repeat(begin[:-1], many) + within(many) * window.chunk_bytes, begin[-1]
+        )
+        self.stream = np.repeat(stream[first], many)
+        start = np.array(window.starts)
+        rounds = start[wave[first] + 1] - start[wave[first]]
+        self.round = np.repeat(start[wave[first]], many) + within(many) * np.repeat(rounds, many) // np.repeat(
+            many, many
+        )
+        # parts of boxes, each within one chunk; those of chunk c are part[c] .. part[c + 1] - 1
+        self.cut = distinct(np.concatenate([self.begin, self.chunk_begin]))
+        self.box = np.searchsorted(self.begin, self.cut[:-1], side="right") - 1
+        self.part = np.searchsorted(self.cut, self.chunk_begin)
+        for hop in range(1, int(streams.ends[:, 0].max(initial=0)) + 1):
+            self._delay(np.flatnonzero(streams.ends[self.stream, 0] == hop))
 
-    def rounds(self, source: int, hop: int, stream: Sequence[Transfer]) -> list[tuple[int, Chunk]]:
-        """The chunks of a stream that leaves `source`, each with its round; they ascend."""
-        chunks = chunks_of(self.route.space, stream, self.window.chunk_bytes, self.waves)
-        many: dict[int, int] = defaultdict(int)
-        for chunk in chunks:
-            many[chunk.wave] += 1
-        found: list[tuple[int, Chunk]] = []
-        seen: dict[int, int] = defaultdict(int)
-        before = -1
-        for chunk in chunks:
-            start, stop = self.window.starts[chunk.wave], self.window.starts[chunk.wave + 1]
-            number = start + seen[chunk.wave] * (stop - start) // many[chunk.wave]
-            seen[chunk.wave] += 1
-            if hop:
-                number = max(number, before + 1, self._there(source, hop - 1, chunk) + self.window.depth)
-            before = number
-            found.append((number, chunk))
-        return found
+    def _parts(self, chunks: IntArray) -> tuple[IntArray, IntArray]:
+        """The parts of these chunks, and how many each has."""
+        many = np.diff(self.part)[chunks]
+        return positions_of(self.part[chunks], many), many
 
-    def _there(self, rank: int, hop: int, chunk: Chunk) -> int:
-        """The round that brings `rank` the last of what the chunk holds."""
-        arrivals = self._arriving(rank, hop)
-        last = 0
-        for part in chunk.parts:
-            ends, rounds = arrivals[part.transfer.name, part.transfer.box]
-            last = max(last, rounds[bisect_left(ends, part.last)])
-        return last
+    def _delay(self, chunks: IntArray) -> None:
+        """Let chunks that are sent on go `depth` rounds after the last of what they hold has come, one in a round."""
+        part, many = self._parts(chunks)
+        box, feed = self.box[part], self.streams.route.feed
+        tensors = len(self.streams.route.space.tensors)
+        key = self.row * tensors + self.tensor
+        order = np.argsort(key)
+        fed = order[np.searchsorted(key[order], feed[self.row[box]] * tensors + self.tensor[box])]
+        last = self.begin[fed] + self.cut[part + 1] - 1 - self.begin[box]  # byte of what comes
+        there = self.round[np.searchsorted(self.chunk_begin, last, side="right") - 1]
+        earliest = np.maximum.reduceat(there, starts(many)[:-1]) + self.window.depth
+        ahead = np.maximum(self.round[chunks], earliest) - np.arange(len(chunks))
+        apart = self.stream[chunks] * (int(ahead.max()) - int(ahead.min()) + 1)  # streams do not delay each other
+        self.round[chunks] = np.maximum.accumulate(ahead + apart) - apart + np.arange(len(chunks))
 
-    def _arriving(self, rank: int, hop: int) -> dict[tuple[str, Box], tuple[list[int], list[int]]]:
-        """When what comes to `rank` after `hop` others is there: up to which element, in which round."""
-        if (rank, hop) not in self._arrivals:
-            if rank not in self._received:
-                self._received[rank] = receives_of(self.route, rank)
-            found: dict[tuple[str, Box], tuple[list[int], list[int]]] = {}
-            for (source, times), stream in self._received[rank].items():
-                for number, chunk in self.rounds(source, hop, stream) if times == hop else ():
-                    for part in chunk.parts:
-                        ends, rounds = found.setdefault((part.transfer.name, part.transfer.box), ([], []))
-                        ends.append(part.last)
-                        rounds.append(number)
-            self._arrivals[rank, hop] = found
-        return self._arrivals[rank, hop]
+    def rounds(self) -> tuple[Chunks, Chunks]:
+        """What this rank sends in every round, and what it receives."""
+        streams, route = self.streams, self.streams.route
+        going: dict[int, list[tuple[int, Chunk]]] = {}
+        coming: dict[int, list[tuple[int, Chunk]]] = {}
+        first = streams.ends[:, 0] == 0
+        for which, peers, layout, sent_on, found in (
+            (streams.leaving & first, 2, route.before, False, going),
+            (streams.leaving & ~first, 2, route.after, True, going),
+            (streams.coming, 1, route.after, False, coming),
+        ):
+            chunks = np.flatnonzero(which[self.stream])
+            numbers, peer = self.round[chunks].tolist(), streams.ends[self.stream[chunks], peers].tolist()
+            for number, rank, chunk in zip(numbers, peer, self._made(chunks, layout, sent_on), strict=True):
+                found.setdefault(number, []).append((rank, chunk))
+        return going, coming
+
+    def _made(self, chunks: IntArray, layout: Layout, sent_on: bool) -> list[Chunk]:
+        """These chunks; what they hold lies in this rank's pieces of `layout`."""
+        if not len(chunks):
+            return []
+        space, rows, rank = self.streams.route.space, self.streams.route.rows, self.streams.rank
+        part, many = self._parts(chunks)
+        box = self.box[part]
+        first, last = ((self.cut[part + k] - self.begin[box]) // self.item_bytes[box] for k in (0, 1))
+        row = self.row[box]
+        of, low, high = flat_ranges((rows.high - rows.low)[row], first, last)
+        order = np.lexsort([*low.T[::-1], of])
+        of, low, shape = of[order], low[order] + rows.low[row[of[order]]], (high - low)[order]
+        tensor, size = self.tensor[box[of]], np.prod(shape, axis=1)
+        chunk = np.repeat(np.arange(len(chunks)), many)[of]
+        places = placed(layout, rank, tensor, low, low + shape)
+        made = [Chunk(n, sent_on, [], []) for n in np.diff(self.chunk_begin)[chunks].tolist()]
+        kind = self.kinds[tensor]
+        _, first = numbered(chunk, kind)
+        stop, sizes = np.append(first[1:], len(chunk)), size.tolist()
+        byte = starts(size * space.item_bytes[tensor])
+        ends = np.stack([byte[first], byte[stop]]) - byte[np.searchsorted(chunk, chunk[first])]
+        runs = np.stack([chunk[first], kind[first], first, stop, *ends], axis=1).tolist()
+        for number, of_type, i, j, begins, stops in runs:
+            made[number].places.extend(places[i:j])
+            made[number].runs.append((begins, stops, self.types[of_type], sizes[i:j]))
+        return made

@@ -142,6 +142,21 @@ class Table:
         start, entry = self._by_rank
         return entry[start[rank] : start[rank + 1]]
 
+    def meeting(self, rank: int, tensor: IntArray, low: IntArray, high: IntArray) -> tuple[IntArray, IntArray]:
+        """Pairs of one of these boxes and an entry on `rank`, counted as in `on`, that have an element in common.
+
+        tensor [M], low, high [M, D]. Pairs ascend by box.
+        """
+        entry = self.on(rank)
+        order = np.argsort(self.tensor[entry], kind="stable")
+        arranged = self.tensor[entry[order]]
+        first = np.searchsorted(arranged, tensor, side="left")
+        many = np.searchsorted(arranged, tensor, side="right") - first
+        box, at = np.repeat(np.arange(len(tensor)), many), order[positions_of(first, many)]
+        there = entry[at]
+        meet = ((self.low[there] < high[box]) & (low[box] < self.high[there])).all(1)
+        return box[meet], at[meet]
+
     def rank_bytes(self) -> IntArray:
         """Bytes that every rank holds, [P]."""
         each = np.repeat(self.volume * self.space.item_bytes[self.tensor], np.diff(self.start))

@@ -33,15 +33,16 @@ from prophet.state.in_place import Replacing
 from prophet.state.itinerary import Itinerary, Rounds
 from prophet.state.layout import Layout, Piece
 from prophet.state.route import Route
-from prophet.state.space import Box
 from prophet.state.streams import (
     CHUNK_BYTES,
     DEPTH,
     Chunk,
+    Kept,
     Measures,
     Streams,
     Window,
     torch_dtype,
+    views,
     window_of,
 )
 
@@ -53,8 +54,6 @@ _LOST = "neither the old state nor the new one is whole: take it from copies or 
 State = Mapping[Piece, Tensor]
 Conclude = Callable[[State, str], None]
 """Takes the new state and, in words, what went wrong on this rank on the way (nothing: empty)."""
-
-Index = dict[str, list[tuple[Box, Tensor]]]
 
 
 class Allocate(Protocol):
@@ -133,7 +132,7 @@ def transition(
     in_place = mode == "in-place"
     plan = ahead if ahead is not None else Itinerary(route, rank)
     waves, streams, measures = plan.waves(in_place=in_place), plan.streams, plan.measures(in_place=in_place)
-    mover = _Mover(route, state, collective, device, allocate)
+    mover = _Mover(route, plan.kept, state, collective, device, allocate)
     # all on the side, before ranks agree: what the others wish for can only make the buffer smaller
     problem = problem or _check_state(route.before, state, rank, device)
     excess = 0
@@ -144,7 +143,8 @@ def transition(
     try:
         ready = _Ready(problem, mode, budget_bytes, excess, chunk_bytes, depth)
         window = _agree(plan.digest, measures, ready, collective, device)
-        mover.run(plan.rounds(window, in_place=in_place), streams.number, window)
+        with torch.no_grad():  # parameters may be among the state
+            mover.run(plan.rounds(window, in_place=in_place), streams.number, window)
         if conclude is not None:
             conclude(mover.new_state, mover.problem)
         else:
@@ -179,29 +179,35 @@ class _Mover:
     peak_bytes: int
 
     def __init__(
-        self, route: Route, state: State, collective: Collective, device: torch.device, allocate: Allocate
+        self,
+        route: Route,
+        kept: Kept,
+        state: State,
+        collective: Collective,
+        device: torch.device,
+        allocate: Allocate,
     ) -> None:
         self.route, self.state, self.collective = route, state, collective
         self.device, self.allocate = device, allocate
         self.new_state: dict[Piece, Tensor] = {}
-        self.sources = index_of(state)
-        self.targets: Index = {}
+        self.kept = kept
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self.problem = ""
         self.messages = 0
 
     def plan(self, waves: IntArray | None, many: int, beside: Sequence[Tensor]) -> int:
         """Decide what replaces what; without `waves` nothing goes back. Bytes beyond the larger of both states."""
-        names, rank = self.route.space.tensors, self.collective.rank
-        wave_of = {t.name: 0 if waves is None else int(waves[k]) for k, t in enumerate(names)}
-        sizes = {t.name: t.item_bytes for t in names}
-        after = self.route.after.on(rank)
-        self.memory = Replacing.of(self.state, after, wave_of, many, sizes, self._begin_wave, beside)
-        if waves is None:
-            self.memory.gives = [[] for _ in range(many)]
+        space, after = self.route.space, self.route.after.on(self.collective.rank)
+        wave = [0] * len(space.tensors) if waves is None else waves.tolist()
+        wave_of = dict(zip(space.number, wave, strict=True))
+        sizes = dict(zip(space.number, space.item_bytes.tolist(), strict=True))
+        self.memory = Replacing.of(
+            self.state, after, wave_of, many, sizes, self._begin_wave, beside, in_place=waves is not None
+        )
         self.peak_bytes = self.memory.peak_bytes()
-        larger = max(self.memory.old_bytes, sum(map(self.memory.piece_bytes, after)))
-        return 0 if waves is None else self.peak_bytes - larger
+        if waves is None:
+            return 0
+        return self.peak_bytes - max(self.memory.old_bytes, sum(map(self.memory.piece_bytes, after)))
 
     def prepare(self, buffer_bytes: int, *, whole: bool) -> str:
         """Get the buffer, and with `whole` all of the new state; in words why that cannot be done."""
@@ -224,7 +230,6 @@ class _Mover:
                 self.new_state[piece] = self.allocate(
                     piece.box.shape, torch_dtype(self.route.space[piece.name]), self.device
                 )
-                self.targets.setdefault(piece.name, []).append((piece.box, self.new_state[piece]))
 
     def attempt(self, call: Callable[[], None]) -> None:
         """Run `call` unless something has failed; what it raises is this rank's problem."""
@@ -238,9 +243,16 @@ class _Mover:
     def _begin_wave(self, pieces: list[Piece]) -> None:
         def begin() -> None:
             self._get(pieces)
-            keep(self.sources, [(piece, self.new_state[piece]) for piece in pieces])
+            self._keep(pieces)
 
         self.attempt(begin)
+
+    def _keep(self, pieces: list[Piece]) -> None:
+        """Copy what stays on this rank into these new pieces."""
+        stays = [pair for piece in pieces for pair in self.kept.get(piece, ())]
+        if stays:
+            old, new = zip(*stays, strict=True)
+            torch._foreach_copy_(views(new, self.new_state), views(old, self.state))
 
     def run(self, rounds: Rounds, streams: int, window: Window) -> None:
         """All rounds, up to `window.depth` of them under way; `streams` go and come in one at most."""
@@ -289,22 +301,11 @@ class _Mover:
             self.attempt(lambda chunk=chunk, memory=memory: self._unpack(chunk, memory))  # type: ignore[misc]
 
     def _pack(self, chunk: Chunk, memory: Tensor) -> None:
-        sent_on = chunk.parts[0].transfer.hop > 0
-        for name, box, view in chunk.views(memory):
-            view.copy_(find(self.targets if sent_on else self.sources, name, box))
+        state = self.new_state if chunk.sent_on else self.state
+        torch._foreach_copy_(chunk.packed(memory), views(chunk.places, state))
 
     def _unpack(self, chunk: Chunk, memory: Tensor) -> None:
-        for name, box, view in chunk.views(memory):
-            find(self.targets, name, box).copy_(view)
-
-
-def keep(sources: Index, new: Sequence[tuple[Piece, Tensor]]) -> None:
-    """Copy what stays on this rank in another piece."""
-    for piece, target in new:
-        for box, tensor in sources.get(piece.name, ()):
-            common = box.intersect(piece.box)
-            if common is not None:
-                target[common.slices(piece.box)].copy_(tensor[common.slices(box)])
+        torch._foreach_copy_(views(chunk.places, self.new_state), chunk.packed(memory))
 
 
 # --- agreement ----------------------------------------------------------------------------------------------------
@@ -363,7 +364,7 @@ def _buffer_bytes(streams: Streams, measures: Measures, wishes: tuple[int, int, 
 
 def _check_state(before: Layout, state: State, rank: int, device: torch.device) -> str:
     pieces = before.on(rank)
-    if set(pieces) != set(state):
+    if state.keys() != set(pieces):
         differ = sorted(str(p) for p in set(pieces) ^ set(state))
         return f"the state and the layout differ in {', '.join(differ[:4])}"
     for piece, tensor in state.items():
@@ -395,22 +396,6 @@ def _refuse(problem: str, failed: Sequence[int], rank: int, what: str, after: st
 
 def _kind(after: str) -> type[RuntimeError]:
     return StateLost if after == _LOST else TransitionError
-
-
-def index_of(state: State) -> Index:
-    """The boxes that are held of every tensor, by its name."""
-    found: Index = {}
-    for piece, tensor in state.items():
-        found.setdefault(piece.name, []).append((piece.box, tensor))
-    return found
-
-
-def find(index: Index, name: str, box: Box) -> Tensor:
-    """The part of a held tensor that is `box`; the route has made sure that there is one."""
-    for held, tensor in index[name]:
-        if held.contains(box):
-            return tensor[box.slices(held)]
-    raise TransitionError(f"no piece holds all of {name}{box}")
 
 
 def transition_naive(states: Sequence[State], after: Layout) -> list[dict[Piece, Tensor]]:

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from prophet.ranks.threads import ThreadWorld
 from prophet.spec import IntArray
+from prophet.state.itinerary import Itinerary
 from prophet.state.layout import Piece, layout_from
 from prophet.state.route import route
 from prophet.state.sources import Rows, _least_loaded, balanced
 from prophet.state.space import Box, Space, TensorSpec
-from prophet.state.streams import Measures, Timetable, sends_of, window_of
+from prophet.state.streams import Measures, window_of
 from prophet.state.transition import transition
 
 
@@ -46,11 +47,12 @@ def test_what_is_passed_on_goes_while_more_comes(longer: int) -> None:
     after = layout_from(space, 5, {**dict.fromkeys(range(3), whole), 4: other})
     way = route(before, after, nodes=[0, 1, 1, 2, 3])
     window = window_of(1 << 20, 64, 2, Measures.of(way, None))
-    table = Timetable(way, window, None)
-    direct, passed_on = (
-        [number for number, _ in table.rounds(source, hop, sends_of(way, source)[peer, hop])]
-        for source, peer, hop in ((0, 1, 0), (1, 2, 1))
-    )
+
+    def numbers(source: int, peer: int) -> list[int]:
+        going = Itinerary(way, source).rounds(window, in_place=False).going
+        return [number for number, row in sorted(going.items()) for to, _ in row if to == peer]
+
+    direct, passed_on = numbers(0, 1), numbers(1, 2)
     assert direct == list(range(0, 20 * longer, longer))
     assert passed_on == [number + window.depth for number in direct]
 

@@ -21,7 +21,7 @@ from prophet.state import transition as module
 from prophet.state.layout import Layout, Piece, flat_shard, layout_from, missing, slice_box, whole_tensors
 from prophet.state.route import Route, route
 from prophet.state.space import ITEM_BYTES, Box, Space, TensorSpec
-from prophet.state.streams import CHUNK_BYTES, DEPTH, Measures, torch_dtype, window_of
+from prophet.state.streams import CHUNK_BYTES, DEPTH, Measures, placed, torch_dtype, window_of
 from prophet.state.transition import Moved, empty, transition
 from tests.helpers.moving import assert_whole, outcomes, pair
 from tests.helpers.pipeline_support import csr_rows, csr_specs, random_values, states_of
@@ -117,6 +117,37 @@ def test_an_empty_tensor_moves_too() -> None:
     states = [{Piece(n, b): torch.zeros(b.shape) for n, b in every}, {}]
     moved = ThreadWorld(2).run(lambda c: transition(way, states[c.rank], c, budget_bytes=8))
     assert [tuple(t.shape) for t in moved[1].state.values()] == [(0, 3), (1,)]
+
+
+def test_tensors_that_are_views_of_others_move_as_they_are_seen() -> None:
+    """Transposed, a parameter, and every second row: what is sent, and what stays on rank 0 in another piece."""
+    half = slice_box((4, 6), 0, 2, 0)
+    space = Space((*MATRIX.tensors, TensorSpec(name="v", shape=(4, 6), dtype="int64")))
+    before = layout_from(space, 2, {0: [(t.name, t.box) for t in space.tensors]})
+    after = layout_from(
+        space, 2, {0: [(t.name, half) for t in space.tensors], 1: [("w", MATRIX["w"].box), ("v", half)]}
+    )
+    held = {"w": torch.randn(6, 5, requires_grad=True).T[1:], "v": torch.arange(60).reshape(10, 6)[1:9:2]}
+    states = [{p: held[p.name] for p in before.on(0)}, {}]
+    moved = ThreadWorld(2).run(lambda c: transition(route(before, after), states[c.rank], c, budget_bytes=64))
+    assert_whole(route(after, after), [m.state for m in moved], {name: t.detach() for name, t in held.items()})
+    assert not any(t.requires_grad for m in moved for t in m.state.values())
+
+
+def test_a_box_that_no_piece_holds_is_refused() -> None:
+    halves = layout_from(MATRIX, 1, {0: [("w", slice_box((4, 6), 0, 2, k)) for k in range(2)]})
+    boxes = np.array([[0, 3], [2, 1]]), np.array([[2, 6], [4, 2]])
+    found = placed(halves, 0, np.zeros(2, np.int64), *boxes)
+    assert [(p.box, low, shape) for p, low, shape in found] == [
+        (halves.pieces[0][0].box, [0, 3], [2, 3]),
+        (halves.pieces[0][1].box, [0, 1], [2, 1]),
+    ]
+    for low, high in (([1, 0], [3, 6]), ([0, 0], [4, 6])):  # in both halves; nowhere else does a whole one lie
+        with pytest.raises(LayoutError, match="rank 0 has no piece"):
+            placed(halves, 0, np.zeros(1, np.int64), np.array([low]), np.array([high]))
+    top = layout_from(MATRIX, 1, {0: [("w", slice_box((4, 6), 0, 2, 0))]})
+    with pytest.raises(LayoutError, match="rank 0 has no piece"):
+        placed(top, 0, np.zeros(1, np.int64), np.array([[1, 0]]), np.array([[3, 6]]))
 
 
 def test_unchanged_pieces_are_not_copied() -> None:
@@ -299,18 +330,17 @@ def test_an_allocation_that_fails_stops_all_ranks(fails_at: int) -> None:
     assert_whole(way, states, values)
 
 
-@pytest.mark.parametrize("what", ["_pack", "_unpack", "keep"])
+@pytest.mark.parametrize("what", ["_pack", "_unpack", "_keep"])
 def test_a_failure_on_the_way_is_told_and_hangs_nobody(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, states, values = pair()
-    owner = module if what == "keep" else module._Mover
-    inner = getattr(owner, what)
+    inner = getattr(module._Mover, what)
 
     def failing(*args: object) -> None:
         if threading.current_thread().name == "rank-1":
             raise RuntimeError("out of scratch memory")
         inner(*args)
 
-    monkeypatch.setattr(owner, what, failing)
+    monkeypatch.setattr(module._Mover, what, failing)
     body = lambda c: transition(way, states[c.rank], c, budget_bytes=1 << 10, chunk_bytes=32)  # noqa: E731
     errors = [str(e) for e in outcomes(2, body)]
     assert "ranks [1] could not unpack" in errors[0]
