@@ -363,10 +363,9 @@ class Job:
         if layout is not None:
             self.prepare(layout, mode=mode)
         pipe, ready = self.pipeline, self._prepared()
-        with pipe.failures.during(f"switch before step {self.steps}", pipe.stage_map):
-            op = Operation("meeting for a switch")
-            said = [ready.problem, ready.broken, mode, self._balance.told(self.layout)]
-            every = gather_json(said, pipe.collective, pipe.config.device, op)
+        target, remembered = ready.target, list[Any]()
+
+        def heard(every: list[Any]) -> None:
             refuse_where([mode for _, _, mode, *_ in every], "switch in another mode")
             check_mode(mode)
             self._preparing = None
@@ -374,18 +373,22 @@ class Job:
             self._give_up([broken for _, broken, *_ in every])
             if failed:
                 raise TransitionError(f"{failed}; {_WHOLE}")
-        assert ready.target is not None
-        assert ready.layout is not None
+            remembered.extend(told for *_, told in every)
+
+        told = lambda: [ready.problem, ready.broken, mode, self._balance.told(self.layout)]  # noqa: E731
         words: Mapping[str, Any] = {"layout": str(ready.layout), "data position": self.data.position}
         try:
-            reseater = self._reseater(ready.layout)
+            reseater = self._reseater(ready.layout or self.layout)
             reseater.mode = mode
-            done = pipe.reseat(reseater, ready.target, self._groups.get(*self._state), words, ready.way)
+            state = self._groups.get(*self._state) if target is not None else pipe.collective
+            done = pipe.reseat(reseater, target, state, words, way=ready.way, told=told, heard=heard)
         except TransitionError:
-            self._groups.drop([self._state])  # it may be of no more use: another one is made the next time
+            if remembered:  # the state's group may be of no more use: another one is made the next time
+                self._groups.drop([self._state])
             raise
-        self.layout, self._shards = ready.layout, _arranged(ready.target)
-        self._balance.learn([told for *_, told in every])
+        assert ready.layout is not None
+        self.layout, self._shards = ready.layout, _arranged(target)
+        self._balance.learn(remembered)
         self._balance.begin(pipe, self.layout)
         return done
 

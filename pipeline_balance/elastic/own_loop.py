@@ -7,6 +7,7 @@ one mover of training state brings. Once all processes have decided, what is lef
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +34,7 @@ from pipeline_balance.elastic.styles import styles_of
 from pipeline_balance.elastic.target import Target
 from pipeline_balance.pipeline.agreement import from_all, refuse_where
 from pipeline_balance.pipeline.ownership import check_free
-from pipeline_balance.pipeline.reseat import DECISION
+from pipeline_balance.pipeline.reseat import DECISION, raise_own
 from pipeline_balance.pipeline.training_state import Held, base_name, described, in_words, refuse_odd, union
 from prophet.errors import BudgetError, CollectiveError, LayoutError, SpecError, TransitionError
 from prophet.ranks.collective import DEFAULT_TIMEOUT_S, Collective, Operation
@@ -88,12 +89,16 @@ def reshard(
 
 @dataclass
 class _Facts:
-    """What all ranks have said: the space of the state, who holds what now and afterwards, and plain numbers."""
+    """What all ranks have said: the space of the state, who holds what now and afterwards, and plain numbers.
+
+    `name` is this call's alone.
+    """
 
     space: Space
     before: Layout
     after: Layout
     scalars: dict[str, Any]
+    name: str
 
 
 @dataclass
@@ -191,12 +196,14 @@ class _Own:
                 collective,
                 budget_bytes=self.budget_bytes,
                 device=live.device,
+                conclude=raise_own,
             )
             values = {piece.name: tensor for piece, tensor in moved.state.items()}
             done = target.filled(values, facts.space, facts.scalars), target
         except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError, TypeError, ValueError) as error:
             problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if not collective.decide(DECISION, ready=done is not None) or done is None:
+        against = collective.decide(DECISION, facts.name, ready=done is not None, device=live.device)
+        if against or done is None:
             raise TransitionError(f"{self._named(problem)}; {_WHOLE}") from None
         made, target = done
         target.make()
@@ -226,6 +233,7 @@ class _Own:
                 "held": {name: box for name, box in pieces.items() if name in held.tensors},
                 "copies": digests({n: t for n, t in live.tensors().items() if n not in live.buffers}),
                 "boxes": {name: [box.start, box.stop] for name, box in target.boxes().items()},
+                "name": secrets.token_hex(8),
             }
 
         every = from_all(said, collective, live.device, Operation("agreeing on a reshard"))
@@ -240,7 +248,8 @@ class _Own:
         }
         after = {r: _afterwards(space, {n: _box(b) for n, b in row["boxes"].items()}) for r, row in enumerate(every)}
         world = len(every)
-        facts = _Facts(space, layout_from(space, world, before), layout_from(space, world, after), scalars)
+        layouts = layout_from(space, world, before), layout_from(space, world, after)
+        facts = _Facts(space, *layouts, scalars, every[0]["name"])
         facts.before.check_complete()
         assert target is not None
         if self.after.place(rank) is None:

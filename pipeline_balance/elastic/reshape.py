@@ -28,7 +28,7 @@ from pipeline_balance.pipeline.optimizers import Optimizers
 from pipeline_balance.pipeline.ownership import Ownership, attributes_of, check_free, like_meta
 from pipeline_balance.pipeline.rebuild import Change
 from pipeline_balance.pipeline.registered import registered, settings
-from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Way
+from pipeline_balance.pipeline.reseat import Agreed, Arrangement, Reseater, Way
 from pipeline_balance.pipeline.stages import Stages
 from pipeline_balance.pipeline.training_state import Held, base_name, refuse_odd, state_entries
 from prophet.errors import TransitionError
@@ -176,12 +176,10 @@ class Reshaper(Reseater):
 
         return str(self.mover.attempt(checked))
 
-    def _agreed_way(
-        self, held: Held | str, target: Arrangement, collective: Collective, way: Way | None
-    ) -> tuple[Way, dict[str, Any]]:
-        way, scalars = super()._agreed_way(held, target, collective, way)
+    def _agreed_way(self, agreed: Agreed, target: Arrangement, collective: Collective) -> Way:
+        way = super()._agreed_way(agreed, target, collective)
         self._space = way.route.space
-        return way, scalars
+        return way
 
     def filled(
         self, target: Arrangement, space: Space, state: State, scalars: Mapping[str, Any], config: Any

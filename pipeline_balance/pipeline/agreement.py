@@ -160,20 +160,14 @@ def from_all(
 
 
 def alike(attempt: Callable[[], str], collective: Collective, device: torch.device, op: Operation) -> list[str]:
-    """The same, quick where all ranks say one thing: what they say travels only where they do not.
-
-    A digest goes from every rank to every other at once. gloo's all-gather passes it around, from rank to rank.
-    """
+    """The same, quick where all ranks say one thing: a digest travels, and what they say only where they do not."""
     found, failed = "", None
     try:
         found = attempt()
     except Exception as error:
         failed = error
     mine = torch.tensor([int(failed is not None), number_of(found)], device=device)
-    said = mine.repeat(collective.size, 1)
-    others = [r for r in range(collective.size) if r != collective.rank]
-    collective.exchange([(r, mine) for r in others], [(r, said[r]) for r in others], op=op).wait()
-    every = said.tolist()
+    every = collective.gather_at_once(mine, op=op).tolist()
     if not any(bad for bad, _ in every) and all(number == every[0][1] for _, number in every):
         return [found] * collective.size
     return _all_told(failed, found, collective, device, op)

@@ -194,6 +194,12 @@ class TimedCollective(Collective):
     def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
         return self.inner.meet(op, failed=failed)
 
+    def gather_at_once(self, x: Tensor, *, op: Operation) -> Tensor:
+        return self.inner.gather_at_once(x, op=op)
+
+    def settle(self, name: str, word: str) -> str:
+        return self.inner.settle(name, word)
+
 
 class _Timed(Pending):
     """A transfer whose waits count as waits."""

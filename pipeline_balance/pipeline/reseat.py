@@ -10,8 +10,9 @@ Shape legend: N processes, R replicas, P pipeline ranks.
 from __future__ import annotations
 
 import functools
+import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +45,7 @@ from prophet.state.space import Box, Space, TensorSpec
 from prophet.state.transition import Mode, Moved, State, transition
 
 DECISION = Operation("deciding on a switch")
+LOST = "neither the old state nor the new one is whole"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,20 @@ class Way:
     @property
     def route(self) -> Route:
         return self.itinerary.route
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreed:
+    """What this process holds, and what all of them have agreed on before a switch, which they call `name`.
+
+    `way` is None where it has to be found. `numbers` are the plain ones that travel in words: of the lowest process
+    that updates their parameter.
+    """
+
+    held: Held
+    way: Way | None
+    numbers: Mapping[str, Any]
+    name: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,10 +174,19 @@ class Reseater:
         grid = self.mover.groups.grid
         return layout_over(space, grid.rows, self.now.stage_map, self.passes.owners, tied, processes, first=True)
 
-    def check(self, words: Mapping[str, Any], target: Arrangement) -> None:
+    def agree(
+        self,
+        words: Mapping[str, Any],
+        target: Arrangement | None,
+        way: Way | None,
+        told: Callable[[], Any],
+        heard: Callable[[list[Any]], None],
+    ) -> Agreed:
         """Raise `SpecError` on all processes unless all are between updates and say the same `words`; collective.
 
-        Raises `TransitionError` where tied parameters have come apart.
+        Raises `TransitionError` where tied parameters have come apart, or a process's state cannot be moved. Nothing
+        has been touched then. All goes in one message, with what the caller has `told`; the caller has `heard` of that
+        first, and may raise. It must where a process has no `target`. `way` was found ahead.
         """
         if not self.moves_experts:
             self.passes.experts.check_static("switch")
@@ -170,6 +195,8 @@ class Reseater:
 
         def read() -> dict[str, tuple[int, int]]:
             nonlocal ties
+            if target is None:
+                return {}
             self.passes.read_model()
             builder = self.mover.builder
             if target.model not in (None, self.mover.owned.model):
@@ -184,18 +211,36 @@ class Reseater:
             state = self.mover.optimizers.state() if not self.passes.owners.zero else {}
             return tie_digests(ties, now, groups.rank, state)
 
-        op = Operation("agreeing on a switch")
-        said = [self.mover.attempt(read), {**words, "mode": self.mode}, self.copies()]
-        every = gather_json(said, groups.world, self.mover.device, op)
-        refused = in_words([said[0] if isinstance(said[0], str) else "" for said in every])
+        said = {"told": told(), "ties": self.mover.attempt(read), "words": {**words, "mode": self.mode}}
+        held = self.describe()
+        specs = tuple(held.specs) if isinstance(held, Held) else ()
+        said |= {
+            "copies": self.copies(),
+            "problem": held if isinstance(held, str) else "",
+            "numbers": self.told_numbers(held) if isinstance(held, Held) else {},
+            "fits": way is not None and way.specs == specs,
+            "name": secrets.token_hex(8),
+        }
+        every = gather_json(said, groups.world, self.mover.device, Operation("agreeing on a switch"))
+        heard([row["told"] for row in every])
+        refused = in_words([row["ties"] if isinstance(row["ties"], str) else "" for row in every])
         if refused:
             raise SpecError(f"{refused}; {WHOLE}")
-        for what, value in every[0][1].items():
-            differ = [r for r, said in enumerate(every) if said[1][what] != value]
+        for what, value in every[0]["words"].items():
+            differ = [r for r, row in enumerate(every) if row["words"][what] != value]
             if differ:
                 raise SpecError(f"ranks {differ} have another {what} than rank 0 ({value}); {WHOLE}")
-        refuse_untied(ties, now, groups.grid, [digests for digests, *_ in every])
-        self.compare([copies for *_, copies in every])
+        refuse_untied(ties, now, groups.grid, [row["ties"] for row in every])
+        self.compare([row["copies"] for row in every])
+        problems = in_words([row["problem"] for row in every])
+        if problems:
+            raise TransitionError(_ended(problems))
+        assert isinstance(held, Held)
+        numbers: dict[str, Any] = {}
+        for row in reversed(every):
+            numbers.update(row["numbers"])
+        fits = all(row["fits"] for row in every)
+        return Agreed(held=held, way=way if fits else None, numbers=numbers, name=every[0]["name"])
 
     def check_free(self) -> None:
         """Raise `SpecError` where something holds what a switch replaces, and would go on with the old values."""
@@ -208,15 +253,15 @@ class Reseater:
     def compare(self, every: Sequence[Mapping[str, Any]]) -> None:
         """Raise `SpecError` where the `copies` of all processes differ."""
 
-    def move(self, target: Arrangement, collective: Collective, way: Way | None) -> tuple[Stages, Switched]:
+    def move(self, target: Arrangement, collective: Collective, agreed: Agreed) -> tuple[Stages, Switched]:
         """Go to `target`; `collective` over all processes carries the state, and nothing else uses it meanwhile.
 
-        `way` was found ahead; it is used where every process's state still has that shape. Whatever can be made and
-        checked beforehand is. Raises `TransitionError` on all processes, with everything as it was, or on none. In
-        place, what fails on the way is a `StateLost` on all of them, and no process has parameters any more.
+        Whatever can be made and checked beforehand is. Raises `TransitionError` on all processes, with everything as it
+        was, or on none. In place, what fails on the way is a `StateLost` on all of them, and no process has parameters
+        any more.
         """
         began = time.perf_counter()
-        mover, rank = self.mover, collective.rank
+        mover, rank, held = self.mover, collective.rank, agreed.held
         self.passes.drop_gradients()  # they were used
         if self.now.executor is not None:
             self.now.executor.rest()
@@ -225,10 +270,14 @@ class Reseater:
         problem, lost = "", False
         links: Mapping[tuple[int, int], int] = {}
         done: tuple[Stages, Change] | None = None
+
+        def conclude(state: State, wrong: str) -> None:
+            nonlocal lost
+            lost = self.mode == "in-place"  # from here on the new state is the only one
+            raise_own(state, wrong)
+
         try:
-            held = self.describe()
-            way, scalars = self._agreed_way(held, target, collective, way)
-            assert isinstance(held, Held)
+            way = self._agreed_way(agreed, target, collective)
             boxes = {piece.name: piece.box for piece in way.route.after.on(rank)}
             ready = functools.partial(self._ready, boxes, target, place, config)
             found: Stages | str = mover.attempt(ready)
@@ -244,20 +293,21 @@ class Reseater:
                 allocate=mover.allocate,
                 beside=self._beside([t for name, t in held.tensors.items() if name not in moving]),
                 problem=found if isinstance(found, str) else "",
+                conclude=conclude,
                 ahead=way.itinerary,
             )
-            lost = self.mode == "in-place"  # from here on the new state is the only one
             assert not isinstance(found, str)
             links = way.route.link_bytes
-            done = found, self._change(target, moved, scalars, place)
+            done = found, self._change(target, moved, agreed.numbers, place)
         except (TransitionError, BudgetError, LayoutError, RuntimeError, MemoryError) as error:
             lost = lost or isinstance(error, StateLost)
             problem = f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        if not collective.decide(DECISION, ready=done is not None) or done is None:
+        against = collective.decide(DECISION, agreed.name, ready=done is not None, device=mover.device)
+        if against or done is None:
             if lost:
                 self.drop()
-                raise StateLost(problem or "another rank could not switch, and the state was moved in place") from None
-            raise TransitionError(_ended(problem)) from None
+                raise StateLost(_ended(problem or against, LOST)) from None
+            raise TransitionError(_ended(problem or against)) from None
         stages, change = done
         self.put_in_force(target, change, config)
         return stages, Switched(
@@ -336,26 +386,9 @@ class Reseater:
         mine = {name: value for name, value in scalars.items() if updates(base_name(name))}
         return self.mover.change(target.stage_map.layers_on(place), moved.state, mine, self.becomes)
 
-    def _agreed_way(
-        self, held: Held | str, target: Arrangement, collective: Collective, way: Way | None
-    ) -> tuple[Way, dict[str, Any]]:
-        """The route, and the plain numbers that travel in words: of the lowest process that updates their parameter."""
-        specs = held.specs if isinstance(held, Held) else []
-        said = {
-            "problem": held if isinstance(held, str) else "",
-            "scalars": self.told_numbers(held) if isinstance(held, Held) else {},
-            "ready": way is not None and way.specs == tuple(specs),
-        }
-        every = gather_json(said, collective, self.mover.device, Operation("beginning a switch"))
-        problems = in_words([row["problem"] for row in every])
-        if problems:
-            raise TransitionError(problems)
-        taken: dict[str, Any] = {}
-        for row in reversed(every):
-            taken.update(row["scalars"])
-        if way is None or not all(row["ready"] for row in every):
-            way = self.way(specs, target, collective)
-        return way, taken
+    def _agreed_way(self, agreed: Agreed, target: Arrangement, collective: Collective) -> Way:
+        """The route: as it was found ahead, where every process's state still has that shape."""
+        return agreed.way if agreed.way is not None else self.way(agreed.held.specs, target, collective)
 
 
 def layout_over(
@@ -389,6 +422,11 @@ def layout_over(
     return whole_tensors(space, processes, holders)
 
 
-def _ended(problem: str) -> str:
-    said = problem or "another rank could not switch"
-    return said if WHOLE in said else f"{said}; {WHOLE}"
+def raise_own(state: State, problem: str) -> None:
+    """How a move concludes whose ranks decide afterwards on all of it: each raises its own `problem`, if it has any."""
+    if problem:
+        raise TransitionError(problem)
+
+
+def _ended(said: str, after: str = WHOLE) -> str:
+    return said if after in said else f"{said}; {after}"

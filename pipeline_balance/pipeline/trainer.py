@@ -27,7 +27,7 @@ from pipeline_balance.pipeline.passes import Passes
 from pipeline_balance.pipeline.progress import Progress
 from pipeline_balance.pipeline.rebuild import Prepared, Rebuilt, StateMover
 from pipeline_balance.pipeline.replicas import check_units
-from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
+from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched
 from pipeline_balance.pipeline.saved import Checkpoint, load_state, save_state
 from pipeline_balance.pipeline.scaler import PipelineScaler
 from pipeline_balance.pipeline.stages import PipelineConfig, PipelineGroups, Seats, StageBuilder
@@ -401,16 +401,22 @@ class ElasticPipeline:
 
     @together("switch before step")
     def reseat(
-        self, switch: Reseater, target: Arrangement, collective: Collective, words: Mapping[str, Any], way: Way | None
+        self,
+        switch: Reseater,
+        target: Arrangement | None,
+        collective: Collective,
+        words: Mapping[str, Any],
+        **ahead: Any,
     ) -> Switched:
         """Go to the arrangement `target` by `switch`, between updates; collective over all processes, spare ones too.
 
-        `collective` carries the state. `words` must be the same on all of them. `way` was found ahead. Raises
-        `SpecError` where they differ and `TransitionError` where state cannot be moved: on all, with everything as it
-        was.
+        `collective` carries the state. `words` must be the same on all of them; `ahead` is what `Reseater.agree` takes
+        beside. Raises `SpecError` where they differ and `TransitionError` where state cannot be moved: on all, with
+        everything as it was.
         """
-        switch.check(words, target)
-        self._stages, done = switch.move(target, collective, way)
+        agreed = switch.agree(words, target, **ahead)
+        assert target is not None
+        self._stages, done = switch.move(target, collective, agreed)
         self.meter.reset()
         return done
 

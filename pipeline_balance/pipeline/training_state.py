@@ -122,7 +122,7 @@ def gather_json(value: Any, collective: Collective, device: torch.device, op: Op
     _SIZES.pack_into(first, 0, len(text), len(packed))
     room = FIRST_BYTES - _SIZES.size
     first[_SIZES.size : _SIZES.size + len(packed)] = packed[:room]
-    rows = [bytes(row) for row in collective.all_gather(_as_tensor(first, device), op=op).cpu().numpy()]
+    rows = [bytes(row) for row in collective.gather_at_once(_as_tensor(first, device), op=op).cpu().numpy()]
     sizes = [_SIZES.unpack_from(row) for row in rows]
     if max(text for text, _ in sizes) > MAX_DESCRIPTION_BYTES:
         raise LayoutError(f"{op}: a rank says {max(sizes)[0]} bytes, more than {MAX_DESCRIPTION_BYTES}")

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from prophet.errors import CollectiveError
+from prophet.errors import CollectiveError, StageFailed
 from prophet.ranks.messages import Frames, tell
 
 Channel = Literal["tokens", "weights"]
@@ -127,6 +127,10 @@ class Collective(ABC):
     def all_gather(self, x: Tensor, *, op: Operation, channel: Channel = "tokens") -> Tensor:
         """Gather equal-shaped `x` from all ranks, [R, *x.shape]; blocks."""
 
+    def gather_at_once(self, x: Tensor, *, op: Operation) -> Tensor:
+        """`all_gather` of what ranks agree on: where it is short and they are few, each sends it to all others."""
+        return self.all_gather(x, op=op)
+
     def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
         """`all_gather` of a message that may meet those of other operations; all have one length."""
         return self.all_gather(x, op=op)
@@ -150,16 +154,30 @@ class Collective(ABC):
         said = tell(self, [int(failed)], op=op, device=torch.device("cpu"))
         return [rank for rank, (number,) in enumerate(said.tolist()) if number]
 
-    def decide(self, op: Operation, *, ready: bool) -> bool:
-        """One decision of all ranks, which all of them call for: whether every one of them was `ready`.
+    def decide(self, op: Operation, name: str, *, ready: bool, device: torch.device) -> str:
+        """One decision of all ranks, which all of them call for: in words what stands against it, nothing if all agree.
 
-        A rank that does not come within the time limit, or has ended, was not ready. Processes compare and set one
-        entry of their group's store, so those that have lost each other still decide alike.
+        Every rank must be `ready`. A rank that does not come within the time limit, or has ended, was not. Those that
+        hear from all ranks that they are ready say yes, those that do not hear it say no, and the first word holds: see
+        `settle`. So ranks that have lost each other still decide alike. name: of this decision, and of no other one.
+        device: where ranks exchange tensors.
         """
+        against = ""
         try:
-            return not self.meet(op, failed=not ready)
-        except CollectiveError:
-            return False
+            told = self.gather_at_once(torch.tensor([int(ready)], device=device), op=op).reshape(-1).tolist()
+        except (CollectiveError, StageFailed) as error:
+            against = str(error)
+        else:
+            unready = [rank for rank, said in enumerate(told) if not said]
+            if unready:  # then no rank can say yes
+                return f"ranks {unready} were not ready"
+        if self.settle(name, "no" if against else "yes") == "yes":
+            return ""
+        return against or "another rank has not heard that all were ready"
+
+    def settle(self, name: str, word: str) -> str:
+        """The word of the first rank that gave one for `name`. Processes compare and set it in their group's store."""
+        return word
 
     def all_reduce_mean_(self, tensors: Sequence[Tensor], *, op: Operation | None = None) -> None:
         """Replace each tensor by its mean over the ranks, adding in rank order so that runs repeat bitwise."""

@@ -227,9 +227,13 @@ class Presence:
     def tell(self, key: str, words: str) -> str:
         """Say under `key` what has failed, and what is said there: that of the first who has."""
         self._failed = True
-        said = self.store.compare_set(key, "", words).decode()
+        said = self.settle(key, words)
         self._say()
         return said
+
+    def settle(self, key: str, words: str) -> str:
+        """The words of the first process that has said any under `key`; these, if this is the one."""
+        return self.store.compare_set(key, "", words).decode()
 
     def told(self, key: str) -> str | None:
         """What was said first under `key`; None where nothing was."""

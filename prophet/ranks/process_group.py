@@ -43,7 +43,7 @@ from prophet.ranks.presence import Lost, Presence, Pulse, crossed, explained
 from prophet.ranks.threads import ThreadWorld
 from prophet.ranks.waiting import Waiter, joined
 from prophet.ranks.watch import Watch
-from prophet.ranks.works import abort, all_made, at_once, beside, in_turns, nothing
+from prophet.ranks.works import abort, all_made, at_once, beside, coming, gathered_at_once, in_turns, is_short, nothing
 
 T = TypeVar("T")
 LOOK_S = 1.2  # after which a rank that waits looks whether the others can come; a little more than a pulse
@@ -178,7 +178,7 @@ class ProcessGroupCollective(Collective):
             ),
             op,
         )
-        return _coming([work], out, source, lambda works: self.guard(lambda: self._wait_on(x)(works), op))
+        return coming([work], out, source, lambda works: self.guard(lambda: self._wait_on(x)(works), op))
 
     def _turn(self) -> Callable[[], None]:
         return self.watch.turns(math.inf) if self.watch is not None else nothing
@@ -242,6 +242,11 @@ class ProcessGroupCollective(Collective):
         self.guard(gather, op)
         return out
 
+    def gather_at_once(self, x: Tensor, *, op: Operation) -> Tensor:
+        if self.size == 1 or not is_short(x, self._groups["tokens"]):
+            return self.all_gather(x, op=op)
+        return self.guard(lambda: gathered_at_once(x, self._groups["tokens"], op, self._beside), op)
+
     def gather_messages(self, x: Tensor, *, op: Operation) -> Tensor:
         """See `Collective`. Raises `OutOfStep` soon where the others cannot come: they wait for this rank elsewhere.
 
@@ -283,7 +288,7 @@ class ProcessGroupCollective(Collective):
         works = self.guard(lambda: dist.batch_isend_irecv(ops), op, known)
         wait = self._beside if ops[0].tensor.device.type == "cpu" else at_once
         keep = list(sends), list(recvs)
-        return _coming(works, torch.empty(0), keep, lambda works: self.guard(lambda: wait(works), op, known))
+        return coming(works, torch.empty(0), keep, lambda works: self.guard(lambda: wait(works), op, known))
 
     def watched(self, stages_of: Callable[[int], Sequence[int]]) -> Watch:
         """From now on waits hear of failures of these ranks; each of them calls this. stages_of: see `Watch`."""
@@ -296,6 +301,9 @@ class ProcessGroupCollective(Collective):
     def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
         said = meet(op, "failed" if failed else "", ranks=self._ranks, timeout_s=self.timeout_s)
         return [rank for rank, words in enumerate(said) if words]
+
+    def settle(self, name: str, word: str) -> str:
+        return self._presence.settle(f"prophet decision {name}", word)
 
     def _renewed(self, timeout_s: float) -> Collective:
         base = self._base()
@@ -319,19 +327,6 @@ class ProcessGroupCollective(Collective):
         if self._single is not None:
             self._single.close()
         self._groups.clear()
-
-
-def _coming(works: Sequence[Any], result: Tensor, keep: Any, wait: Callable[[Sequence[Any]], None]) -> Pending:
-    """torch's own `works` under way. keep: inputs, which stay alive until the transfer is over."""
-
-    def finish(keep: Any = keep) -> Tensor:
-        wait(works)
-        return result
-
-    def notify(call: Callable[[], None]) -> None:
-        torch.futures.collect_all([work.get_future() for work in works]).then(lambda _: call())
-
-    return Coming(finish, lambda: all(work.is_completed() for work in works), notify)
 
 
 # --- who is there ---

@@ -87,6 +87,12 @@ class ObservedCollective(Collective):
     def meet(self, op: Operation, *, failed: bool = False) -> list[int]:
         return self.inner.meet(op, failed=failed)
 
+    def gather_at_once(self, x: Tensor, *, op: Operation) -> Tensor:
+        return self.inner.gather_at_once(x, op=op)
+
+    def settle(self, name: str, word: str) -> str:
+        return self.inner.settle(name, word)
+
     def _blocking(self, call: Callable[[], Tensor], op: Operation, stream: str) -> Tensor:
         began = time.perf_counter()
         result = call()

@@ -334,7 +334,7 @@ class _Ready:
 def _agree(digest: int, measures: Measures, ready: _Ready, collective: Collective, device: torch.device) -> Window:
     """Whether all ranks mean the same route and are ready, and the window by what all of them can spare."""
     mine = torch.tensor([digest, *ready.numbers()], dtype=torch.int64, device=device)
-    gathered = collective.all_gather(mine, op=Operation("agreeing on a transition")).cpu()
+    gathered = collective.gather_at_once(mine, op=Operation("agreeing on a transition")).cpu()
     meant = gathered[:, :2].tolist()
     differ = [r for r, way in enumerate(meant) if way != meant[0]]
     if differ:
@@ -381,7 +381,7 @@ def _check_state(before: Layout, state: State, rank: int, device: torch.device) 
 def _vote(problem: str, collective: Collective, device: torch.device, after: str) -> None:
     """Raise on every rank if any could not unpack what came."""
     flag = torch.tensor([int(bool(problem))], dtype=torch.int64, device=device)
-    flags = collective.all_gather(flag, op=Operation("voting on a transition")).cpu()
+    flags = collective.gather_at_once(flag, op=Operation("voting on a transition")).cpu()
     failed = flags.reshape(-1).nonzero().reshape(-1).tolist()
     _refuse(problem, failed, collective.rank, "could not unpack what came", after)
 

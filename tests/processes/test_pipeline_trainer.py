@@ -105,13 +105,16 @@ def test_measured_costs_are_equal_on_all_ranks() -> None:
 def _count(rank: int, size: int) -> list[list[str]]:
     """What the ranks gather for in a move, with and without preparing it, where parameters are tied or replicated."""
     asked: list[str] = []
-    inner = ProcessGroupCollective.all_gather
 
-    def count(self: ProcessGroupCollective, x: Tensor, *, op: Operation, **options: Any) -> Tensor:
-        asked.append(op.name)
-        return inner(self, x, op=op, **options)
+    def counted(inner: Any) -> Any:
+        def count(self: ProcessGroupCollective, x: Tensor, *, op: Operation, **options: Any) -> Tensor:
+            asked.append(op.name)
+            return inner(self, x, op=op, **options)
 
-    ProcessGroupCollective.all_gather = count  # type: ignore[method-assign]
+        return count
+
+    for name in ("all_gather", "gather_at_once"):
+        setattr(ProcessGroupCollective, name, counted(getattr(ProcessGroupCollective, name)))
     found = []
     for replicas in (1, 2):
         run = pipeline(StageMap.contiguous((0, 3, LAYERS)), replicas=replicas) if replicas * 2 == size else None

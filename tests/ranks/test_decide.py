@@ -5,31 +5,69 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
-from prophet.ranks.collective import Operation
+from prophet.errors import CollectiveTimeout
+from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.ranks.threads import ThreadWorld
 from tests.helpers.launch import run_gloo
 
 OP = Operation("deciding")
+CPU = torch.device("cpu")
+
+
+def _against(collective: Collective, name: str, *, ready: bool = True) -> str:
+    return collective.decide(OP, name, ready=ready, device=CPU)
 
 
 @pytest.mark.parametrize("unready", [None, 0, 2])
 def test_threads_decide_alike(unready: int | None) -> None:
-    found = ThreadWorld(3, timeout_s=20.0).run(lambda c: c.decide(OP, ready=c.rank != unready))
-    assert found == [unready is None] * 3
+    found = ThreadWorld(3, timeout_s=20.0).run(lambda c: _against(c, "one", ready=c.rank != unready))
+    assert found == ["" if unready is None else f"ranks [{unready}] were not ready"] * 3
 
 
-def _decisions(rank: int, size: int) -> list[bool]:
+def _decisions(rank: int, size: int) -> list[str]:
     collective = ProcessGroupCollective(timeout_s=4.0)
-    found = [collective.decide(OP, ready=True), collective.decide(OP, ready=rank != 1)]
+    found = [_against(collective, "first"), _against(collective, "second", ready=rank != 1)]
     if rank == 1:
         time.sleep(7.0)  # the others have given up by now, and a late yes changes nothing
-    found.append(collective.decide(OP, ready=True))
-    return [*found, collective.decide(OP, ready=True)]
+    found.append(_against(collective, "third"))
+    return [*found, _against(collective, "fourth")]
 
 
 def test_processes_decide_alike_also_where_one_comes_too_late() -> None:
-    results = run_gloo(_decisions, 3)
-    assert [row[:2] for row in results] == [[True, False]] * 3
-    assert [row[2] for row in results] == [False, results[1][2], False]
+    for first, second, *others in run_gloo(_decisions, 3):
+        assert (first, second) == ("", "ranks [1] were not ready")
+        assert all(others)
+
+
+def _deaf(rank: int, size: int, slow: int) -> list[str]:
+    """Rank 1 tells the others that it is ready, and does not hear them; it says so late, or the others say yes late."""
+    collective, found = ProcessGroupCollective(timeout_s=20.0), []
+    gather, settle = collective.gather_at_once, collective.settle
+
+    def deaf(x: torch.Tensor, *, op: Operation) -> torch.Tensor:
+        gather(x, op=op)
+        raise CollectiveTimeout(rank, op, "no answer")
+
+    def late(name: str, word: str) -> str:
+        time.sleep(1.0)
+        return settle(name, word)
+
+    if rank == 1:
+        collective.gather_at_once = deaf  # type: ignore[method-assign]
+    if (rank == 1) == (slow == 1):
+        collective.settle = late  # type: ignore[method-assign]
+    for name in ("one", "two"):
+        found.append(_against(collective, f"{name} of {slow}"))
+    return found
+
+
+@pytest.mark.parametrize(("slow", "goes"), [(1, True), (0, False)])
+def test_the_first_word_holds_where_ranks_have_not_heard_the_same(slow: int, goes: bool) -> None:
+    every = run_gloo(_deaf, 3, slow)
+    for rank, said in enumerate(every):
+        assert [not words for words in said] == [goes] * 2
+        if not goes:
+            assert all(("no answer" if rank == 1 else "another rank has not heard") in words for words in said)

@@ -1,12 +1,19 @@
-"""Groups are all tried, whichever fails."""
+"""Groups are all tried, whichever fails; what is short goes to all ranks at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
+import torch
 
-from prophet.ranks.works import all_made
+from prophet.errors import CollectiveError, OutOfStep
+from prophet.ranks import process_group
+from prophet.ranks.collective import Operation
+from prophet.ranks.process_group import ProcessGroupCollective
+from prophet.ranks.works import SHORT_BYTES, all_made
+from tests.helpers.launch import run_gloo
 
 
 def test_groups_behind_one_that_fails_are_tried_and_its_failure_is_raised() -> None:
@@ -25,3 +32,55 @@ def test_groups_behind_one_that_fails_are_tried_and_its_failure_is_raised() -> N
         all_made([making(number) for number in range(4)])
     assert tried == [0, 1, 2, 3]
     assert all_made([making(0), making(3)]) == [0, 3]
+
+
+def _gathered(rank: int, size: int) -> list[bool]:
+    """Whether short and long tensors of several types go directly; what comes is compared."""
+    collective = ProcessGroupCollective(timeout_s=20.0)
+    direct: list[int] = []
+    inner = process_group.gathered_at_once
+    found = []
+    with mock.patch.object(process_group, "gathered_at_once", lambda *given: direct.append(1) or inner(*given)):
+        for shape, dtype in (
+            ((), torch.int64),
+            ((2, 3), torch.float64),
+            ((SHORT_BYTES,), torch.uint8),
+            ((3,), torch.bool),
+            ((0,), torch.int64),
+            ((SHORT_BYTES + 1,), torch.uint8),
+        ):
+            direct.clear()
+            every = collective.gather_at_once(torch.full(shape, rank + 1).to(dtype), op=Operation("gathering"))
+            assert every.dtype == dtype
+            assert torch.equal(every, torch.stack([torch.full(shape, r + 1).to(dtype) for r in range(size)]))
+            found.append(bool(direct))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_is_short_goes_from_each_to_all_and_what_is_long_around_the_ring(size: int) -> None:
+    assert run_gloo(_gathered, size) == [[True] * 4 + [False] * 2] * size
+
+
+def _apart(rank: int, size: int) -> list[str]:
+    """What a rank says that meets another one in another gather, and in an all-to-all of less."""
+    found = []
+    for words in ("said", "exchanged"):
+        collective = ProcessGroupCollective(timeout_s=2.0)
+        try:
+            if rank == 0:
+                collective.gather_at_once(torch.zeros(512, dtype=torch.int64), op=Operation("agreeing"))
+            elif words == "said":
+                collective.gather_at_once(torch.zeros(1, dtype=torch.int64), op=Operation("deciding"))
+            else:
+                collective.all_to_all(torch.zeros(size, 1), [1] * size, [1] * size, op=Operation("exchanging")).wait()
+        except (OutOfStep, CollectiveError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_a_rank_that_is_elsewhere_is_named_and_no_process_ends() -> None:
+    ranks = run_gloo(_apart, 2)
+    for rank, op in enumerate(("agreeing", "deciding")):
+        assert ranks[rank][0] == f"OutOfStep: rank {rank}: ranks [{1 - rank}] are not in {op}"
+    assert [len(said) for said in ranks] == [2, 2], "an all-to-all does not take what was meant for another operation"
