@@ -6,46 +6,105 @@ sharded copy is in force. A copy has the attributes, buffers and hooks of its or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CellType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from prophet.errors import SpecError
 
-_HOOKS = tuple(k for k, v in vars(nn.Module()).items() if k.endswith(("_hooks", "_with_kwargs", "_always_called")))
+_HOOKS = {k: type(v) for k, v in vars(nn.Module()).items() if k.endswith(("_hooks", "_with_kwargs", "_always_called"))}
 _BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 _OWN = {"_parameters", "_modules", "_buffers", *_HOOKS}
 # what torch and `sharded` leave on modules that they shard
 _SHARDING = ("torch.distributed.", "pipeline_balance.elastic.sharded")
 _MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_distribute_module_applied")
 _STATE = "__composable_api_state_key"
+_PLAIN = {type(None), bool, int, float, str}  # refer to nothing
+_TORCHS = set(vars(nn.Module())) - _OWN
 
 
 _Hooks = dict[int, dict[str, dict[Any, Any]]]
 """Hooks by the copy's id and their kind."""
 
 
+class Found(NamedTuple):
+    """A module that the user built, as it was found: its class, what is registered in it, its attributes."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    parameters: dict[str, nn.Parameter | None]
+    modules: dict[str, nn.Module | None]
+    attributes: dict[str, Any]
+
+    def lasting(self) -> Found:
+        """With attributes that refer to nothing: a loss that a module has kept would hold its graph until later."""
+        kept = {n: v for n, v in self.attributes.items() if type(v) in _PLAIN or n in _TORCHS}
+        return self._replace(attributes=kept)
+
+
+def found_in(root: nn.Module, now: Copy | None) -> list[Found]:
+    """The modules of `root`, a tree that the user built, as they are now; a `Copy` of them may be made in any thread.
+
+    `now` is the copy that is in force, if one is.
+    """
+    return [
+        Found(m, plain_type(m), dict(m._parameters), dict(m._modules), attributes_of(m, now)) for m in root.modules()
+    ]
+
+
 class Copy:
-    """A copy of `root`, a tree of modules that the user built; `now` is the copy of it that is in force, if one is.
+    """A copy of a tree of modules that was `found`; `update` then gives it buffers, and attributes as they are.
 
     `slot(parameter)` makes what stands for a parameter, once for a tied one. Whoever shards the copy adds hooks, and
     hands them over by `take_hooks`: those of `inner` run within the user's, those of `outer` around them.
     """
 
-    def __init__(self, root: nn.Module, now: Copy | None, slot: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        self._now, self._slot = now, slot
-        self._pairs: dict[int, tuple[nn.Module, nn.Module]] = {}
-        self._parameters: dict[int, nn.Parameter] = {}
-        self.root = self._copy(root)
+    def __init__(self, found: Sequence[Found], slot: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        self._found = [one.lasting() for one in found]
+        self._pairs = {id(one.module): (one.module, one.kind.__new__(one.kind)) for one in found}
+        self._whole: dict[int, nn.Parameter] = {}
+        self.root = self.of(found[0].module)
         self.ids = {id(copy) for _, copy in self._pairs.values()}
+        for one in found:
+            for p in one.parameters.values():
+                if p is not None and id(p) not in self._whole:
+                    self._whole[id(p)] = slot(p)
+            self.of(one.module).__dict__.update(
+                one.attributes,
+                **{kind: make() for kind, make in _HOOKS.items()},
+                _buffers={},
+                _parameters={n: None if p is None else self._whole[id(p)] for n, p in one.parameters.items()},
+                _modules={n: None if child is None else self.of(child) for n, child in one.modules.items()},
+            )
         self._given = {id(copy): set(vars(copy)) for _, copy in self._pairs.values()}
+        self._gained: dict[int, set[str]] = {}
         self.inner: _Hooks = {}
         self.outer: _Hooks = {}
+
+    def stands(self) -> bool:
+        """Whether what was found is still so: classes of modules, what is registered, shapes of parameters."""
+        now = list(self._found[0].module.modules())
+        return len(now) == len(self._found) and all(
+            module is one.module
+            and plain_type(module) is one.kind
+            and _same(module._modules, one.modules)
+            and _same(module._parameters, one.parameters)
+            and all(p is None or _alike(p, self._whole[id(p)]) for p in one.parameters.values())
+            for module, one in zip(now, self._found, strict=True)
+        )
+
+    def update(self, now: Copy | None) -> None:
+        """Take in attributes and buffers as they are, in the copy in force if one is. `make` takes in hooks."""
+        for original, copy in self._pairs.values():
+            own, kept = copy.__dict__, attributes_of(original, now)
+            for name in self._given[id(copy)] - _OWN - set(kept):
+                own.pop(name, None)
+            own.update(kept, _buffers=original._buffers)
 
     def of(self, module: nn.Module) -> nn.Module:
         """The copy of an original."""
@@ -76,33 +135,12 @@ class Copy:
         for original, copy, name in self.slots():
             copy._parameters[name] = made[id(original)]
 
-    def _copy(self, module: nn.Module) -> nn.Module:
-        if id(module) in self._pairs:
-            return self._pairs[id(module)][1]
-        kind = plain_type(module)
-        copy = kind.__new__(kind)
-        self._pairs[id(module)] = module, copy
-        copy.__dict__.update(attributes_of(module, self._now))
-        copy.__dict__["_buffers"] = module._buffers
-        copy.__dict__.update({kind: type(module.__dict__[kind])() for kind in _HOOKS})
-        copy.__dict__["_parameters"] = {
-            name: None if p is None else self._parameter(p) for name, p in module._parameters.items()
-        }
-        copy.__dict__["_modules"] = {
-            name: None if child is None else self._copy(child) for name, child in module._modules.items()
-        }
-        return copy
-
-    def _parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        if id(parameter) not in self._parameters:
-            self._parameters[id(parameter)] = self._slot(parameter)
-        return self._parameters[id(parameter)]
-
     def take_hooks(self) -> _Hooks:
         """The hooks that were added to copies since the last call; they are put back by `make`."""
-        found = {id(c): {kind: dict(c.__dict__[kind]) for kind in _HOOKS} for _, c in self._pairs.values()}
+        found: _Hooks = {}
         for _, copy in self._pairs.values():
-            for kind in _HOOKS:
+            found[id(copy)] = {kind: dict(hooks) for kind in _HOOKS if (hooks := copy.__dict__[kind])}
+            for kind in found[id(copy)]:
                 copy.__dict__[kind].clear()
         return found
 
@@ -112,13 +150,14 @@ class Copy:
             inner, outer = self.inner.get(id(copy), {}), self.outer.get(id(copy), {})
             torchs = _hooks_of_sharding(original)
             for kind in _HOOKS:
-                shared = original.__dict__[kind]  # the user's handles refer to it
+                shared = copy.__dict__[kind] = original.__dict__[kind]  # the user's handles refer to it
+                if not (shared or inner.get(kind) or outer.get(kind)):
+                    continue
                 users = {key: hook for key, hook in shared.items() if key not in torchs}
                 first, last = (outer, inner) if kind in _BEFORE else (inner, outer)
                 shared.clear()
                 for hooks in (first.get(kind, {}), users, last.get(kind, {})):
                     shared.update(hooks)
-                copy.__dict__[kind] = shared
 
     def _take_out(self, original: nn.Module, copy: nn.Module) -> None:
         """Leave the user's hooks alone on a module."""
@@ -161,6 +200,15 @@ class Copy:
         return {name: value for name, value in vars(copy).items() if name not in _OWN and name not in gained}
 
 
+def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
+    """Whether these have the same objects under the same names, in the same order."""
+    return list(now) == list(then) and all(a is b for a, b in zip(now.values(), then.values(), strict=True))
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
 def attributes_of(original: nn.Module, now: Copy | None) -> dict[str, Any]:
     """The attributes in force of a module that the user built: its own, or those of the copy in force."""
     if now is not None:
@@ -179,14 +227,14 @@ def plain_type(module: nn.Module) -> type[nn.Module]:
 
 def _hooks_of_sharding(module: nn.Module) -> set[Any]:
     """The keys of the hooks that sharding has put on a module."""
-    every = ((key, hook) for kind in _HOOKS for key, hook in module.__dict__[kind].items() if callable(hook))
+    kinds = [hooks for kind in _HOOKS if (hooks := module.__dict__[kind])]
+    every = ((key, hook) for hooks in kinds for key, hook in hooks.items() if callable(hook))
     return {key for key, hook in every if str(getattr(hook, "__module__", "")).startswith(_SHARDING)}
 
 
-def without_memory(parameter: nn.Parameter, *, trains: bool | None = None) -> nn.Parameter:
-    """A whole parameter of this shape on `meta`; it `trains` as this one does if not said."""
-    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return nn.Parameter(empty, requires_grad=parameter.requires_grad if trains is None else trains)
+def without_memory(parameter: nn.Parameter) -> nn.Parameter:
+    """A whole parameter of this shape on `meta`, which does not train."""
+    return nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), requires_grad=False)
 
 
 def retire(copy: Copy) -> None:
@@ -195,7 +243,7 @@ def retire(copy: Copy) -> None:
         for kind in _HOOKS:  # the user's handles refer to those of the copy
             original.__dict__[kind] = type(original.__dict__[kind])()
         original.__dict__["_parameters"] = {
-            name: None if p is None else without_memory(p, trains=False) for name, p in original._parameters.items()
+            name: None if p is None else without_memory(p) for name, p in original._parameters.items()
         }
         original.__dict__["forward"] = gone
 
@@ -221,8 +269,11 @@ def check_copyable(root: nn.Module, now: Copy | None) -> None:
         if kept.get("_compiled_call_impl") is not None:
             raise SpecError(f"{where} is compiled: compile it after the switch")
         torchs = _hooks_of_sharding(module)
-        hooks = ((kind, hook) for kind in _HOOKS for key, hook in module.__dict__[kind].items() if key not in torchs)
+        kinds = [(kind, found) for kind in _HOOKS if (found := module.__dict__[kind])]
+        hooks = ((kind, hook) for kind, found in kinds for key, hook in found.items() if key not in torchs)
         for attribute, value in (*kept.items(), *hooks):
+            if type(value) in _PLAIN:
+                continue
             for held in (value, *_inside(value)):
                 if id(held) in mine:
                     raise SpecError(

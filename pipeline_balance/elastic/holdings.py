@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from pipeline_balance.elastic.experts import stacks
-from pipeline_balance.pipeline.ownership import sum_of_bits
+from pipeline_balance.pipeline.ownership import local, sum_of_bits
 from prophet.errors import SpecError
 from prophet.state.layout import Piece
 from prophet.state.space import Box, flat_boxes
@@ -106,7 +108,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def pieces_of(name: str, tensor: Tensor) -> list[Piece]:
     """What this process has memory for of a tensor; of a `DTensor` its shard."""
-    mine: Any = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    mine = local(tensor)
     return [] if mine.is_meta or not mine.numel() else [Piece(name, box_of(tensor))]
 
 
@@ -114,5 +116,10 @@ def box_of(tensor: Tensor) -> Box:
     """The part of a tensor that is this process's: of a `DTensor` its shard."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return _cut(tuple(tensor.shape), tensor.device_mesh, tensor.placements)
+
+
+@lru_cache(maxsize=256)  # layers have few shapes
+def _cut(whole: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Box:
+    shape, offset = compute_local_shape_and_global_offset(whole, mesh, placements)
     return Box(tuple(offset), tuple(o + n for o, n in zip(offset, shape, strict=True)))

@@ -26,7 +26,15 @@ from pipeline_balance.elastic.layouts import layout_of
 from pipeline_balance.elastic.materialize import materialize
 from pipeline_balance.elastic.order import ordered
 from pipeline_balance.elastic.parallelism import FEWEST_BYTES, Parallelism
-from pipeline_balance.elastic.reshape import Reshaper, ShardedArrangement, describe, is_sharded, mesh_axes, shards_in
+from pipeline_balance.elastic.reshape import (
+    Ahead,
+    Reshaper,
+    ShardedArrangement,
+    describe,
+    is_sharded,
+    mesh_axes,
+    shards_in,
+)
 from pipeline_balance.elastic.saving import load_job, save_job
 from pipeline_balance.elastic.trainable import check, check_mode, check_nodes
 from pipeline_balance.pipeline.agreement import alike, refuse_where
@@ -278,7 +286,7 @@ class Job:
     # --- switching --------------------------------------------------------------------------------------------
 
     def prepare(self, layout: Parallelism, *, mode: Mode = "safe") -> None:
-        """Make groups and find the route for a switch to `layout`, in the background; training goes on. Collective.
+        """Make groups, a route and modules for a switch to `layout`, in the background; training goes on. Collective.
 
         `mode` is what `switch` will be given; in another one it has more to do itself. Meanwhile the program must not
         make process groups itself. Raises `SpecError` on all processes for a layout that cannot be trained, for a mode
@@ -308,6 +316,7 @@ class Job:
         present, rules_now = self.layout, self._rules
         reseater = self._reseater(layout, read)
         found = reseater.items()
+        ahead = reseater.ahead() if isinstance(reseater, Reshaper) and is_sharded(layout) else None
 
         def made() -> _Prepared:
             self._groups.keep()
@@ -323,7 +332,7 @@ class Job:
                 self._groups.undo()
                 problem = f"{chosen} could not be prepared ({in_words([said for said, _ in every])})"
                 return _Prepared(problem=problem)
-            target = self._arrangement(chosen, stage_map, rules, runs, reseater)
+            target = self._arrangement(chosen, stage_map, rules, runs, reseater, ahead)
             way = reseater.way_from([rows for _, rows in every], specs, target, words.rank)
             way.itinerary.foresee(pipe.mover.budget_bytes, in_place=mode == "in-place")
             return _Prepared(layout=chosen, target=target, way=way)
@@ -365,6 +374,9 @@ class Job:
         pipe, ready = self.pipeline, self._prepared()
         target, remembered = ready.target, list[Any]()
 
+        def told() -> list[Any]:
+            return [ready.problem, ready.broken, mode, self._balance.told(self.layout)]
+
         def heard(every: list[Any]) -> None:
             refuse_where([mode for _, _, mode, *_ in every], "switch in another mode")
             check_mode(mode)
@@ -375,7 +387,6 @@ class Job:
                 raise TransitionError(f"{failed}; {_WHOLE}")
             remembered.extend(told for *_, told in every)
 
-        told = lambda: [ready.problem, ready.broken, mode, self._balance.told(self.layout)]  # noqa: E731
         words: Mapping[str, Any] = {"layout": str(ready.layout), "data position": self.data.position}
         try:
             reseater = self._reseater(ready.layout or self.layout)
@@ -418,9 +429,15 @@ class Job:
         return Reshaper(mover, plain.passes, plain.now, self._plain, self._shards)
 
     def _arrangement(
-        self, layout: Parallelism, stage_map: StageMap, rules: Mapping[str, Rule], model: PipelineModel, to: Reseater
+        self,
+        layout: Parallelism,
+        stage_map: StageMap,
+        rules: Mapping[str, Rule],
+        model: PipelineModel,
+        to: Reseater,
+        ahead: Ahead | None = None,
     ) -> Arrangement:
-        """The layout as a pipeline takes it, once its groups were made."""
+        """The layout as a pipeline takes it, once its groups were made; `ahead` makes its modules."""
         seats, owned, read = self._seats(layout), self.pipeline.owned, to.mover.owned
         given: dict[str, Any] = {"seats": seats, "stage_map": stage_map, "model": model, "nodes": self._nodes}
         given["microbatches"] = microbatches_of(self.microbatches, layout.dp)
@@ -430,7 +447,8 @@ class Job:
         shards = shards_in(layout, self._plain.root, self._groups, process_rank(), self._device)
         cut = {p.name: layout.tp for p in describe(read, rules).parameters if p.dim is not None}
         owners = Owners(owned, seats.grid, stage_map, layout.zero, shards=cut, read=read)
-        return ShardedArrangement(owners=owners, layout=layout, rules=rules, shards=shards, **given)
+        given |= {"owners": owners, "layout": layout, "rules": rules, "shards": shards}
+        return ShardedArrangement(ahead=ahead(shards) if ahead is not None and shards is not None else None, **given)
 
     def _seats(self, layout: Parallelism) -> Seats:
         """The places of a layout whose groups were made."""
@@ -464,4 +482,4 @@ class Job:
 
 
 def _arranged(target: Arrangement | None) -> ShardedArrangement | None:
-    return target if isinstance(target, ShardedArrangement) else None
+    return replace(target, ahead=None) if isinstance(target, ShardedArrangement) else None

@@ -6,14 +6,14 @@ parameters in the optimizers' groups, the keys of their state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.copies import check_copyable, check_parameters
+from pipeline_balance.elastic.copies import Found, check_copyable, check_parameters, found_in
 from pipeline_balance.elastic.describe import Rule
 from pipeline_balance.elastic.experts import stacks
 from pipeline_balance.elastic.fully_sharded import check_weak, leaves_of, padded
@@ -37,14 +37,21 @@ from prophet.state.layout import Layout, layout_from
 from prophet.state.space import Box, Space
 from prophet.state.transition import Moved, State
 
+Ahead = Callable[[Shards], ShardedModel | None]
+"""Makes the modules of a layout of shards before a switch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedArrangement(Arrangement):
-    """A layout of shards. `rules` say how tp cuts; `shards` are None on a process without a place."""
+    """A layout of shards. `rules` say how tp cuts; `shards` are None on a process without a place.
+
+    `ahead` is the model in it, without memory, where that was made before the switch.
+    """
 
     layout: Parallelism
     rules: Mapping[str, Rule]
     shards: Shards | None
+    ahead: ShardedModel | None = None
 
 
 def describe(owned: Ownership, rules: Mapping[str, Rule] | None = None) -> ModelDescription:
@@ -194,14 +201,44 @@ class Reshaper(Reseater):
         mover.check_put(owned.parameters)
         model = target.model or self.plain
         if shards is not None:
-            updates = lambda: self.passes.progress.updates  # noqa: E731
-            self._enters = model = sharded(self.plain, shards, now, config.seed, updates)
+            assert isinstance(target, ShardedArrangement)
+            made = target.ahead
+            if made is None or not made.copy.stands():
+                made = self._modules(shards, self._found())
+            made.update(now, config.seed)
+            self._enters = model = made
             twins = model.copy.twins()
             for name in owned.of(target.stage_map.layers_on(place)):
                 box = box_of(twins[id(owned.parameters[name])])
                 if box.elements and box != boxes.get(name):
                     raise TransitionError(f"torch's shard of {name} is {box}, the layout's is {boxes.get(name)}")
         return replace(mover.builder, model=model).build(target.stage_map, rank=place, config=config)
+
+    def ahead(self) -> Ahead:
+        """Reads the modules as they are; what is returned makes them from that, in any thread.
+
+        None where it fails: then the switch makes them, and says why it cannot.
+        """
+        found = [one.lasting() for one in self._found()]
+        index = None if self.mover.device.type == "cpu" else torch.accelerator.current_device_index()
+
+        def made(shards: Shards) -> ShardedModel | None:
+            try:
+                with torch.accelerator.device_index(index):  # every thread has its own
+                    return self._modules(shards, found)
+            except Exception:
+                return None
+
+        return made
+
+    def _found(self) -> list[Found]:
+        now = self.now_sharded
+        return found_in(self.plain.root, now.copy if now is not None else None)
+
+    def _modules(self, shards: Shards, found: Sequence[Found]) -> ShardedModel:
+        """Modules like those that were `found`, cut into shards, without memory."""
+        passes = self.passes  # not this object, which refers to what is in force now
+        return sharded(self.plain, found, shards, lambda: passes.progress.updates)
 
     def _beside(self, others: list[Tensor]) -> list[Tensor]:
         now = self.now_sharded

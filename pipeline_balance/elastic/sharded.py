@@ -11,7 +11,7 @@ import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from pipeline_balance.elastic.copies import Copy, without_memory
+from pipeline_balance.elastic.copies import Copy, Found, without_memory
 from pipeline_balance.elastic.fully_sharded import give_back
 from pipeline_balance.elastic.styles import Style
 from pipeline_balance.pipeline.adapter import TransformersModel
@@ -158,25 +158,21 @@ def sharing(units: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 
 class ShardedModel(PipelineModel):
-    """The model `plain` as shards, without memory until `fill`; `now` is the one in force, if it is of shards too.
+    """The model `plain`, whose modules were `found`, as shards: without memory until `fill`.
 
-    `seed` and `updates()` are what random numbers are drawn by where units run as one.
+    Any thread may make it; `update` then takes in what has changed since. `seed` and `updates()` are what random
+    numbers are drawn by where units run as one.
     """
 
     metered = False
 
     def __init__(
-        self, plain: PipelineModel, shards: Shards, now: ShardedModel | None, seed: int, updates: Callable[[], int]
+        self, plain: PipelineModel, found: Sequence[Found], shards: Shards, updates: Callable[[], int]
     ) -> None:
-        self.plain, self.shards, self._seed, self._updates = plain, shards, seed, updates
+        self.plain, self.shards, self._seed, self._updates = plain, shards, 0, updates
         self.in_stages = shards.dp is None
         self._part: Microbatch | None = None
-        current = now.copy.twins() if now is not None else {}
-
-        def empty(parameter: nn.Parameter) -> nn.Parameter:
-            return without_memory(parameter, trains=current.get(id(parameter), parameter).requires_grad)
-
-        self.copy: Copy = Copy(plain.root, now.copy if now is not None else None, empty)
+        self.copy = Copy(found, without_memory)
         self.root = self.copy.root
         self.units = self._units()
         self._cut_over_tp()
@@ -191,6 +187,11 @@ class ShardedModel(PipelineModel):
         self._first = [mesh.get_local_rank(d) == 0 for d in range(mesh.ndim)]
 
     # --- making it --------------------------------------------------------------------------------------------
+
+    def update(self, now: ShardedModel | None, seed: int) -> None:
+        """Take in what may have changed since modules were found: `now` is the model in force, if it is of shards."""
+        self._seed = seed
+        self.copy.update(now.copy if now is not None else None)
 
     def _units(self) -> tuple[nn.Module, ...]:
         return tuple(self.copy.of(unit) for unit in self.plain.units)
@@ -360,10 +361,12 @@ class ShardedTransformers(ShardedModel):
     """A transformers model as shards: in stages, or its own forward whole as the first unit."""
 
     plain: TransformersModel
+    _stages: _InStages | None = None
 
-    def __init__(self, plain: TransformersModel, *others: Any) -> None:
-        super().__init__(plain, *others)
-        self._stages = _InStages(plain, self.root, self.copy.of(plain.layers), self.units) if self.in_stages else None
+    def update(self, now: ShardedModel | None, seed: int) -> None:
+        super().update(now, seed)
+        if self.in_stages:
+            self._stages = _InStages(self.plain, self.root, self.copy.of(self.plain.layers), self.units)
 
     def run(self, unit: int, activations: Activations, microbatch: Microbatch) -> Activations:
         if self._stages is not None:
@@ -406,14 +409,12 @@ class ShardedTransformers(ShardedModel):
         return activations[0] * self.counted(microbatch)
 
 
-def sharded(
-    plain: PipelineModel, shards: Shards, now: ShardedModel | None, seed: int, updates: Callable[[], int]
-) -> ShardedModel:
+def sharded(plain: PipelineModel, found: Sequence[Found], shards: Shards, updates: Callable[[], int]) -> ShardedModel:
     """The model as shards, without memory; `SpecError` for a kind of model that cannot be."""
     if isinstance(plain, TransformersModel):
-        return ShardedTransformers(plain, shards, now, seed, updates)
+        return ShardedTransformers(plain, found, shards, updates)
     if isinstance(plain, ModuleChain):
-        return ShardedChain(plain, shards, now, seed, updates)
+        return ShardedChain(plain, found, shards, updates)
     raise SpecError(f"a {type(plain).__name__} cannot be sharded: expected layers in a row or a transformers model")
 
 
@@ -465,7 +466,9 @@ def add_empty(values: dict[str, Tensor], boxes: Mapping[str, Box], space: Space,
 
 def shard_like(like: Any, values: Tensor) -> DTensor:
     """A tensor of the shape and placements of `like`, of which this process has `values`."""
-    made: DTensor = DTensor.from_local(
-        values, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    kind: Any = DTensor  # whose constructor has no types
+    spec = like._spec
+    if values.dtype != like.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=values.dtype))
+    made: DTensor = kind(values, spec, requires_grad=False)  # `from_local` makes a graph: ten times as long
     return made

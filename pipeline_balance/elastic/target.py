@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline_balance.elastic.copies import Copy, gone, retire, without_memory
+from pipeline_balance.elastic.copies import Copy, found_in, gone, retire, without_memory
 from pipeline_balance.elastic.holdings import box_of
 from pipeline_balance.elastic.live import Live
 from pipeline_balance.elastic.sharded import (
@@ -44,7 +44,7 @@ class Target:
         options: Mapping[str, Any],
     ) -> None:
         self.live, self.runs, self.shards, self.wrap = live, runs, shards, wrap
-        self.copy = copy = Copy(live.root, None, without_memory)
+        self.copy = copy = Copy(found_in(live.root, None), without_memory)
         for original, module in copy.pairs():
             module.__dict__["_buffers"] = dict(original._buffers)
         if shards is not None:

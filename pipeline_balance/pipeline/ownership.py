@@ -21,7 +21,9 @@ from pipeline_balance.pipeline.model import PipelineModel
 from prophet.errors import SpecError
 
 _READ_BYTES = 1 << 20
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_INTEGERS = {1: torch.int8, 2: torch.int16}  # by bytes; of longer elements every four
+_ROW, _PART = 1 << 11, 1 << 22  # integers that are summed together
+_FACTOR = -0x61C8864680B583EB  # 2^64 by the golden ratio: its multiples lie far apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,26 +71,29 @@ class Ownership:
         if now == self._read:
             return
         self.model.look()
-        holders: dict[int, list[int]] = {}
+        holders: dict[int, dict[int, None]] = {}  # units, in order
         for unit, module in enumerate(self.model.units):
-            for parameter in module.parameters():
-                holders.setdefault(id(parameter), []).append(unit)
             for part in module.modules():
-                holders.setdefault(id(part), []).append(unit)
+                for held in (part, *part._parameters.values()):
+                    holders.setdefault(id(held), {})[unit] = None
         parameters: dict[str, nn.Parameter] = {}
         buffers: dict[str, HeldBuffer] = {}
         units_of: dict[str, tuple[int, ...]] = {}
-        for name, parameter in self.model.root.named_parameters():
-            if id(parameter) not in holders:
-                raise SpecError(f"parameter {name} belongs to no layer of the pipeline, so no rank would train it")
-            parameters[name] = parameter
-            units_of[name] = tuple(holders[id(parameter)])
+        seen: set[int] = set()
         for path, module in self.model.root.named_modules():
+            dot = f"{path}." if path else ""
+            for attribute, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                name = f"{dot}{attribute}"
+                if id(parameter) not in holders:
+                    raise SpecError(f"parameter {name} belongs to no layer of the pipeline, so no rank would train it")
+                parameters[name], units_of[name] = parameter, tuple(holders[id(parameter)])
             for attribute, buffer in module._buffers.items():
                 if buffer is not None and id(module) in holders:
-                    name = f"{path}.{attribute}" if path else attribute
-                    buffers[name] = HeldBuffer(module, attribute, tuple(holders[id(module)]))
-                    units_of[name] = buffers[name].units
+                    buffers[f"{dot}{attribute}"] = HeldBuffer(module, attribute, tuple(holders[id(module)]))
+        units_of |= {name: buffer.units for name, buffer in buffers.items()}
         self.parameters, self.buffers, self.units_of = parameters, buffers, units_of
         self._read, self._split, self._structure = now, {}, self._digest()
 
@@ -200,22 +205,34 @@ def digest_of(entries: Iterable[tuple[str, Any]]) -> int:
 
 
 def sum_of_bits(tensors: Iterable[Tensor]) -> Tensor | None:
-    """A number that is equal for the same bits, on the tensors' device: elements as integers, summed. None without any.
+    """A number that is equal for the same bits, on the tensors' device. None without any.
 
-    It is cheaper than `digest_of`, and does not notice elements that change places.
+    Elements are integers, each times its place, and summed modulo 2^64. It is cheaper than `digest_of`.
     """
     found: Tensor | None = None
     for tensor in tensors:
-        bits = local(tensor.detach()).reshape(-1).view(_INTEGERS.get(tensor.element_size(), torch.int64))
-        whole = bits.sum(dtype=torch.int64)
-        found = whole if found is None else found * 31 + whole
+        bits = local(tensor).detach().reshape(-1).contiguous().view(_INTEGERS.get(tensor.element_size(), torch.int32))
+        for part in bits.split(_PART):
+            whole = part.numel() // _ROW * _ROW
+            for some in filter(len, (part[:whole], part[whole:])):
+                found = _by_place(some) if found is None else found * _FACTOR + _by_place(some)
     return found
+
+
+def _by_place(integers: Tensor) -> Tensor:
+    """Their sum, each times its place (1, 2, ...); of whole rows by the sums of rows and columns."""
+    place = torch.arange(1, _ROW + 1, device=integers.device)
+    if integers.numel() < _ROW:
+        return (integers * place[: integers.numel()]).sum()
+    rows = integers.to(torch.int64).view(-1, _ROW)
+    above = torch.arange(len(rows), device=integers.device) * _ROW
+    return (rows.sum(0) * place).sum() + (rows.sum(1) * above).sum()
 
 
 def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
     if isinstance(value, Tensor):
         yield str((value.dtype, tuple(value.shape))).encode()
-        flat = local(value.detach()).contiguous().reshape(-1).view(torch.uint8)
+        flat = local(value).detach().contiguous().reshape(-1).view(torch.uint8)
         for part in flat.split(_READ_BYTES):  # copied: memory that numpy has seen can never be given back
             yield part.to("cpu", copy=True).numpy().data
     else:
@@ -224,8 +241,12 @@ def _bytes_of(value: Any) -> Iterator[bytes | memoryview]:
 
 def local(tensor: Tensor) -> Tensor:
     """What this process has of a tensor: of a `DTensor` its shard, which shares memory with it."""
-    shard: Any = tensor.detach()
-    return shard.to_local() if hasattr(tensor, "to_local") else tensor
+    shard: Any = tensor
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():  # else it becomes part of a graph, which takes ten times as long
+        found: Tensor = shard.to_local()
+    return found
 
 
 def like_meta(tensor: Tensor) -> nn.Parameter:

@@ -57,7 +57,7 @@ class Held:
         if dtype not in ITEM_BYTES or tensor.layout != torch.strided:
             raise LayoutError(f"{name}: a {tensor.layout} tensor of {dtype} cannot be moved")
         self.specs.append(TensorSpec(name=name, shape=tuple(tensor.shape), dtype=dtype, kind=kind, layer=unit))
-        self.tensors[name] = local(tensor.detach())
+        self.tensors[name] = local(tensor).detach()
 
     def add_state(self, key: str, entry: str, value: Any, device: torch.device, unit: int) -> None:
         """Take in one entry of an optimizer's state for parameter `key`."""

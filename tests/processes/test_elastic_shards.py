@@ -276,7 +276,7 @@ def _trained(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
 
 
 def _apart(rank: int, size: int) -> str:
-    """A norm, or what its optimizer keeps, that differs between tp ranks."""
+    """A norm, or what its optimizer keeps, that differs between tp ranks: in a value, or in the places of two."""
     layout, said = elastic.Parallelism(tp=2), []
     options: dict[str, Any] = {"data": [batch_of()], "microbatches": 2, "timeout_s": 60.0}
     job = elastic.Job(lambda: model_of("llama"), adam, layout, **options)
@@ -285,7 +285,10 @@ def _apart(rank: int, size: int) -> str:
     for tensor in (weight.detach(), job.optimizer.state[weight]["exp_avg"]):
         local: Tensor = tensor.to_local()
         kept = local.clone()
-        local[0] += rank
+        if not said:
+            local[0] += rank
+        elif rank:
+            local[[0, 1]] = local[[1, 0]]
         before = [p.detach().to_local().clone() for p in job.model.parameters()]
         with pytest.raises(SpecError) as caught:
             job.switch(elastic.Parallelism(pp=2))

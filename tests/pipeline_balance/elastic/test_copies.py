@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from pipeline_balance.elastic.copies import Copy, check_copyable
+from pipeline_balance.elastic.copies import Copy, check_copyable, found_in, without_memory
 from pipeline_balance.elastic.fully_sharded import check_weak
 from pipeline_balance.pipeline.ownership import check_free
 from prophet.errors import SpecError
@@ -97,7 +97,70 @@ def test_a_parametrized_module_is_copied_with_its_parametrization() -> None:
     net, x = _net(), torch.ones(1, 2)
     parametrizations.weight_norm(net[0])
     check_copyable(net, None)
-    copy = Copy(net, None, lambda p: nn.Parameter(2 * p.detach()))
+    copy = Copy(found_in(net, None), lambda p: nn.Parameter(2 * p.detach()))
+    copy.update(None)
     copy.make()
     expected = nn.functional.linear(x, 2 * net[0].weight, 2 * net[0].bias)
     assert torch.allclose(copy.root[0](x), expected)  # type: ignore[index]
+
+
+def _retyped(net: Any) -> None:
+    net[1].__class__ = type("Other", (nn.Linear,), {})
+
+
+def _wider(net: Any) -> None:
+    net[1].weight.data = torch.zeros(2, 3)
+
+
+def _in_halves(net: Any) -> None:
+    net[0].bias.data = net[0].bias.data.half()
+
+
+_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a module": lambda net: net.__setitem__(1, nn.Linear(2, 2)),
+    "one more": lambda net: net.append(nn.ReLU()),
+    "one less": lambda net: net.pop(0),
+    "another order": lambda net: net.insert(0, net.pop(1)),
+    "a class": _retyped,
+    "a parameter": lambda net: setattr(net[0], "bias", nn.Parameter(torch.zeros(2))),
+    "no parameter": lambda net: setattr(net[0], "bias", None),
+    "one more parameter": lambda net: net[0].register_parameter("more", nn.Parameter(torch.zeros(2))),
+    "a tie": lambda net: setattr(net[0], "weight", net[1].weight),
+    "a shape": _wider,
+    "a type": _in_halves,
+}
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_copy_knows_that_its_originals_are_others(change: str) -> None:
+    net = _net()
+    copy = Copy(found_in(net, None), without_memory)
+    net.requires_grad_(False).eval()
+    assert copy.stands()
+    _CHANGES[change](net)
+    assert not copy.stands()
+
+
+def test_a_copy_keeps_nothing_of_its_originals_alive() -> None:
+    net = _net()
+    net[0].loss = net[1](torch.ones(1, 2)).sum()  # holds a graph
+    copy = Copy([one.lasting() for one in found_in(net, None)], without_memory)
+    del net[0].loss
+    check_free(dict(net.named_parameters()))
+    assert copy.stands()
+
+
+def test_a_copy_takes_in_what_has_changed() -> None:
+    net = _net()
+    net[0].old, net[0].kept = 1, 2  # type: ignore[assignment]
+    copy = Copy(found_in(net, None), without_memory)
+    copy.sharded()
+    del net[0].old
+    net[0].kept, net[1].new = 3, 4  # type: ignore[assignment]
+    net[1].register_buffer("sums", torch.ones(2))
+    net[0].eval()
+    copy.update(None)
+    first, second = copy.root
+    assert (hasattr(first, "old"), first.kept, second.new, first.training) == (False, 3, 4, False)
+    assert second._buffers is net[1]._buffers
+    assert copy.attributes(net[0])["kept"] == 3

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from pipeline_balance.pipeline import ownership
 from pipeline_balance.pipeline.generators import seeded, unit_seed
 from pipeline_balance.pipeline.model import ModuleChain
 from pipeline_balance.pipeline.optimizers import Optimizers, meant, said
-from pipeline_balance.pipeline.ownership import Ownership, like_meta, put, try_put
+from pipeline_balance.pipeline.ownership import Ownership, like_meta, put, sum_of_bits, try_put
 from prophet.errors import SpecError
 
 
@@ -139,3 +140,34 @@ def test_generators_depend_on_the_key_alone_and_leave_others_be() -> None:
         assert torch.equal(torch.rand(3), inside)
     keys = {unit_seed(*key) for key in [(0, 1, 2, 3), (1, 1, 2, 3), (0, 2, 2, 3), (0, 1, 3, 3), (0, 1, 2, 4)]}
     assert len(keys) == 5
+
+
+def _by_hand(tensor: torch.Tensor) -> int:
+    """`sum_of_bits` in Python."""
+    size = tensor.element_size()
+    kind = {1: torch.int8, 2: torch.int16}.get(size, torch.int32)
+    found = 0
+    for part in tensor.reshape(-1).contiguous().view(kind).split(ownership._PART):
+        whole = part.numel() // ownership._ROW * ownership._ROW
+        for some in filter(len, (part[:whole], part[whole:])):
+            found = found * ownership._FACTOR + sum(n * bits for n, bits in enumerate(some.tolist(), start=1))
+    return (found + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+@pytest.mark.parametrize("part", [1 << 22, 64])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_a_digest_of_bits_knows_their_places(dtype: torch.dtype, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ownership, "_ROW", 8)
+    monkeypatch.setattr(ownership, "_PART", part)
+    for shape in [(), (3,), (8,), (5, 7), (100,), (3, 5, 16)]:
+        tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 50).to(dtype)
+        assert int(sum_of_bits([tensor])) == _by_hand(tensor)  # type: ignore[arg-type]
+        for here, there in ((0, 1), (0, 2), (1, 9), (0, 16), (0, 94), (5, 133)):
+            flat = tensor.clone().reshape(-1)
+            if there < flat.numel():
+                flat[there] = -flat[here] if dtype.is_floating_point else flat[here] ^ 1
+                kept = int(sum_of_bits([flat]))  # type: ignore[arg-type]
+                flat[[here, there]] = flat[[there, here]]
+                assert int(sum_of_bits([flat])) != kept  # type: ignore[arg-type]
+    assert int(sum_of_bits([tensor[..., ::2]])) == _by_hand(tensor[..., ::2])  # type: ignore[arg-type]
+    assert sum_of_bits([]) is None
