@@ -54,7 +54,7 @@ def main() -> None:
     layouts = [elastic.Parallelism.parse(text) for _, text in PHASES]
     job = elastic.Job(
         build,
-        lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-3),
+        lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
         layouts[0],
         data=batches(args.steps),
         microbatches=4,
