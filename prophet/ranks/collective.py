@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from prophet.errors import CollectiveError, StageFailed
+from prophet.errors import CollectiveError, OutOfStep, StageFailed
 from prophet.ranks.messages import Frames, tell
 
 Channel = Literal["tokens", "weights"]
@@ -165,7 +165,7 @@ class Collective(ABC):
         against = ""
         try:
             told = self.gather_at_once(torch.tensor([int(ready)], device=device), op=op).reshape(-1).tolist()
-        except (CollectiveError, StageFailed) as error:
+        except (CollectiveError, OutOfStep, StageFailed) as error:
             against = str(error)
         else:
             unready = [rank for rank, said in enumerate(told) if not said]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,26 +20,9 @@ from prophet.state.route import Route
 from prophet.state.streams import Streams, Timetable
 from tests.helpers.elastic_jobs import check_held, plain_losses, same, start, train, whole
 from tests.helpers.launch import run_gloo
+from tests.helpers.noted import noted
 
 LIMIT_S = 30.0
-
-
-@contextmanager
-def _noted(*places: tuple[Any, str]) -> Iterator[set[tuple[str, bool]]]:
-    """Inside, which of these were called, and whether by the main thread."""
-    found: set[tuple[str, bool]] = set()
-
-    def noting(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **options: Any) -> Any:
-            found.add((inner.__qualname__, threading.current_thread() is threading.main_thread()))
-            return inner(*given, **options)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in places:
-            patch.setattr(owner, name, noting(getattr(owner, name)))
-        yield found
 
 
 def _ahead(rank: int, size: int) -> None:
@@ -50,7 +31,7 @@ def _ahead(rank: int, size: int) -> None:
     job = start("pp2,dp2")
     train(job, 1)
     for text, mode in (("pp4", "safe"), ("dp4,zero1", "in-place"), ("dp2,zero3", "safe"), ("pp2", "safe")):
-        with _noted(*described, *routes, (itinerary, "in_place")) as found:
+        with noted(*described, *routes, (itinerary, "in_place")) as found:
             job.prepare(Parallelism.parse(f"{text},orderfewest-bytes"), mode=mode)  # type: ignore[arg-type]
             job._prepared()
         assert not [name for name, main in found if main]
@@ -58,7 +39,7 @@ def _ahead(rank: int, size: int) -> None:
         assert ("in_place" in {name for name, _ in found}) == (mode == "in-place")
         train(job, 1)
         before = whole(job)
-        with _noted(*routes, (itinerary, "in_place")) as found:
+        with noted(*routes, (itinerary, "in_place")) as found:
             job.switch(mode=mode)  # type: ignore[arg-type]
         assert not found, text
         assert same(whole(job), before)

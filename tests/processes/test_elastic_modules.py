@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,27 +18,14 @@ from pipeline_balance.elastic.parallelism import Parallelism
 from prophet.errors import SpecError, TransitionError
 from tests.helpers.elastic_jobs import check_held, same, start, train, whole
 from tests.helpers.launch import run_gloo
+from tests.helpers.noted import noted
 from tests.helpers.sliced_models import adam, batch_of, model_of
 
 MAKING = ((reshape, "sharded"), (shards, "fully_shard"), (shards, "parallelize_module"))
 
 
-@contextmanager
-def _making() -> Iterator[list[bool]]:
-    """Inside, for every time that modules were made or cut: whether the main thread did."""
-    found: list[bool] = []
-
-    def noting(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any, **options: Any) -> Any:
-            found.append(threading.current_thread() is threading.main_thread())
-            return inner(*given, **options)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for owner, name in MAKING:
-            patch.setattr(owner, name, noting(getattr(owner, name)))
-        yield found
+def _by_main(found: set[tuple[str, bool]]) -> set[tuple[str, bool]]:
+    return {(name, main) for name, main in found if main}
 
 
 def _llama(layout: str) -> Job:
@@ -62,14 +46,14 @@ def _ahead(rank: int, size: int) -> None:
         train(job, 1)
         for text in layouts:
             drawn = torch.get_rng_state()
-            with _making() as found:
+            with noted(*MAKING) as found:
                 _prepared(job, text)
             assert torch.equal(torch.get_rng_state(), drawn)
             assert bool(found) == (text != "pp2"), text
-            assert not any(found), text
+            assert not _by_main(found), text
             train(job, 1)
             before = whole(job)
-            with _making() as found:
+            with noted(*MAKING) as found:
                 job.switch()
             assert not found, text
             assert same(whole(job), before), text
@@ -107,9 +91,9 @@ def _changed(rank: int, size: int, text: str, back: str) -> list[float]:
                 _prepared(job, layout)
             losses += train(job, 1)
             _meanwhile(job, fired, list(job.model))
-            with _making() as found:
+            with noted(*MAKING) as found:
                 job.switch(None if ahead else Parallelism.parse(layout))
-            assert not any(found)
+            assert not _by_main(found)
             _, block, still, last, *_ = job.model
             assert not any(p.requires_grad for p in block.parameters())
             assert all(p.requires_grad for p in still.parameters())
@@ -140,10 +124,10 @@ def _replaced(rank: int, size: int) -> None:
         job.model[2].drop = kind()
         train(job, steps)
         before = whole(job)
-        with _making() as found:
+        with noted(*MAKING) as found:
             job.switch()
         assert found
-        assert all(found)
+        assert found == _by_main(found)
         assert type(job.model[2].drop) is kind
         assert same(whole(job), before)
         train(job, 1)

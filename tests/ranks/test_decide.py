@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from prophet.errors import CollectiveTimeout
+from prophet.errors import CollectiveTimeout, OutOfStep
 from prophet.ranks.collective import Collective, Operation
 from prophet.ranks.process_group import ProcessGroupCollective
 from prophet.ranks.threads import ThreadWorld
@@ -71,3 +71,17 @@ def test_the_first_word_holds_where_ranks_have_not_heard_the_same(slow: int, goe
         assert [not words for words in said] == [goes] * 2
         if not goes:
             assert all(("no answer" if rank == 1 else "another rank has not heard") in words for words in said)
+
+
+def _elsewhere(rank: int, size: int) -> str:
+    collective = ProcessGroupCollective(timeout_s=20.0)
+    if rank == 0:
+        return _against(collective, "out of step")
+    with pytest.raises(OutOfStep):
+        collective.gather_at_once(torch.zeros(2), op=Operation("agreeing"))
+    return ""
+
+
+def test_a_rank_that_is_in_another_operation_stands_against_a_decision() -> None:
+    first, _ = run_gloo(_elsewhere, 2)
+    assert "ranks [1] are not in" in first
