@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from prophet.convert import huggingface
-from prophet.convert.base import Adapter, ExpertsSpec, FfnNames, RowOrder
+from prophet.convert.base import Adapter, ExpertsSpec
 from prophet.convert.checks import (
     agree,
     check_model,
@@ -40,6 +40,7 @@ from prophet.convert.verify import Trial
 from prophet.engine.overflow import share_overflows
 from prophet.engine.parallel import leave_out_of_ddp, put_back_into_ddp
 from prophet.errors import CollectiveError, ConversionError, PlanMismatch
+from prophet.experts.plain import FfnNames, RowOrder
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.layer.moe import MoE
@@ -111,7 +112,7 @@ def convert(
     try:
         check_model(model)
         found, left = find_all(model, (*adapters, *standard_adapters()), patterns, collective.rank, collective.size)
-        found, carried = _checked(model, optimizer, found, left)
+        carried = _checked(model, optimizer, found, left)
         prints = *fingerprint([(f.name, f.spec, f.experts(model)) for f in found]), digest(optimizer, carried)
     except Exception as caught:
         error = caught
@@ -152,16 +153,16 @@ def _announce(model: nn.Module) -> None:
 
 def _checked(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, found: Sequence[Found], left: Sequence[LeftAlone]
-) -> tuple[list[Found], list[Carried]]:
-    """What is converted how, and what `optimizer` holds of it; raises `ConversionError` for what would not be kept."""
+) -> list[Carried]:
+    """What `optimizer` holds of what is converted; raises `ConversionError` for what would not be kept."""
     if not found:
         raise ConversionError(_nothing_found(model, left))
     holders = [(f.name, f.experts(model)) for f in found]
     check_not_shared(model, holders)
     check_no_optimizer((p for _, held in holders for p in held.parameters()), but=optimizer)
-    kept, carried = carry(optimizer, model, found)
-    check_by_trying(model, kept)
-    return kept, carried
+    carried = carry(optimizer, model, found)
+    check_by_trying(model, found)
+    return carried
 
 
 def _convert_one(model: nn.Module, f: Found, collective: Collective, impl: Impl, verify: bool) -> Replaced:
@@ -229,7 +230,11 @@ def revert(model: nn.Module) -> None:
             "an engine is attached to this model: call engine.close() first, which ends balancing and leaves the "
             "experts converted, then prophet.revert(model)"
         )
-    names = [f"{name}.experts.{part}" for name, _, _, layer in found for part, _ in layer.experts.named_parameters()]
+    names = [
+        layer.names_prefix(f"{name}.") + part
+        for name, *_, layer in found
+        for part, _ in layer.experts.named_parameters()
+    ]
     for name, _, _, layer in found:
         put_back(model, name, layer)
     write_as_before(model)

@@ -13,99 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from prophet.errors import ConversionError
+from prophet.experts.plain import FfnNames
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.spec import Activation, Bias
 
-
-@dataclass(frozen=True, slots=True)
-class RowOrder:
-    """How one matrix or bias of a gated expert holds the rows of its gate and of `up`.
-
-    up_first: those of `up` come first. interleaved: they take turns, row by row.
-    """
-
-    up_first: bool = False
-    interleaved: bool = False
-
-    def gate_first(self, rows: Tensor) -> Tensor:
-        """All rows of the gate, then all of `up`: the library's order. rows: [2H, ...]."""
-        gate, up = (rows[0::2], rows[1::2]) if self.interleaved else rows.chunk(2)
-        return torch.cat((up, gate) if self.up_first else (gate, up))
-
-    def back(self, rows: Tensor) -> Tensor:
-        """The inverse."""
-        gate, up = rows.chunk(2)
-        parts = (up, gate) if self.up_first else (gate, up)
-        return torch.stack(parts, dim=1).flatten(0, 1) if self.interleaved else torch.cat(parts)
-
-
 RUNS_TWICE = "its own, runs twice"  # what reports call the router of a block that was found by trying
-
-
-@dataclass(frozen=True, slots=True)
-class FfnNames:
-    """Where a feed-forward module keeps its parameters, as names relative to it.
-
-    w_in: one name, or two for a gated module, the gate's first. Biases are None where the module has none. rows: where
-    one matrix holds gate and `up`, in which order.
-    """
-
-    w_in: tuple[str, ...]
-    w_out: str
-    b_in: tuple[str, ...] | None = None
-    b_out: str | None = None
-    rows: RowOrder = RowOrder()
-
-    def all(self) -> tuple[str, ...]:
-        """Every name."""
-        return (*self.w_in, *(self.b_in or ()), self.w_out, *(() if self.b_out is None else (self.b_out,)))
-
-    def by_parameter(self) -> dict[str, tuple[str, ...]] | None:
-        """The names by the bank's parameter that holds them, None where the bank's rows are in another order."""
-        if self.rows != RowOrder():
-            return None
-        found = {"w_in": self.w_in, "w_out": (self.w_out,)}
-        if self.b_in is not None:
-            found["bias_in"] = self.b_in
-        if self.b_out is not None:
-            found["bias_out"] = (self.b_out,)
-        return found
-
-    def unpack(self, state: Mapping[str, Tensor], prefix: str) -> ExpertWeights:
-        """The parameters under `prefix`, in the library's layout."""
-
-        def joined(names: tuple[str, ...]) -> Tensor:
-            parts = [state[prefix + name] for name in names]
-            if len(parts) > 1:
-                return torch.cat(parts)
-            return parts[0] if self.rows == RowOrder() else self.rows.gate_first(parts[0])
-
-        return ExpertWeights(
-            joined(self.w_in),
-            state[prefix + self.w_out],
-            None if self.b_in is None else joined(self.b_in),
-            None if self.b_out is None else state[prefix + self.b_out],
-        )
-
-    def pack(self, weights: ExpertWeights, prefix: str) -> dict[str, Tensor]:
-        """The inverse of `unpack`."""
-
-        def separate(rows: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
-            if len(names) == 1 and self.rows != RowOrder():
-                return (self.rows.back(rows),)
-            return rows.chunk(len(names))
-
-        parts = [*separate(weights.w_in, self.w_in)]
-        if self.b_in is not None and weights.b_in is not None:
-            parts += separate(weights.b_in, self.b_in)
-        parts.append(weights.w_out)
-        if self.b_out is not None and weights.b_out is not None:
-            parts.append(weights.b_out)
-        return {prefix + name: part for name, part in zip(self.all(), parts, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,9 +31,11 @@ class ExpertsSpec:
     built expert-parallel. form: "stacked" (one parameter for all experts) or "modules" (one module per expert).
     bias: both, none, or only that "in" or "out". dim_out: elements of an expert's output; None: `dim`. router: how the
     router is called in reports. names: of an expert's parameters, for the form "modules" where the experts are
-    feed-forward networks. bank: what holds and runs them, "feed-forward" or "modules", and why: why not the former;
-    hidden, activation and bias have no meaning then. places: where one module computes all held experts and is cut, in
-    how many of its places each copy has its expert (`prophet.convert.cut`); 0 where there is a module per expert.
+    feed-forward networks. bank: how they are run, as "feed-forward" networks on the grouped kernels or as "modules" one
+    by one, and why: why not the former; hidden, activation and bias have no meaning then. idle_called: whether a block
+    of the form "modules" also calls experts that no token chose, whose gradients are zero then and not None. places:
+    where one module computes all held experts and is cut, in how many of its places each copy has its expert
+    (`prophet.convert.cut`); 0 where there is a module per expert.
     """
 
     num_experts: int
@@ -134,6 +51,7 @@ class ExpertsSpec:
     dim_out: int | None = None
     bank: str = "feed-forward"
     why: str = ""
+    idle_called: bool = False
     places: int = 0
 
     @property
@@ -152,13 +70,13 @@ class ExpertsSpec:
 class Adapter(ABC):
     """Reads one kind of block. `family` names it; `experts_name` is the block's attribute that holds the experts.
 
-    list_prefix: what the names of the experts' parameters begin with there, before their numbers, where the experts may
-    stay the modules that they are; None where they may not.
+    list_prefix: what the names of the experts' parameters begin with there, before their numbers, where there is a
+    module per expert.
     """
 
     family: str
     experts_name: str = "experts"
-    list_prefix: str | None = None
+    list_prefix: str = ""
     takes_lora = False  # whether it describes experts that PEFT has put LoRA on
 
     @abstractmethod

@@ -47,6 +47,8 @@ def describe_block(name: str, adapter: Adapter, block: nn.Module, ranks: int) ->
         spec = adapter.describe(block)
         if spec.bank == "feed-forward":
             check_stackable(experts)
+            if spec.form == "stacked":
+                check_frozen_as_one(experts)
         if spec.form not in ("stacked", "modules"):
             raise ConversionError(f"form: expected 'stacked' or 'modules', got {spec.form!r}")
         if not 1 <= spec.top_k <= spec.num_experts:
@@ -102,12 +104,17 @@ def check_stackable(experts: nn.Module) -> None:
     ):
         if len(found) > 1:
             raise ConversionError(f"experts of several {what}: {', '.join(sorted(found))}; expected one")
-    if len({p.requires_grad for p in params.values()}) > 1:
-        frozen = sorted(name for name, p in params.items() if not p.requires_grad)
+    check_bare(experts)
+
+
+def check_frozen_as_one(experts: nn.Module) -> None:
+    """Raise `ConversionError` for stacked experts of which something is frozen and something is not."""
+    params = dict(experts.named_parameters())
+    frozen = sorted(name for name, p in params.items() if not p.requires_grad)
+    if 0 < len(frozen) < len(params):
         raise ConversionError(
             f"some of the experts' parameters are frozen and some are not ({frozen[0]} is): expected all or none"
         )
-    check_bare(experts)
 
 
 def check_bare(experts: nn.Module) -> None:

@@ -9,7 +9,7 @@ Shape legend: m experts of this rank, C rows of each, n rows or numbers of one, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from prophet.convert.routed import RoutedExperts
 from prophet.convert.verify import TOLERANCE
 from prophet.errors import ConversionError
 from prophet.experts.modules import ModulesBank
-from prophet.experts.replica import Replica
-from prophet.kernels.choice import Impl
 from prophet.ranks.collective import Operation
 
 ROWS = 5  # of each expert, on which a module is tried
@@ -139,43 +137,10 @@ def check_cuttable(whole: nn.Module, layer: nn.Module, experts: int, dim: int) -
     raise ConversionError(f"{who}: cut into {experts} experts, {said}")
 
 
-class CutBank(ModulesBank):
-    """Experts that were cut. One without rows has a gradient of zero, as it had in the module that held all."""
-
-    def run(
-        self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
-    ) -> Tensor:
-        out = super().run(rows, sizes, replicas, impl=impl)
-        idle = [
-            p
-            for size, home in zip(sizes, self.home_experts(), strict=False)
-            if not size
-            for p in home.parameters()
-            if p.requires_grad
-        ]
-        if not idle or not torch.is_grad_enabled():
-            return out
-        answer: Tensor = _WithZeros.apply(out, *idle)  # type: ignore[no-untyped-call]
-        return answer
-
-
-class _WithZeros(torch.autograd.Function):
-    """Its first input; the others get gradients of zero."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *params: Tensor) -> Tensor:
-        ctx.save_for_backward(*params)
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return grad, *(torch.zeros_like(p) for p in ctx.saved_tensors)
-
-
 class CutExperts(RoutedExperts):
     """A converted block's experts where they were cut."""
 
-    experts: CutBank  # type: ignore[assignment]
+    experts: ModulesBank  # type: ignore[assignment]
 
     def pieces(self) -> Iterator[tuple[str, nn.Parameter, str, int]]:
         """Every parameter of the bank: its name there, itself, whose piece it is, and of which of the m experts."""
@@ -209,7 +174,7 @@ class CutExperts(RoutedExperts):
             self.experts.get_parameter(key).copy_(value)
 
 
-def cut_bank(whole: nn.Module, layer: nn.Module, spec: ExpertsSpec, rank: int, ranks: int) -> CutBank:
+def cut_bank(whole: nn.Module, layer: nn.Module, spec: ExpertsSpec, rank: int, ranks: int) -> ModulesBank:
     """A bank of this rank's share of the experts that `whole` computes. Raises ValueError where no bank holds them."""
     m = spec.num_experts // ranks
     home = range(rank * m, rank * m + m)
@@ -220,4 +185,8 @@ def cut_bank(whole: nn.Module, layer: nn.Module, spec: ExpertsSpec, rank: int, r
         for e in range(spec.num_experts)
     }
     with trying():  # it runs an expert
-        return CutBank(given, dim=spec.dim, first_expert=home.start, held=m, total_experts=len(given), ep_size=ranks)
+        bank = ModulesBank(
+            given, dim=spec.dim, first_expert=home.start, held=m, total_experts=len(given), ep_size=ranks
+        )
+    bank.called = range(len(given))  # the module that held all of them called all
+    return bank

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from prophet.convert.base import Adapter, ExpertsSpec, child, class_named, integer
 from prophet.convert.checks import check_stackable
 from prophet.convert.huggingface import modules_spec, pack_modules
-from prophet.convert.modules import kept_as_modules
+from prophet.convert.modules import one_by_one
 from prophet.convert.probe import check_computes
 from prophet.errors import ConversionError
 from prophet.kernels.grouped_ffn import ExpertWeights
@@ -51,13 +52,15 @@ class DeepSpeedMoE(Adapter):
         try:
             check_stackable(experts)
             spec = modules_spec(experts, num_experts=total, top_k=top_k, router=router)
+            spec = replace(spec, idle_called=True)  # each with as many rows as it has capacity, zeros if need be
             names: Any = spec.names
             for expert in experts:
                 check_computes(expert, names, spec.activation)
             return spec
         except ConversionError as no:
             dim: Any = child(gate, "wg").in_features
-            return kept_as_modules(experts, 0, total=total, top_k=top_k, dim=dim, router=router, why=str(no))
+            spec = one_by_one(experts, 0, total=total, top_k=top_k, dim=dim, router=router, why=str(no))
+            return replace(spec, idle_called=True)
 
     def unpack(self, spec: ExpertsSpec, state: Mapping[str, Tensor], expert: int) -> ExpertWeights:
         names: Any = spec.names

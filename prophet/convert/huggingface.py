@@ -12,16 +12,17 @@ Shape legend: N tokens, K top-k, E experts, D model dim, H hidden dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from prophet.convert.base import Adapter, ExpertsSpec, RowOrder, check_shapes, child, class_named, integer
-from prophet.convert.probe import activation_of, identify
+from prophet.convert.base import Adapter, ExpertsSpec, check_shapes, child, class_named, integer
+from prophet.convert.probe import activation_of, calls_idle, identify
 from prophet.errors import ConversionError
+from prophet.experts.plain import RowOrder
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.kernels.grouped_ffn.naive import CLAMP_LIMIT, QUICK_SLOPE
 from prophet.spec import Activation, bias_of
@@ -81,7 +82,8 @@ class GatedBlock(Adapter):
         experts, router = child(block, "experts"), child(block, "gate")
         top_k = integer(router if hasattr(router, "top_k") else block, "top_k")
         if isinstance(experts, nn.ModuleList):
-            return modules_spec(experts, num_experts=len(experts), top_k=top_k, router=type(router).__name__)
+            spec = modules_spec(experts, num_experts=len(experts), top_k=top_k, router=type(router).__name__)
+            return replace(spec, idle_called=calls_idle(block, spec, experts, self.call))
         e, dim, hidden = (integer(experts, name) for name in ("num_experts", "hidden_dim", "intermediate_dim"))
         check_shapes(experts, {"gate_up_proj": (e, 2 * hidden, dim), "down_proj": (e, dim, hidden)})
         activation = activation_of(getattr(experts, "act_fn", None), "hidden_act", gated=True)

@@ -6,7 +6,7 @@ Shape legend: N noted rows, E experts, D model dim, O output dim of an expert.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from prophet.convert.base import RUNS_TWICE, Adapter, ExpertsSpec
 from prophet.convert.checks import check_stackable
 from prophet.convert.discover import Listing
 from prophet.convert.huggingface import modules_spec, pack_modules
-from prophet.convert.modules import RoutedModules, kept_as_modules
+from prophet.convert.modules import RoutedModules, one_by_one
 from prophet.convert.probe import check_computes
 from prophet.convert.replay import Note, Passes, Tape, with_stand_ins
-from prophet.convert.routed import Origin, RoutedExperts
+from prophet.convert.routed import Origin
 from prophet.errors import ConversionError
+from prophet.experts.modules import ModulesBank
 from prophet.kernels.choice import Impl
 from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.ranks.collective import Collective
@@ -30,7 +31,6 @@ class Listed(Adapter):
     """Experts in a `ModuleList`, behind whatever code calls them."""
 
     family = "own code"
-    list_prefix = ""
 
     def __init__(self, listing: Listing, rank: int, ranks: int) -> None:
         self.listing, self._first = listing, rank * (listing.experts // ranks)
@@ -51,7 +51,7 @@ class Listed(Adapter):
             for expert in list(experts)[1:]:
                 check_computes(expert, names, spec.activation)
         except ConversionError as no:
-            return kept_as_modules(
+            return one_by_one(
                 experts,
                 self._first,
                 total=len(experts),
@@ -75,16 +75,23 @@ class Listed(Adapter):
 
         @functools.wraps(own)
         def forward(block: nn.Module, *args: Any, **named: Any) -> Any:
-            layer: Any = block.get_submodule(path)
+            layer = block.get_submodule(path)
+            if not isinstance(layer, ListedExperts):
+                raise ConversionError(
+                    f"{path} of a converted {kind.__name__} is a {type(layer).__name__} now: prophet.revert(model) "
+                    f"first, then change the list, then prophet.convert(model)"
+                )
             return layer.run_block(block, functools.partial(own, block), args, named)
 
         return forward
 
 
-class ListedExperts(RoutedExperts):
-    """Stands where a list of experts was, and is one to the block's code: of stand-ins, which note and hand out."""
+class ListedExperts(RoutedModules):
+    """Stands where a list of experts was. To everybody it is the list, but while its block runs it is one of stand-ins,
+    which note and hand out.
+    """
 
-    def __init__(self, bank: Any, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
+    def __init__(self, bank: ModulesBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
         super().__init__(bank, origin, collective, impl)
         adapter: Any = origin.adapter
         listing: Listing = adapter.listing
@@ -93,14 +100,10 @@ class ListedExperts(RoutedExperts):
         # past nn.Module: stand-ins are no part of the model
         self.__dict__.update(_tape=tape, _out=listing.out, _stand_ins=with_stand_ins(skeleton, tape))
 
-    def __len__(self) -> int:
-        return self.num_experts
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._stand_ins)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._stand_ins[at]
+    def listed(self) -> nn.ModuleList:
+        if self._tape.runs:
+            return self._stand_ins  # type: ignore[no-any-return]
+        return super().listed()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -130,8 +133,7 @@ class ListedExperts(RoutedExperts):
 
     def _answer_dtype(self, rows: Tensor) -> torch.dtype:
         """Of an expert's answer to `rows`."""
-        kind = rows.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+        return self.experts.answer_dtype(rows)
 
     def _blank(self, rows: Tensor) -> Tensor:
         return rows.new_zeros((*rows.shape[:-1], self._out), dtype=self._answer_dtype(rows))
@@ -147,13 +149,7 @@ class ListedExperts(RoutedExperts):
         sizes = [note.rows.numel() // self.dim for note in notes]
         ids = torch.tensor([note.expert for note in notes], dtype=torch.int64)
         ids = ids.repeat_interleave(torch.tensor(sizes, dtype=torch.int64)).to(device, non_blocking=True)
+        self.experts.called = {note.expert for note in notes}
         y = self.routed(rows, ids.unsqueeze(1), rows.new_ones(len(rows), 1)).to(self._answer_dtype(rows))
         parts = torch.unsafe_split_with_sizes(y, sizes)  # some blocks write to answers, which views would not allow
         return [part.view(*note.rows.shape[:-1], self._out) for part, note in zip(parts, notes, strict=True)]
-
-
-class ListedModules(RoutedModules, ListedExperts):
-    """The same with experts that stay modules: this rank's are the user's objects."""
-
-    def _answer_dtype(self, rows: Tensor) -> torch.dtype:
-        return self.experts.answer_dtype(rows)

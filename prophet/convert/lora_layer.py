@@ -22,7 +22,6 @@ from prophet.convert.routed import Origin, RoutedExperts, converted
 from prophet.errors import CheckpointError, ConversionError
 from prophet.experts.lora import LoraMatrix
 from prophet.experts.modules import ModulesBank
-from prophet.experts.replica import Replica
 from prophet.kernels.choice import Impl
 from prophet.layer.moe import MoE
 from prophet.ranks.collective import Collective, Operation
@@ -33,20 +32,6 @@ class LoraBank(ModulesBank):
 
     adapter: str
 
-    def run(
-        self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
-    ) -> Tensor:
-        """As of any bank of modules; but factors of an expert without rows get zeros, as in PEFT's stacked ones.
-
-        An optimizer passes over a parameter without a gradient, and moves on by its momentum with one of zeros.
-        """
-        out = super().run(rows, sizes, replicas, impl=impl)
-        idle = [home for home, n in zip(self.home_experts(), sizes, strict=False) if not n]
-        factors = [p for home in idle for p in home.parameters() if p.requires_grad]
-        if not factors or self._disable_adapters or not torch.is_grad_enabled():
-            return out
-        return _WithZeros.apply(out, *factors)  # type: ignore[no-any-return, no-untyped-call]
-
     _disable_adapters = False
 
     def enable_adapters(self, enabled: bool) -> None:
@@ -55,6 +40,7 @@ class LoraBank(ModulesBank):
             if isinstance(module, LoraMatrix):
                 module.adapted = enabled
         self._disable_adapters = not enabled
+        self.called = range(self.total_experts) if enabled else ()
 
     def set_adapter(self, adapter_names: str | Sequence[str], inference_mode: bool = False) -> None:
         """Raises `ConversionError` for another than the one that was there when the model was converted."""
@@ -74,19 +60,6 @@ class LoraBank(ModulesBank):
     unmerge = merge
     unload_and_optionally_merge_module = merge
     delete_adapter = merge
-
-
-class _WithZeros(torch.autograd.Function):
-    """The first input as it is; the gradient of all others is zero."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = others
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], *(torch.zeros_like(p) for p in ctx.others)
 
 
 _REVERT = "Call engine.close() and prophet.revert(model) first, or load the saved adapter in plain PEFT"
@@ -204,6 +177,8 @@ def lora_layer(
             ep_size=collective.size,
         )
     bank.adapter = adapter.name
+    # as PEFT's stacked factors: an optimizer passes over a parameter without a gradient, and decays one with zeros
+    bank.called = range(spec.num_experts)
     return LoraExperts(bank, origin, collective, impl)
 
 

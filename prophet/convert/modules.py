@@ -1,4 +1,4 @@
-"""Experts of a converted block that stay the modules they are.
+"""Experts of a converted block that were modules in a list: they stay the modules that they are.
 
 Shape legend: E experts, m experts of this rank.
 """
@@ -6,35 +6,107 @@ Shape legend: E experts, m experts of this rank.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from prophet.convert.base import ExpertsSpec
 from prophet.convert.copies import trying
-from prophet.convert.routed import RoutedExperts
-from prophet.experts.likeness import check_alike, parts_of, strip
+from prophet.convert.routed import Origin, RoutedExperts
+from prophet.errors import ConversionError
+from prophet.experts.likeness import check_alike, parts_of
 from prophet.experts.modules import ModulesBank
+from prophet.experts.plain import Network
 from prophet.experts.trial import Trial
-from prophet.ranks.collective import Operation
+from prophet.kernels.choice import Impl
+from prophet.layer.moe import MoE
+from prophet.ranks.collective import Collective, Operation
 
 
 class RoutedModules(RoutedExperts):
-    """`RoutedExperts` whose bank holds the user's modules, as they are."""
+    """Experts that were a list of modules, and are one still: this rank's are the user's objects, under their numbers.
+
+    Of an expert that lives elsewhere it has the module, whose parameters have no values here.
+    """
 
     experts: ModulesBank  # type: ignore[assignment]
 
+    def __init__(self, bank: ModulesBank, origin: Origin, collective: Collective, impl: Impl = "auto") -> None:
+        super().__init__(bank, origin, collective, impl)  # type: ignore[arg-type]
+        # past nn.Module: the experts have one name each, that of the list
+        self.__dict__.update(experts=self._modules.pop("experts"), gate=self._modules.pop("gate"))
+        for number, expert in bank.named_children():
+            self.add_module(number, expert)
+        module: Any = self  # whose hooks torch has not annotated
+        module.register_load_state_dict_post_hook(_lay_out_again)
+        if origin.spec.idle_called:
+            bank.called = range(self.num_experts)
+
+    def keys_prefix(self, name: str) -> str:
+        """Nothing: the experts have the names that they had in the list."""
+        return name
+
+    names_prefix = keys_prefix
+
+    # --- a list ---
+
+    def listed(self) -> nn.ModuleList:
+        """The experts of the list that it stands for; those that live elsewhere have no values."""
+        every = self.experts.all_experts()
+        first = self.experts.first_expert - self._first
+        return nn.ModuleList(every[first : first + self.origin.spec.held])
+
+    def __len__(self) -> int:
+        return self.origin.spec.held
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.listed())
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.listed()[at]
+
+    def _refuse_change(self, *_: Any) -> Any:
+        raise ConversionError(
+            f"{self.origin.adapter.family}: a converted list of experts keeps its modules; change them inside, or call "
+            f"prophet.revert(model) (engine.close() first), change the list, and prophet.convert(model) again"
+        )
+
+    __setitem__ = __delitem__ = __iadd__ = append = extend = insert = pop = _refuse_change
+
     def __getattr__(self, name: str) -> Any:
-        """This rank's experts have the name of the list that they were in: other code may reach into it."""
+        """The list has the name that it had in the module which held it: other code may reach into it."""
         if "origin" in self.__dict__ and name and name == self._prefix.rstrip("."):
-            return self.experts.home_experts()
+            return self.listed()
         return super().__getattr__(name)
+
+    # --- what nn.Module does for all modules inside ---
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """On experts that live elsewhere, too: what `fn` draws at random is drawn for them on every rank."""
+        for module in self.listed():
+            module.apply(fn)
+        fn(self)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.experts.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.experts._apply(fn, recurse)
+        return self
+
+    def _load_from_state_dict(self, *given: Any) -> None:
+        self.experts._load_from_state_dict(*given)
+
+    # --- as they were ---
 
     @property
     def _prefix(self) -> str:
-        prefix: str = self.origin.adapter.list_prefix or ""
-        return prefix
+        return self.origin.adapter.list_prefix
 
     @property
     def _first(self) -> int:
@@ -42,13 +114,17 @@ class RoutedModules(RoutedExperts):
         whole = self.origin.spec.held == self.num_experts
         return self.experts.first_expert if whole else 0
 
+    def check(self) -> None:
+        MoE.check(self)  # the experts are where PEFT looks for them
+
     def originals(self) -> dict[str, Tensor]:
+        if not self.spread:
+            return dict(self.origin.skeleton.state_dict())
         found: dict[str, Tensor] = {}
         for name in self.experts.home_experts()[0].state_dict():
             held = torch.stack([home.state_dict()[name] for home in self.experts.home_experts()])
-            if self.origin.spec.held == self.num_experts:
-                op = Operation(f"gathering of the experts' {name}")
-                held = self.collective.all_gather(held, op=op).flatten(0, 1)
+            op = Operation(f"gathering of the experts' {name}")
+            held = self.collective.all_gather(held, op=op).flatten(0, 1)
             found |= {f"{self._prefix}{e}.{name}": value for e, value in enumerate(held)}
         return {name: found[name] for name in self.origin.skeleton.state_dict()}
 
@@ -80,25 +156,31 @@ class RoutedModules(RoutedExperts):
         return self.origin.skeleton
 
     def let_go_of_originals(self) -> None:
-        home = self.experts.home_experts()
-        for expert in list_in(self.origin.skeleton, self._prefix):
-            if expert not in home:
-                strip(expert)
+        bank, modules = self.experts, list_in(self.origin.skeleton, self._prefix)
+        if self.origin.spec.held == self.num_experts:  # whoever holds one of the user's modules changes replicas by it
+            bank.take_skeletons({e: m for e, m in enumerate(modules) if m not in bank.home_experts()})
 
     def undo(self) -> None:
         self.experts.let_go()
 
 
+def _lay_out_again(layer: RoutedModules, _: Any) -> None:
+    """After `load_state_dict(assign=True)` the experts have other parameters."""
+    layer.experts.adopt()
+
+
 def list_in(experts: nn.Module, prefix: str) -> nn.ModuleList:
     """The list of experts in the module that holds them; prefix: of its parameters' names, with a dot, or nothing."""
-    found: Any = experts.get_submodule(prefix.rstrip("."))
-    return found  # type: ignore[no-any-return]
+    found = experts.get_submodule(prefix.rstrip("."))
+    if not isinstance(found, nn.ModuleList):
+        raise ConversionError(f"form 'modules': expected a ModuleList of experts, got {type(found).__name__}")
+    return found
 
 
-def kept_as_modules(
+def one_by_one(
     experts: nn.ModuleList, first: int, *, total: int, top_k: int, dim: int, router: str, why: str
 ) -> ExpertsSpec:
-    """The description of experts that no feed-forward bank can hold, for the reason `why`.
+    """The description of experts that no kernel computes, for the reason `why`.
 
     first: which of the list is tried. Raises ValueError for experts that no bank can hold.
     """
@@ -125,12 +207,22 @@ def modules_bank(experts: nn.ModuleList, spec: ExpertsSpec, rank: int, ranks: in
     """
     m = spec.num_experts // ranks
     home = range(rank * m, rank * m + m)
+    network = None
+    if spec.bank == "feed-forward":
+        assert spec.names is not None
+        network = Network(spec.names, spec.activation)
     offset = 0 if len(experts) == spec.num_experts else home.start
     numbered = enumerate(experts, offset)
     given = {e: expert if e in home else _without_values(expert) for e, expert in numbered}
     with trying():  # it runs an expert
         return ModulesBank(
-            given, dim=spec.dim, first_expert=home.start, held=m, total_experts=spec.num_experts, ep_size=ranks
+            given,
+            dim=spec.dim,
+            first_expert=home.start,
+            held=m,
+            total_experts=spec.num_experts,
+            ep_size=ranks,
+            network=network,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -132,8 +132,9 @@ class Carried:
     @torch.no_grad()
     def moved(self, model: nn.Module) -> Move:
         """What takes the place of the experts' parameters and their states, once the experts are converted."""
-        name = f"{self.where}.experts"
-        bank = model.get_submodule(name)
+        layer: Any = model.get_submodule(self.where)
+        bank = layer.experts
+        name = layer.names_prefix(f"{self.where}.").rstrip(".")
         new: dict[int, list[tuple[str, nn.Parameter]]] = {}
         states: dict[nn.Parameter, dict[str, Any]] = {}
         kept = {id(p): f"{name}.{part}" for part, p in bank.named_parameters()}
@@ -144,7 +145,6 @@ class Carried:
                     continue
                 new.setdefault(id(self.params[first]), []).append((f"{name}.{part}", p))
                 states[p] = state
-        layer: Any = model.get_submodule(self.where)
         for part, p, source, local in layer.pieces() if self.spec.places else ():
             new.setdefault(id(self.params[source]), []).append((f"{name}.{part}", p))
             states[p] = self._cut_state(layer, source, local)
@@ -235,28 +235,24 @@ class Carried:
             yield entry, own[entry.expert][entry.key]
 
 
-def carry(
-    optimizer: torch.optim.Optimizer | None, model: nn.Module, found: Sequence[Found]
-) -> tuple[list[Found], list[Carried]]:
-    """What `optimizer` holds of the experts of each of `found`, and these, with experts that stay modules where the
-    optimizer has to keep them apart. Nothing is carried without an optimizer.
+def carry(optimizer: torch.optim.Optimizer | None, model: nn.Module, found: Sequence[Found]) -> list[Carried]:
+    """What `optimizer` holds of the experts of each of `found`. Nothing is carried without an optimizer.
 
     Raises `ConversionError` where it cannot go along.
     """
     if optimizer is None:
-        return [*found], []
+        return []
     check_kind(optimizer)
-    kept, carried = [], []
+    carried = []
     for f in found:
         if f.adapter.takes_lora and f.spec.bank == "modules":
             raise ConversionError(f"{f.where}: LoRA's factors are cut by expert, and their states are not: {LATER}")
         one = Carried(optimizer, f.where, f.adapter, f.spec, dict(f.experts(model).named_parameters()))
-        why = None if f.spec.bank == "modules" and not f.spec.places else one.why_apart()
-        if why is not None and f.adapter.list_prefix is None:
+        why = None if f.spec.form == "modules" and not f.spec.places else one.why_apart()
+        if why is not None:
             raise ConversionError(f"{f.where}: {why}: {LATER}")
-        kept.append(f if why is None else replace(f, spec=replace(f.spec, bank="modules", why=why)))
         carried.append(one)
-    return kept, carried
+    return carried
 
 
 _MISSING = "missing"

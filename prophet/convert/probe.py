@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prophet.convert.base import FfnNames, RowOrder
-from prophet.convert.copies import trying
+from prophet.convert.base import ExpertsSpec
+from prophet.convert.copies import device_of, scramble, trying, twin_of
+from prophet.convert.replay import Tape, with_stand_ins
 from prophet.errors import ConversionError
+from prophet.experts.plain import FfnNames, RowOrder
 from prophet.kernels.grouped_ffn.naive import FUNCTIONS, expert_ffn
 from prophet.spec import ACTIVATION_PARTS, ACTIVATIONS, GATED, Activation
 
@@ -154,6 +156,21 @@ def check_row_wise(function: Callable[[Tensor], Tensor], what: str, row: tuple[i
             raise ConversionError(f"{what}: it fails on {list(x.shape)}: {error}") from error
     if not torch.allclose(y[:, : ROWS // 2], fewer, rtol=0, atol=1e-5):
         raise ConversionError(f"{what}: a row of its answer depends on other rows")
+
+
+def calls_idle(block: nn.Module, spec: ExpertsSpec, experts: nn.ModuleList, call: Callable[..., Any]) -> bool:
+    """Whether `block` calls experts that no token chose, too; `call` runs it. Asked with a single token, on a copy."""
+    called: set[int] = set()
+
+    def answer(expert: int, rows: Tensor) -> Tensor:
+        called.add(expert)
+        return rows.new_zeros(*rows.shape[:-1], spec.outputs)
+
+    tape = Tape(type(block).__name__, spec.dim)
+    with trying(), torch.no_grad(), tape.playing(answer):
+        twin = scramble(twin_of(block, {experts: with_stand_ins(experts, tape)}), torch.float64).eval()
+        call(twin, torch.randn(1, 1, spec.dim, dtype=torch.float64, device=device_of(twin)))
+    return len(called) > spec.top_k
 
 
 @contextmanager

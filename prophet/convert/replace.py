@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from prophet.convert.base import ExpertsSpec
 from prophet.convert.cut import CutExperts, cut_bank
 from prophet.convert.find import Found
-from prophet.convert.listed import Listed, ListedExperts, ListedModules
+from prophet.convert.listed import Listed, ListedExperts
 from prophet.convert.lora import LoraBlock
 from prophet.convert.lora_layer import lora_layer
 from prophet.convert.modules import RoutedModules, list_in, modules_bank
 from prophet.convert.routed import Origin, RoutedExperts
 from prophet.experts.feed_forward import FeedForwardBank
 from prophet.kernels.choice import Impl
-from prophet.kernels.grouped_ffn import ExpertWeights
 from prophet.ranks.collective import Collective
 
 
@@ -40,14 +37,12 @@ def replace(model: nn.Module, f: Found, collective: Collective, impl: Impl) -> t
     elif spec.places:
         cut: Any = cut_bank(experts, block, spec, rank, ranks)
         layer = CutExperts(cut, origin, collective, impl)
-    elif spec.bank == "modules":
-        modules = list_in(experts, f.adapter.list_prefix or "")
-        kept: type[RoutedModules] = ListedModules if isinstance(f.adapter, Listed) else RoutedModules
-        bank: Any = modules_bank(modules, spec, rank, ranks)
+    elif spec.form == "modules":
+        kept = ListedExperts if isinstance(f.adapter, Listed) else RoutedModules
+        bank = modules_bank(list_in(experts, f.adapter.list_prefix), spec, rank, ranks)
         layer = kept(bank, origin, collective, impl)
     else:
-        kind_of_layer = ListedExperts if isinstance(f.adapter, Listed) else RoutedExperts
-        layer = kind_of_layer(_stacked(f, params, collective), origin, collective, impl)
+        layer = RoutedExperts(_stacked(f, params, collective), origin, collective, impl)
     layer.train(block.training)
     setattr(f.holder(model), f.where.rpartition(".")[2], layer)
     if methods:
@@ -71,21 +66,6 @@ def _stacked(f: Found, params: Mapping[str, Tensor], collective: Collective) -> 
         first_expert=first,
         total_experts=spec.num_experts,
         ep_size=collective.size,
-        names=_names(spec, state, weights[0], offset),
     )
     bank.requires_grad_(any(p.requires_grad for p in params.values()))
     return bank
-
-
-def _names(
-    spec: ExpertsSpec, state: Mapping[str, Tensor], first: ExpertWeights, offset: int
-) -> Mapping[str, Sequence[str]] | None:
-    """What a module per expert calls its parameters, where the bank holds them as they are."""
-    if spec.form != "modules" or spec.names is None:
-        return None
-    if not all(f"{offset}.{name}" in state for name in spec.names.all()):
-        return None
-    plain = spec.names.unpack(state, f"{offset}.")
-    pairs = zip(plain, first, strict=True)
-    alike = all(a is None or b is None or torch.equal(a, b) for a, b in pairs)
-    return spec.names.by_parameter() if alike else None

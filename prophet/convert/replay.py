@@ -60,6 +60,11 @@ class Tape:
         finally:
             self._behaviour = before
 
+    @property
+    def runs(self) -> bool:
+        """Whether stand-ins may be called."""
+        return self._behaviour is not None
+
     def call(self, expert: int, args: tuple[Any, ...], named: Mapping[str, Any]) -> Tensor:
         """Expert number `expert` is called. Raises `ReplayError` unless it is with one tensor [..., D]."""
         given = [*args, *named.values()]

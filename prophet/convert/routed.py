@@ -48,8 +48,8 @@ class Origin:
 class RoutedExperts(MoE):
     """The experts of a converted block: a `prophet.MoE` that is told where its tokens go.
 
-    In a state dict they have their original names where there was a module per expert, else those that experts have in
-    every `prophet.MoE`. They cannot be written to a file of one rank; see `original_state_dict`.
+    In a state dict they have the names that experts have in every `prophet.MoE`. They cannot be written to a file of
+    one rank; see `original_state_dict`.
     """
 
     experts: FeedForwardBank
@@ -60,9 +60,6 @@ class RoutedExperts(MoE):
         self._assemble(Router(), bank, origin.spec.top_k, collective, impl)
         self.origin = origin
         module: Any = self  # whose hooks torch has not annotated
-        if self.keys_prefix("") == "":
-            module.register_state_dict_post_hook(_leave_bank_out)
-            module.register_load_state_dict_pre_hook(_put_bank_in)
         module.register_state_dict_post_hook(mark_part)
         self._adapters_checked = False
 
@@ -96,11 +93,6 @@ class RoutedExperts(MoE):
             check_adapters(
                 model, [(name, self.origin.skeleton) for name, *_, layer in converted(model) if layer is self]
             )
-
-    def keys_prefix(self, name: str) -> str:
-        """As of any layer; nothing where the experts have the names that they had as modules."""
-        named = all(entry.pattern.startswith("*.") for entry in self.experts.entries())
-        return name if named else super().keys_prefix(name)
 
     @property
     def spread(self) -> bool:
@@ -175,19 +167,6 @@ class RoutedExperts(MoE):
         first = bank.first_expert if spec.held == self.num_experts else 0
         for local in range(bank.experts):
             bank.set_expert_weights(local, self.origin.adapter.unpack(spec, state, first + local))
-
-
-def _leave_bank_out(layer: RoutedExperts, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Of the state dict's keys."""
-    inner = f"{prefix}experts."
-    for key in [k for k in state if k.startswith(inner)]:
-        state[prefix + key.removeprefix(inner)] = state.pop(key)
-
-
-def _put_bank_in(layer: RoutedExperts, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The inverse."""
-    for key in [k for k in state if k.startswith(prefix)]:
-        state[f"{prefix}experts.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 def block_of(model: nn.Module, name: str, levels: int = 0) -> nn.Module:

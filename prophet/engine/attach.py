@@ -48,6 +48,7 @@ def attach(
         )
     for layer in layers:
         layer.check()
+        layer.experts.settle()
     leave_out_of_ddp(model)
     first = layers[0].collective
     for layer in layers:

@@ -109,6 +109,7 @@ class BalancedLayer:
             averaged=self._pass.averaged,
             placement=self.digest if training else 0,
             split=engine.split_digest,
+            experts=self.layer.experts.structure_digest() if training else 0,
             stale=replicas is not None and replicas.stale,
             window_us=self.windows.own_us if layers else (),
             placements=[layer.digest if training else 0 for layer in layers] if first else (),

@@ -14,6 +14,7 @@ from torch import nn
 
 from prophet.engine.replan import EVERY_STEP, ReplanConfig
 from prophet.errors import ConfigMismatch, ReplicaMemoryError
+from prophet.experts.elsewhere import Elsewhere
 from prophet.layer.moe import MoE
 from prophet.planner import core, get_planner, planner_with
 from prophet.planner.base import EFFORT, Planner
@@ -187,9 +188,10 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         hint = "; it wraps one: pass its .optimizer" if hasattr(optimizer, "optimizer") else ""
         raise TypeError(f"expected a torch.optim.Optimizer, got {type(optimizer).__name__}{hint}")
     named = {id(p): name for name, p in model.named_parameters()}
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    held = {id(p) for p in params if not isinstance(p, Elsewhere)}
     advice = "build it after prophet.convert() and fully_shard(), which make new parameters"
-    if not held & set(named):
+    if not held & set(named) and len(held) == len(params):
         raise ValueError(f"the optimizer holds none of the model's parameters: {advice}")
     missing = [named[id(p)] for p in model.parameters() if p.requires_grad and id(p) not in held]
     strangers = len(held - set(named))

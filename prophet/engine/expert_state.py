@@ -33,7 +33,7 @@ def banks_of(model: nn.Module) -> Iterator[tuple[str, str, Bank]]:
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             own = f"{name}." if name else ""
-            yield module.keys_prefix(own), f"{own}experts.", module.experts
+            yield module.keys_prefix(own), module.names_prefix(own), module.experts
 
 
 def shares_of(model: nn.Module) -> dict[str, list[Share]]:

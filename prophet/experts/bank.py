@@ -136,6 +136,13 @@ class Bank(nn.Module):
     def _sizes(self) -> list[tuple[int, bool]]:
         """Elements of each of an expert's parameters, in the order of its flat vector, and whether it trains."""
 
+    def settle(self) -> None:
+        """Nobody balances the experts yet: what trains from now on is what trains at this moment."""
+
+    def structure_digest(self) -> int:
+        """What must be equal on all ranks for a replica to compute as its expert does; at most 64 bits."""
+        return 0
+
     @abstractmethod
     def replica(self, expert: int, pool: ReplicaPool) -> Replica:
         """A replica of `expert`, which lives elsewhere, in the pool's memory; its parameters are still to come."""
@@ -176,7 +183,8 @@ class Bank(nn.Module):
             raise ValueError(
                 "the experts' parameters were replaced by others, as fully_shard() does, which would mix the experts "
                 "of different ranks: call it with "
-                "ignored_params={p for _, p in prophet.parallel.expert_parameters(model)}"
+                "ignored_params={p for _, p in prophet.parallel.expert_parameters(model)}, and write new values of an "
+                "expert into the parameters that it has"
             )
         wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)  # the one whose forward pass this is
         if self.ep_size > 1 and wrapper is not None and id(p) in _averaged_by(wrapper):

@@ -31,9 +31,7 @@ class FeedForwardBank(Bank):
     groups by name or dimension.
 
     `first_expert` is the global index of the first of them; `total_experts` is E. In a state dict every expert has
-    entries of its own, so that checkpoints do not depend on the number of ranks: `<name>.<global index>`, or under
-    `names` those that a module per expert would have, `<global index>.<name>`. names: for each parameter one, or two
-    where it is made of a gate's and another.
+    entries of its own, `<name>.<global index>`, so that checkpoints do not depend on the number of ranks.
     """
 
     bias_in: nn.Parameter | None
@@ -51,7 +49,6 @@ class FeedForwardBank(Bank):
         activation: Activation = "gelu",
         bias: Bias = True,
         dim_out: int | None = None,
-        names: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         super().__init__(experts, first_expert=first_expert, total_experts=total_experts, ep_size=ep_size)
         b_in, b_out = has_biases(bias)
@@ -62,7 +59,6 @@ class FeedForwardBank(Bank):
         self.w_out = nn.Parameter(torch.empty(experts, self.dim_out, hidden))
         self.bias_in = nn.Parameter(torch.empty(experts * rows)) if b_in else None
         self.bias_out = nn.Parameter(torch.empty(experts * self.dim_out)) if b_out else None
-        self._names = {name: tuple(names[name]) for name, _ in self._stacked()} if names else {}
         self._mark()
         self.reset_parameters()
 
@@ -75,7 +71,6 @@ class FeedForwardBank(Bank):
         first_expert: int = 0,
         total_experts: int | None = None,
         ep_size: int = 1,
-        names: Mapping[str, Sequence[str]] | None = None,
     ) -> FeedForwardBank:
         """A bank of copies of the `weights` of single experts, on their device and of their dtype."""
         first = weights[0]
@@ -91,7 +86,6 @@ class FeedForwardBank(Bank):
                 activation=activation,
                 bias=bias_of(first.b_in, first.b_out),
                 dim_out=dim_out,
-                names=names,
             )
         for name, p in list(bank._stacked()):
             value = torch.stack([getattr(w, _FIELDS[name]).detach() for w in weights])
@@ -220,17 +214,10 @@ class FeedForwardBank(Bank):
 
     def entries(self) -> Iterator[Entry]:
         for name, p in self._stacked():
-            given = self._names.get(name)
-            patterns = [f"*.{n}" for n in given] if given else [f"{name}.*"]
-            rows = p.shape[1] if p.dim() > 1 else p.numel() // self.experts
-            part = rows // len(patterns)
+            rows = p.numel() // self.experts
             for local in range(self.experts):
-                for at, pattern in enumerate(patterns):
-                    first = at * part + (0 if p.dim() > 1 else local * rows)
-                    own: tuple[int | slice, ...] = (slice(first, first + part),)
-                    if p.dim() > 1:
-                        own = (local, *own) if given else (local,)
-                    yield Entry(self.first_expert + local, pattern, name, own)
+                own: tuple[int | slice, ...] = (local,) if p.dim() > 1 else (slice(local * rows, (local + 1) * rows),)
+                yield Entry(self.first_expert + local, f"{name}.*", name, own)
 
     def all_keys(self) -> set[str]:
         patterns = {entry.pattern for entry in self.entries()}
@@ -248,15 +235,8 @@ class FeedForwardBank(Bank):
 
     def as_entries(self, local: int, weights: ExpertWeights) -> dict[str, Tensor]:
         """`weights` under the keys that the state dict has for home expert `local`."""
-        found: dict[str, Tensor] = {}
         number = self.first_expert + local
-        for name, _ in self._stacked():
-            whole, given = getattr(weights, _FIELDS[name]), self._names.get(name)
-            if given:
-                found |= {f"{number}.{n}": part for n, part in zip(given, whole.chunk(len(given)), strict=True)}
-            else:
-                found[f"{name}.{number}"] = whole
-        return found
+        return {f"{name}.{number}": getattr(weights, _FIELDS[name]) for name, _ in self._stacked()}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for entry in self.entries():

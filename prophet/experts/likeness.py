@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from prophet.experts.elsewhere import Elsewhere
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -51,12 +53,12 @@ def strip(expert: nn.Module) -> None:
             if p is None:
                 continue
             if id(p) not in known:
-                known[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+                known[id(p)] = Elsewhere.like(p)
             setattr(module, name, known[id(p)])  # modules may watch what is set, as torch's recurrent ones do
 
 
 def check_alike(experts: Mapping[int, nn.Module], home: Iterable[int] = (), *, tensors: bool = True) -> None:
-    """Raise ValueError unless all experts have parameters of the same names, shapes, dtypes, and the same frozen.
+    """Raise ValueError unless all experts have parameters of the same names, shapes and dtypes.
 
     home: numbers that must be among them. tensors: also refuse parameters and modules that cannot have a replica.
     """
@@ -73,13 +75,12 @@ def check_alike(experts: Mapping[int, nn.Module], home: Iterable[int] = (), *, t
             has, lacks = (first, e) if name in wanted else (e, first)
             raise ValueError(f"expert {has} has a parameter {name}, expert {lacks} has none: expected alike experts")
         for name, part in found.items():
-            for what in ("shape", "dtype", "trains", "places"):
+            for what in ("shape", "dtype", "places"):
                 ours, theirs = getattr(wanted[name], what), getattr(part, what)
                 if ours != theirs:
-                    said = "requires_grad" if what == "trains" else what
                     shown = [list(v) if isinstance(v, torch.Size) else v for v in (ours, theirs)]
                     raise ValueError(
-                        f"{name}: {said} is {shown[0]} in expert {first} and {shown[1]} in expert {e}: expected alike "
+                        f"{name}: {what} is {shown[0]} in expert {first} and {shown[1]} in expert {e}: expected alike "
                         f"experts"
                     )
         if tensors:
@@ -98,8 +99,15 @@ def _check_replicable(number: int, expert: nn.Module) -> None:
         if not p.is_floating_point() or p.is_sparse or type(p.data) is not Tensor:
             kind = type(p.data).__name__ if type(p.data) is not Tensor else str(p.dtype)
             raise ValueError(f"{where} is {kind}: expected plain floating-point tensors, not quantised or sharded ones")
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+    check_no_hooks(who, dict(expert.named_parameters()))
+
+
+def check_no_hooks(who: str, params: Mapping[str, nn.Parameter]) -> None:
+    """Raise ValueError for hooks of the user's on an expert's parameters; DeepSpeed's know of replicas."""
+    for name, p in params.items():
+        hooks = [*(p._backward_hooks or {}).values(), *(getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()]
+        if any(not str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks):
             raise ValueError(
-                f"{where} has a hook (as an optimizer in backward has), which a replica's gradients would pass by: "
-                f"remove it"
+                f"{who}: parameter {name} has a hook (as an optimizer in backward has), which a replica's gradients "
+                f"would pass by: remove it"
             )

@@ -5,36 +5,55 @@ Of each other expert a rank keeps a skeleton: the module without its parameters.
 with leaf views of the flat vector as parameters. `torch.func.functional_call` would not do: an expert that checkpoints
 itself would compute again, in the backward pass, with parameters that have been put back.
 
+Experts that are known to be plain feed-forward networks run on the grouped kernels instead, for as long as their
+modules are what they were when the bank was made. One that was given a hook or another activation is called.
+
 Shape legend: m experts of this rank, E experts, P parameters of one expert, G those of them that train, B rows, D model
 dim.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from prophet.experts.bank import Bank, Entry, gradient_of, overlaps
-from prophet.experts.likeness import Part, check_alike, parts_of, strip
-from prophet.experts.replica import Replica, ReplicaPool
-from prophet.experts.trial import Trial
+from prophet.experts.likeness import Part, check_alike, check_no_hooks, parts_of, strip
+from prophet.experts.plain import Network, RowOrder, lay_out, scale_gradient, stacked, with_zeros
+from prophet.experts.replica import Replica, ReplicaPool, leaves_in
+from prophet.experts.structure import Structure, digest
+from prophet.experts.trial import Trial, copy_of
 from prophet.kernels.choice import Impl
-from prophet.spec import LayerShape
+from prophet.kernels.grouped_ffn import grouped_ffn
+from prophet.spec import LayerShape, bias_of
 
 
 @dataclass(slots=True)
 class _ModuleReplica(Replica):
-    """module: computes with the leaves until `vanish`."""
+    """module: computes with the leaves, once they were put into it, until `vanish`."""
 
     module: nn.Module
+    entered: bool = False
+
+    def enter(self, parts: Sequence[Part]) -> nn.Module:
+        """The module, with a leaf for each of `parts` as its parameters."""
+        if not self.entered:
+            self.entered = True
+            with torch.inference_mode(False):
+                self.leaves = leaves_in(self.params, self.grads, {p.name: (p.shape, p.dtype, p.trains) for p in parts})
+            for part in parts:
+                for where, attribute in part.places:
+                    setattr(self.module.get_submodule(where), attribute, self.leaves[part.name])
+        return self.module
 
     def vanish(self) -> None:
-        strip(self.module)
+        if self.entered:
+            strip(self.module)
 
 
 class ModulesBank(Bank):
@@ -43,11 +62,13 @@ class ModulesBank(Bank):
     experts: all E by number, or fewer: the home experts must be among them; the first of these is copied for those
     that are not. Home experts stay the objects that they are; the others lose their parameters. first_expert, held: the
     home experts' numbers. dim: D of the rows. sample: rows [n, D] on which to try an expert, of the kind that it will
-    get; by default random ones of its parameters' dtype. impl of `run` has no meaning here.
+    get; by default random ones of its parameters' dtype. network: what every expert computes, where that is known; impl
+    of `run` has a meaning then alone.
 
-    An expert without rows is not called, and its gradient stays None where no rank had rows for it. Dropout draws from
-    the rank's generator. Raises ValueError, everything unchanged, for experts that differ in names, shapes, dtypes or
-    in what is frozen, and for those whose replicas would compute something else; see docs/experts.md.
+    An expert without rows is not called, and its gradient stays None where no rank had rows for it; it becomes zero for
+    those in `called`. Dropout draws from the rank's generator. Raises ValueError, everything unchanged, for experts
+    that differ in names, shapes or dtypes, and for those whose replicas would compute something else; see
+    docs/experts.md.
     """
 
     def __init__(
@@ -60,62 +81,120 @@ class ModulesBank(Bank):
         total_experts: int | None = None,
         ep_size: int = 1,
         sample: Tensor | None = None,
+        network: Network | None = None,
     ) -> None:
         given = dict(experts) if isinstance(experts, Mapping) else dict(enumerate(experts))
         total = len(given) if total_experts is None else total_experts
         m = total // ep_size if held is None else held
         home = range(first_expert, first_expert + m)
         check_alike(given, home)
-        trial = Trial(given[first_expert], dim, sample)
+        first = given[first_expert]
+        if network is not None:
+            dim_out, flops_per_row = first.get_parameter(network.names.w_out).shape[0], 0.0
+        else:
+            trial = Trial(first, dim, sample)
+            dim_out, flops_per_row = trial.dim_out, trial.flops_per_row
         super().__init__(m, first_expert=first_expert, total_experts=total, ep_size=ep_size)
-        self.dim, self.dim_out, self._flops_per_row = dim, trial.dim_out, trial.flops_per_row
-        self._skeletons: dict[int, nn.Module] = {}
+        self.dim, self.dim_out, self._flops_per_row = dim, dim_out, flops_per_row
+        self.network = network
+        self.called: Container[int] = ()  # numbers of experts that count as called in this pass, rows or not
+        skeletons: dict[int, nn.Module] = {}
         for e in range(total):
             if e in home:
                 self.add_module(str(e), given[e])
-            elif e in given:
-                self._skeletons[e] = given[e]
             else:
-                self._skeletons[e] = trial.copy()
-        for skeleton in self._skeletons.values():
-            strip(skeleton)
+                skeletons[e] = given[e] if e in given else copy_of(first)
         self._answer_dtypes: dict[tuple[Any, ...], torch.dtype] = {}
         self._parts: list[Part] = []  # one expert's parameters in the flat vector's order
-        self._kinds: list[tuple[torch.dtype, bool]] = []  # and as it lists them
+        self.take_skeletons(skeletons)
         self._mark()
+
+    def take_skeletons(self, skeletons: Mapping[int, nn.Module]) -> None:
+        """Use these modules for replicas of the experts that live elsewhere; they lose their parameters."""
+        self._skeletons = dict(skeletons)
+        for skeleton in self._skeletons.values():
+            strip(skeleton)
+        self._structures = {e: Structure(expert) for e, expert in enumerate(self.all_experts())}
+        self._as_made, self._on_kernels = True, self.network is not None
 
     def home_experts(self) -> list[nn.Module]:
         """The m modules that live here, in order."""
-        return list(self.children())
+        return list(self._modules.values())  # type: ignore[arg-type]
+
+    def all_experts(self) -> list[nn.Module]:
+        """E modules by number; those of experts that live elsewhere have no values."""
+        found = {**self._skeletons, **dict(enumerate(self.home_experts(), self.first_expert))}
+        return [found[e] for e in range(self.total_experts)]
 
     # --- computing ---
 
     def row_dtype(self, x: Tensor) -> torch.dtype:
-        """The given one: what an expert casts, it casts itself."""
-        return x.dtype
+        """The given one, as an expert casts by itself; on kernels that of the products."""
+        if not self._on_kernels:
+            return x.dtype
+        device = x.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.dtype
 
     def run(
         self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica] = (), *, impl: Impl = "auto"
     ) -> Tensor:
-        numbers = [*range(self.first_expert, self.first_expert + self.experts), *(r.expert for r in replicas)]
-        modules = self.home_experts()
         for replica in replicas:
             replica.collect_grads()
-            modules.append(self._skeletons[replica.expert])
-        answers = [
-            self._answer(expert, module, part)
-            for expert, module, part in zip(numbers, modules, rows.split(list(sizes)), strict=True)
-            if part.shape[0]
-        ]
-        if not answers:
-            answers.append(rows.new_zeros((0, self.dim_out), dtype=self.answer_dtype(rows)))
-        out = torch.cat(answers)
+        if self._on_kernels and all(self._is_as_made(replica) for replica in replicas):
+            out = self._run_on_kernels(rows, sizes, replicas, impl)
+        else:
+            out = self._run_one_by_one(rows, sizes, replicas)
         if torch.is_grad_enabled() and not out.requires_grad:  # every rank's backward pass has the same collectives
             if rows.requires_grad:
                 out = torch.cat([out, rows[:0, :1].to(out.dtype).expand(-1, self.dim_out)])
             elif self.grad_numel:
                 out.requires_grad_()
         return out
+
+    def _run_on_kernels(self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica], impl: Impl) -> Tensor:
+        assert self.network is not None
+        called = [bool(n) or e in self.called for e, n in zip(self._home(), sizes, strict=False)]
+        home = {field: stacked(self._field(field), called) for field in self.network.names.by_field()}
+        in_order = self.network.names.rows == RowOrder()
+        leaves = [self.network.weights(replica.leaves) for replica in replicas]
+        grads = [self.network.weights({n: p.grad for n, p in r.leaves.items()}) for r in replicas] if in_order else ()
+        return grouped_ffn(
+            rows,
+            sizes,
+            self.network.weights(home, dim=1),
+            self.network.activation,
+            replicas=leaves,
+            replica_grads=grads,
+            grad_scale=self.grad_scale,
+            impl=impl,
+        )
+
+    def _is_as_made(self, replica: Replica) -> bool:
+        """Whether kernels may take it, as they do its expert at home."""
+        assert isinstance(replica, _ModuleReplica)
+        return not replica.entered and self._structures[replica.expert].unchanged()
+
+    def _run_one_by_one(self, rows: Tensor, sizes: Sequence[int], replicas: Sequence[Replica]) -> Tensor:
+        answers, idle = [], []
+        parts = rows.split(list(sizes))
+        for expert, module, part in zip(self._home(), self.home_experts(), parts, strict=False):
+            if part.shape[0]:
+                # the gradients of its parameters alone are to be scaled
+                answer = self._answer(expert, module, scale_gradient(part, 1 / self.grad_scale))
+                answers.append(scale_gradient(answer, self.grad_scale))
+            elif expert in self.called:
+                idle += [p for p in module.parameters() if p.requires_grad]
+        for replica, part in zip(replicas, parts[self.experts :], strict=True):
+            if part.shape[0]:
+                module = replica.enter(self._parts)  # type: ignore[attr-defined]
+                answers.append(self._answer(replica.expert, module, part))
+        if not answers:
+            answers.append(rows.new_zeros((0, self.dim_out), dtype=self.answer_dtype(rows)))
+        return with_zeros(torch.cat(answers), idle)
+
+    def _home(self) -> range:
+        """The home experts' numbers."""
+        return range(self.first_expert, self.first_expert + self.experts)
 
     def _answer(self, expert: int, module: nn.Module, rows: Tensor) -> Tensor:
         found = module(rows)
@@ -141,6 +220,18 @@ class ModulesBank(Bank):
 
     def shape(self) -> LayerShape:
         params, size = sum(p.numel() for p in self._parts), self.dtype.itemsize
+        if self.network is not None:
+            names = self.network.names
+            return LayerShape.feed_forward(
+                dim=self.dim,
+                hidden=self._fields()["w_out"][0][1],
+                dim_out=self.dim_out,
+                activation=self.network.activation,
+                bias=bias_of(names.b_in, names.b_out),
+                param_bytes=size,
+                grad_bytes=size,
+                token_element_bytes=size,
+            )
         return LayerShape(
             expert_params=params,
             expert_bytes=self.expert_numel * self.flat_dtype.itemsize,
@@ -151,7 +242,18 @@ class ModulesBank(Bank):
 
     def signature(self) -> str:
         one = [f"{p.name} {list(p.shape)} {p.dtype} {p.trains}" for p in self._parts]
-        return f"dim={self.dim} dim_out={self.dim_out} {type(self.home_experts()[0]).__name__} {'; '.join(one)}"
+        changed = "" if self._as_made else f" changed after it was made, to {self.structure_digest():x}"
+        return (
+            f"dim={self.dim} dim_out={self.dim_out} {type(self.home_experts()[0]).__name__} {'; '.join(one)}{changed}"
+        )
+
+    def structure_digest(self) -> int:
+        """Of what makes all E experts compute as they do, as this rank has them, and of what trains; 64 bits.
+
+        Must be equal on all ranks where there are replicas. Experts elsewhere are looked at where a home one changed.
+        """
+        trains = sum(1 << at for at, part in enumerate(self._parts) if part.trains)
+        return trains if self._as_made else trains ^ digest(self._structures.values())
 
     # --- an expert as a flat vector ---
 
@@ -178,24 +280,26 @@ class ModulesBank(Bank):
         return sum(p.numel() for p in self._parts if p.trains)
 
     def replica(self, expert: int, pool: ReplicaPool) -> Replica:
+        self._follow_frozen()
         params, grads = pool.take(self.expert_numel, self.flat_dtype, self.device, self.grad_numel, self.grad_dtype)
         module = self._skeletons[expert]
-        leaves: dict[str, Tensor] = {}
-        base = grad_base = 0
-        for part, (size, _) in zip(self._parts, self._sizes(), strict=True):
-            leaf = nn.Parameter(params[base : base + size].view(part.dtype).view(part.shape), part.trains)
-            base += size
-            if part.trains:
-                n = part.numel()
-                if part.dtype == grads.dtype:
-                    leaf.grad = grads[grad_base : grad_base + n].view(part.shape)
-                grad_base += n
-            leaves[part.name] = leaf
-            for where, attribute in part.places:
-                setattr(module.get_submodule(where), attribute, leaf)
-        for own, other in zip(self.home_experts()[0].modules(), module.modules(), strict=True):
+        for own, other in zip(self.home_experts()[0].modules(), module.modules(), strict=False):
             other.training = own.training
-        return _ModuleReplica(expert, params, grads, leaves, module)
+        if not self._on_kernels:
+            replica = _ModuleReplica(expert, params, grads, {}, module)
+            replica.enter(self._parts)
+            return replica
+        return _ModuleReplica(expert, params, grads, leaves_in(params, grads, self._fields()), module)
+
+    def _fields(self) -> dict[str, tuple[list[int], torch.dtype, bool]]:
+        """Shape, dtype of the kernels' tensors by field, and whether they train; in the flat vector's order."""
+        assert self.network is not None
+        parts = {part.name: part for part in self._parts}
+        found = {}
+        for field, names in self.network.names.by_field().items():
+            first = parts[names[0]]
+            found[field] = ([len(names) * first.shape[0], *first.shape[1:]], first.dtype, first.trains)
+        return found
 
     def _of(self, local: int) -> list[tuple[Part, nn.Parameter]]:
         """The parameters of home expert `local` in the flat vector's order."""
@@ -212,7 +316,8 @@ class ModulesBank(Bank):
         offset = 0
         trained = [p for part, p in self._of(local) if part.trains]
         for p, a, b in overlaps(trained, start, stop):
-            gradient_of(p).view(-1)[a:b].add_(piece[offset : offset + b - a], alpha=self.grad_scale)
+            if p.requires_grad:  # its replicas train as long as any expert's does
+                gradient_of(p).view(-1)[a:b].add_(piece[offset : offset + b - a], alpha=self.grad_scale)
             offset += b - a
 
     # --- names ---
@@ -251,32 +356,82 @@ class ModulesBank(Bank):
     # --- what is checked, and marks ---
 
     def check_parameters(self) -> None:
-        """As of any bank; and every parameter must be as it was when the bank was made, but for its values."""
+        """As of any bank; and parameters must be those that replicas have, but for their values and what is frozen."""
         super().check_parameters()
-        kinds: list[list[tuple[torch.dtype, bool]]] = []
-        for number, expert in enumerate(self.home_experts(), self.first_expert):
-            params = list(expert.parameters())
-            if any(not hasattr(p, "prophet_expert") for p in params):
-                name = next(n for n, p in expert.named_parameters() if not hasattr(p, "prophet_expert"))
+        kinds = []
+        for number, expert in zip(self._home(), self.home_experts(), strict=True):
+            named = dict(expert.named_parameters())
+            kinds.append([(p.shape, p.dtype) for p in named.values()])
+            strange = next((n for n, p in named.items() if not hasattr(p, "prophet_expert")), None)
+            if self.ep_size > 1:
+                check_no_hooks(f"expert {number}", named)
+            gone = next((part.name for part in self._parts if part.name not in named), None)
+            if self.ep_size > 1 and (strange or gone):
+                name = strange or gone
+                what = "is not one that was there" if strange else "is gone, which was there"
                 raise ValueError(
-                    f"expert {number}: parameter {name} is not one that was there when the layer was made, so replicas "
-                    f"would not have it: put adapters on the experts before prophet.convert or prophet.MoE"
+                    f"expert {number}: parameter {name} {what} when the layer was made, so replicas would not have "
+                    f"it: put adapters, masks and norms on the experts before prophet.convert or prophet.MoE, and "
+                    f"write new values into a parameter in place of replacing it"
                 )
-            kinds.append([(p.dtype, p.requires_grad) for p in params])
-        if any(kind != kinds[0] for kind in kinds):
-            check_alike(dict(enumerate(self.home_experts(), self.first_expert)), tensors=False)
-        if kinds[0] != self._kinds:
-            self._remember()  # somebody has frozen something, or thawed it
+        alike = all(kind == kinds[0] for kind in kinds)
+        if self.ep_size > 1 and not alike:
+            check_alike(dict(zip(self._home(), self.home_experts(), strict=True)), tensors=False)
+        self._as_made = all(self._structures[e].unchanged() for e in self._home())
+        watched = _has_any_global_hook()  # which are called with every module
+        self._on_kernels = self.network is not None and self._as_made and alike and not watched
+        self._follow_frozen()
+
+    def settle(self) -> None:
+        self._parts = [replace(part, trains=False) for part in self._parts]
+        self._follow_frozen()
+
+    def _follow_frozen(self) -> None:
+        """Somebody may have frozen or thawed something. What trains in one expert trains in all replicas.
+
+        Once it does it goes on: other ranks cannot see which experts are frozen here, and gradients of one length are
+        exchanged. At home those of frozen parameters are left out.
+        """
+        stays = self.ep_size > 1
+        trains = [(stays and p.trains) or any(q.requires_grad for q in self._held(p)) for p in self._parts]
+        if self.network is not None:
+            fields = {n: field for field, names in self.network.names.by_field().items() for n in names}
+            alive = {fields[part.name] for part, on in zip(self._parts, trains, strict=True) if on}
+            trains = [fields[part.name] in alive for part in self._parts]
+        if trains != [part.trains for part in self._parts]:
+            self._parts = [replace(part, trains=on) for part, on in zip(self._parts, trains, strict=True)]
+
+    def _held(self, part: Part) -> list[nn.Parameter]:
+        """The home experts' parameters of this name that are still there, by expert."""
+        where, attribute = part.places[0]
+        found = (_parameter_at(home, where, attribute) for home in self.home_experts())
+        return [p for p in found if p is not None]
 
     def _remember(self) -> None:
-        """What the parameters are like now; those that train have their gradients scaled."""
-        first = self.home_experts()[0]
-        self._parts = parts_of(first)
-        self._kinds = [(p.dtype, p.requires_grad) for p in first.parameters()]
-        for p in self.parameters():
-            hooks = (p._backward_hooks or {}).values()
-            if p.requires_grad and not any(isinstance(hook, _Scaled) for hook in hooks):
-                p.register_hook(_Scaled(self))
+        """What the parameters are like now, and lay them where the kernels take them from."""
+        parts = parts_of(self.home_experts()[0])
+        there = [{name for name, _ in home.named_parameters()} for home in self.home_experts()]
+        if self._parts and any(names != {part.name for part in self._parts} for names in there):
+            return  # somebody has changed the modules: `check_parameters` says what comes of it
+        self._parts = parts
+        if self.network is not None:
+            order = {name: at for at, name in enumerate(self.network.names.all())}
+            self._parts.sort(key=lambda part: order[part.name])
+            for field in self.network.names.by_field():
+                lay_out(self._field(field))
+        self._follow_frozen()
+
+    def adopt(self) -> None:
+        """The home experts' parameters are others now, of the same shapes: `load_state_dict` has put them there."""
+        self._mark()
+
+    def _field(self, field: str) -> list[list[nn.Parameter]]:
+        """The home experts' parameters of one of the kernels' fields, by expert."""
+        assert self.network is not None
+        names = self.network.names.by_field()[field]
+        places = [name.rpartition(".") for name in names]
+        found = [[_parameter_at(home, where, name) for where, _, name in places] for home in self.home_experts()]
+        return found  # type: ignore[return-value]  # none is missing as long as the modules are as they were made
 
     def _mark(self) -> None:
         super()._mark()
@@ -303,19 +458,12 @@ class ModulesBank(Bank):
         for p in self.parameters():
             for name in ("allreduce", "group_name", "prophet_expert"):
                 vars(p).pop(name, None)
-            for key, hook in list((p._backward_hooks or {}).items()):
-                if isinstance(hook, _Scaled):
-                    del p._backward_hooks[key]  # type: ignore[union-attr]
-        found = {**self._skeletons, **dict(enumerate(self.home_experts(), self.first_expert))}
-        return dict(sorted(found.items()))
+        return dict(enumerate(self.all_experts()))
 
 
-class _Scaled:
-    """Multiplies a home parameter's gradient by the bank's `grad_scale`, once per backward pass."""
-
-    def __init__(self, bank: ModulesBank) -> None:
-        self._bank = weakref.ref(bank)
-
-    def __call__(self, grad: Tensor) -> Tensor | None:
-        bank = self._bank()
-        return None if bank is None or bank.grad_scale == 1.0 else grad * bank.grad_scale
+def _parameter_at(expert: nn.Module, where: str, attribute: str) -> nn.Parameter | None:
+    """What `expert` holds there, if it still does."""
+    module: nn.Module | None = expert
+    for name in where.split(".") if where else ():
+        module = None if module is None else module._modules.get(name)
+    return None if module is None else module._parameters.get(attribute)

@@ -5,11 +5,12 @@ Shape legend: P parameters of one expert, G those of them that train.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from prophet.errors import ReplicaMemoryError
 
@@ -30,18 +31,8 @@ class Replica:
     @classmethod
     def build(cls, expert: int, like: Mapping[str, Tensor], params: Tensor, grads: Tensor) -> Replica:
         """A replica of `expert` whose leaves have the shapes of `like` and train where those do."""
-        leaves: dict[str, Tensor] = {}
-        base = grad_base = 0
-        for name, p in like.items():
-            n = p.numel()
-            leaf = params[base : base + n].view(p.shape).detach()
-            base += n
-            if p.requires_grad:
-                leaf.requires_grad_()
-                leaf.grad = grads[grad_base : grad_base + n].view(p.shape)
-                grad_base += n
-            leaves[name] = leaf
-        return cls(expert, params, grads, leaves)
+        shapes = {name: (p.shape, p.dtype, p.requires_grad) for name, p in like.items()}
+        return cls(expert, params, grads, leaves_in(params, grads, shapes))
 
     def vanish(self) -> None:
         """The step is over, and `params` and `grads` are about to be others'."""
@@ -62,6 +53,29 @@ class Replica:
                 view.copy_(leaf.grad.reshape(-1))
                 leaf.grad = view.view(leaf.shape)
             base += n
+
+
+def leaves_in(
+    params: Tensor, grads: Tensor, shapes: Mapping[str, tuple[Sequence[int], torch.dtype, bool]]
+) -> dict[str, Tensor]:
+    """Views of flat `params` [P] by name, one behind the other; their gradients accumulate into `grads` [G].
+
+    shapes: of each, its shape, its dtype, and whether it trains. A gradient of another dtype than `grads` is kept
+    apart.
+    """
+    leaves: dict[str, Tensor] = {}
+    base = grad_base = 0
+    for name, (shape, dtype, trains) in shapes.items():
+        n = math.prod(shape)
+        size = n * dtype.itemsize // params.dtype.itemsize
+        leaf = nn.Parameter(params[base : base + size].view(dtype).view(shape), trains)
+        base += size
+        if trains:
+            if dtype == grads.dtype:
+                leaf.grad = grads[grad_base : grad_base + n].view(shape)
+            grad_base += n
+        leaves[name] = leaf
+    return leaves
 
 
 class ReplicaPool:

@@ -29,7 +29,7 @@ class Trial:
 
     def __init__(self, expert: nn.Module, dim: int, sample: Tensor | None = None) -> None:
         self._expert = expert
-        self._who = f"an expert ({type(expert).__name__})"
+        self._who = _who(expert)
         like = next(expert.parameters())
         self.flops_per_row = 0.0
         grads = [p.grad for p in expert.parameters()]
@@ -37,19 +37,12 @@ class Trial:
             try:
                 self._sample = self._accepted(dim, like) if sample is None else sample.detach()
                 if like.is_meta:
-                    self.dim_out = self._answer(self.copy()).shape[1]
+                    self.dim_out = self._answer(copy_of(self._expert)).shape[1]
                 else:
                     self._try()
             finally:
                 for p, grad in zip(expert.parameters(), grads, strict=True):
                     p.grad = grad
-
-    def copy(self) -> nn.Module:
-        """A copy of the expert, of its own parameters and buffers."""
-        try:
-            return copy.deepcopy(self._expert)
-        except (RuntimeError, TypeError, AttributeError) as error:
-            raise ValueError(f"{self._who} cannot be copied, so it cannot have replicas: {error}") from error
 
     def _accepted(self, dim: int, like: Tensor) -> Tensor:
         """Random rows of the first of the parameters' dtypes that the expert takes."""
@@ -61,7 +54,7 @@ class Trial:
             self._sample = rows.to(dtype)
             try:
                 with torch.no_grad():
-                    self._answer(self.copy())
+                    self._answer(copy_of(self._expert))
             except ValueError as error:
                 first = first or error
             else:
@@ -71,7 +64,7 @@ class Trial:
     def _try(self) -> None:
         from torch.utils.flop_counter import FlopCounterMode  # takes a second, of those who have modules only
 
-        home, replica = self.copy().train(), self.copy().train()
+        home, replica = copy_of(self._expert).train(), copy_of(self._expert).train()
         generator = torch.Generator(self._sample.device).manual_seed(_SEED)
         with torch.no_grad():
             for p in home.parameters():
@@ -160,6 +153,18 @@ class Trial:
                 f"{self._who}: expected a tensor [{rows.shape[0]}, any] for rows {list(rows.shape)}, got {got}"
             )
         return answer
+
+
+def _who(expert: nn.Module) -> str:
+    return f"an expert ({type(expert).__name__})"
+
+
+def copy_of(expert: nn.Module) -> nn.Module:
+    """A copy of the expert, of its own parameters and buffers; raises ValueError where there cannot be one."""
+    try:
+        return copy.deepcopy(expert)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise ValueError(f"{_who(expert)} cannot be copied, so it cannot have replicas: {error}") from error
 
 
 def _near(a: Tensor | None, b: Tensor | None) -> bool:

@@ -29,7 +29,7 @@ from prophet.scheduler.windows import Stopwatch
 from prophet.spec import IntArray, odd_ones_out
 
 # one integer of every rank
-_SINGLE = ("tokens", "step", "updates", "averaged", "placement", "split", "stale", "finite", "dropped")
+_SINGLE = ("tokens", "step", "updates", "averaged", "placement", "split", "stale", "finite", "dropped", "experts")
 UNKNOWN = -1  # the digest of a placement that is still being planned
 
 
@@ -42,11 +42,11 @@ class Row:
     forward: how many passes the layer has run, this one included, but none that was recomputed. kind: what this one is
     for, one of `prophet.ranks.messages.PASSES`. step: of training. updates: how often the optimizer has run. averaged:
     whether DistributedDataParallel is going to average the gradients of this pass. placement, split: digests of the
-    placement in force and of the last split. stale: whether home parameters have changed since they were sent to
-    replicas. window_us: [W] lengths of the block's windows. placements: [L] digests of all layers' placements, with the
-    first layer's counts; upcoming: [1] that of the first layer's next one or UNKNOWN, with the last layer's. gradients:
-    [G] int64 on the device, a digest of what the last optimizer step used, with the first counts after it; zeros with
-    others.
+    placement in force and of the last split; experts: of what replicas compute. stale: whether home parameters have
+    changed since they were sent to replicas. window_us: [W] lengths of the block's windows. placements: [L] digests of
+    all layers' placements, with the first layer's counts; upcoming: [1] that of the first layer's next one or UNKNOWN,
+    with the last layer's. gradients: [G] int64 on the device, a digest of what the last optimizer step used, with the
+    first counts after it; zeros with others.
     """
 
     forward: int = 0
@@ -56,6 +56,7 @@ class Row:
     averaged: bool = False
     placement: int = 0
     split: int = 0
+    experts: int = 0
     stale: bool = False
     window_us: Sequence[int] = ()
     placements: Sequence[int] = ()
@@ -68,9 +69,10 @@ class Counts:
     """What all ranks have said, by rank.
 
     finite: [R] whether the gate's scores are. tokens: [R] routed. dropped: [R] choices dropped for lack of capacity.
-    step, updates, averaged, placement, split, stale: [R]; window_us: [R, W]; placements: [R, L] or [R, 0]; upcoming:
-    [R, 1] or [R, 0]; gradients: [R, G] or None: as in `Row`. load: [R, E] choices by source rank and expert. extra:
-    [R, E] choices before any drop, or with `first_choices` every token's first choice; None where the load says both.
+    step, updates, averaged, placement, split, experts, stale: [R]; window_us: [R, W]; placements: [R, L] or [R, 0];
+    upcoming: [R, 1] or [R, 0]; gradients: [R, G] or None: as in `Row`. load: [R, E] choices by source rank and expert.
+    extra: [R, E] choices before any drop, or with `first_choices` every token's first choice; None where the load says
+    both.
     """
 
     finite: IntArray
@@ -81,6 +83,7 @@ class Counts:
     averaged: IntArray
     placement: IntArray
     split: IntArray
+    experts: IntArray
     stale: IntArray
     window_us: IntArray
     placements: IntArray
@@ -124,6 +127,13 @@ class Counts:
             )
         _check_equal(where, "placement", self.placement)
         _check_equal(where, "previous split", self.split)
+        changed = odd_ones_out(self.experts)
+        if changed:
+            raise PlanMismatch(
+                f"{where}: experts of rank(s) {changed} were changed, and the other ranks' copies of them were not "
+                f"(other modules, hooks or settings, or parameters that were thawed): do the same to every expert on "
+                f"every rank, by the block's list (for expert in block.experts: ...), or before prophet.convert"
+            )
         check_placements(self.placements, step)
 
 
@@ -152,6 +162,7 @@ def exchange_counts(
         "averaged": (row.averaged,),
         "placement": (row.placement,),
         "split": (row.split,),
+        "experts": (row.experts,),
         "stale": (row.stale,),
         "window_us": row.window_us,
         "placements": row.placements,

@@ -158,6 +158,10 @@ class MoE(nn.Module):
         """What the experts' keys in a state dict begin with; name: of this layer, with a dot, or nothing."""
         return f"{name}experts."
 
+    def names_prefix(self, name: str) -> str:
+        """What the names of the experts' parameters begin with; name: of this layer, with a dot, or nothing."""
+        return f"{name}experts."
+
     def regroup(self, group: Collective, replicas: Collective | None) -> None:
         """Share the experts over the ranks of another `group` from now on, `replicas` having the same ones.
 

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import prophet
-from prophet.convert import original_state_dict
-from prophet.convert.base import RowOrder
+from prophet.convert import RowOrder, original_state_dict
 from prophet.convert.probe import activation_of, identify
 from prophet.errors import ConversionError, SpecError
 from prophet.kernels.grouped_ffn.naive import expert_ffn

@@ -243,9 +243,26 @@ def test_what_is_thawed_later_is_scaled_and_travels() -> None:
     assert made.grad_numel == before + D * D + D
     made.run(torch.ones(1, D), [1, 0]).sum().backward()
     assert torch.equal(made.get_parameter("2.base.bias").grad, torch.full((D,), 0.5))  # type: ignore[arg-type]
+
+
+def test_one_frozen_expert_takes_no_gradient_of_its_replicas() -> None:
+    made = bank(LoRA)
+    for expert in made.home_experts():
+        expert.base.requires_grad_(True)  # type: ignore[union-attr, operator]
+    made.check_parameters()
+    before = made.grad_numel
     made.home_experts()[1].base.requires_grad_(False)  # type: ignore[union-attr, operator]
-    with pytest.raises(ValueError, match=r"base.*: requires_grad is True in expert 2 and False in expert 3"):
-        made.check_parameters()
+    made.check_parameters()
+    assert made.grad_numel == before  # other ranks cannot see it, and lengths are the same on all
+    for local in range(2):
+        made.add_flat_grad(local, 0, before, torch.ones(before))
+    grads = {name: p.grad for name, p in made.named_parameters()}
+    assert all((grad is None) == name.startswith("3.base.") for name, grad in grads.items())
+    made.settle()
+    assert made.grad_numel == before  # one of the two trains still
+    made.home_experts()[0].base.requires_grad_(False)  # type: ignore[union-attr, operator]
+    made.settle()
+    assert made.grad_numel == before - D * D - D
 
 
 def test_a_parameter_that_is_put_in_later_is_refused() -> None:
@@ -336,10 +353,6 @@ REFUSED: dict[str, tuple[Callable[[], list[nn.Module]], str]] = {
     "a shape": (
         lambda: replaced(lambda e: setattr(e, "w2", nn.Linear(11, D, bias=False))),
         r"w2\.weight: shape is \[8, 12\] in expert 0 and \[8, 11\] in expert 3",
-    ),
-    "frozen": (
-        lambda: replaced(lambda e: e.w3.requires_grad_(False)),  # type: ignore[union-attr, operator]
-        r"w3\.weight: requires_grad is True in expert 0 and False in expert 3",
     ),
     "no tensor": (lambda: [nn.LSTM(D, D) for _ in range(4)], r"LSTM\): expected a tensor \[3, any\].*got tuple"),
     "other rows": (
