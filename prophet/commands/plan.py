@@ -44,19 +44,21 @@ def add(commands: Any) -> None:
         epilog=(
             "A trace is an npz archive without pickle: counts, integers [steps, layers, ranks, experts]; iteration,\n"
             "int32 [steps]; and optionally meta, a JSON string. `prophet demo` writes one. Logs of other tools work\n"
-            "too: a .csv file with the columns step,layer,rank,expert,count, or Megatron-LM's router trace, as a\n"
-            ".jsonl file or the folder that holds one file per rank.\n\n"
+            "too, as a file or as the folder that holds one file per rank: .csv with the columns\n"
+            "step,layer,rank,expert,count or SGLang's layer_id,expert_id,count; .jsonl, Megatron-LM's router trace;\n"
+            ".safetensors, TensorRT-LLM's expert statistic; .json, counts over all ranks. docs/plan.md has the list.\n\n"
             "A topology file must have as many ranks as the trace. Without :MODEL the layer's sizes come from dim\n"
             "and hidden in the trace's metadata.\n\n"
             f"{known_names()}"
         ),
     )
     argument = parser.add_argument
-    argument("traces", type=Path, nargs="+", metavar="TRACE", help="routing trace (.npz), or a log (.csv, .jsonl)")
+    argument("traces", type=Path, nargs="+", metavar="TRACE", help="routing trace (.npz), or a log or its folder")
     add_planner(parser, _DEFAULT_PLANNERS)
     add_machine(parser)
     add_slots(parser)
     argument("--experts", type=positive, metavar="N", help="experts of a log that does not say (default: as seen)")
+    argument("--ranks", type=positive, metavar="N", help="ranks of one group, for a log of more, or that does not say")
     argument("--html", type=Path, metavar="FILE", help="write a page with figures")
     add_json(parser)
     parser.set_defaults(run=run)
@@ -73,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     where = machine(arguments.machine)
     answers, reports = [], []
     for file in arguments.traces:
-        trace = read_any(file, experts=arguments.experts)
+        trace = read_any(file, experts=arguments.experts, ranks=arguments.ranks)
         if arguments.experts not in (None, trace.experts):
             raise UsageError(f"--experts {arguments.experts}: {file} says itself that it has {trace.experts} experts")
         answer, results, pairs = _replay(file, trace, arguments.slots, where, [get_planner(n) for n in names])
@@ -169,7 +171,8 @@ def _replay(
     from prophet.traces.replay import choose_iterations, replay
 
     try:
-        pairs = choose_iterations(trace, _MOST_ITERATIONS)
+        only = list(trace.iteration_slices())  # what servers publish is often one dump
+        pairs = [(only[0], only[0])] if len(only) == 1 else choose_iterations(trace, _MOST_ITERATIONS)
         if not any(trace.counts[now].any() for _, now in pairs):
             raise SpecError("counts: expected tokens in the iterations that are judged, all of their counts are 0")
         context, top_k, label = _context(file, trace, slots, where)
@@ -185,6 +188,7 @@ def _replay(
             "experts": trace.experts,
             "top_k": top_k,
             "iterations_judged": len(pairs),
+            "planned_from": "itself" if len(only) == 1 else "the iteration before",
         },
         "machine": label,
         "slots_per_rank": slots,
@@ -211,9 +215,11 @@ def _as_json(result: Replay, static: Replay) -> dict[str, Any]:
 def _describe(answer: dict[str, Any]) -> str:
     """Sizes of a trace in words."""
     trace = answer["trace"]
+    judged = f"{trace['iterations_judged']} iterations judged, each planned from the one before."
+    if trace["planned_from"] == "itself":
+        judged = "its only iteration judged, planned from itself: no more than this can be gained."
     return (
-        f"{trace['layers']} layers, {trace['ranks']} ranks, {trace['experts']} experts, top {trace['top_k']}; "
-        f"{trace['iterations_judged']} iterations judged, each planned from the one before."
+        f"{trace['layers']} layers, {trace['ranks']} ranks, {trace['experts']} experts, top {trace['top_k']}; {judged}"
     )
 
 

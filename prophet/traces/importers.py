@@ -1,152 +1,273 @@
 """Routing logs of other tools, read as routing traces.
 
-Two formats, told apart by the file's suffix:
+| file | what it is |
+|---|---|
+| `.csv`, `.tsv`, `.txt` | a table: step, layer, rank, expert, count, or SGLang's layer_id, expert_id, count |
+| `.jsonl` | Megatron-LM's router trace: a JSON object per forward pass of a router |
+| `.safetensors` | TensorRT-LLM's expert statistic: an array `<step>_<layer>` of counts per forward pass of a router |
+| `.json` | counts over all ranks: `{"logical_count": ...}` as SGLang takes it, or the bare lists of EPLB and LMDeploy |
+| a folder | files of one of the first three kinds, one per rank |
 
-- `.csv`: a header and the columns step, layer, rank, expert, count, in any order (others are ignored). A row that
-  comes again adds to the first; cells that never come are zero.
-- `.jsonl`, or a folder of such files: what Megatron-LM's router tracer writes with `--moe-routing-trace-path`, a file
-  `router_trace_rank<R>.jsonl` per rank with a JSON object per line for a forward pass of a router: `step`, `layer`,
-  `rank`, and either `top_indices` (the chosen experts of every token) or `tokens_per_expert` (their counts). Several
-  objects for one step, layer and rank are the step's microbatches. `block` and `mtp_idx`, where present, set the
-  layers of multi-token prediction apart from those of the decoder. `iteration` stands for `step`, `layer_number` or
-  `layer_idx` for `layer`, `ep_rank` for `rank`, and `topk_indices` for `top_indices`; other fields are ignored.
-
-All ranks of a log are taken as one expert-parallel group, so they must be that. Layers and ranks are numbered in the
-order of their own numbers. Logs come from outside: bytes, lines and the resulting array are bounded, and what does not
-fit is refused with the file, the line, the field and what was expected.
-
-Shape legend: T steps, L layers, R ranks, E experts.
+`docs/plan.md` says what each may hold. Ranks and layers are numbered in the order of their own numbers; `table.py` puts
+the records together. Files come from outside: bytes, lines and the resulting array are bounded, and what does not fit
+is refused with the file, the line, the field and what was expected, or with what the file looks like.
 """
 
 from __future__ import annotations
 
+import codecs
 import csv
 import itertools
 import json
-import math
 import os
+import re
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
 from prophet.errors import TraceError
-from prophet.files import shown
+from prophet.files import read_bytes, read_json, shown
 from prophet.spec import IntArray
+from prophet.traces.lookalikes import looks_like
 from prophet.traces.npz import MAX_COUNT, MAX_TRACE_BYTES, RoutingTrace, read_trace
+from prophet.traces.table import NO_RANK, Records, grouped, layer_key, to_trace
 
 MAX_LINE_BYTES = 16 << 20
+MAX_JSON_BYTES = 64 << 20
 MAX_INDEX = 1 << 20  # of a layer, a rank or an expert
 _MAX_FILES = 1 << 14
-_ROW_BYTES = 512  # of a record in memory, besides its counts
-_FREE_BYTES = 1 << 28  # any log may make as large a table; of a larger one, one cell in _MOST_EMPTY is in the log
-_MOST_EMPTY = 64
+_RECORD_BYTES = 64  # of a record in memory, besides its counts
 
-_STEP, _LAYER, _RANK = ("step", "iteration"), ("layer", "layer_number", "layer_idx"), ("rank", "ep_rank")
 _CHOSEN, _COUNTS = ("top_indices", "topk_indices"), ("tokens_per_expert",)
-_COLUMNS = ("step", "layer", "rank", "expert", "count")
-
-# A layer's place in the model: decoder layers first, then those of multi-token prediction.
-_LayerKey = tuple[int, int, int]
+# What the columns of a table and the fields of a record are called.
+_NAMES = {
+    "step": ("step", "iteration"),
+    "layer": ("layer", "layer_id", "layer_number", "layer_idx"),
+    "rank": ("rank", "ep_rank"),
+    "expert": ("expert", "expert_id"),
+    "count": ("count",),
+}
+_MOST = {name: MAX_COUNT if name in ("step", "count") else MAX_INDEX for name in _NAMES}
+_WHOLE = re.compile(
+    r"[0-9]{1,19}(?:[.,]0{1,19})?", re.ASCII
+)  # pandas writes 25.0 where a cell of the column is missing
+_RANK_IN_NAME = re.compile(r"rank[_-]?(\d{1,9})", re.IGNORECASE)
+_TIME_IN_NAME = re.compile(r"timestamp[_-]?(\d{1,19})(?:\.(\d{1,19}))?", re.IGNORECASE)
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    (codecs.BOM_UTF16_LE, "utf-16"),
+    (codecs.BOM_UTF16_BE, "utf-16"),
+)
 
 
 @dataclass(slots=True)
-class _Row:
-    """One forward pass of one router: tokens by expert, as the experts that have any and their counts."""
+class _Log:
+    """Records as they are read; `Records` says what each array holds. A log has many, so arrays hold them."""
 
-    step: int
-    microbatch: int
-    layer: _LayerKey
-    rank: int
-    experts: IntArray
-    counts: IntArray
+    place: Path
+    step: array[int] = field(default_factory=lambda: array("q"))
+    layer: array[int] = field(default_factory=lambda: array("q"))
+    rank: array[int] = field(default_factory=lambda: array("q"))
+    sizes: array[int] = field(default_factory=lambda: array("q"))  # cells of each record
+    expert: array[int] = field(default_factory=lambda: array("q"))
+    count: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, step: int, layer: int, rank: int, experts: IntArray, counts: IntArray) -> None:
+        """One forward pass of a router."""
+        self.step.append(step)
+        self.layer.append(layer)
+        self.rank.append(rank)
+        self.sizes.append(len(experts))
+        self.expert.frombytes(experts.astype(np.int64).tobytes())
+        self.count.frombytes(counts.astype(np.int64).tobytes())
+        if _RECORD_BYTES * len(self.step) + 16 * len(self.expert) > MAX_TRACE_BYTES:
+            raise TraceError(f"{self.place}: expected records of at most {MAX_TRACE_BYTES} bytes")
+
+    def trace(self, meta: dict[str, Any], *, experts: int | None, ranks: int | None) -> RoutingTrace:
+        """The trace of the records; several of a step, layer and rank are the step's microbatches."""
+        step, layer, rank = (np.asarray(a) for a in (self.step, self.layer, self.rank))
+        place = np.arange(len(step))
+        order = np.lexsort((rank, layer, step))  # a stable sort: of equals, the first stays first
+        new = np.ones(len(step), dtype=bool)
+        new[1:] = np.any([key[order][1:] != key[order][:-1] for key in (step, layer, rank)], axis=0)
+        microbatch = np.empty_like(place)
+        microbatch[order] = place - np.maximum.accumulate(np.where(new, place, 0))
+        records = Records(
+            step=step,
+            microbatch=microbatch,
+            layer=layer,
+            rank=rank,
+            record=np.repeat(place, np.asarray(self.sizes)),
+            expert=np.asarray(self.expert),
+            count=np.asarray(self.count),
+            complete=True,
+        )
+        return to_trace(self.place, records, meta, experts=experts, ranks=ranks)
 
 
-def read_any(path: str | os.PathLike[str], *, experts: int | None = None) -> RoutingTrace:
+def read_any(path: str | os.PathLike[str], *, experts: int | None = None, ranks: int | None = None) -> RoutingTrace:
     """Read a routing trace, or a log of another tool, whichever `path` is by its suffix.
 
-    experts: the number of experts, for logs that do not say; None takes the highest that was ever chosen, rounded up
-    to a multiple of the ranks. Raises `TraceError`.
+    Args:
+        path: a file, or a folder with a file per rank.
+        experts: the number of experts, for logs that do not say; None takes the highest that was ever chosen, rounded
+            up to a multiple of the ranks.
+        ranks: of one expert-parallel group. A log of more is taken as several groups of consecutive ranks. The counts
+            of a log that says no ranks are shared evenly among so many.
+
+    Raises:
+        TraceError: for what cannot be read; it says what was expected, or what the file looks like.
     """
     file = Path(path)
-    if file.is_dir() or file.suffix == ".jsonl":
-        return read_megatron(file, experts=experts)
-    if file.suffix == ".csv":
-        return read_csv(file, experts=experts)
-    return read_trace(file)
+    files = _of_folder(file) if file.is_dir() else [file]
+    reader = _READERS.get(files[0].suffix.lower())
+    if reader is not None:
+        return reader(file, files, experts, ranks)
+    _refuse_known(file)
+    trace = read_trace(file)
+    if ranks in (None, trace.ranks):
+        return trace
+    counts, iteration = trace.counts.astype(np.int64), trace.iteration.astype(np.int64)
+    return grouped(file, counts, iteration, dict(trace.meta), ranks=ranks, says_rank=True)
 
 
-def read_csv(path: str | os.PathLike[str], *, experts: int | None = None) -> RoutingTrace:
-    """Read `step,layer,rank,expert,count`; see the head of this file."""
-    file = Path(path)
-    columns = [array("q") for _ in _COLUMNS]  # a log has many rows
-    most = [MAX_COUNT if name in ("step", "count") else MAX_INDEX for name in _COLUMNS]
+def _of_folder(folder: Path) -> list[Path]:
+    """The files of the first kind that a folder has any of."""
+    for pattern in ("router_trace_rank*.jsonl", "*.jsonl", "rank*.safetensors", "*.csv", "*.tsv", "*.txt"):
+        files = sorted(itertools.islice(folder.glob(pattern), _MAX_FILES + 1))
+        if len(files) > _MAX_FILES:
+            raise TraceError(f"{folder}: expected a folder of 1 to {_MAX_FILES} {pattern} files, got more")
+        if files:
+            return files
+    for file in sorted(itertools.islice(folder.iterdir(), _MAX_FILES)):
+        _refuse_known(file)
+    raise TraceError(
+        f"{folder}: expected a folder of 1 to {_MAX_FILES} .jsonl, .safetensors or .csv files of one run, got none"
+    )
+
+
+def _refuse_known(file: Path) -> None:
+    known = looks_like(file)
+    if known:
+        raise TraceError(f"{file}: expected a routing trace or log, {known}")
+
+
+# ------------------------------------------------------------------------------------------------------ tables
+
+
+def _read_tables(place: Path, files: Sequence[Path], experts: int | None, ranks: int | None) -> RoutingTrace:
+    """Tables of text. Rows of one cell add up, cells that never come are zero."""
+    columns = {name: array("q") for name in _NAMES}  # a log has many rows
+    dumps: dict[int, int] = {}
+    for file in sorted(files, key=_by_time):
+        found = _RANK_IN_NAME.search(file.name) if len(files) > 1 else None
+        rank = int(found[1]) if found else NO_RANK
+        lacks = _read_table(file, columns, {"step": dumps.get(rank, 0), "rank": rank})
+        if "step" in lacks:
+            dumps[rank] = dumps.get(rank, 0) + 1
+        if lacks and len(files) > 1 and (found is None or rank > MAX_INDEX):
+            raise TraceError(f"{file}: {min(lacks)}: expected a column, or the rank in the file's name (rank0_...)")
+    if len(set(dumps.values())) > 1:
+        few, many = min(dumps, key=dumps.__getitem__), max(dumps, key=dumps.__getitem__)
+        raise TraceError(
+            f"{place}: expected as many files of every rank, got {dumps[many]} of rank {many}, {dumps[few]} of {few}"
+        )
+    step, layer, rank_of, expert, count = (np.asarray(c) for c in columns.values())
+    cells = np.arange(len(count))
+    records = Records(
+        step=step, microbatch=np.zeros_like(step), layer=layer, rank=rank_of,
+        record=cells, expert=expert, count=count, complete=False,
+    )  # fmt: skip
+    return to_trace(place, records, {"source": f"{place.name} (CSV)"}, experts=experts, ranks=ranks)
+
+
+def _by_time(file: Path) -> tuple[int, str, str]:
+    """Files in the order of the times in their names."""
+    found = _TIME_IN_NAME.search(file.name)
+    return (int(found[1]), found[2] or "", file.name) if found else (0, "", file.name)
+
+
+def _read_table(file: Path, columns: dict[str, array[int]], absent: dict[str, int]) -> set[str]:
+    """Add one file's rows to `columns`; the columns that it lacks, of those in `absent`, whose values they take."""
     with _lines(file) as lines:
-        reader = csv.reader(lines)
+        header, delimiter, before = _header(file, lines)
+        reader = csv.reader(lines, delimiter=delimiter)
+        places = {
+            name: next((header.index(alias) for alias in names if alias in header), None)
+            for name, names in _NAMES.items()
+        }
+        lacks = {name for name, place in places.items() if place is None}
+        others = [name for name in header if name and not any(name in names for names in _NAMES.values())]
+        if lacks - set(absent) or (lacks and others):  # with a column that is not known, a name may be misspelt
+            _refuse_known(file)
+            name = next(name for name in _NAMES if name in lacks)
+            raise TraceError(
+                f"{file}: line {before}: {name}: expected a header with {','.join(_NAMES)} "
+                f"(or layer_id,expert_id,count), got {shown(delimiter.join(header))}"
+            )
         try:
-            header = [name.strip().lower() for name in next(reader, [])]
-            missing = [name for name in _COLUMNS if name not in header]
-            if missing:
-                raise TraceError(f"{file}: line 1: {missing[0]}: expected a header with {','.join(_COLUMNS)}")
-            places = [header.index(name) for name in _COLUMNS]
             for fields in reader:
-                if not fields:
+                if not any(f.strip() for f in fields):  # spreadsheets end with rows of empty cells
                     continue
-                where = f"{file}: line {reader.line_num}"
+                where = f"{file}: line {reader.line_num + before}"
                 if len(fields) != len(header):
                     raise TraceError(f"{where}: expected {len(header)} fields, got {len(fields)}")
-                for column, place, limit, name in zip(columns, places, most, _COLUMNS, strict=True):
-                    column.append(_whole(fields[place], limit, f"{where}: {name}"))
+                for name, place in places.items():
+                    columns[name].append(
+                        absent[name] if place is None else _cell(fields[place], name, f"{where}: {name}")
+                    )
         except csv.Error as error:
-            raise TraceError(f"{file}: line {reader.line_num}: expected comma-separated values: {error}") from None
-    if not columns[0]:
-        raise TraceError(f"{file}: expected at least one record, the log is empty")
-    steps, layers, ranks, expert, count = (np.frombuffer(column, dtype=np.int64) for column in columns)
-    numbers, places_of = zip(*(np.unique(c, return_inverse=True) for c in (steps, layers, ranks)), strict=True)
-    sizes = [len(n) for n in numbers]
-    shape = (*sizes, _experts(file, int(expert.max()), sizes[2], experts))
-    counts = _zeros(file, shape, len(count))
-    np.add.at(counts, (*places_of, expert), count)
-    return _checked(file, counts, numbers[0], {"source": f"{file.name} (CSV)"})
+            where = f"{file}: line {reader.line_num + before}"
+            raise TraceError(f"{where}: expected comma-separated values: {error}") from None
+    return lacks
 
 
-def read_megatron(path: str | os.PathLike[str], *, experts: int | None = None) -> RoutingTrace:
-    """Read a router trace of Megatron-LM, one JSONL file or a folder of them; see the head of this file."""
-    place = Path(path)
-    files = [place]
-    if place.is_dir():
-        files = sorted(place.glob("router_trace_rank*.jsonl")) or sorted(place.glob("*.jsonl"))
-        if not files or len(files) > _MAX_FILES:
-            raise TraceError(f"{place}: expected a folder of 1 to {_MAX_FILES} .jsonl files, got {len(files)}")
-    rows: list[_Row] = []
-    seen: dict[tuple[int, _LayerKey, int], int] = {}
-    top_k, budget = 0, MAX_TRACE_BYTES
+def _header(file: Path, lines: Iterator[str]) -> tuple[list[str], str, int]:
+    """The names of the columns in small letters, what separates them, and the number of lines that were read."""
+    first, before = next(lines, ""), 1
+    if re.fullmatch(r"sep=.\s*", first):  # for Excel
+        first, before = next(lines, ""), 2
+    known = {name for names in _NAMES.values() for name in names}
+    best: tuple[list[str], str] = ([], ",")
+    for delimiter in ",;\t|":
+        try:
+            names = [name.strip().lower() for name in next(csv.reader([first], delimiter=delimiter), [])]
+        except csv.Error as error:
+            raise TraceError(f"{file}: line {before}: expected comma-separated values: {error}") from None
+        if not best[0] or len(known & set(names)) > len(known & set(best[0])):
+            best = names, delimiter
+    return *best, before
+
+
+def _cell(text: str, name: str, where: str) -> int:
+    """A whole number, perhaps written as 25.0 or 25,0; an empty count is zero, as a row that never comes is."""
+    text = text.strip()
+    if not text and name == "count":
+        return 0
+    return _whole(re.split("[.,]", text)[0] if _WHOLE.fullmatch(text) else text, _MOST[name], where)
+
+
+# --------------------------------------------------------------------------------------- Megatron-LM's router trace
+
+
+def _read_megatron(place: Path, files: Sequence[Path], experts: int | None, ranks: int | None) -> RoutingTrace:
+    log, top_k = _Log(place), 0
     for file in files:
         with _lines(file) as lines:
             for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                row, chosen = _record(line, f"{file}: line {number}")
-                key = (row.step, row.layer, row.rank)
-                row.microbatch = seen[key] = seen.get(key, -1) + 1
-                top_k = max(top_k, chosen)
-                budget -= _ROW_BYTES + row.experts.nbytes + row.counts.nbytes
-                if budget < 0:
-                    raise TraceError(f"{place}: expected records of at most {MAX_TRACE_BYTES} bytes")
-                rows.append(row)
-    counts, places, iteration = _table(place, rows, experts)
-    for row in rows:
-        counts[(*places(row), row.experts)] += row.counts
+                if line.strip():
+                    top_k = max(top_k, _record(log, line, f"{file}: line {number}"))
     meta: dict[str, Any] = {"source": f"{place.name} (Megatron-LM router trace)"}
-    return _checked(place, counts, iteration, meta | ({"top_k": top_k} if top_k else {}))
+    return log.trace(meta | ({"top_k": top_k} if top_k else {}), experts=experts, ranks=ranks)
 
 
-def _record(line: str, where: str) -> tuple[_Row, int]:
-    """One line of a router trace, and its experts per token (0 where it does not say)."""
+def _record(log: _Log, line: str, where: str) -> int:
+    """Add one line of a router trace; its experts per token (0 where it does not say)."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -154,19 +275,20 @@ def _record(line: str, where: str) -> tuple[_Row, int]:
     if not isinstance(record, dict):
         raise TraceError(f"{where}: expected a JSON object, got {type(record).__name__}")
 
-    def number(names: tuple[str, ...], most: int) -> int:
-        for name in names:
-            if name in record:
-                return _whole(record[name], most, f"{where}: {name}")
-        raise TraceError(f"{where}: {names[0]}: expected a number from 0 to {most}, the record has no such field")
+    def number(name: str) -> int:
+        for alias in _NAMES[name]:
+            if alias in record:
+                return _whole(record[alias], _MOST[name], f"{where}: {alias}")
+        raise TraceError(f"{where}: {name}: expected a number from 0 to {_MOST[name]}, the record has no such field")
 
     block = record.get("block", "decoder")
     if not isinstance(block, str):
         raise TraceError(f"{where}: block: expected a string, got {type(block).__name__}")
     depth = _whole(record.get("mtp_idx", 0), MAX_INDEX, f"{where}: mtp_idx")
-    layer = (0 if block == "decoder" else 1, depth, number(_LAYER, MAX_INDEX))
-    experts, counts, chosen = _counts(record, where)
-    return _Row(number(_STEP, MAX_COUNT), 0, layer, number(_RANK, MAX_INDEX), experts, counts), chosen
+    layer = layer_key(0 if block == "decoder" else 1, depth, number("layer"))
+    found, counts, chosen = _counts(record, where)
+    log.add(number("step"), layer, number("rank"), found, counts)
+    return chosen
 
 
 def _counts(record: dict[str, Any], where: str) -> tuple[IntArray, IntArray, int]:
@@ -189,6 +311,114 @@ def _counts(record: dict[str, Any], where: str) -> tuple[IntArray, IntArray, int
         (experts,) = np.nonzero(found)
         return experts, found[experts], 0
     raise TraceError(f"{where}: {_CHOSEN[0]}: expected it or {_COUNTS[0]}, the record has neither")
+
+
+# ----------------------------------------------------------------------------------- TensorRT-LLM's expert statistic
+
+
+def _read_tensorrt(place: Path, files: Sequence[Path], experts: int | None, ranks: int | None) -> RoutingTrace:
+    """Safetensors: eight bytes with the length of a JSON header, the header, the arrays."""
+    log, most = _Log(place), 0
+    for file in files:
+        found = _RANK_IN_NAME.search(file.name)
+        if found is None or int(found[1]) > MAX_INDEX:
+            raise TraceError(f"{file}: rank: expected the rank in the file's name, as in rank0.safetensors")
+        data = memoryview(
+            read_bytes(file, most_bytes=MAX_TRACE_BYTES, expected="an expert statistic", error=TraceError)
+        )
+        size = int.from_bytes(data[:8], "little")
+        if not 2 <= size <= min(MAX_LINE_BYTES, len(data) - 8):
+            raise TraceError(f"{file}: header: expected safetensors, its header of {size} bytes does not fit")
+        try:
+            header = json.loads(bytes(data[8 : 8 + size]))
+        except (ValueError, RecursionError) as error:
+            raise TraceError(f"{file}: header: expected a JSON object: {error}") from None
+        if not isinstance(header, dict):
+            raise TraceError(f"{file}: header: expected a JSON object, got {type(header).__name__}")
+        for name, about in header.items():
+            if name == "__metadata__":
+                continue
+            step, layer, counts = _statistic(file, name, about, data[8 + size :])
+            (held,) = np.nonzero(counts)
+            most = max(most, len(counts))
+            log.add(step, layer_key(0, 0, layer), int(found[1]), held, counts[held])
+    return log.trace({"source": f"{place.name} (TensorRT-LLM expert statistic)"}, experts=experts or most, ranks=ranks)
+
+
+def _statistic(file: Path, name: str, about: Any, data: memoryview) -> tuple[int, int, IntArray]:
+    """Step, layer and counts [E] of one array."""
+    where = f"{file}: {shown(name)}"
+    parts = name.split("_")
+    if len(parts) != 2:
+        raise TraceError(f"{where}: expected arrays called <step>_<layer>, as TensorRT-LLM's expert statistic has them")
+    step, layer = _whole(parts[0], MAX_COUNT, f"{where}: step"), _whole(parts[1], MAX_INDEX, f"{where}: layer")
+    if not isinstance(about, dict):
+        raise TraceError(f"{where}: expected an object, got {type(about).__name__}")
+    dtype = {"I32": "<i4", "I64": "<i8"}.get(str(about.get("dtype")))
+    shape, ends = (_integers(about.get(key), 1) for key in ("shape", "data_offsets"))
+    if dtype is None or shape is None or ends is None or len(shape) != 1 or len(ends) != 2:
+        raise TraceError(f"{where}: expected dtype I32 or I64, a shape [experts] and two data_offsets")
+    size, begin, end = int(shape[0]), int(ends[0]), int(ends[1])
+    if not 1 <= size <= MAX_INDEX + 1 or end - begin != size * np.dtype(dtype).itemsize:
+        raise TraceError(f"{where}: shape: expected one that takes the bytes between the data_offsets, got [{size}]")
+    if not 0 <= begin <= end <= len(data):
+        raise TraceError(f"{where}: data_offsets: expected them within the {len(data)} bytes of data")
+    counts = np.frombuffer(data[begin:end], dtype=dtype).astype(np.int64)
+    if counts.min() < 0 or counts.max() > MAX_COUNT:
+        raise TraceError(f"{where}: expected counts from 0 to {MAX_COUNT}")
+    return step, layer, counts
+
+
+# ------------------------------------------------------------------------------------------- counts over all ranks
+
+
+def _read_totals(place: Path, files: Sequence[Path], experts: int | None, ranks: int | None) -> RoutingTrace:
+    """JSON lists [steps, layers, experts] or [layers, experts], of a dump or of the weights that EPLB takes."""
+    value = read_json(files[0], most_bytes=MAX_JSON_BYTES, expected="counts of experts", error=TraceError)
+    name = "counts"
+    if isinstance(value, dict):
+        name = "logical_count"
+        if name not in value:
+            _refuse_known(place)
+            raise TraceError(f"{place}: {name}: expected counts [steps, layers, experts], the object has no such field")
+        value = value[name]
+    counts = _totals(value)
+    if counts is None or not counts.size or counts.min() < 0 or counts.max() > MAX_COUNT:
+        raise TraceError(
+            f"{place}: {name}: expected whole numbers from 0 to {MAX_COUNT}, lists [steps, layers, experts] or "
+            f"[layers, experts] of one length each"
+        )
+    more = (experts or 0) - counts.shape[2]
+    if experts is not None and more < 0:
+        raise TraceError(f"{place}: expected experts below {experts}, got {counts.shape[2]} of them")
+    counts = np.pad(counts, ((0, 0), (0, 0), (0, max(more, 0))))[:, :, None]
+    meta = {"source": f"{place.name} (counts over all ranks)"}
+    return grouped(place, counts, np.arange(len(counts)), meta, ranks=ranks, says_rank=False)
+
+
+def _totals(value: object) -> IntArray | None:
+    """Lists of counts as an array [T, L, E]; None for anything else."""
+    if not isinstance(value, list) or not value or not all(isinstance(row, list) for row in value):
+        return None
+    steps = value if all(row and isinstance(row[0], list) for row in value) else [value]
+    found = [counts for step in steps if (counts := _integers(step, 2)) is not None and counts.ndim == 2]
+    if len(found) < len(steps) or len({counts.shape for counts in found}) > 1:
+        return None
+    return np.stack(found)
+
+
+_Reader = Callable[[Path, Sequence[Path], int | None, int | None], RoutingTrace]
+_READERS: dict[str, _Reader] = {
+    ".csv": _read_tables,
+    ".tsv": _read_tables,
+    ".txt": _read_tables,
+    ".jsonl": _read_megatron,
+    ".safetensors": _read_tensorrt,
+    ".json": _read_totals,
+}
+
+
+# ------------------------------------------------------------------------------------------------- values and lines
 
 
 def _integers(value: object, dimensions: int) -> IntArray | None:
@@ -224,7 +454,10 @@ def _lines(file: Path) -> Iterator[Iterator[str]]:
     size = file.stat().st_size
     if size > MAX_TRACE_BYTES:
         raise TraceError(f"{file}: expected at most {MAX_TRACE_BYTES} bytes, the file has {size}")
-    with file.open("r", encoding="utf-8", newline="") as stream:
+    with file.open("rb") as raw:
+        head = raw.read(4)
+    encoding = next((name for mark, name in _MARKS if head.startswith(mark)), "utf-8")
+    with file.open("r", encoding=encoding, newline="") as stream:
         yield _read(file, stream)
 
 
@@ -232,66 +465,11 @@ def _read(file: Path, stream: IO[str]) -> Iterator[str]:
     for number in itertools.count(1):
         try:
             line = stream.readline(MAX_LINE_BYTES)
-        except UnicodeDecodeError:
-            raise TraceError(f"{file}: line {number}: expected text in UTF-8") from None
+        except UnicodeError:
+            _refuse_known(file)
+            raise TraceError(f"{file}: line {number}: expected text in UTF-8, or UTF-16 with its mark") from None
         if not line:
             return
         if len(line) == MAX_LINE_BYTES:
             raise TraceError(f"{file}: line {number}: expected at most {MAX_LINE_BYTES} characters")
         yield line
-
-
-def _experts(file: Path, highest: int, ranks: int, experts: int | None) -> int:
-    """The number of experts: what the caller says, or enough for the highest that was chosen."""
-    if experts is None:
-        experts = -(-(highest + 1) // ranks) * ranks
-    if highest >= experts:
-        raise TraceError(f"{file}: expected experts below {experts}, got expert {highest}")
-    return max(experts, 1)
-
-
-def _zeros(file: Path, shape: tuple[int, ...], cells: int) -> IntArray:
-    """Room for the counts, of which `cells` are in the log; far more of it than that is refused."""
-    size = 8 * math.prod(shape)
-    if size > MAX_TRACE_BYTES:
-        raise TraceError(f"{file}: expected counts of at most {MAX_TRACE_BYTES} bytes, its {list(shape)} take more")
-    if size > max(_FREE_BYTES, 8 * _MOST_EMPTY * cells):
-        raise TraceError(f"{file}: expected fewer empty cells: its {list(shape)} take {size} bytes for {cells} counts")
-    return np.zeros(shape, dtype=np.int64)
-
-
-def _table(
-    file: Path, rows: list[_Row], experts: int | None
-) -> tuple[IntArray, Callable[[_Row], tuple[int, int, int]], IntArray]:
-    """Zeros [T, L, R, E] for the rows, the place (t, l, r) of a row in them, and each step's iteration [T]."""
-    if not rows:
-        raise TraceError(f"{file}: expected at least one record, the log is empty")
-    steps = sorted({(row.step, row.microbatch) for row in rows})
-    layers = sorted({row.layer for row in rows})
-    ranks = sorted({row.rank for row in rows})
-    highest = max((int(row.experts[-1]) for row in rows if row.experts.size), default=-1)
-    shape = (len(steps), len(layers), len(ranks), _experts(file, highest, len(ranks), experts))
-    counts = _zeros(file, shape, sum(row.experts.size for row in rows))
-    at_step = {key: i for i, key in enumerate(steps)}
-    at_layer = {key: i for i, key in enumerate(layers)}
-    at_rank = {key: i for i, key in enumerate(ranks)}
-    found: set[tuple[tuple[int, int], _LayerKey, int]] = {((r.step, r.microbatch), r.layer, r.rank) for r in rows}
-    if len(found) < math.prod(shape[:3]):
-        absent = next((s, a, r) for s in steps for a in layers for r in ranks if (s, a, r) not in found)
-        raise TraceError(
-            f"{file}: expected a record of every layer and rank in every step; there is none of step {absent[0][0]}, "
-            f"layer {absent[1][2]}, rank {absent[2]} (microbatch {absent[0][1]})"
-        )
-    iteration = np.array([step for step, _ in steps], dtype=np.int64)
-
-    def places(row: _Row) -> tuple[int, int, int]:
-        return at_step[row.step, row.microbatch], at_layer[row.layer], at_rank[row.rank]
-
-    return counts, places, iteration
-
-
-def _checked(file: Path, counts: IntArray, iteration: IntArray, meta: dict[str, Any]) -> RoutingTrace:
-    try:
-        return RoutingTrace(counts, iteration.astype(np.int32), meta)
-    except TraceError as error:
-        raise TraceError(f"{file}: {error}") from None

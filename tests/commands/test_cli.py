@@ -68,6 +68,22 @@ def test_plan_takes_several_traces_and_logs(skewed: Path, capsys: pytest.Capture
     assert "log.csv:1layers,2ranks,4experts" in "".join(capsys.readouterr().out.split())
 
 
+def test_plan_takes_one_dump_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        rows = "".join(f"3,{e},{1000 >> e + rank}\n" for e in range(4))
+        name = f"expert_distribution_rank{rank}_timestamp17.{rank}.csv"
+        (tmp_path / name).write_text("layer_id,expert_id,count\n" + rows)
+    assert main(["plan", str(tmp_path), "--planner", "prophet"]) == OK
+    out = " ".join(capsys.readouterr().out.split())
+    assert "1 layers, 2 ranks, 4 experts" in out
+    assert "its only iteration judged, planned from itself: no more than this can be gained." in out
+    assert main(["plan", str(tmp_path / name), "--planner", "prophet"]) == BAD_INPUT
+    assert "prophet plan --ranks N" in capsys.readouterr().err
+    assert main(["plan", str(tmp_path / name), "--ranks", "4", "--planner", "prophet", "--json"]) == OK
+    answer = json.loads(capsys.readouterr().out)["trace"]
+    assert (answer["ranks"], answer["planned_from"]) == (4, "itself")
+
+
 def test_plan_on_a_measured_machine(skewed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fast, slow = skewed.parent / "fast.toml", skewed.parent / "slow.toml"
     for file, flops in ((fast, 1e12), (slow, 1e11)):

@@ -118,6 +118,7 @@ def traces(folder: Path) -> Format:
 
 
 def csv(folder: Path) -> Format:
+    rows: list[list[Any]]
     rows = [[t, layer, r, e, 10 * e + r] for t in range(2) for layer in range(2) for r in range(2) for e in range(4)]
     header = ["step", "layer", "rank", "expert", "count"]
 
@@ -126,12 +127,85 @@ def csv(folder: Path) -> Format:
 
     def wrong(rng: random.Random) -> tuple[bytes, tuple[str, ...]]:
         table, column = copy.deepcopy(rows), rng.randrange(5)
-        odd = ("", "x", "-1", "1.5", "nan", "9" * 30, "9" * 5000, "1e3", "1_0", "٣", "0x1")
-        table[rng.randrange(len(rows))][column] = rng.choice(odd)
+        odd = ("x", "-1", "1.5", "1.0.0", "nan", "9" * 30, "9" * 5000, "1e3", "1_0", "٣", "0x1", "1.٠")
+        table[rng.randrange(len(rows))][column] = rng.choice(odd if header[column] == "count" else ("", *odd))
         return text(table), (header[column],)
 
     spaced = b'count, EXPERT ,rank,layer,step,note\r\n1,0,0,0,0,"a, b"\r\n2,1,0,0,1,\r\n\r\n'
-    return Format(name="csv", file="t.csv", valid=(text(rows), spaced), read=read_any, error=TraceError, wrong=wrong)
+    marked = b"\xef\xbb\xbfsep=;\r\n" + text(rows).replace(b",", b";").replace(b"\n", b",0\r\n").replace(b"t,0", b"t")
+    wide = text(rows).decode().replace(",", "\t").encode("utf-16")
+    valid = (text(rows), spaced, marked, wide)
+    return Format(name="csv", file="t.csv", valid=valid, read=read_any, error=TraceError, wrong=wrong)
+
+
+def sglang_folder(folder: Path) -> Format:
+    """One table of a folder is damaged, whose files' names say rank and time."""
+    rows = b"layer_id,expert_id,count\n" + b"".join(b"%d,%d,%d\n" % (a, e, 3 * e) for a in (3, 4) for e in range(4))
+    (folder / "dump").mkdir()
+    (folder / "dump" / "expert_distribution_rank0_timestamp17.25.csv").write_bytes(rows)
+
+    def read(file: Path) -> object:
+        return _of_folder(read_any, file)
+
+    return Format(
+        name="SGLang folder", file="dump/expert_distribution_rank1_timestamp17.5.csv", valid=(rows,), read=read,
+        error=TraceError,
+    )  # fmt: skip
+
+
+def _of_folder(read: Callable[[Path], object], file: Path) -> object:
+    try:
+        return read(file.parent)
+    except TraceError as error:
+        raise TraceError(str(error).replace(f"{file.parent}: ", f"{file}: ")) from None
+
+
+def safetensors(arrays: dict[str, Any], **about: Any) -> bytes:
+    """Arrays as safetensors has them; about: what the header says of the last, where it is wrong."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, values in arrays.items():
+        raw = np.asarray(values, dtype="<i4").tobytes()
+        header[name] = {"dtype": "I32", "shape": [len(values)], "data_offsets": [len(data), len(data) + len(raw)]}
+        data += raw
+    header[next(reversed(arrays))].update(about)
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def tensorrt(folder: Path) -> Format:
+    del folder
+    arrays = {f"{step}_{layer}": [step, 0, layer, 9] for step in (50, 51) for layer in (3, 4)}
+    odd: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("dtype", but(lambda v: v in ("I32", "I64"))),
+        ("shape", (*but(lambda v: v == [4]), [5], [0], [-4], [4, 1], [1 << 62], [1 << 70])),
+        ("data_offsets", (*but(), [0, 1 << 62], [-16, 0], [16, 0], [48, 65], [0.0, 16.0])),
+    )
+
+    def wrong(rng: random.Random) -> tuple[bytes, tuple[str, ...]]:
+        name, values = rng.choice(odd)
+        return safetensors(arrays, **{name: rng.choice(values)}), (name,)
+
+    valid = (safetensors(arrays), safetensors({"7_0": [1, 2]}))
+    return Format(
+        name="safetensors", file="rank0.safetensors", valid=valid, read=read_any, error=TraceError, wrong=wrong
+    )
+
+
+def totals(folder: Path) -> Format:
+    del folder
+    counts = [[[3 * e + a for e in range(4)] for a in range(2)] for _ in range(3)]
+    fields = [(("logical_count", 2, 1, 3), but(is_whole)), (("logical_count",), VALUES)]
+
+    def wrong(rng: random.Random) -> tuple[bytes, tuple[str, ...]]:
+        return base(rng)[0], ("logical_count",)
+
+    base = of_json({"logical_count": counts, "rank": 0}, fields)
+    valid = tuple(json.dumps(v).encode() for v in ({"logical_count": counts}, counts, counts[0]))
+    return Format(
+        name="totals", file="t.json", valid=valid, read=lambda file: read_any(file, ranks=2), error=TraceError,
+        wrong=wrong,
+    )  # fmt: skip
 
 
 def megatron_record(step: int, layer: int, rank: int, **more: Any) -> dict[str, Any]:
@@ -164,10 +238,7 @@ def megatron_folder(folder: Path) -> Format:
     (folder / "trace" / "router_trace_rank0.jsonl").write_text("\n".join(map(json.dumps, whole)))
 
     def read(file: Path) -> object:
-        try:
-            return read_any(file.parent)
-        except TraceError as error:
-            raise TraceError(str(error).replace(f"{file.parent}: ", f"{file}: ")) from None
+        return _of_folder(read_any, file)
 
     valid = ("\n".join(json.dumps({**r, "rank": 1}) for r in whole).encode(),)
     return Format(
@@ -398,6 +469,9 @@ FORMATS: dict[str, tuple[Callable[[Path], Format], int]] = {
     "csv": (csv, 2500),
     "megatron": (megatron, 2500),
     "megatron folder": (megatron_folder, 1500),
+    "SGLang folder": (sglang_folder, 500),
+    "safetensors": (tensorrt, 1500),
+    "totals": (totals, 1000),
     "topology": (topology, 2500),
     "benchmark": (benchmarks, 1500),
     "error bar": (error_bars, 1500),
@@ -429,7 +503,7 @@ _values = st.recursive(
 )
 
 
-@pytest.mark.parametrize("name", ["benchmark", "error bar", "pipeline description", "DeepSpeed config"])
+@pytest.mark.parametrize("name", ["totals", "benchmark", "error bar", "pipeline description", "DeepSpeed config"])
 def test_any_json_is_read_or_refused_by_name(name: str, tmp_path: Path) -> None:
     kind = FORMATS[name][0](tmp_path)
     file = tmp_path / kind.file
