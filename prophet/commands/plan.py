@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
             "int32 [steps]; and optionally meta, a JSON string. `prophet demo` writes one. Logs of other tools work\n"
             "too, as a file or as the folder that holds one file per rank: .csv with the columns\n"
             "step,layer,rank,expert,count or SGLang's layer_id,expert_id,count; .jsonl, Megatron-LM's router trace;\n"
-            ".safetensors, TensorRT-LLM's expert statistic; .json, counts over all ranks. docs/plan.md has the list.\n\n"
+            ".safetensors, TensorRT-LLM's expert statistic; .json, sums over ranks. docs/plan.md has the list.\n\n"
             "A topology file must have as many ranks as the trace. Without :MODEL the layer's sizes come from dim\n"
             "and hidden in the trace's metadata.\n\n"
             f"{known_names()}"
@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
     add_machine(parser)
     add_slots(parser)
     argument("--experts", type=positive, metavar="N", help="experts of a log that does not say (default: as seen)")
-    argument("--ranks", type=positive, metavar="N", help="ranks of one group, for a log of more, or that does not say")
+    argument("--ranks", type=positive, metavar="N", help="ranks of a group, where a log has more or does not say")
     argument("--html", type=Path, metavar="FILE", help="write a page with figures")
     add_json(parser)
     parser.set_defaults(run=run)

@@ -68,6 +68,12 @@ _KINDS = (
         "it holds times and no routing; record the router's counts instead",
     ),
     _Kind(
+        r"", rb'"(?:window|latest)_expert_load"|"num_physical_experts".*"snapshots"',
+        "what vLLM's balancer dumps into its expert_load_dump_dir",
+        "its counts are those of physical experts, and the map beside them is of after the rebalancing, so they cannot "
+        "be assigned to experts; write counts by logical expert as {\"logical_count\": ...}",
+    ),
+    _Kind(
         r"", rb'"(?:moe_layer_count|physical_to_logical_map|device_expert)"',
         "a map of which device holds which expert, as vLLM-Ascend, MindIE and SGLang write it",
         "it holds no counts; pass the counts that it was made from",

@@ -441,6 +441,10 @@ PUBLISHED = {
     "train.json": (b'{"schemaVersion": 1, "deviceProperties": [], "traceEvents": []}', "profile of torch.profiler"),
     "expert_map.json": (b'{"moe_layer_count": 1, "layer_list": []}', "which device holds which expert"),
     "map.json": (b'{"physical_to_logical_map": [[0, 1]]}', "which device holds which expert"),
+    "a_expert_load.json": (
+        b'{"world_size": 2, "snapshots": [{"window_expert_load": [[1]], "physical_to_logical_map": [[0]]}]}',
+        "vLLM's balancer dumps",
+    ),
     "server.log": (b"INFO EPLB step: 9 for model x: avg_tokens=2.00, max_tokens=3\n", "no counts by expert"),
     "server.txt": (b"INFO [Expert Balancedness] forward_pass_id=3\n", "no counts by expert"),
     "events.out.tfevents.1.host": (b"\x18\x00", "event file of TensorBoard"),
