@@ -20,10 +20,21 @@ if TYPE_CHECKING:
     from pipeline_balance.control.decide import ControllerConfig
     from pipeline_balance.control.measure import Meter
     from pipeline_balance.pipeline.added_loss import add_loss
+    from pipeline_balance.pipeline.pretrained import load_pretrained
     from pipeline_balance.pipeline.trainer import ElasticPipeline
     from pipeline_balance.spec import RankLimits, StageMap
+    from prophet.state.pretrained import init_empty_weights
 
-__all__ = ["ControllerConfig", "ElasticPipeline", "Meter", "StageMap", "add_loss", "attach"]
+__all__ = [
+    "ControllerConfig",
+    "ElasticPipeline",
+    "Meter",
+    "StageMap",
+    "add_loss",
+    "attach",
+    "init_empty_weights",
+    "load_pretrained",
+]
 
 _MODULE_OF = {
     "ControllerConfig": "pipeline_balance.control.decide",
@@ -31,6 +42,8 @@ _MODULE_OF = {
     "ElasticPipeline": "pipeline_balance.pipeline.trainer",
     "StageMap": "pipeline_balance.spec",
     "add_loss": "pipeline_balance.pipeline.added_loss",
+    "init_empty_weights": "prophet.state.pretrained",
+    "load_pretrained": "pipeline_balance.pipeline.pretrained",
 }
 
 

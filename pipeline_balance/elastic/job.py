@@ -42,6 +42,7 @@ from pipeline_balance.pipeline.model import CountLabels, LossFn, PipelineModel
 from pipeline_balance.pipeline.optimizers import MakeOptimizer
 from pipeline_balance.pipeline.owners import Owners
 from pipeline_balance.pipeline.ownership import Ownership
+from pipeline_balance.pipeline.pretrained import load_pretrained
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.pipeline.reseat import Arrangement, Reseater, Switched, Way
 from pipeline_balance.pipeline.saved import Also
@@ -77,10 +78,11 @@ class Job:
 
     Every process of the world makes one and calls the same methods; those beyond a layout hold nothing. `build()`
     returns the whole unsplit model: layers in a row (a list, `nn.ModuleList` or `nn.Sequential`, with `loss_fn`), or a
-    transformers model. What is on `meta` is drawn from `seed` where it is needed. `make_optimizer(named_parameters)` is
-    called once; the optimizer is the same object for the whole run, so schedulers and step hooks go on. So are modules
-    and parameters in layouts of pp and dp with zero 0 and 1. With tp, and with zero 2 and 3, `job.model` is a copy
-    whose parameters are `DTensor`s.
+    transformers model. What is on `meta` is drawn from `seed` where it is needed; with `weights` each process reads its
+    layers from this folder of a transformers model instead. `make_optimizer(named_parameters)` is called once; the
+    optimizer is the same object for the whole run, so schedulers and step hooks go on. So are modules and parameters in
+    layouts of pp and dp with zero 0 and 1. With tp, and with zero 2 and 3, `job.model` is a copy whose parameters are
+    `DTensor`s.
 
     `data` gives global batches: `elastic.Batches`, or any iterable of `(inputs, labels)` that is the same on every
     process. A batch is cut into `microbatches` M, which are divided among the dp replicas. Where dp does not divide M
@@ -118,6 +120,7 @@ class Job:
         nodes: Sequence[int] | None = None,
         balance: BalanceConfig | None = None,
         slices: SliceOptions | None = None,
+        weights: str | Path | None = None,
     ) -> None:
         self.microbatches = microbatches
         self.data: GlobalBatches = data if isinstance(data, GlobalBatches) else Stream(data if data is not None else ())
@@ -155,7 +158,9 @@ class Job:
 
         def filled() -> PipelineModel:
             share_out(self._plain.root, seats)
-            materialize(self._plain, stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank())), seed, at)
+            if weights is None:
+                mine = stage_map.layers_on(seats.grid.pipeline_rank_of(process_rank()))
+                materialize(self._plain, mine, seed, at)
             return first[0]
 
         self.pipeline = ElasticPipeline(
@@ -170,6 +175,8 @@ class Job:
             seats=seats,
             zero=layout.zero,
         )
+        if weights is not None:
+            load_pretrained(self.pipeline, weights)
         if wanted != layout:
             self.switch(wanted)
         else:

@@ -11,6 +11,7 @@ from torch import nn
 from pipeline_balance.pipeline.generators import seeded
 from pipeline_balance.pipeline.model import PipelineModel
 from pipeline_balance.pipeline.ownership import put
+from pipeline_balance.pipeline.skeleton import BUILD_EMPTY
 from prophet.errors import SpecError
 
 
@@ -25,15 +26,15 @@ def materialize(model: PipelineModel, units: Collection[int], seed: int, device:
     needed = {p for m in mine for p in m._parameters.values() if p is not None and p.is_meta}
     for name, module in model.root.named_modules():
         if module in mine and any(b is not None and b.is_meta for b in module._buffers.values()):
-            raise SpecError(f"{name or 'the model'} has buffers on meta, which no layout fills: build it on a device")
+            raise SpecError(f"{name or 'the model'} has buffers on meta, which no layout fills: {BUILD_EMPTY}")
         first = [p for p in module._parameters.values() if p is not None and p in needed]
         if not first:
             continue
         reset = getattr(module, "reset_parameters", None)
         if reset is None:
             raise SpecError(
-                f"{name or 'the model'} is on meta and cannot set its values (it needs reset_parameters): build it "
-                "on a device"
+                f"{name or 'the model'} is on meta and cannot set its values (it needs reset_parameters): give the job "
+                "weights=folder, or build the model on a device"
             )
         drawn = set(first)
         needed -= drawn

@@ -24,6 +24,7 @@ _ASKS_FOR_SHAPE = {
     *("element_size", "get_device", "ndimension", "__len__", "__hash__", "__repr__"),
 }
 _ATTRIBUTES_WITH_VALUES = {"data", "real", "imag", "T", "mT", "H", "mH"}
+BUILD_EMPTY = "build the model under pipeline_balance.init_empty_weights(), which leaves buffers their values"
 _BEFORE, _AFTER = "_forward_pre_hooks", "_forward_hooks"
 _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 
@@ -98,7 +99,7 @@ class Skeleton:
                 )
             lost = next((n for n, b in module._buffers.items() if b is not None and b.is_meta), None)
             if lost is not None:
-                raise SpecError(f"the buffer {path}{lost} is on meta, and every rank needs it: build it on a device")
+                raise SpecError(f"the buffer {path}{lost} is on meta, and every rank needs it: {BUILD_EMPTY}")
 
     def to_device(self) -> None:
         """Take buffers around the layers to the device where ranks compute: every rank needs them."""
