@@ -30,7 +30,7 @@ from prophet.convert.discover import LeftAlone
 from prophet.convert.find import Found, device_of, find, find_all
 from prophet.convert.optimizer import Carried, Move, carry, digest
 from prophet.convert.replace import replace
-from prophet.convert.report import ConversionReport, Replaced
+from prophet.convert.report import ConversionReport, Replaced, Trained, trained
 from prophet.convert.routed import RoutedExperts, converted
 from prophet.convert.saving import write_as_before, write_original_layout
 from prophet.convert.state import load_original_state_dict, original_state_dict, put_back
@@ -58,6 +58,7 @@ __all__ = [
     "Replaced",
     "RoutedExperts",
     "RowOrder",
+    "Trained",
     "convert",
     "converted",
     "find",
@@ -138,7 +139,7 @@ def convert(
     for move in moves:
         move.make()
     _announce(model)
-    return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left))
+    return ConversionReport(tuple(replaced), collective.rank, collective.size, tuple(left), trained(model))
 
 
 def _announce(model: nn.Module) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from prophet.convert.base import RUNS_TWICE, ExpertsSpec
 from prophet.convert.discover import LeftAlone
+from prophet.convert.routed import converted
 from prophet.spec import Bias
 
 if TYPE_CHECKING:
@@ -38,13 +42,76 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
+class Trained:
+    """How many parameters of one kind this rank has, how many of them train, and how many are PEFT's adapters'.
+
+    kind: "experts", "router", "shared experts" (whatever else is in a block), "dense layers" (what other layers have in
+    a block's place) or "the rest", such as attention.
+    """
+
+    kind: str
+    params: int
+    trained: int
+    adapters: int
+
+    def __str__(self) -> str:
+        if not self.trained:
+            return f"{self.kind} none of {self.params:,}"
+        how = "" if not self.adapters else " in adapters" if self.adapters == self.trained else " and adapters"
+        return f"{self.kind} {self.trained:,} of {self.params:,}{how}"
+
+
+KINDS = ("experts", "router", "shared experts", "dense layers", "the rest")
+
+
+def trained(model: nn.Module) -> tuple[Trained, ...]:
+    """What trains in a converted model, by the kinds that it has."""
+    found = {kind: [0, 0, 0] for kind in KINDS}
+    inside = {"lora_A", "lora_B"}
+    for module in model.modules():
+        inside.update(getattr(module, "adapter_layer_names", ()))
+    for name, p, kind in _kinds(model):
+        counts, adapter = found[kind], not inside.isdisjoint(name.split("."))
+        counts[0] += p.numel()
+        counts[1] += p.numel() * p.requires_grad
+        counts[2] += p.numel() * adapter * p.requires_grad
+    return tuple(Trained(kind, *counts) for kind, counts in found.items() if counts[0])
+
+
+def _kinds(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, str]]:
+    """Every parameter's name and kind."""
+    layers = [name for name, *_ in converted(model)]
+    blocks = {name[: name.rfind(".") + 1] for name in layers}
+    places = {re.sub(r"\b\d+\b", "*", block) for block in blocks}  # model.layers.*.mlp.
+    for name, p in model.named_parameters():
+        if name.startswith(tuple(f"{layer}." for layer in layers)):
+            yield name, p, "experts"
+            continue
+        block = next(filter(name.startswith, blocks), None)
+        if block is not None:
+            path = name.removeprefix(block).split(".")
+            shared = "shared" in path[0] or not any(_ROUTER.fullmatch(part) for part in path)
+            yield name, p, "shared experts" if shared else "router"
+        else:
+            place = re.sub(r"\b\d+\b", "*", name)
+            yield name, p, "dense layers" if place.startswith(tuple(places)) else "the rest"
+
+
+_ROUTER = re.compile(r"(.*_)?(gate|gating|router|wg|score)")
+
+
+@dataclass(frozen=True, slots=True)
 class ConversionReport:
-    """What `convert` replaced, on one rank, and which lists it left alone; prints as a table where `rich` prints."""
+    """What `convert` replaced, on one rank, and which lists it left alone; prints as a table where `rich` prints.
+
+    trained: what trains in the model, by kind.
+    """
 
     replaced: tuple[Replaced, ...]
     rank: int
     ranks: int
     left: tuple[LeftAlone, ...] = ()
+    trained: tuple[Trained, ...] = ()
 
     @property
     def params(self) -> int:
@@ -87,13 +154,17 @@ class ConversionReport:
         return "\n".join([self._title(), *(" · ".join(row) for row in self.rows()), *self.remarks()])
 
     def remarks(self) -> list[str]:
-        """Why experts stay modules, and why other lists were left alone; once for layers that differ in numbers."""
+        """Why experts stay modules, why other lists were left alone, and what trains.
+
+        Layers that differ in numbers alone are named once.
+        """
         said = [(r.name, f"stay modules: {r.spec.why}") for r in self.replaced if r.spec.why]
         said += [(one.name, f"was left alone: {one.why}") for one in self.left]
         alike: dict[str, list[str]] = {}
         for name, why in said:
             alike.setdefault(re.sub(r"\b\d+\b", "*", f"{name} {why}"), []).append(f"{name} {why}")
-        return [lines[0] + (f" (and {len(lines) - 1} like it)" if lines[1:] else "") for lines in alike.values()]
+        why = [lines[0] + (f" (and {len(lines) - 1} like it)" if lines[1:] else "") for lines in alike.values()]
+        return [*why, *([f"parameters that train here: {'; '.join(map(str, self.trained))}"] if self.trained else [])]
 
     def _title(self) -> str:
         return (

@@ -333,3 +333,85 @@ def test_other_adapters_on_experts_are_refused() -> None:
     with pytest.raises(ConversionError, match="PEFT has put ModulesToSaveWrapper") as found:
         prophet.convert(model)
     assert LORA_ADVICE in str(found.value)
+
+
+# --- what trains ---
+
+EVERY = "experts, router, shared experts, dense layers, the rest"
+# what `target_modules="all-linear"` puts LoRA on, as docs/transformers.md says
+ALL_LINEAR = {
+    "mixtral": "experts, router, the rest",
+    "qwen3": "experts, router, the rest",
+    "olmoe": "experts, router, the rest",
+    "deepseek_v2": "experts, router, the rest",
+    "deepseek_v3": "experts, router, the rest",
+    "qwen2": "shared experts, dense layers, the rest",
+    "gpt_oss": "the rest",
+}
+DENSE: dict[str, dict[str, Any]] = {  # the first layer without experts
+    **{family: {"first_k_dense_replace": 1} for family in ("deepseek_v2", "deepseek_v3")},
+    **{family: {"mlp_only_layers": [0]} for family in ("qwen2", "qwen3")},
+}
+
+
+def kinds_of(report: Any, field: str) -> str:
+    return ", ".join(part.kind for part in report.trained if getattr(part, field))
+
+
+@pytest.mark.parametrize("family", ALL_LINEAR)
+def test_the_report_says_what_all_linear_adapts(family: str) -> None:
+    """Beside the report, names of PEFT's own: what is said of a kind is so for all its layers."""
+    model = peft.get_peft_model(hugging_face(family, **DENSE.get(family, {})), peft.LoraConfig(**ALL, r=2))
+    adapted = {n.removeprefix("base_model.model.model.") for n, _ in model.named_parameters() if "lora_A" in n}
+    has = {
+        "experts": "layers.1.mlp.experts.lora_A.default.weight",
+        "router": "layers.1.mlp.gate.lora_A.default.weight",
+        "dense layers": "layers.0.mlp.up_proj.lora_A.default.weight",
+        "the rest": "layers.1.self_attn.o_proj.lora_A.default.weight",
+    }
+    expected = ALL_LINEAR[family].split(", ")
+    assert {kind for kind, name in has.items() if name in adapted} == {*expected} - {"shared experts"}
+    assert any(".shared_expert" in name for name in adapted) == ("shared experts" in expected)
+    report = prophet.convert(model)
+    assert kinds_of(report, "adapters") == kinds_of(report, "trained") == ALL_LINEAR[family]
+    total = sum(p.numel() for p in model.parameters())
+    assert sum(part.params for part in report.trained) == total
+    assert sum(part.trained for part in report.trained) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    said = str(report).splitlines()[-1]
+    assert said.startswith("parameters that train here: experts ")
+    for part in report.trained:
+        assert f"{part.kind} {f'{part.trained:,}' if part.trained else 'none'} of {part.params:,}" in said
+    assert (" in adapters" in said) == bool(expected)
+
+
+@pytest.mark.parametrize("family", ALL_LINEAR)
+def test_experts_alone_are_adapted_where_they_are_named(family: str) -> None:
+    model = hugging_face(family, **DENSE.get(family, {}))
+    options = {**SOME, "target_modules": ["o_proj"]}
+    report = prophet.convert(peft.get_peft_model(model, peft.LoraConfig(**options, r=2)))
+    assert kinds_of(report, "adapters") == "experts, the rest"
+
+
+@pytest.mark.parametrize(
+    "named",
+    [r".*\.shared_experts\.(gate|up|down)_proj", [f"shared_experts.{part}_proj" for part in ("gate", "up", "down")]],
+)
+def test_peft_reaches_no_shared_expert_of_deepseek(named: Any) -> None:
+    """PEFT rewrites the names of projections to those of the stacked experts; the page says so."""
+    model = hugging_face("deepseek_v3", **DENSE["deepseek_v3"])
+    report = prophet.convert(peft.get_peft_model(model, peft.LoraConfig(target_modules=named, r=2)))
+    assert kinds_of(report, "adapters") == "experts"
+
+
+def test_the_report_of_a_model_without_adapters() -> None:
+    model = hugging_face("deepseek_v3", **DENSE["deepseek_v3"])
+    report = prophet.convert(model)
+    assert kinds_of(report, "params") == kinds_of(report, "trained") == EVERY
+    assert not any(part.adapters for part in report.trained)
+    assert sum(part.params for part in report.trained) == sum(p.numel() for p in model.parameters())
+    frozen = hugging_face("qwen2")
+    for name, p in frozen.named_parameters():
+        p.requires_grad_("shared_expert" not in name and ".experts." not in name)
+    report = prophet.convert(frozen)
+    assert kinds_of(report, "trained") == "router, the rest"
+    assert "experts none of " in str(report)

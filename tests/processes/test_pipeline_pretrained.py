@@ -21,10 +21,10 @@ from prophet.errors import SpecError
 from tests.helpers.launch import run_gloo
 from tests.helpers.transformers_models import FAMILIES, LAYERS, OTHERS, batch, small
 
-UNITS, STEPS = LAYERS + 2, 3
+UNITS = LAYERS + 2
 MAPS = [StageMap((0, 2, UNITS), (0, 1)), StageMap((0, 4, UNITS), (1, 0))]
 CASES = [(f, t, kind) for f in [*FAMILIES, *OTHERS] for t in (False, True) for kind in (torch.float32, torch.bfloat16)]
-QUICK = [("llama", True, torch.float32), ("deepseek_v3", False, torch.bfloat16)]
+QUICK = [("deepseek_v3", True, torch.bfloat16)]
 
 
 def sgd(named: Any) -> torch.optim.Optimizer:
@@ -67,7 +67,7 @@ def train(folder: str, build: Callable[..., Any], dtype: torch.dtype) -> tuple[l
     assert held < sum(p.numel() for p in model.parameters())
     losses = [pipe.step(*batch())]
     pipe.rebuild(MAPS[1])
-    losses += [pipe.step(*batch("padded")) for _ in range(STEPS - 1)]
+    losses.append(pipe.step(*batch("padded")))
     return losses, {n: t.float().numpy() for n, t in pipe.state_dict().items()}
 
 
