@@ -92,7 +92,10 @@ def check_plain(name: str, p: nn.Parameter) -> None:
             f"quantization_config, as with from_pretrained(..., dtype=torch.bfloat16), then prophet.convert(model)"
         )
     if type(p.data) is not torch.Tensor:
-        raise ConversionError(f"{name} is a {type(p.data).__name__}: convert before sharding or quantising")
+        raise ConversionError(
+            f"{name} is a {type(p.data).__name__}: convert before sharding or quantising, and load without ep_size, "
+            "tp_size and fsdp_size of transformers' DistributedConfig"
+        )
 
 
 def check_stackable(experts: nn.Module) -> None:

@@ -364,3 +364,34 @@ def test_loading_rounds_no_parameter_of_a_model_in_two_dtypes(tmp_path: Path) ->
     before = {n: t.clone() for n, t in original_state_dict(model).items()}
     load_pretrained(model, tmp_path)
     assert all(torch.equal(t, before[n]) for n, t in original_state_dict(model).items())
+
+
+def own_expert_parallelism(folder: str) -> list[str]:
+    """What `convert` says of each way to load a model in transformers' own expert parallelism."""
+    library, said = transformers(), []
+    for options in (
+        {"enable_expert_parallel": True},
+        {"ep_size": 2, "tp_size": 2},
+        {"ep_size": 2, "fsdp_size": 2},
+    ):
+        cut = library.DistributedConfig(**options)
+        model = library.Qwen3MoeForCausalLM.from_pretrained(folder, distributed_config=cut)
+        try:
+            report = prophet.convert(model)
+            said.append(f"{report.params} of {report.params_before}")
+        except ConversionError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.slow
+def test_transformers_own_expert_parallelism(tmp_path: Path) -> None:
+    """The flag alone cuts nothing, so there is nothing to refuse; docs/transformers.md says so."""
+    model: Any = hugging_face("qwen3")
+    model.save_pretrained(tmp_path)
+    params = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    for flag, *cut in on_processes(2, own_expert_parallelism, str(tmp_path), timeout_s=120):
+        assert flag == f"{params // 2} of {params}"
+        for said in cut:
+            assert "gate_up_proj is a DTensor: convert before sharding" in said
+            assert "without ep_size, tp_size and fsdp_size" in said
