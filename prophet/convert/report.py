@@ -163,8 +163,8 @@ class ConversionReport:
         alike: dict[str, list[str]] = {}
         for name, why in said:
             alike.setdefault(re.sub(r"\b\d+\b", "*", f"{name} {why}"), []).append(f"{name} {why}")
-        why = [lines[0] + (f" (and {len(lines) - 1} like it)" if lines[1:] else "") for lines in alike.values()]
-        return [*why, *([f"parameters that train here: {'; '.join(map(str, self.trained))}"] if self.trained else [])]
+        told = [lines[0] + (f" (and {len(lines) - 1} like it)" if lines[1:] else "") for lines in alike.values()]
+        return [*told, *([f"parameters that train here: {'; '.join(map(str, self.trained))}"] if self.trained else [])]
 
     def _title(self) -> str:
         return (
