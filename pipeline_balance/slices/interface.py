@@ -36,6 +36,13 @@ class Seen:
     width: int = 0
 
 
+@dataclass(frozen=True)
+class Unfit:
+    """Stands for a mask that attention over slices does not have, and `why`: models make masks that no layer uses."""
+
+    why: str
+
+
 _seeing: list[Seen] = []
 
 
@@ -63,7 +70,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: Tensor | Unfit | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
@@ -79,7 +86,7 @@ def attention(
     wrong = [name for name, value in others.items() if name not in _SAY_NOTHING and _says(value)]
     if _says(dropout):
         wrong.append(f"dropout={dropout:g}")
-    if attention_mask is not None:
+    if attention_mask is not None and not isinstance(attention_mask, Unfit):
         wrong.append("attention_mask")
     if getattr(module, "is_cross_attention", False) or key.shape[2] != query.shape[2]:
         wrong.append("cross-attention")
@@ -91,6 +98,8 @@ def attention(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise SpecError(f"{kind} does not know which layer it is in (layer_idx), so its chunks cannot be found")
+    if isinstance(attention_mask, Unfit):
+        raise SpecError(f"{kind} of layer {layer} {attention_mask.why}")
     return attend(query, key, value, layer=layer, scale=scaling).transpose(1, 2), None
 
 
@@ -105,14 +114,15 @@ def mask(
     attention_mask: Tensor | None = None,
     device: Any = "cpu",
     **others: Any,
-) -> None:
+) -> Unfit | None:
     """What transformers' models call for a mask: notes the documents for `seeing`, makes none.
 
-    Outside of it nothing is read: what slices see is a part of what their whole sequences saw. Raises `SpecError` where
-    tokens see others than those before them in their document, or padding on the left.
+    Outside of it nothing is read: what slices see is a part of what their whole sequences saw. Where tokens see others
+    than those before them in their document, what it returns is refused by the attention that uses it. Raises
+    `SpecError` for padding on the left.
     """
     if not _seeing:
-        return
+        return None
     given = others["q_length"] if "q_length" in others else others["cache_position"].shape[0]
     tokens = int(given)
     if attention_mask is not None:
@@ -132,14 +142,15 @@ def mask(
     first = torch.where(new, at_T, 0).cummax(dim=1).values
     after = (at_T + 1).clamp(max=tokens - 1)
     if not sees(at_T, first).all() or not sees(at_T, at_T).all():
-        raise SpecError("the model hides earlier tokens of a document (a sliding window or chunks): slices cannot")
+        return Unfit("hides earlier tokens of a document (a sliding window or chunks): slices cannot")
     if sees(at_T, after)[:, : tokens - 1].any():
-        raise SpecError("the model lets tokens see later ones: slices need causal attention")
+        return Unfit("lets tokens see later ones: slices need causal attention")
     across = sees(at_T, (first - 1).clamp(min=0)) & (first > 0)
     if across.any():
-        raise SpecError("the model lets tokens see a part of other documents: slices cannot")
+        return Unfit("lets tokens see a part of other documents: slices cannot")
     if new.any():
         _seeing[-1].documents = new.long().cumsum(dim=1)
+    return None
 
 
 def configs_of(model: nn.Module) -> list[Any]:

@@ -35,7 +35,7 @@ def model_of(
     model: Any = small(family, **options).to(dtype)
     if dtype == torch.float64:
         model.loss_function = own_loss
-        if family in ("mixtral", "qwen3_moe"):
+        if family in ("mixtral", "qwen3_moe", "qwen2_moe"):
             model.set_experts_implementation("eager")
     if recompute:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

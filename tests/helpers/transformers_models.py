@@ -39,6 +39,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        "Qwen2MoeForCausalLM",
+        {**_SIZES, **_ROUTER, "num_experts": 4, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    ),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_SIZES, "head_dim": 8, "sliding_window": 4}),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {**_SIZES, "head_dim": 8}),
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {**_SIZES, "head_dim": 8, "num_local_experts": 4}),

@@ -51,7 +51,9 @@ def test_router_losses_are_those_of_whole_microbatches(family: str, kind: str) -
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gemma2", {"attn_logit_softcapping": 1.0, "sliding_window": 64}, "softcap"),
     ("gpt_oss", {"sliding_window": 64, "layer_types": ["full_attention"] * 3}, "s_aux"),
-    ("mixtral", {"sliding_window": 4}, "sliding_window|hides earlier tokens"),
+    ("mixtral", {"sliding_window": 4}, "MixtralAttention asks for sliding_window"),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 4}, "MoeAttention of layer 0 hides earlier tokens"),
+    ("gemma3", {}, "Gemma3Attention asks for sliding_window"),
     ("llama", {"attention_dropout": 0.1}, "dropout=0.1"),
     ("mamba", {}, "does not call transformers' attention functions"),
     ("bert", {}, "ForMaskedLM"),
@@ -65,6 +67,25 @@ def test_what_slices_would_get_wrong_is_refused_by_name(family: str, options: di
     with pytest.raises(SpecError, match=words):
         SlicedTransformers(model, SliceOptions(4))
     assert model.config._attn_implementation == before  # and the model is as it was
+
+
+@pytest.mark.parametrize("kind", ["plain", "packed", "padded"])
+def test_a_sliding_mask_that_no_layer_uses_is_nobodys(kind: str) -> None:
+    """Qwen2-MoE makes one at every forward; by default its window is 0, and no layer's."""
+    model = model_of("qwen2_moe", output_router_logits=False)
+    losses, want, _ = alone(copy.deepcopy(model), [kind], make=no_update)
+    loss, found = in_slices(model, 4, kind)
+    assert loss == pytest.approx(losses[0], rel=1e-10)
+    assert apart(found, want) <= 1e-10
+
+
+def test_a_window_that_only_longer_sequences_feel_is_refused_with_them() -> None:
+    run = SlicedTransformers(model_of("qwen2_moe", use_sliding_window=True, sliding_window=8), SliceOptions(4))
+    (short,) = run.cut(*batch_of(tokens=8), 1)
+    assert len(run.sliced(short)) == 4
+    (long,) = run.cut(*batch_of(tokens=16), 1)
+    with pytest.raises(SpecError, match="layer 0 hides earlier tokens"):
+        run.sliced(long)
 
 
 def test_attention_that_sees_later_tokens_is_refused() -> None:
