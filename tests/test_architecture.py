@@ -138,7 +138,6 @@ _MAY_COMMUNICATE = {
     "prophet/state/checkpoint_files.py",  # torch's distributed checkpoint format
     "prophet/state/tensor_index.py",  # the same
     "pipeline_balance/pipeline/stages.py",
-    "pipeline_balance/pipeline/executor.py",  # how torch splits a backward pass; sends nothing
     "pipeline_balance/elastic/groups.py",
     "pipeline_balance/elastic/fully_sharded.py",  # reads what FSDP2 keeps; sends nothing
     "pipeline_balance/elastic/sharded.py",  # torch's tensor parallelism and FSDP2 send what they must

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from pipeline_balance.control.measure import Meter
 from pipeline_balance.pipeline.added_loss import added_losses
 from pipeline_balance.pipeline.buffers import BufferPool
 from pipeline_balance.pipeline.failures import Failures
 from pipeline_balance.pipeline.generators import seeded, unit_seed
+from pipeline_balance.pipeline.halves import SecondHalf, first_half
 from pipeline_balance.pipeline.model import Activations, Microbatch, PipelineModel
 from pipeline_balance.pipeline.wide_sums import WideSums
 from pipeline_balance.schedules.actions import Action
@@ -53,7 +52,7 @@ class _Kept:
 
     inputs: Activations
     outputs: Activations
-    groups: Any = None
+    second: SecondHalf | None = None
 
 
 class Executor:
@@ -230,12 +229,14 @@ class Executor:
     def _input_gradients(
         self, s: int, kept: _Kept, outputs: Activations, grads: Activations, inputs: Activations
     ) -> None:
-        _, kept.groups = stage_backward_input(list(outputs), list(grads), list(inputs), iter(self._weights(s)))
+        found, kept.second = first_half(outputs, grads, inputs, self._weights(s))
+        for t, grad in zip(inputs, found, strict=True):
+            t.grad = grad
 
     def _weight(self, s: int, m: int) -> None:
-        kept = self._kept.pop((s, m))
-        if kept.groups is not None:
-            self.meter.run_action("W", s, lambda: stage_backward_weight(iter(self._weights(s)), kept.groups))
+        second = self._kept.pop((s, m)).second
+        if second is not None:
+            self.meter.run_action("W", s, second.run)
 
     def _weights(self, s: int) -> list[torch.nn.Parameter]:
         """Parameters of a stage that train."""

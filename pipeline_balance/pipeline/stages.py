@@ -18,6 +18,7 @@ from pipeline_balance.control.measure import Meter
 from pipeline_balance.maps.compare import dense_ranks
 from pipeline_balance.pipeline.executor import Executor
 from pipeline_balance.pipeline.failures import Failures
+from pipeline_balance.pipeline.halves_tried import check_halves
 from pipeline_balance.pipeline.model import PipelineModel
 from pipeline_balance.pipeline.replicas import Grid
 from pipeline_balance.schedules.actions import Action
@@ -52,6 +53,8 @@ class PipelineConfig:
         for name in ("microbatches", "budget_bytes", "timeout_s"):
             if not getattr(self, name) > 0:
                 raise SpecError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.split_backward:
+            check_halves()
 
 
 @dataclass(frozen=True, kw_only=True)
